@@ -1,0 +1,92 @@
+"""How every noun refuses a bad value: field, value, what is allowed, and the nearest fix.
+
+All refusals are ``ValueError``; the Studio prints the same text at the input.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+
+def refuse(field: str, value: object, allowed: str, fix: str) -> NoReturn:
+    """Raise ``ValueError`` naming ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix."""
+    raise ValueError(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {fix}.")
+
+
+def whole_number(field: str, value: object, *, low: int, high: int) -> int:
+    """``value`` as an int in ``low..high``; bools, text, NaN, infinities and fractions are refused."""
+    allowed = f"a whole number from {low:,} to {high:,}"
+    if isinstance(value, bool) or isinstance(value, str | bytes) or value is None:
+        refuse(field, value, allowed, _nearest_number(value, low, high))
+    try:
+        number = value.__index__()  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        refuse(field, value, allowed, _nearest_number(value, low, high))
+    if not low <= number <= high:
+        refuse(field, number, allowed, f"{min(max(number, low), high)}")
+    return int(number)
+
+
+def real_number(field: str, value: object, *, low: float, high: float) -> float:
+    """``value`` as a finite float in ``low..high``; bools, text, NaN and infinities are refused."""
+    allowed = f"a number from {low:g} to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(field, value, allowed, f"{low:g}")
+    number = float(value) if abs(value) <= high else math.inf
+    if not low <= number <= high:
+        refuse(field, value, allowed, f"{high:g}" if number > high else f"{low:g}")
+    return number
+
+
+def flag(field: str, value: object) -> bool:
+    """``value`` if it is True or False; 0, 1 and text are refused."""
+    if not isinstance(value, bool):
+        refuse(field, value, "True or False", "True" if value else "False")
+    return value
+
+
+def one_of(field: str, value: object, choices: Iterable[Any]) -> Any:
+    """``value`` if it is among ``choices``, else a refusal that lists them and the nearest."""
+    options = list(choices)
+    for option in options:
+        if value is option or (type(value) is type(option) and value == option):
+            return option
+    refuse(field, value, ", ".join(repr(option) for option in options), repr(nearest(value, options)))
+
+
+def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
+    """Refuse keys of ``data`` that are not in ``allowed``, naming the nearest one that is."""
+    names = list(allowed)
+    for key in data:
+        if key not in names:
+            refuse(f"{owner} key", key, ", ".join(names), f"{nearest(key, names)!r}")
+
+
+def nearest(value: object, options: list[Any]) -> Any:
+    """The option spelled most like ``value``; the first one if nothing is close."""
+    texts = [str(option) for option in options]
+    close = difflib.get_close_matches(str(value).lower(), texts, n=1, cutoff=0.3)
+    return options[texts.index(close[0])] if close else options[0]
+
+
+def _nearest_number(value: object, low: int, high: int) -> str:
+    """The closest allowed whole number to something that is not one ("8.0", "8", nan, None)."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return str(low)
+    if math.isnan(number):
+        return str(low)
+    return str(int(min(max(round(number) if math.isfinite(number) else number, low), high)))
+
+
+def _shown(value: object) -> str:
+    """``repr`` of what was given, short enough to read and safe if ``__repr__`` itself fails."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"an unprintable {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
