@@ -11,9 +11,30 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 
+class FieldError(ValueError):
+    """A refused value; ``field`` says whose, so that a picker can show the message at its input."""
+
+    def __init__(self, field: str, value: object, allowed: str, fix: str) -> None:
+        super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {fix}.")
+        self.field = field
+        self.allowed = allowed
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the constructor with the message alone.
+        return _restored, (str(self), self.field, self.allowed, self.fix)
+
+
+def _restored(message: str, field: str, allowed: str, fix: str) -> FieldError:
+    error = FieldError.__new__(FieldError)
+    ValueError.__init__(error, message)
+    error.field, error.allowed, error.fix = field, allowed, fix
+    return error
+
+
 def refuse(field: str, value: object, allowed: str, fix: str) -> NoReturn:
-    """Raise ``ValueError`` naming ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix."""
-    raise ValueError(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {fix}.")
+    """Raise :class:`FieldError` naming ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix."""
+    raise FieldError(field, value, allowed, fix)
 
 
 def whole_number(field: str, value: object, *, low: int, high: int) -> int:

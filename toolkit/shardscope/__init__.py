@@ -1,0 +1,64 @@
+"""Shardscope: will it fit, how fast will it be, show me.
+
+The names below are the public interface. Each room is imported when one of its names is first used, so
+that ``import shardscope`` costs milliseconds and never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.catalog import gpus, models
+    from shardscope.cluster import Cluster
+    from shardscope.layout import Layout
+    from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
+    from shardscope.runs.launch import launch
+    from shardscope.runs.run import Run, runs
+    from shardscope.trace import Trace
+    from shardscope.training.pretrain import Pretrain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Architecture",
+    "Cluster",
+    "Layout",
+    "Plan",
+    "Pretrain",
+    "Recipe",
+    "Run",
+    "Trace",
+    "gpus",
+    "launch",
+    "models",
+    "runs",
+]
+
+_rooms = {
+    "Architecture": "architecture",
+    "Cluster": "cluster",
+    "Layout": "layout",
+    "Plan": "plan",
+    "Pretrain": "training.pretrain",
+    "Recipe": "recipe",
+    "Run": "runs.run",
+    "Trace": "trace",
+    "gpus": "catalog",
+    "launch": "runs.launch",
+    "models": "catalog",
+    "runs": "runs.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _rooms:
+        raise AttributeError(f"module 'shardscope' has no attribute {name!r}; it has {', '.join(__all__)}")
+    found = getattr(import_module(f"shardscope.{_rooms[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""One folder for each framework; ``registry.py`` is the only list of them."""

@@ -1,0 +1,26 @@
+"""DDP's degrees: every rank is a data-parallel rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shardscope.layout import Degrees, Layout
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpLayout(Layout):
+    """PyTorch DistributedDataParallel (Li et al. 2020)."""
+
+    framework: ClassVar[str] = "ddp"
+    title: ClassVar[str] = "DDP"
+    mixes_by_autocast: ClassVar[bool] = True
+
+    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+        """All ranks hold a replica."""
+        return Degrees(data_parallel=cluster.num_gpus, replicate=cluster.num_gpus)

@@ -1,0 +1,52 @@
+"""DDP's training state: a whole replica on every rank (Li et al. 2020, section 4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.precision import num_moments, widths
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.stages import Stage, stages_of
+from shardscope.memory.state import TrainingState
+from shardscope.memory.words import count
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+def stages(plan: Plan) -> list[Stage]:
+    """One stage with the whole model."""
+    return stages_of(plan)
+
+
+def training_state(plan: Plan, stage: Stage) -> TrainingState:
+    """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
+    width = widths[plan.recipe.precision]
+    moments = num_moments[plan.recipe.optimizer]
+    trained = width.original * stage.trainable
+    # A frozen base needs no fp32 originals: it is loaded in the compute type.
+    parameters = width.compute * stage.base + trained if stage.adapters else width.original * stage.base
+
+    def parameter_words() -> str:
+        if stage.adapters:
+            return (
+                f"{stage.base:,} frozen × {width.compute} bytes + {stage.adapters:,} adapters × "
+                f"{width.original} bytes · whole on every rank (Li et al. 2020)"
+            )
+        return f"{count(stage.base, 'parameter')} × {width.original} bytes · whole on every rank (Li et al. 2020)"
+
+    return TrainingState(
+        parameters=Term(parameters, parameter_words),
+        gradients=Term(
+            trained,
+            lambda: f"{count(stage.trainable, 'gradient')} × {width.original} bytes · views of the reduction "
+            "buckets (gradient_as_bucket_view=True)",
+        ),
+        optimizer=Term(
+            moments * trained,
+            lambda: f"{stage.trainable:,} × {moments} × {width.original} bytes · {plan.recipe.optimizer} moments",
+        ),
+        gather_forward=no_bytes("nothing is sharded, so nothing is gathered"),
+        gather_backward=no_bytes("gradients are reduced in their buckets"),
+        group_sizes=(plan.degrees.data_parallel,),
+    )

@@ -1,0 +1,87 @@
+"""DeepSpeed ZeRO's fields and degrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shardscope.layout import (
+    Degrees,
+    Layout,
+    check_experts,
+    check_heads,
+    check_layers,
+    degree,
+    left_over_ranks,
+)
+from shardscope.validation import one_of, refuse, whole_number
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroLayout(Layout):
+    """DeepSpeed ZeRO stages 0 to 3 (Rajbhandari et al. 2020), with offload (Ren et al. 2021)."""
+
+    framework: ClassVar[str] = "deepspeed"
+    title: ClassVar[str] = "DeepSpeed ZeRO"
+
+    stage: int = 3
+    """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
+    tp: int = 1
+    """Tensor-parallel degree (AutoTP)."""
+    pp: int = 1
+    """Pipeline stages; DeepSpeed's pipeline works with stages 0 and 1."""
+    ep: int = 1
+    """Ranks that share out the experts."""
+    offload_optimizer: Literal["cpu", "nvme"] | None = None
+    """Where the optimizer's state lives instead of the GPU; stages 1 to 3."""
+    offload_params: Literal["cpu", "nvme"] | None = None
+    """Where the sharded parameters live instead of the GPU; stage 3."""
+
+    def __post_init__(self) -> None:
+        whole_number("Layout.stage", self.stage, low=0, high=3)
+        for field in ("tp", "pp", "ep"):
+            degree(f"Layout.{field}", getattr(self, field))
+        for field in ("offload_optimizer", "offload_params"):
+            one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
+        if self.pp > 1 and self.stage > 1:
+            refuse("Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", "stage=1")
+        if self.offload_optimizer and self.stage == 0:
+            refuse("Layout.stage", self.stage, "1 to 3 with offload_optimizer", "stage=1")
+        if self.offload_optimizer == "nvme" and self.stage < 3:
+            refuse("Layout.offload_optimizer", "nvme", "None or 'cpu' below stage 3", "stage=3")
+        if self.offload_params and self.stage < 3:
+            refuse("Layout.offload_params", self.offload_params, "None below stage 3", "stage=3")
+
+    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+        """Data-parallel ranks are what tp and pp leave; state is split over them as the stage says."""
+        check_heads(architecture, self.tp)
+        check_layers(architecture, self.pp)
+        data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
+        check_experts(architecture, self.ep, data_parallel)
+        sharded = self.stage > 0
+        return Degrees(
+            data_parallel=data_parallel,
+            shard=data_parallel if sharded else 1,
+            replicate=1 if sharded else data_parallel,
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+        )
+
+    @property
+    def description(self) -> str:
+        """The stage and where state was moved to."""
+        moved = [f"{what} on {where}" for what, where in self._offloads() if where]
+        return f"DeepSpeed ZeRO-{self.stage}" + (f" ({', '.join(moved)})" if moved else "")
+
+    def _offloads(self) -> list[tuple[str, str | None]]:
+        words = {"cpu": "CPU", "nvme": "NVMe", None: None}
+        return [
+            ("parameters", words[self.offload_params]),
+            ("optimizer", words[self.offload_optimizer]),
+        ]

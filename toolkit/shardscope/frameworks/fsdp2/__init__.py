@@ -1,0 +1,1 @@
+"""PyTorch FSDP2 (``fully_shard``)."""

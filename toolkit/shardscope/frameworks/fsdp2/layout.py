@@ -1,0 +1,101 @@
+"""FSDP2's fields and degrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shardscope.layout import (
+    Degrees,
+    Layout,
+    check_context,
+    check_heads,
+    check_layers,
+    degree,
+    left_over_ranks,
+)
+from shardscope.validation import one_of, refuse, whole_number
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp2Layout(Layout):
+    """``torch.distributed.fsdp.fully_shard``, one group a decoder layer and one at the root."""
+
+    framework: ClassVar[str] = "fsdp2"
+    title: ClassVar[str] = "FSDP2"
+
+    shard: int | None = None
+    """Ranks that share one copy of the state; ``None``: all that the other degrees leave."""
+    replicate: int = 1
+    """Copies of the sharded state (HSDP): gradients are all-reduced between them."""
+    reshard_after_forward: bool | int = True
+    """Free a layer's gathered parameters after forward; an int reshards to that many ranks instead."""
+    tp: int = 1
+    """Tensor-parallel degree."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks a stage (interleaved schedule); needs pp > 1."""
+    cp: int = 1
+    """Context-parallel degree; its ranks take part in the sharding."""
+    offload: Literal["cpu"] | None = None
+    """``"cpu"`` keeps sharded parameters, gradients and optimizer in host memory (CPUOffloadPolicy)."""
+
+    def __post_init__(self) -> None:
+        if self.shard is not None:
+            degree("Layout.shard", self.shard)
+        for field in ("replicate", "tp", "pp", "vpp", "cp"):
+            degree(f"Layout.{field}", getattr(self, field))
+        if not isinstance(self.reshard_after_forward, bool):
+            whole_number("Layout.reshard_after_forward", self.reshard_after_forward, low=2, high=2**20)
+        one_of("Layout.offload", self.offload, (None, "cpu"))
+        if self.vpp > 1 and self.pp == 1:
+            refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+
+    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+        """Degrees whose product is the cluster's GPUs; ``shard`` takes what is left."""
+        world = cluster.num_gpus
+        check_heads(architecture, self.tp)
+        check_layers(architecture, self.pp, self.vpp)
+        check_context(recipe, self.cp)
+        left = left_over_ranks(world, replicate=self.replicate, tp=self.tp, pp=self.pp, cp=self.cp)
+        shard = left if self.shard is None else self.shard
+        if shard != left:
+            refuse(
+                "Layout.shard",
+                shard,
+                f"{left}, so that shard x replicate x tp x pp x cp = {world} GPUs",
+                f"shard={left}",
+            )
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, bool) and (shard * self.cp) % reshard:
+            refuse(
+                "Layout.reshard_after_forward",
+                reshard,
+                f"True, False or a divisor of the {shard * self.cp} sharding ranks",
+                "reshard_after_forward=True",
+            )
+        return Degrees(
+            data_parallel=shard * self.replicate,
+            shard=shard,
+            replicate=self.replicate,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            cp=self.cp,
+        )
+
+    @property
+    def splits_sequence(self) -> bool:
+        """With tp: ``SequenceParallel`` norms, as PyTorch's own tensor-parallel plans have them."""
+        return self.tp > 1
+
+    @property
+    def description(self) -> str:
+        """FSDP2, or HSDP when the sharded state is replicated."""
+        return "FSDP2" if self.replicate == 1 else "FSDP2 (HSDP)"

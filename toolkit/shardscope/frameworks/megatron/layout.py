@@ -1,0 +1,140 @@
+"""Megatron-core's fields, degrees and pipeline splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shardscope.layout import (
+    Degrees,
+    Layout,
+    check_context,
+    check_experts,
+    check_heads,
+    check_layers,
+    degree,
+    left_over_ranks,
+)
+from shardscope.validation import flag, refuse
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronLayout(Layout):
+    """Megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021, Korthikanti et al. 2022)."""
+
+    framework: ClassVar[str] = "megatron"
+    title: ClassVar[str] = "Megatron-core"
+    default_kernels: ClassVar[str] = "megatron"
+    supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
+
+    tp: int = 1
+    """Tensor-parallel degree."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks a stage (interleaved schedule); needs pp > 1."""
+    cp: int = 1
+    """Context-parallel degree."""
+    ep: int = 1
+    """Ranks that share out the experts; taken from data x context parallel."""
+    sequence_parallel: bool | None = None
+    """Split norms and residuals along the sequence within tp; ``None``: whenever tp > 1."""
+    distributed_optimizer: bool = True
+    """Split the optimizer's state over the data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        for field in ("tp", "pp", "vpp", "cp", "ep"):
+            degree(f"Layout.{field}", getattr(self, field))
+        flag("Layout.distributed_optimizer", self.distributed_optimizer)
+        if self.sequence_parallel is not None:
+            flag("Layout.sequence_parallel", self.sequence_parallel)
+        if self.sequence_parallel and self.tp == 1:
+            refuse("Layout.sequence_parallel", True, "False or None while tp=1", "sequence_parallel=None")
+        if self.vpp > 1 and self.pp == 1:
+            refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether sequence parallelism is in force."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+        """Data-parallel ranks are what tp, pp and cp leave."""
+        check_heads(architecture, self.tp)
+        check_layers(architecture, self.pp, self.vpp)
+        check_context(recipe, self.cp)
+        data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
+        check_experts(architecture, self.ep, data_parallel * self.cp)
+        self._check_sequence(recipe)
+        degrees = Degrees(
+            data_parallel=data_parallel,
+            shard=data_parallel if self.distributed_optimizer else 1,
+            replicate=1 if self.distributed_optimizer else data_parallel,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            cp=self.cp,
+            ep=self.ep,
+        )
+        self.stage_layers(architecture, degrees)
+        self._check_micro_batches(recipe, degrees)
+        return degrees
+
+    def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
+        """Layers on each stage: even, or even once embedding and/or loss count as a layer each.
+
+        Megatron's ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``:
+        126 layers over 16 stages are 7, 14 x 8, 7.
+        """
+        layers = architecture.num_hidden_layers
+        chunks = degrees.pp * degrees.vpp
+        # The loss weighs more than the embedding, so where one of them is enough it is the loss.
+        for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
+            if degrees.pp > 1 and (layers + embedding + loss) % chunks == 0:
+                stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
+                stages[0] -= embedding
+                stages[-1] -= loss
+                if min(stages) > 0:
+                    return stages
+        if degrees.pp == 1:
+            return [layers]
+        fitting = [pp for pp in range(1, layers + 1) if any((layers + n) % (pp * self.vpp) == 0 for n in range(3))]
+        nearest = min(fitting, key=lambda pp: abs(pp - degrees.pp))
+        refuse(
+            "Layout.pp",
+            degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
+            f"stages that divide {architecture.name}'s {layers} layers, or {layers + 1} or {layers + 2} "
+            "with loss and embedding counted as a layer each",
+            f"pp={nearest}",
+        )
+
+    def _check_sequence(self, recipe: Recipe) -> None:
+        if self.splits_sequence and (recipe.seq_len // self.cp) % self.tp:
+            refuse(
+                "Layout.tp",
+                self.tp,
+                f"a divisor of the {recipe.seq_len // self.cp} tokens a rank sees (sequence parallel)",
+                f"seq_len={-(-recipe.seq_len // (self.tp * self.cp)) * self.tp * self.cp}",
+            )
+
+    def _check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
+        per_step = recipe.micro_batch_size * degrees.data_parallel
+        micro_batches = recipe.global_batch_size // per_step
+        if degrees.vpp > 1 and micro_batches and micro_batches % degrees.pp:
+            refuse(
+                "Recipe.global_batch_size",
+                recipe.global_batch_size,
+                f"micro-batches in multiples of pp={degrees.pp} with the interleaved schedule",
+                f"global_batch_size={-(-micro_batches // degrees.pp) * degrees.pp * per_step}",
+            )
+
+    @property
+    def description(self) -> str:
+        """Megatron-core and the degrees above one."""
+        named = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        return "Megatron-core" + (f" ({', '.join(named)})" if named else "")

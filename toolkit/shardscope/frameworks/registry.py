@@ -1,0 +1,76 @@
+"""The frameworks Shardscope knows. Adding one is adding a folder and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardscope.frameworks.ddp.layout import DdpLayout
+from shardscope.frameworks.deepspeed.layout import ZeroLayout
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.frameworks.megatron.layout import MegatronLayout
+
+if TYPE_CHECKING:
+    from shardscope.layout import Layout
+    from shardscope.memory.stages import Stage
+    from shardscope.memory.state import TrainingState
+    from shardscope.plan import Plan
+
+
+class MemoryModel(Protocol):
+    """What every framework's ``memory.py`` offers."""
+
+    def stages(self, plan: Plan) -> list[Stage]:
+        """The weights on each pipeline stage."""
+
+    def training_state(self, plan: Plan, stage: Stage) -> TrainingState:
+        """Bytes of parameters, gradients, optimizer and staging on one rank of a stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What the registry knows of one framework without importing it."""
+
+    name: str
+    layout_class: type[Layout]
+    engine: str | None
+    """``module:Class`` of what really trains, imported on a rank only; ``None``: planned, not trained yet."""
+
+    @property
+    def title(self) -> str:
+        """The name that people read."""
+        return self.layout_class.title
+
+    def memory_model(self) -> MemoryModel:
+        """The framework's own part of the memory model."""
+        found: Any = import_module(f"shardscope.frameworks.{self.name}.memory")
+        return found  # type: ignore[no-any-return]
+
+
+frameworks: dict[str, Framework] = {
+    framework.name: framework
+    for framework in (
+        Framework(name="ddp", layout_class=DdpLayout, engine="shardscope.frameworks.ddp.engine:DdpEngine"),
+        Framework(
+            name="fsdp2", layout_class=Fsdp2Layout, engine="shardscope.frameworks.fsdp2.engine:Fsdp2Engine"
+        ),
+        Framework(name="deepspeed", layout_class=ZeroLayout, engine=None),
+        Framework(name="megatron", layout_class=MegatronLayout, engine=None),
+    )
+}
+
+
+def engine_for(plan: Plan) -> Callable[[Any], Any]:
+    """The engine class that trains ``plan``; raises ``ValueError`` where there is none yet."""
+    framework = frameworks[plan.layout.framework]
+    if framework.engine is None:
+        trained = ", ".join(f.title for f in frameworks.values() if f.engine)
+        raise ValueError(
+            f"Layout.framework is {framework.title}: it is planned, not trained yet in this version. "
+            f"Frameworks that train: {trained}."
+        )
+    module, _, name = framework.engine.partition(":")
+    engine: Callable[[Any], Any] = getattr(import_module(module), name)
+    return engine

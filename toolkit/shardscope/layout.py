@@ -1,0 +1,283 @@
+"""How to spread a model: a framework and its degrees. Each framework's own fields live in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from shardscope.serialization import JsonNoun
+from shardscope.validation import known_keys, one_of, refuse, whole_number
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+MAX_DEGREE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """A layout's degrees once the cluster is known: their product is the world size."""
+
+    data_parallel: int
+    """Ranks (or groups of them) that see different sequences: ``shard * replicate``."""
+    shard: int = 1
+    """Ranks over which training state is split."""
+    replicate: int = 1
+    """Copies of that sharded state (HSDP)."""
+    tp: int = 1
+    """Tensor-parallel ranks that split each matrix."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks on each pipeline stage (interleaved schedule)."""
+    cp: int = 1
+    """Context-parallel ranks that split each sequence."""
+    ep: int = 1
+    """Ranks that share out the experts; taken from the data-parallel ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(JsonNoun):
+    """A framework and its degrees; made by ``Layout.ddp()``, ``.fsdp2()``, ``.zero()``, ``.megatron()``.
+
+    Degrees that are not given are derived from the cluster when the ``Plan`` is made.
+    """
+
+    framework: ClassVar[str] = ""
+    """The registry's name: ``ddp``, ``fsdp2``, ``deepspeed`` or ``megatron``."""
+    title: ClassVar[str] = ""
+    """The name that people read."""
+    default_kernels: ClassVar[str] = "transformers"
+    """Whose modules run when ``Recipe.kernels`` is None."""
+    supported_kernels: ClassVar[tuple[str, ...]] = ("transformers",)
+    mixes_by_autocast: ClassVar[bool] = False
+    """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
+
+    def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
+        """All degrees on this cluster. Raises ``ValueError`` where they cannot run."""
+        raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
+
+    def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
+        """Decoder layers on each pipeline stage, first to last."""
+        return even_stages(architecture.num_hidden_layers, degrees.pp)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether norms and residuals are split along the sequence within the tensor-parallel group."""
+        return False
+
+    @property
+    def description(self) -> str:
+        """The framework and what distinguishes this layout, as the Studio's sentence says it."""
+        return self.title
+
+    @staticmethod
+    def ddp() -> Layout:
+        """PyTorch DistributedDataParallel: every rank holds everything, gradients are averaged."""
+        return _layout_class("ddp")()
+
+    @staticmethod
+    def fsdp2(
+        shard: int | None = None,
+        replicate: int = 1,
+        reshard_after_forward: bool | int = True,
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int = 1,
+        cp: int = 1,
+        offload: Literal["cpu"] | None = None,
+    ) -> Layout:
+        """PyTorch ``fully_shard``: parameters, gradients and optimizer sharded, gathered layer by layer."""
+        return _layout_class("fsdp2")(
+            shard=shard,
+            replicate=replicate,
+            reshard_after_forward=reshard_after_forward,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            offload=offload,
+        )
+
+    @staticmethod
+    def zero(
+        stage: int = 3,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        offload_optimizer: Literal["cpu", "nvme"] | None = None,
+        offload_params: Literal["cpu", "nvme"] | None = None,
+    ) -> Layout:
+        """DeepSpeed ZeRO: stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
+        return _layout_class("deepspeed")(
+            stage=stage,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            offload_optimizer=offload_optimizer,
+            offload_params=offload_params,
+        )
+
+    @staticmethod
+    def megatron(
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        sequence_parallel: bool | None = None,
+        distributed_optimizer: bool = True,
+    ) -> Layout:
+        """Megatron-core: tensor, pipeline, context and expert parallel. ``sequence_parallel=None``: tp > 1."""
+        return _layout_class("megatron")(
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            ep=ep,
+            sequence_parallel=sequence_parallel,
+            distributed_optimizer=distributed_optimizer,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, and the framework that gives them their meaning."""
+        return {"framework": self.framework, **super().to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The layout that :meth:`to_dict` described, of whichever framework it names."""
+        from shardscope.frameworks.registry import frameworks
+
+        fields = dict(data)
+        name = one_of("Layout.framework", fields.pop("framework", None), list(frameworks))
+        layout_class = frameworks[name].layout_class
+        known_keys("Layout", fields, layout_class.__dataclass_fields__)
+        made: Any = layout_class(**fields)
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote, whichever framework it names."""
+        from shardscope.serialization import read_envelope
+
+        return cls.from_dict(read_envelope(text, "Layout"))
+
+    def to_json(self) -> str:
+        """One JSON object; ``framework`` says whose fields these are."""
+        import json
+
+        from shardscope.serialization import FORMAT_VERSION
+
+        return json.dumps({"shardscope": "Layout", "version": FORMAT_VERSION, **self.to_dict()}, indent=2)
+
+
+def _layout_class(framework: str) -> type[Layout]:
+    from shardscope.frameworks.registry import frameworks
+
+    return frameworks[framework].layout_class
+
+
+def degree(field: str, value: object) -> int:
+    """``value`` as a parallel degree, 1 to 1,048,576."""
+    return whole_number(field, value, low=1, high=MAX_DEGREE)
+
+
+def left_over_ranks(world_size: int, **degrees: int) -> int:
+    """The data-parallel degree that remains once the given degrees have taken their share."""
+    taken = 1
+    for value in degrees.values():
+        taken *= value
+    if world_size % taken == 0:
+        return world_size // taken
+    names = " x ".join(degrees)
+    refuse(
+        f"Layout {names}",
+        " x ".join(str(value) for value in degrees.values()) + f" = {taken}",
+        f"a divisor of the world size, {world_size} GPUs",
+        _shrink_to_divisor(world_size, degrees),
+    )
+
+
+def check_heads(architecture: Architecture, tp: int) -> None:
+    """Refuse a tp that cannot split the heads (query and key/value heads alike) evenly."""
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(architecture, field)
+        if architecture.latent_attention is not None and field == "num_key_value_heads":
+            continue
+        if heads % tp:
+            refuse(
+                "Layout.tp",
+                tp,
+                f"a divisor of {architecture.name}'s {field}={heads}",
+                f"tp={largest_divisor(heads, tp)}",
+            )
+
+
+def check_layers(architecture: Architecture, pp: int, vpp: int = 1) -> None:
+    """Refuse more pipeline chunks than there are layers."""
+    layers = architecture.num_hidden_layers
+    if pp * vpp > layers:
+        refuse(
+            "Layout.pp",
+            pp if vpp == 1 else f"{pp} with vpp={vpp}",
+            f"at most {layers} chunks, one for each layer of {architecture.name}",
+            f"pp={max(1, layers // vpp)}",
+        )
+
+
+def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> None:
+    """Refuse an ep without experts, or one that splits them or the data-parallel ranks unevenly."""
+    if ep == 1:
+        return
+    experts = architecture.mixture_of_experts
+    if experts is None:
+        refuse("Layout.ep", ep, f"1, for {architecture.name} has no experts", "ep=1")
+    if experts.num_experts % ep:
+        refuse(
+            "Layout.ep",
+            ep,
+            f"a divisor of {architecture.name}'s num_experts={experts.num_experts}",
+            f"ep={largest_divisor(experts.num_experts, ep)}",
+        )
+    if data_parallel % ep:
+        refuse(
+            "Layout.ep",
+            ep,
+            f"a divisor of the {data_parallel} data-parallel ranks",
+            f"ep={largest_divisor(data_parallel, ep)}",
+        )
+
+
+def check_context(recipe: Recipe, cp: int) -> None:
+    """Refuse a cp that cannot give each rank two equal pieces (head and tail, for causal balance)."""
+    if cp > 1 and recipe.seq_len % (2 * cp):
+        refuse(
+            "Layout.cp",
+            cp,
+            f"a degree whose double divides seq_len={recipe.seq_len}",
+            f"seq_len={-(-recipe.seq_len // (2 * cp)) * 2 * cp}",
+        )
+
+
+def even_stages(num_layers: int, pp: int) -> list[int]:
+    """Layers on each stage, as equal as they can be; the first stages take what is left over."""
+    base, extra = divmod(num_layers, pp)
+    return [base + (stage < extra) for stage in range(pp)]
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of ``number`` that is not above ``at_most``."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
+
+
+def _shrink_to_divisor(world_size: int, degrees: Mapping[str, int]) -> str:
+    """The degrees, each cut in turn to what still divides the world."""
+    room, parts = world_size, []
+    for name, value in degrees.items():
+        fitting = largest_divisor(room, value)
+        room //= fitting
+        parts.append(f"{name}={fitting}")
+    return ", ".join(parts)

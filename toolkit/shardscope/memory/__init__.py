@@ -1,0 +1,1 @@
+"""What all frameworks' memory models share: who holds which bytes, and when."""

@@ -1,0 +1,26 @@
+"""The few operations that must mean the same for a number and for an array of plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def largest(first: Any, second: Any) -> Any:
+    """The larger of two, element by element if either is an array."""
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.maximum(first, second)
+    return first if first >= second else second
+
+
+def smallest(first: Any, second: Any) -> Any:
+    """The smaller of two, element by element if either is an array."""
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.minimum(first, second)
+    return first if first <= second else second
+
+
+def ceil_div(amount: Any, parts: Any) -> Any:
+    """``amount / parts`` rounded up: what the fullest of ``parts`` ranks holds."""
+    return -(-amount // parts)

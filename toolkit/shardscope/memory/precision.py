@@ -1,0 +1,30 @@
+"""Bytes of one weight, by precision and by who keeps it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FP32 = 4
+HALF = 2
+
+
+class Widths(NamedTuple):
+    """Bytes a number takes in each role."""
+
+    original: int
+    """The copy that the optimizer updates."""
+    compute: int
+    """What matrix products read, and so what activations are."""
+    reduce: int
+    """What gradients are reduced in."""
+
+
+widths: dict[str, Widths] = {
+    "bf16-mixed": Widths(FP32, HALF, FP32),
+    "fp16-mixed": Widths(FP32, HALF, FP32),
+    "bf16": Widths(HALF, HALF, HALF),
+    "fp32": Widths(FP32, FP32, FP32),
+}
+
+num_moments: dict[str, int] = {"adamw": 2, "sgd": 1}
+"""Numbers that the optimizer keeps a weight: AdamW's two moments (Loshchilov & Hutter 2019), one momentum."""

@@ -1,0 +1,163 @@
+"""Which weights one rank of each pipeline stage is responsible for, once tp and ep have cut them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.lora import adapter_parameters, first_layer
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.plan import Plan
+
+# Small matrices that every tensor-parallel rank keeps whole: latent attention's down projections
+# (DeepSeek-V2, section 2.1) and the router.
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "mlp.gate.")
+# Column-parallel projections; their biases are cut with them (Shoeybi et al. 2019, section 3).
+_COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_COLUMN_MLP = ("gate_up_proj", "c_fc")
+
+
+class Shard(NamedTuple):
+    """Weights of one kind of decoder layer on one rank, and how much of them a sharding rank keeps."""
+
+    dense: int
+    """Everything but routed experts, after tp."""
+    experts: int
+    """Routed experts, after ep and tp."""
+    dense_padded: int
+    """One sharding rank's part of ``dense``: each tensor is cut along its first dimension, rounded up."""
+    experts_padded: int
+    """One sharding rank's part of ``experts``."""
+
+
+class Stage(NamedTuple):
+    """One pipeline stage's weights on one rank. Counts, not bytes."""
+
+    index: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+    layers: int
+    """All decoder layers but their routed experts."""
+    experts: int
+    """Routed experts of all decoder layers."""
+    edges: int
+    """Embeddings on the first stage; final norm and output head on the last."""
+    shard: int
+    """What one sharding rank keeps of layers, experts and edges, rounded up tensor by tensor."""
+    largest_layer: int
+    """The largest decoder layer, experts included: what a gather moves."""
+    largest_tensor: int
+    """The largest single weight: no bucket can be smaller."""
+    trainable: int
+    """Weights that get gradients: all of them, or the adapters."""
+    trainable_shard: int
+    """What one sharding rank keeps of ``trainable``."""
+    adapters: int
+    """LoRA weights on top of the base model (0 in full training)."""
+
+    @property
+    def base(self) -> int:
+        """All weights of the model itself."""
+        return self.layers + self.experts + self.edges
+
+
+def stages_of(plan: Plan, vocab_multiple: int = 1) -> list[Stage]:
+    """Every pipeline stage of a plan.
+
+    ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
+    """
+    start, found = 0, []
+    for index, num_layers in enumerate(plan.stage_layers):
+        found.append(_stage(plan, index, start, num_layers, vocab_multiple))
+        start += num_layers
+    return found
+
+
+def _stage(plan: Plan, index: int, start: int, num_layers: int, vocab_multiple: int) -> Stage:
+    arch, degrees = plan.architecture, plan.degrees
+    num_shards = degrees.shard * degrees.cp
+    is_first, is_last = index == 0, index == degrees.pp - 1
+    moe_before = _moe_layers_before(arch)
+    moe_layers = moe_before[start + num_layers] - moe_before[start]
+    dense_layers = num_layers - moe_layers
+    nothing = Shard(0, 0, 0, 0)
+    dense = layer_shard(arch, False, degrees.tp, degrees.ep, num_shards) if dense_layers else nothing
+    moe = layer_shard(arch, True, degrees.tp, degrees.ep, num_shards) if moe_layers else nothing
+
+    hidden = arch.hidden_size
+    vocab = ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple
+    embedding = ceil_div(vocab, degrees.tp) * hidden
+    edges = 0
+    if is_first:
+        edges += embedding + arch.position_embedding_parameters
+    if is_last:
+        # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
+        tied_here = arch.tie_word_embeddings and is_first
+        edges += arch.final_norm_parameters + (0 if tied_here else embedding)
+    layers = dense_layers * dense.dense + moe_layers * moe.dense
+    experts = moe_layers * moe.experts
+    shard = (
+        dense_layers * dense.dense_padded
+        + moe_layers * (moe.dense_padded + moe.experts_padded)
+        + ceil_div(edges, num_shards)
+    )
+    adapters = 0
+    if plan.recipe.method == "lora":
+        whole = adapter_parameters(arch, plan.recipe)
+        adapters = ceil_div(whole * num_layers, arch.num_hidden_layers * degrees.tp)
+    trainable = adapters or layers + experts + edges
+    return Stage(
+        index=index,
+        num_layers=num_layers,
+        is_first=is_first,
+        is_last=is_last,
+        layers=layers,
+        experts=experts,
+        edges=edges,
+        shard=shard,
+        largest_layer=max(dense.dense, moe.dense + moe.experts),
+        largest_tensor=max(embedding, hidden * arch.intermediate_size // degrees.tp),
+        trainable=trainable,
+        trainable_shard=ceil_div(adapters, num_shards) if adapters else shard,
+        adapters=adapters,
+    )
+
+
+@lru_cache(maxsize=256)
+def _moe_layers_before(architecture: Architecture) -> tuple[int, ...]:
+    """MoE layers among the first 0, 1, 2, ... decoder layers."""
+    flags = (architecture.is_moe_layer(index) for index in range(architecture.num_hidden_layers))
+    return (0, *accumulate(flags))
+
+
+@lru_cache(maxsize=4096)
+def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_shards: int) -> Shard:
+    """One decoder layer's weights on one rank, dense (``moe=False``) or with routed experts."""
+    dense = experts = dense_padded = experts_padded = 0
+    for group, name, shape in architecture.layer_shapes(first_layer(architecture, moe)):
+        numel = 1
+        for size in shape:
+            numel *= size
+        if group == "experts":
+            here = ceil_div(numel, ep * tp)
+            experts += here
+            experts_padded += ceil_div(here, max(1, num_shards // ep))
+            continue
+        here = ceil_div(numel, tp) if _is_cut(name, shape) else numel
+        dense += here
+        rows = max(1, ceil_div(shape[0], tp)) if here != numel else shape[0]
+        dense_padded += ceil_div(rows, num_shards) * (here // rows) if rows else here
+    return Shard(dense, experts, dense_padded, experts_padded)
+
+
+def _is_cut(name: str, shape: tuple[int, ...]) -> bool:
+    if any(part in name for part in _WHOLE):
+        return False
+    if len(shape) > 1:
+        return True
+    return name.endswith("bias") and any(part in name for part in (*_COLUMN, *_COLUMN_MLP))

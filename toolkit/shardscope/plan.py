@@ -1,0 +1,157 @@
+"""Architecture x Cluster x Recipe x Layout, validated: the one noun that everything takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+from shardscope.architecture import Architecture
+from shardscope.cluster import Cluster
+from shardscope.layout import Degrees, Layout
+from shardscope.recipe import Recipe
+from shardscope.serialization import JsonNoun
+from shardscope.validation import known_keys, nearest, refuse
+
+if TYPE_CHECKING:
+    from shardscope.memory.report import MemoryReport
+
+
+@dataclass(frozen=True)
+class Plan(JsonNoun):
+    """What will be trained, on what, how, and spread in which way.
+
+    Making one checks that it can run at all; ``ValueError`` names the field, the value, what is allowed
+    and the nearest fix.
+    """
+
+    architecture: Architecture
+    """The model's shape."""
+    cluster: Cluster
+    """The GPU inventory."""
+    recipe: Recipe
+    """What to train."""
+    layout: Layout
+    """How to spread it, as it was asked; :attr:`degrees` has what follows from the cluster."""
+
+    def __post_init__(self) -> None:
+        for field, noun in (
+            ("architecture", Architecture),
+            ("cluster", Cluster),
+            ("recipe", Recipe),
+            ("layout", Layout),
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, noun):
+                refuse(f"Plan.{field}", value, f"a {noun.__name__}", _how_to_make[noun])
+        self._check_kernels()
+        self._check_method()
+        self._check_batch()
+        self._check_sequence()
+
+    @cached_property
+    def degrees(self) -> Degrees:
+        """Every parallel degree; their product is :attr:`world_size`."""
+        return self.layout.degrees(self.architecture, self.cluster, self.recipe)
+
+    @cached_property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Decoder layers on each pipeline stage, first to last."""
+        return tuple(self.layout.stage_layers(self.architecture, self.degrees))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: one for each GPU of the cluster."""
+        return self.cluster.num_gpus
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each data-parallel rank takes through one optimizer step."""
+        return self.recipe.global_batch_size // (self.recipe.micro_batch_size * self.degrees.data_parallel)
+
+    @property
+    def kernels(self) -> str:
+        """Whose modules run: the recipe's choice, or the framework's own."""
+        return self.recipe.kernels or self.layout.default_kernels
+
+    def memory(self) -> MemoryReport:
+        """Predicted bytes by component, on every pipeline stage, in every phase of a step."""
+        from shardscope.memory.predict import predict
+
+        return predict(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The four nouns in full, so that a stored plan does not depend on the catalogue."""
+        return {noun: getattr(self, noun).to_dict() for noun in _nouns}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The plan that :meth:`to_dict` described."""
+        known_keys("Plan", data, _nouns)
+        made = {}
+        for name, noun in _nouns.items():
+            if not isinstance(data.get(name), Mapping):
+                refuse(f"Plan.{name}", data.get(name), f"the fields of a {noun.__name__}", _how_to_make[noun])
+            made[name] = noun.from_dict(data[name])
+        return cls(**made)
+
+    def _check_kernels(self) -> None:
+        if self.recipe.kernels and self.recipe.kernels not in self.layout.supported_kernels:
+            refuse(
+                "Recipe.kernels",
+                self.recipe.kernels,
+                ", ".join(map(repr, (None, *self.layout.supported_kernels))) + f" with {self.layout.title}",
+                "kernels=None",
+            )
+
+    def _check_method(self) -> None:
+        if self.recipe.method != "lora":
+            return
+        if self.layout.framework == "megatron":
+            refuse("Recipe.method", "lora", "'full' with Megatron-core", "Layout.fsdp2()")
+        known = {target for target, _ in self.architecture.lora_shapes}
+        for target in self.recipe.lora_targets or ():
+            if target not in known:
+                refuse(
+                    "Recipe.lora_targets",
+                    target,
+                    f"projections of {self.architecture.name}: {', '.join(sorted(known)) or 'none'}",
+                    f"lora_targets=({nearest(target, sorted(known))!r},)",
+                )
+
+    def _check_batch(self) -> None:
+        per_step = self.recipe.micro_batch_size * self.degrees.data_parallel
+        if self.recipe.global_batch_size % per_step:
+            refuse(
+                "Recipe.global_batch_size",
+                self.recipe.global_batch_size,
+                f"a multiple of micro_batch_size x data-parallel ranks = "
+                f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
+                f"global_batch_size={max(1, round(self.recipe.global_batch_size / per_step)) * per_step}",
+            )
+
+    def _check_sequence(self) -> None:
+        limit = self.architecture.max_position_embeddings
+        if self.architecture.position_embedding == "learned" and self.recipe.seq_len > limit:
+            refuse(
+                "Recipe.seq_len",
+                self.recipe.seq_len,
+                f"at most {limit}, the learned positions of {self.architecture.name}",
+                f"seq_len={limit}",
+            )
+
+
+_nouns: dict[str, type[Any]] = {
+    "architecture": Architecture,
+    "cluster": Cluster,
+    "recipe": Recipe,
+    "layout": Layout,
+}
+
+_how_to_make: dict[type, str] = {
+    Architecture: 'ss.models["llama-3.1-8b"]',
+    Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',
+    Recipe: "ss.Recipe()",
+    Layout: "ss.Layout.fsdp2()",
+}
