@@ -1,0 +1,50 @@
+"""Launch tests use ``bounded_time`` and ``nothing_left``: "no child process left, port free"."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import make_plan, processes_of
+
+SECONDS_PER_TEST = 90
+
+
+@pytest.fixture
+def plan() -> Any:
+    return make_plan(2)
+
+
+@pytest.fixture
+def bounded_time() -> Iterator[None]:
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"the test took more than {SECONDS_PER_TEST} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(SECONDS_PER_TEST)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert not left, f"processes left: {left}"
+    for file in tmp_path.rglob("ranks/rank-*.json"):
+        port = json.loads(file.read_text()).get("port")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", int(port)))
+    assert not list(tmp_path.rglob("task.pkl")), "a task was left on disk"

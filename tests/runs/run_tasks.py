@@ -1,0 +1,185 @@
+"""Tasks that tests launch. They live in a module of their own, so that ranks import nothing of pytest."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+class Log:
+    """Logs ``count`` steps, ``seconds`` apart; polls for a stop if told to."""
+
+    def __init__(self, count: int = 3, seconds: float = 0.0, polite: bool = False) -> None:
+        self.count, self.seconds, self.polite = count, seconds, polite
+
+    def __call__(self, ctx: Any) -> None:
+        print(f"hello from rank {ctx.rank} of {ctx.world_size} on {ctx.device}")
+        for step in range(self.count):
+            if self.polite and ctx.should_stop:
+                ctx.log(stopped_at=step)
+                return
+            ctx.log(loss=1.0 / (step + 1))
+            time.sleep(self.seconds)
+
+
+def collective(ctx: Any) -> None:
+    """Sum over ranks; also memory, odd values and what the environment says."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1) * (ctx.rank + 1)
+    dist.all_reduce(total)
+    ctx.barrier()
+    ctx.log(total=total, nan=float("nan"), inf=float("inf"), text="ok", nothing=None)
+    ctx.log_memory()
+    ctx.record("engine", {"name": "none", "backend": dist.get_backend(), "threads": torch.get_num_threads()})
+    ctx.log(
+        step=40,
+        port=os.environ["MASTER_PORT"],
+        use_cpu=os.environ.get("ACCELERATE_USE_CPU"),
+        python_path=os.environ.get("PYTHONPATH"),
+    )
+    ctx.log(after=True)
+
+
+def steps_until_stop(ctx: Any) -> None:
+    """Collective steps of uneven length: ranks that disagree about the last one would hang."""
+    import torch
+    import torch.distributed as dist
+
+    step = 0
+    while not ctx.should_stop:
+        time.sleep(0.005 * (1 + ctx.rank))
+        dist.all_reduce(torch.ones(1))
+        ctx.log(loss=0.0)
+        step += 1
+    for command in ctx.commands():
+        ctx.log(command=command["command"])
+    ctx.log(last_step=step)
+
+
+class Fail:
+    """Rank 1 fails by ``how`` while the others wait for it in a collective."""
+
+    def __init__(self, how: str, rank: int = 1) -> None:
+        self.how, self.rank = how, rank
+
+    def __call__(self, ctx: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        ctx.log(begun=True)
+        if ctx.rank == self.rank:
+            time.sleep(0.2)
+            getattr(self, self.how)()
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+
+    def raises(self) -> None:
+        raise LookupError("the shard of rank 1 is missing")
+
+    def unspeakable(self) -> None:
+        class UnspeakableError(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no words")
+
+        raise UnspeakableError
+
+    def long(self) -> None:
+        raise ValueError("x" * 1_000_000)
+
+    def exits(self) -> None:
+        sys.exit(3)
+
+    def exits_at_once(self) -> None:
+        os._exit(7)
+
+    def exits_as_if_done(self) -> None:
+        os._exit(0)
+
+    def segfaults(self) -> None:
+        ctypes.string_at(0)
+
+    def killed(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def deaf(ctx: Any) -> None:
+    """Ignores every polite signal."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctx.log(begun=True)
+    while True:
+        time.sleep(1)
+
+
+def frozen(ctx: Any) -> None:
+    """Rank 0 stops itself, as a debugger or a broken driver would."""
+    ctx.log(begun=True)
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+def raises_beside_deaf(ctx: Any) -> None:
+    """Rank 1 fails while rank 0 ignores the SIGTERM that torch elastic sends it."""
+    if ctx.rank == 0:
+        deaf(ctx)
+    time.sleep(0.3)
+    raise LookupError("rank 1 first")
+
+
+def with_children(ctx: Any) -> None:
+    """Starts a process in a session of its own, which no signal to a group reaches."""
+    import subprocess
+
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep(1000) # {ctx.folder}"], start_new_session=True
+    )
+    ctx.log(child=child.pid)
+    time.sleep(1000)
+
+
+def prints_a_lot(ctx: Any) -> None:
+    """5 MB without a newline, colours and bytes that are no UTF-8."""
+    sys.stdout.write("y" * 5_000_000)
+    sys.stdout.flush()
+    os.write(1, b"\xff\xfe\x1b[31mred\x1b[0m the end")
+
+
+def profiles(ctx: Any) -> None:
+    """Records one block as a whole, then a schedule of steps."""
+    import torch
+
+    with ctx.profile():
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    ctx.log(whole=(ctx.folder / "traces" / f"rank-{ctx.rank}.json.gz").stat().st_size)
+    with ctx.profile(steps=2, warmup=1, skip=1) as profile:
+        for _ in range(6):
+            with torch.profiler.record_function("my step"):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+            profile.step()
+
+
+def accelerator(ctx: Any) -> None:
+    """Accelerate finds the process group that is up."""
+    from accelerate import Accelerator
+
+    state = Accelerator()
+    ctx.log(num_processes=state.num_processes, device=str(state.device), index=state.process_index)
+
+
+def deletes_its_folder(ctx: Any) -> None:
+    """The folder vanishes under the run."""
+    import shutil
+
+    ctx.barrier()
+    if ctx.rank == 0:
+        shutil.rmtree(ctx.folder)
+    for _ in range(1000):
+        ctx.log(loss=1.0)
+        time.sleep(0.1)

@@ -1,0 +1,157 @@
+"""Ranks that fail: which one is named, in which words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_tasks as tasks
+from run_helpers import make_plan, seconds_until
+from test_stop import begun, rank_pid
+
+from shardscope.runs.causes import first_failure, looks_like_peer_lost
+from shardscope.runs.exceptions import exception_record
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.launch import launch
+from shardscope.runs.records import append_line, write_json
+
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "error"),
+    [
+        ("raises", "rank 1 raised LookupError: the shard of rank 1 is missing", "in raises"),
+        ("unspeakable", "rank 1 raised UnspeakableError: (its text could not be read", "in unspeakable"),
+        ("long", "rank 1 raised ValueError: xxxx", "characters left out"),
+        ("exits", "rank 1 called sys.exit(3)", "SystemExit: 3"),
+        ("exits_at_once", "rank 1 exited with code 7", "rank 1"),
+        ("exits_as_if_done", "rank 1 exited with code 0 before its task returned", "rank 1"),
+        ("segfaults", "rank 1 crashed with SIGSEGV", "in segfaults"),
+        ("killed", "rank 1 was killed by SIGKILL, most likely because host memory ran out", "rank 1"),
+    ],
+)
+def test_rank_1_fails_while_rank_0_waits(
+    how: str, reason: str, error: str, plan: Any, tmp_path: Path
+) -> None:
+    run = launch(plan, tasks.Fail(how), folder=tmp_path)
+    assert run.wait(60) == "failed"
+    assert run.reason.startswith(reason), run.reason
+    assert len(run.reason) < 400
+    assert run.error is not None and error in run.error and len(run.error) < 70_000
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raises", "LookupError"), ("exits", "sys.exit(3)"), ("killed", "SIGKILL")]
+)
+def test_a_single_rank_fails(how: str, reason: str, tmp_path: Path) -> None:
+    run = launch(make_plan(1), tasks.Fail(how, rank=0), folder=tmp_path)
+    assert run.wait(60) == "failed"
+    assert run.reason.startswith("rank 0 ") and reason in run.reason
+
+
+def test_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.Log(10_000, 0.1), folder=tmp_path)
+    seconds_until(lambda: begun(run))
+    os.kill(rank_pid(run, 0), signal.SIGKILL)
+    assert run.wait(10) == "failed"
+    assert run.reason.startswith("rank 0 was killed by SIGKILL")
+    assert run.error is not None and "hello from rank 0" in run.error
+
+
+def test_a_failure_beside_a_rank_that_ignores_sigterm(plan: Any, tmp_path: Path) -> None:
+    """Left to torch elastic, this takes 30 seconds."""
+    run = launch(plan, tasks.raises_beside_deaf, folder=tmp_path)
+    seconds_until(run.metrics)
+    start = time.monotonic()
+    assert run.wait(20) == "failed"
+    assert time.monotonic() - start < 7
+    assert run.reason == "rank 1 raised LookupError: rank 1 first"
+
+
+def test_a_task_that_cannot_be_loaded(plan: Any, tmp_path: Path) -> None:
+    task = tasks.Log()
+    task.preload = ("no_such_module_anywhere",)  # type: ignore[attr-defined]
+    run = launch(plan, task, folder=tmp_path)
+    assert run.wait(60) == "failed"
+    assert "the launcher raised ModuleNotFoundError" in run.reason and "no_such_module" in run.reason
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_port_taken_between_choosing_and_binding(ranks: int, tmp_path: Path) -> None:
+    code = """
+    import socket, sys
+    from shardscope.runs.launcher import _notebook_launcher, on_a_fresh_port
+    from shardscope.runs.processes import free_port
+    import os, torch.distributed as dist
+
+    def rank(port):
+        world = os.environ.setdefault("WORLD_SIZE", "1")
+        os.environ.setdefault("RANK", "0")
+        if world == "1":
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo")
+        print("up", port, flush=True)
+        dist.destroy_process_group()
+
+    thief = socket.socket()
+    thief.bind(("0.0.0.0", 0))
+    thief.listen()
+    taken, free = thief.getsockname()[1], free_port()
+    choices = iter([taken, free])
+    on_a_fresh_port(lambda port: _notebook_launcher(rank, (), RANKS, port), lambda: next(choices))
+    print("free was", free)
+    try:
+        on_a_fresh_port(lambda port: _notebook_launcher(rank, (), RANKS, port), lambda: taken)
+    except Exception as error:
+        print("gave up:", type(error).__name__)
+    """
+    code = textwrap.dedent(code).replace("RANKS", str(ranks))
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=80, env=environment
+    )
+    free = next(line.split()[-1] for line in done.stdout.splitlines() if line.startswith("free was"))
+    assert done.stdout.count(f"up {free}") == ranks
+    assert "was taken meanwhile" in done.stderr
+    assert "gave up: DistNetworkError" in done.stdout
+
+
+def test_consequences_come_last(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.error(0), {"time": 1.0, "summary": "raised A", "traceback": "a", "peer_lost": True})
+    write_json(folder.error(2), {"time": 3.0, "summary": "raised C", "traceback": "c", "peer_lost": False})
+    append_line(folder.exits, {"time": 0.5, "rank": 3, "code": -15})
+    failure = first_failure(folder, 4)
+    assert failure is not None and failure.rank == 2
+    append_line(folder.exits, {"time": 2.0, "rank": 1, "code": -9})
+    failure = first_failure(folder, 4)
+    assert failure is not None and failure.rank == 1 and "SIGKILL" in failure.reason
+
+
+def test_what_a_lost_peer_looks_like() -> None:
+    gloo = 'File "torch/distributed/x.py"\nRuntimeError: [gloo/transport/tcp] Connection closed by peer'
+    assert looks_like_peer_lost("RuntimeError", gloo)
+    assert looks_like_peer_lost(
+        "DistBackendError", "NCCL error: remote process exited or there was a network error"
+    )
+    assert looks_like_peer_lost("ConnectionResetError", "[Errno 104] Connection reset by peer")
+    assert not looks_like_peer_lost("ValueError", "broken pipe in my head")
+
+
+def test_exceptions_beyond_words() -> None:
+    class Worst(BaseException):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    assert "Worst" in exception_record(Worst())["summary"]
+    record = exception_record(ValueError("é" * 2_000_000))
+    assert len(record["traceback"]) < 70_000 and len(record["summary"]) <= 300

@@ -1,0 +1,119 @@
+"""The small files of a run, and their readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.processes import is_alive, start_of, this_machine
+from shardscope.runs.records import (
+    LineTail,
+    append_line,
+    encode,
+    read_json,
+    read_lines,
+    read_tail_text,
+    write_json,
+)
+from shardscope.runs.run import Run, runs
+
+
+def test_a_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = LineTail(path)
+    assert tail.read() == []
+    path.write_bytes(b'{"a": 1}\n{"a": ')
+    assert tail.read() == [{"a": 1}] and tail.read() == []
+    with path.open("ab") as file:
+        file.write(b'2}\nnonsense\n\n[3]\n{"b": "\xff"}\n')
+    assert tail.read() == [{"a": 2}, {"b": "\ufffd"}]
+    assert tail.num_malformed == 2
+    path.write_bytes(b'{"c": 1}\n')
+    assert tail.read() == [{"c": 1}]
+    path.unlink()
+    assert (
+        tail.read() == []
+        and read_lines(path) == []
+        and read_json(path) is None
+        and read_tail_text(path, 5) == ""
+    )
+
+
+def test_every_line_is_valid_json(tmp_path: Path) -> None:
+    record = {
+        "nan": float("nan"),
+        "inf": [float("-inf")],
+        "odd": Path("/x"),
+        "surrogate": "\udc80",
+        "nested": {1: (2,)},
+    }
+    line = json.loads(encode(record), parse_constant=pytest.fail)
+    assert line == {"nan": "NaN", "inf": ["-Infinity"], "odd": "/x", "surrogate": "?", "nested": {"1": [2]}}
+    write_json(tmp_path / "x.json", {"a": 1})
+    assert (
+        read_json(tmp_path / "x.json") == {"a": 1} and (tmp_path / "x.json").stat().st_mode & 0o777 == 0o600
+    )
+
+
+def test_a_process_is_its_pid_and_its_start() -> None:
+    started = start_of(os.getpid())
+    assert started is not None and is_alive(os.getpid(), started) and not is_alive(os.getpid(), started + 1)
+    assert start_of(2**22 + 1) is None
+
+
+def _run(tmp_path: Path, supervisor: dict[str, object] | None, status: str = "running") -> Run:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.run_json, {"world_size": 1, "created": 1.0})
+    append_line(folder.status, {"time": time.time() - 100, "status": status, "reason": "r"})
+    if supervisor is not None:
+        write_json(folder.supervisor, supervisor)
+    return Run(folder)
+
+
+def test_a_reused_pid_is_not_the_supervisor(tmp_path: Path) -> None:
+    started = start_of(os.getpid())
+    assert started is not None
+    run = _run(tmp_path, {"pid": os.getpid(), "started": started, "machine": this_machine()})
+    assert run.status == "running"
+    write_json(
+        run.folder / "supervisor.json",
+        {"pid": os.getpid(), "started": started - 5, "machine": this_machine()},
+    )
+    assert run.status == "lost" and "without a last word" in run.reason
+    append_line(run.folder / "status.jsonl", {"time": 1, "status": "finished", "reason": "done"})
+    assert run.status == "finished"
+
+
+def test_a_run_on_another_machine_is_judged_by_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path, {"pid": 1, "started": 1.0, "machine": "elsewhere"})
+    now = time.monotonic()
+    assert run.status == "running"
+    monkeypatch.setattr("shardscope.runs.run.time.monotonic", lambda: now + 100)
+    assert run.status == "lost"
+    os.utime(run.folder / "supervisor.json", (1, 1))
+    assert run.status == "running"
+
+
+def test_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:
+    run = _run(tmp_path, None, "starting")
+    assert run.status == "lost" and "never came up" in run.reason
+    shutil.rmtree(run.folder)
+    assert run.status == "lost" and run.reason == "its folder is gone"
+    assert run.metrics() == [] and run.logs(0) == "" and run.memory() == [] and run.what_it_was() == {}
+    run.stop()
+    assert run.wait(1) == "lost"
+
+
+def test_attaching_to_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run at all"):
+        Run.attach(tmp_path)
+    assert runs(tmp_path / "none") == []

@@ -1,0 +1,176 @@
+"""Stopping, from here, from elsewhere, and by the death of whoever held the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_tasks as tasks
+from run_helpers import make_plan, processes_of, seconds_until
+
+from shardscope.runs.launch import launch
+from shardscope.runs.run import Run
+
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+
+
+KERNEL = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+import run_tasks
+from run_helpers import make_plan
+from shardscope.runs.launch import launch
+run = launch(make_plan(), run_tasks.{task}, name="run", folder={folder!r}, outlive_kernel={outlive})
+print("launched", flush=True)
+time.sleep(1000)
+"""
+
+
+def start_kernel(folder: Path, task: str, *, outlive: bool = False) -> subprocess.Popen[str]:
+    code = KERNEL.format(tests=str(Path(__file__).parent), task=task, folder=str(folder), outlive=outlive)
+    kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert kernel.stdout is not None and kernel.stdout.readline() == "launched\n"
+    return kernel
+
+
+def supervisor_of(run: Run) -> int:
+    return int(json.loads((run.folder / "supervisor.json").read_text())["pid"])
+
+
+def rank_pid(run: Run, rank: int) -> int:
+    return int(json.loads((run.folder / "ranks" / f"rank-{rank}.json").read_text())["pid"])
+
+
+def begun(run: Run) -> bool:
+    return {m["rank"] for m in run.metrics()} == {0, 1}
+
+
+def test_stop_mid_step_and_twice(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
+    seconds_until(lambda: begun(run))
+    seconds_until(lambda: run.status == "running", 5)
+    run.stop()
+    run.stop()
+    assert seconds_until(lambda: run.status == "stopped", 5) < 5
+    assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
+    assert run.reason == "run.stop() was called" and run.error is None
+    run.stop()
+    assert run.status == "stopped"
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 1.5])
+def test_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
+    time.sleep(delay)
+    run.stop()
+    assert run.wait(5) == "stopped"
+    assert run.reason == "run.stop() was called"
+
+
+def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.steps_until_stop, folder=tmp_path)
+    seconds_until(lambda: len(run.metrics()) > 40)
+    with (run.folder / "control.jsonl").open("ab") as control:
+        control.write(b"no json\n[1]\n\xff\xfe\n{}\n")
+    run.send("profile", steps=3)
+    run.stop(checkpoint=True)
+    assert run.wait(10) == "stopped", run.error
+    assert len({m["last_step"] for m in run.metrics() if "last_step" in m}) == 1
+    assert [m["command"] for m in run.metrics() if "command" in m] == ["profile", "profile"]
+    assert "checkpoint" in run.reason
+    assert "malformed" in (run.folder / "supervisor.log").read_text()
+
+
+def test_another_process_attaches_and_stops(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
+    code = f"""
+from shardscope.runs.run import Run
+run = Run.attach({str(run.folder)!r})
+while not run.metrics(): run.wait(0.05)
+run.stop()
+print(run.wait(10))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "stopped", done.stderr
+    assert run.status == "stopped"
+
+
+def test_kernel_killed(tmp_path: Path) -> None:
+    kernel = start_kernel(tmp_path, "Log(10_000, 0.2)")
+    run = Run.attach(tmp_path)
+    seconds_until(lambda: begun(run))
+    kernel.kill()
+    kernel.wait()
+    assert seconds_until(lambda: not processes_of(tmp_path), 5) < 5
+    assert run.status == "stopped" and run.reason == "the kernel that launched it ended"
+
+
+def test_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
+    kernel = start_kernel(tmp_path, "Log(10_000, 0.2)", outlive=True)
+    run = Run.attach(tmp_path)
+    seconds_until(lambda: begun(run))
+    kernel.kill()
+    kernel.wait()
+    count = len(run.metrics())
+    seconds_until(lambda: len(run.metrics()) > count + 6, 10)
+    assert run.status == "running"
+    run.stop()
+    assert run.wait(5) == "stopped"
+
+
+@pytest.mark.parametrize("who", ["supervisor", "launcher"])
+def test_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.deaf, folder=tmp_path)
+    seconds_until(lambda: begun(run))
+    supervisor = supervisor_of(run)
+    if who == "supervisor":
+        os.kill(supervisor, signal.SIGKILL)
+        assert run.wait(5) == "lost" and "supervisor" in run.reason
+    else:
+        launchers = [p for p in processes_of(tmp_path) if p.ppid() == supervisor]
+        launchers[0].kill()
+        assert run.wait(5) == "failed" and "the launcher was killed by SIGKILL" in run.reason
+    assert seconds_until(lambda: not processes_of(tmp_path), 5) < 5
+    run.stop()
+
+
+def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
+    seconds_until(lambda: begun(run))
+    os.kill(supervisor_of(run), signal.SIGTERM)
+    assert run.wait(5) == "stopped" and "SIGTERM" in run.reason
+
+
+@pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])
+def test_ranks_that_do_not_listen(task: Any, plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, task, folder=tmp_path)
+    seconds_until(lambda: begun(run))
+    run.stop()
+    assert seconds_until(lambda: run.status == "stopped", 5) < 3.5
+    assert not [p for p in processes_of(tmp_path) if p.pid != supervisor_of(run)]
+    assert run.error is None
+
+
+def test_what_ranks_started_ends_as_well(tmp_path: Path) -> None:
+    run = launch(make_plan(1), tasks.with_children, folder=tmp_path)
+    seconds_until(run.metrics)
+    run.stop()
+    assert run.wait(5) == "stopped"
+    assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
+
+
+def test_the_folder_vanishes(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.deletes_its_folder, folder=tmp_path)
+    assert run.wait(30) == "lost" and run.reason == "its folder is gone"
+    assert run.metrics() is not None and run.logs(0) == ""
+    run.stop()
+    assert seconds_until(lambda: not processes_of(tmp_path), 8) < 8

@@ -1,0 +1,134 @@
+"""Why a run failed: which rank was first, and in which words.
+
+When one rank dies, the others see closed connections a moment later, and torch elastic often names one of
+those. So every rank writes its own exception first, the launcher writes how each process ended, and here they
+are ordered: what looks like the loss of a peer comes last, the rest by time.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import read_json, read_lines, read_tail_text
+
+PEER_LOST_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "socket timeout",
+    "timed out waiting",
+    "watchdog caught collective operation timeout",
+    "communicator was aborted",
+    "gloo/transport",
+)
+"""Parts of messages (in lower case) with which gloo, NCCL and TCPStore say that the other side is gone."""
+
+SIGNAL_WORDS = {
+    signal.SIGKILL: "was killed by SIGKILL, most likely because host memory ran out",
+    signal.SIGSEGV: "crashed with SIGSEGV (segmentation fault); the end of its log shows where",
+    signal.SIGBUS: "crashed with SIGBUS, most likely because /dev/shm is full",
+    signal.SIGABRT: "aborted with SIGABRT; the end of its log says why",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one rank, or the launcher (rank None), failed."""
+
+    rank: int | None
+    time: float
+    """Seconds since the epoch, by the clock of this machine."""
+    reason: str
+    """One line."""
+    text: str
+    """The traceback, or the end of the rank's log if it left none."""
+    is_consequence: bool
+    """Whether it looks like the answer to another rank's failure."""
+
+
+def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
+    """The failure that came first and is no consequence of another; None if nothing failed."""
+    failures = [_raised(folder, rank) for rank in range(world_size)]
+    raised = {failure.rank for failure in failures if failure is not None}
+    for record in read_lines(folder.exits):
+        if record.get("rank") not in raised:
+            failures.append(_died(folder, record))
+    failures.append(_launcher_failed(folder))
+    found = [failure for failure in failures if failure is not None]
+    return min(found, key=lambda failure: (failure.is_consequence, failure.time), default=None)
+
+
+def describe_exit(code: int) -> str:
+    """What an exit code of a process says, in words that follow a name ("rank 1 ...")."""
+    if code >= 0:
+        return f"exited with code {code} before its task returned (os._exit or a native library)"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"was ended by signal {-code}"
+    return SIGNAL_WORDS.get(number, f"was ended by {number.name}")
+
+
+def died_untimely(folder: RunFolder) -> bool:
+    """Whether some rank process ended other than by returning from its task."""
+    return any(_died(folder, record) is not None for record in read_lines(folder.exits))
+
+
+def looks_like_peer_lost(name: str, text: str) -> bool:
+    """Whether an exception says that another rank is gone, rather than what went wrong here."""
+    lower = text[-8192:].lower()
+    distributed = (
+        name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "torch/distributed" in lower
+    )
+    return (distributed or "Connection" in name) and any(part in lower for part in PEER_LOST_TEXTS)
+
+
+def _raised(folder: RunFolder, rank: int) -> Failure | None:
+    record = read_json(folder.error(rank))
+    if record is None:
+        return None
+    return Failure(
+        rank=rank,
+        time=float(record.get("time", 0)),
+        reason=f"rank {rank} {record.get('summary', 'failed')}",
+        text=str(record.get("traceback", "")),
+        is_consequence=bool(record.get("peer_lost")),
+    )
+
+
+def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
+    rank, code = record.get("rank"), record.get("code")
+    if not isinstance(rank, int) or not isinstance(code, int):
+        return None
+    marker = read_json(folder.rank(rank)) or {}
+    if code == 0 and marker.get("exit") == "finished":
+        return None
+    reason = f"rank {rank} {describe_exit(code)}"
+    return Failure(
+        rank=rank,
+        time=float(record.get("time", 0)),
+        reason=reason,
+        text=f"{reason}.\nThe end of its log:\n{read_tail_text(folder.log(rank), 4096)}",
+        # Elastic ends the other ranks with SIGTERM; nobody else sends it to a rank.
+        is_consequence=code == -signal.SIGTERM,
+    )
+
+
+def _launcher_failed(folder: RunFolder) -> Failure | None:
+    record = read_json(folder.launcher_error)
+    if record is None:
+        return None
+    return Failure(
+        rank=None,
+        time=float(record.get("time", 0)),
+        reason=f"the launcher {record.get('summary', 'failed')}",
+        text=str(record.get("traceback", "")),
+        is_consequence=False,
+    )

@@ -1,0 +1,182 @@
+"""What a task gets: ``f(ctx)``. The process group is up, the device chosen, the output in the rank's log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.runs.commands import CommandFeed, Store
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.profiling import Profile
+from shardscope.runs.records import encode, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+RESERVED = ("step", "rank", "time")
+
+
+class Context:
+    """One rank's view of its run."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        plan: Any,
+        folder: RunFolder,
+        store: Store,
+    ) -> None:
+        self.rank = rank
+        """From 0 to ``world_size - 1``."""
+        self.world_size = world_size
+        """Number of ranks."""
+        self.device = device
+        """``cuda:<local rank>`` or ``cpu``."""
+        self.plan = plan
+        """The plan that was launched."""
+        self._folder = folder
+        self._feed = CommandFeed(folder, store, rank=rank, world_size=world_size)
+        self._pending: list[dict[str, Any]] = []
+        self._recorded: dict[str, Any] = {}
+        self._stop_asked = False
+        self._last_step = -1
+        self._events: int | None = None
+        self._line_is_broken = False
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._folder.path
+
+    @cached_property
+    def engine(self) -> Any:
+        """The plan's framework, really training: ``setup``, ``step``, ``save`` and ``load``."""
+        from shardscope.frameworks.registry import engine_for
+
+        return engine_for(self.plan)(self)
+
+    def log(self, step: int | None = None, **metrics: Any) -> None:
+        """Append metrics of one step; without ``step``, of the step after the last one logged (from 0).
+
+        Numbers (one-element tensors too), text, bools and None. NaN and infinities come back as such from
+        ``run.metrics()``. Raises ``ValueError`` for a reserved name or for anything that is not one value.
+        """
+        for name in ("rank", "time"):
+            if name in metrics:
+                raise ValueError(f"ctx.log name is {name!r}; allowed: any but {', '.join(RESERVED)}.")
+        number = self._last_step + 1 if step is None else int(step)
+        plain = {name: _one_value(name, value) for name, value in metrics.items()}
+        self._last_step = number
+        self._write_event({"step": number, "rank": self.rank, "time": time.time(), **plain})
+
+    def log_memory(self, step: int | None = None) -> None:
+        """Log ``memory_bytes`` and ``peak_memory_bytes`` of this rank, on which ``run.memory()`` reports."""
+        self.log(step=step, **self.memory_metrics())
+
+    def memory_metrics(self) -> dict[str, int]:
+        """Bytes now and at the peak: what torch allocated on a GPU, resident memory on a CPU."""
+        if self.device.type == "cuda":
+            import torch
+
+            return {
+                "memory_bytes": int(torch.cuda.memory_allocated(self.device)),
+                "peak_memory_bytes": int(torch.cuda.max_memory_allocated(self.device)),
+            }
+        import resource
+
+        import psutil
+
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux.
+        now = int(psutil.Process().memory_info().rss)
+        return {
+            "memory_bytes": now,
+            "peak_memory_bytes": max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit),
+        }
+
+    def profile(self, steps: int | None = None, *, warmup: int = 1, skip: int = 0, **options: Any) -> Profile:
+        """A context manager that records what runs inside it into the run's traces.
+
+        Without ``steps`` everything inside is recorded. With it, call ``.step()`` on what the ``with`` gives
+        after each training step: ``skip`` steps are left alone, ``warmup`` run unrecorded under the profiler,
+        then ``steps`` are recorded. ``options`` go to ``torch.profiler.profile``. A later recording replaces
+        an earlier.
+        """
+        return Profile(self._folder, self.rank, steps=steps, warmup=warmup, skip=skip, options=options)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop was asked. Look once per step on *every* rank: all see it at the same look."""
+        self._take_commands()
+        return self._stop_asked
+
+    def commands(self) -> list[dict[str, Any]]:
+        """Commands other than stop that came since the last call, such as ``{"command": "profile", ...}``.
+
+        Like ``should_stop``, a look at the control file: every rank must make the same looks in the same
+        order.
+        """
+        self._take_commands()
+        taken, self._pending = self._pending, []
+        return taken
+
+    def record(self, name: str, mapping: Mapping[str, Any]) -> None:
+        """Keep what an engine really made (shards, stage, groups) for ``run.what_it_was()``."""
+        self._recorded[name] = dict(mapping)
+        write_json(self._folder.what_it_was(self.rank), self._recorded)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        import torch.distributed as dist
+
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Close the event file; the run's wrapper calls it."""
+        if self._events is not None:
+            os.close(self._events)
+            self._events = None
+
+    def _take_commands(self) -> None:
+        for command in self._feed.poll():
+            if command["command"] == "stop":
+                self._stop_asked = True
+            else:
+                self._pending.append(command)
+
+    def _write_event(self, event: dict[str, Any]) -> None:
+        line = encode(event)
+        try:
+            if self._events is None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._events = os.open(self._folder.events(self.rank), flags, 0o600)
+            # One write per line, no buffer of ours: a rank that is killed loses nothing it logged.
+            whole = b"\n" + line if self._line_is_broken else line
+            self._line_is_broken = os.write(self._events, whole) != len(whole)
+        except OSError as error:
+            # A full disk costs a metric, not the training run.
+            self._line_is_broken = True
+            with contextlib.suppress(OSError):
+                print(
+                    f"shardscope: metrics of step {event['step']} were not written: {error}", file=sys.stderr
+                )
+
+
+def _one_value(name: str, value: Any) -> str | int | float | bool | None:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    try:
+        return value.item() if hasattr(value, "item") else float(value)
+    except Exception as error:
+        raise ValueError(
+            f"ctx.log {name} is a {type(value).__name__}; allowed: one number, text, bool or None. "
+            f"Nearest fix: {name}=float({name}.mean())."
+        ) from error

@@ -1,0 +1,45 @@
+"""Exceptions into records, whatever they are: a text of 1 MB, a ``str()`` that fails, no memory left."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import Any
+
+from shardscope.runs.causes import looks_like_peer_lost
+
+MAX_TEXT = 64 * 1024
+MAX_SUMMARY = 300
+
+
+def exception_record(error: BaseException) -> dict[str, Any]:
+    """Time, type, one-line summary and bounded traceback of ``error``. Never raises."""
+    now = time.time()
+    name = type(error).__name__
+    try:
+        text = shorten("".join(traceback.format_exception(error)))
+    except BaseException as second:
+        text = f"{name} (its traceback could not be written: {type(second).__name__})"
+    try:
+        message = str(error).strip()
+    except BaseException as second:
+        message = f"(its text could not be read: {type(second).__name__})"
+    first_line = message.splitlines()[0] if message else ""
+    summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
+    if isinstance(error, SystemExit):
+        summary = f"called sys.exit({first_line})"
+    return {
+        "time": now,
+        "type": name,
+        "summary": summary[:MAX_SUMMARY],
+        "traceback": text,
+        "peer_lost": looks_like_peer_lost(name, text),
+    }
+
+
+def shorten(text: str) -> str:
+    """``text`` with its middle left out if it is longer than 64 KiB: both ends of a traceback tell."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"

@@ -1,0 +1,87 @@
+"""Where everything of a run lies on disk. The folder is the run; nothing about it lives only in memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from shardscope.runs.records import append_line
+
+Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
+FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
+
+
+class RunFolder:
+    """The paths inside one run folder."""
+
+    SUBFOLDERS = ("events", "logs", "errors", "ranks", "traces", "what_it_was", "tmp")
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.run_json = self.path / "run.json"
+        """Name, plan, versions, task: written once by ``launch``."""
+        self.status = self.path / "status.jsonl"
+        """Every transition with its time and reason; the last one counts."""
+        self.control = self.path / "control.jsonl"
+        """Commands to the run; whoever can write here can stop it."""
+        self.supervisor = self.path / "supervisor.json"
+        """Which process supervises, on which machine; touched every two seconds as a heartbeat."""
+        self.task = self.path / "task.pkl"
+        """The cloudpickled task: 0600, unlinked as soon as it was read."""
+        self.exits = self.path / "exits.jsonl"
+        """How rank processes ended, as their parent saw it."""
+        self.launcher_error = self.path / "errors" / "launcher.json"
+        self.launcher_log = self.path / "logs" / "launcher.log"
+        self.supervisor_log = self.path / "supervisor.log"
+        self.traces = self.path / "traces"
+        self.temporary = self.path / "tmp"
+
+    def events(self, rank: int) -> Path:
+        """Metrics of one rank, as JSON lines."""
+        return self.path / "events" / f"rank-{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """What one rank printed."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        """The exception that ended one rank."""
+        return self.path / "errors" / f"rank-{rank}.json"
+
+    def rank(self, rank: int) -> Path:
+        """Process id, start and end of one rank."""
+        return self.path / "ranks" / f"rank-{rank}.json"
+
+    def trace(self, rank: int) -> Path:
+        """The profiler's recording of one rank."""
+        return self.traces / f"rank-{rank}.json.gz"
+
+    def what_it_was(self, rank: int) -> Path:
+        """What the engine of one rank really made."""
+        return self.path / "what_it_was" / f"rank-{rank}.json"
+
+    def create(self) -> None:
+        """Make the folder, 0700. Raises ``FileExistsError``, or another ``OSError`` in words."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700)
+            for name in self.SUBFOLDERS:
+                (self.path / name).mkdir(mode=0o700)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def set_status(self, status: Status, reason: str, **more: Any) -> None:
+        """Append one transition. Raises ``OSError``."""
+        append_line(self.status, {"time": time.time(), "status": status, "reason": reason, **more})
+
+
+def unwritable(path: Path, error: OSError) -> OSError:
+    """The same kind of ``OSError``, in words that name the folder and what to do."""
+    words = (
+        f"The run folder {path} cannot be written: {error.strerror or error}. Give folder= a place that can."
+    )
+    return type(error)(error.errno, words)

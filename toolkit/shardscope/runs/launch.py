@@ -1,0 +1,189 @@
+"""``ss.launch``: from a plan and a task to a supervised run, without torch in the kernel or a wait for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shardscope.runs.environment import with_toolkit
+from shardscope.runs.folder import FINAL, RunFolder, unwritable
+from shardscope.runs.lease import hold_until_end, open_lease, release
+from shardscope.runs.packing import describe, pack, write_task
+from shardscope.runs.processes import num_cores, start_of, this_machine
+from shardscope.runs.records import write_json
+from shardscope.runs.run import Run
+from shardscope.validation import flag, refuse, whole_number
+
+NEEDED = ("torch", "accelerate", "cloudpickle")
+MAX_NAME_LENGTH = 100
+
+
+def launch(
+    plan: Any,
+    task: Any,
+    name: str | None = None,
+    outlive_kernel: bool = False,
+    folder: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
+
+    The run lives in ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the time. A name that
+    an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``.
+
+    Raises ``ValueError`` for a plan this machine cannot run, a task that cannot be pickled (naming what in
+    it), or the name of a run that is alive; ``ImportError`` without the extra "train"; ``OSError`` naming a
+    folder that cannot be written.
+    """
+    flag("launch.outlive_kernel", outlive_kernel)
+    _check_extra()
+    device = _check_machine(plan)
+    payload = pack(task, plan)
+    run_folder = _make_folder(Path("runs" if folder is None else folder), _checked_name(name))
+    try:
+        write_json(run_folder.run_json, _description(run_folder, plan, task, device, outlive_kernel))
+        write_task(run_folder, payload)
+        run_folder.set_status("starting", "the supervisor is coming up")
+        _start_supervisor(run_folder, outlive_kernel)
+    except OSError as error:
+        run_folder.task.unlink(missing_ok=True)
+        raise unwritable(run_folder.path, error) from error
+    return Run(run_folder)
+
+
+def _check_extra() -> None:
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ImportError(
+            f'Launching needs {", ".join(missing)}: pip install "shardscope[train]". Planning works without.'
+        )
+    if not hasattr(os, "fork"):
+        raise ValueError("Launching forks its ranks, which this system cannot; use Linux, macOS or WSL 2.")
+
+
+def _check_machine(plan: Any) -> str:
+    """Refuse what this machine lacks. The device type of the ranks: "cuda" or "cpu"."""
+    world_size = whole_number("plan.world_size", plan.world_size, low=1, high=1_000_000)
+    cluster = plan.cluster
+    if cluster.num_nodes > 1:
+        refuse(
+            "plan.cluster.num_nodes",
+            cluster.num_nodes,
+            "1 (launch uses this machine only)",
+            "a plan for one node",
+        )
+    if cluster.gpu.name == "cpu":
+        most = max(16, 4 * num_cores())
+        if world_size > most:
+            refuse(
+                "plan.world_size", world_size, f"1 to {most} CPU ranks on {num_cores()} cores here", f"{most}"
+            )
+        return "cpu"
+    from shardscope.cluster import Cluster
+
+    here = Cluster.detect()
+    shown = f"{here.gpus_per_node}x{here.gpu.name}"
+    if here.gpu.name != cluster.gpu.name:
+        fix = f'Cluster.parse("{shown}")' if here.gpu.name != "cpu" else f'Cluster.parse("{world_size}xcpu")'
+        refuse("plan.cluster.gpu", cluster.gpu.name, f"what is here: {shown}", f"rehearse with {fix}")
+    if world_size > here.gpus_per_node:
+        refuse(
+            "plan.world_size",
+            world_size,
+            f"1 to {here.gpus_per_node}: here is {shown}",
+            f"{here.gpus_per_node}",
+        )
+    return "cuda"
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is None:
+        return None
+    fits = isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH and not name.startswith(".")
+    if not fits or any(not character.isprintable() or character in "/\\" for character in name):
+        allowed = f"1 to {MAX_NAME_LENGTH} printable characters without slashes, not starting with a dot"
+        refuse("launch.name", name, allowed, "'my-run'")
+    return name
+
+
+def _make_folder(parent: Path, name: str | None) -> RunFolder:
+    """A new run folder in ``parent``: the name itself or, if an ended run has it, the name with a number."""
+    stem = name if name is not None else time.strftime("%Y-%m-%d_%H-%M-%S")
+    for number in range(1, 10_000):
+        folder = RunFolder(parent / (stem if number == 1 else f"{stem}-{number}"))
+        try:
+            folder.create()
+            return folder
+        except FileExistsError as error:
+            if not parent.is_dir():
+                raise NotADirectoryError(
+                    f"folder is {parent}, which is a file; runs need a folder."
+                ) from error
+            if name is not None and folder.status.exists() and Run(folder).status not in FINAL:
+                raise ValueError(
+                    f"launch.name is {name!r}, which a run still has in {folder.path}; allowed: "
+                    f"another name, or none. Nearest fix: run.stop() of that run, which "
+                    f"ss.Run.attach({str(folder.path)!r}) gives."
+                ) from error
+    raise FileExistsError(f"{parent} holds 10,000 runs named {stem}; give another name.")
+
+
+def _description(
+    folder: RunFolder, plan: Any, task: Any, device: str, outlive_kernel: bool
+) -> dict[str, Any]:
+    """What ``run.json`` keeps. No environment variables and no values of the task: they may be tokens."""
+    versions = {"python": platform.python_version()}
+    for package in ("shardscope", "torch", "accelerate", "transformers", "deepspeed", "megatron-core"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "shardscope_run": 1,
+        "name": folder.path.name,
+        "created": time.time(),
+        "machine": this_machine(),
+        "plan": json.loads(plan.to_json()),
+        "task": describe(task),
+        "world_size": plan.world_size,
+        "device": device,
+        "outlive_kernel": outlive_kernel,
+        "versions": versions,
+        "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+        "pythonpath": os.environ.get("PYTHONPATH"),
+    }
+
+
+def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
+    """Start it in a session of its own: an interrupt of the kernel is not its business."""
+    read_end, write_end = (None, None) if outlive_kernel else open_lease()
+    inherited = () if read_end is None else (read_end,)
+    try:
+        with folder.supervisor_log.open("ab") as log:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "shardscope.runs.supervisor", str(folder.path), *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=with_toolkit(dict(os.environ)),
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+    except BaseException:
+        if write_end is not None:
+            release(write_end)
+        raise
+    finally:
+        if read_end is not None:
+            os.close(read_end)
+    hold_until_end(supervisor, write_end)
+    if not folder.supervisor.exists():
+        started = start_of(supervisor.pid)
+        write_json(folder.supervisor, {"pid": supervisor.pid, "started": started, "machine": this_machine()})

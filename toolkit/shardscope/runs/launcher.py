@@ -1,0 +1,163 @@
+"""The launcher: its main thread calls ``accelerate.notebook_launcher``, and ranks fork from it.
+
+It imports what the ranks need before it forks, never initialises CUDA, and writes how each rank process
+ended. ``python -m shardscope.runs.launcher <folder> <pid of the supervisor>`` is started by the supervisor.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shardscope.runs.environment import restore_python_path
+from shardscope.runs.exceptions import exception_record
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.packing import take_task
+from shardscope.runs.processes import die_with_parent, free_port
+from shardscope.runs.records import append_line, read_json, read_lines, write_json
+
+MAX_PORTS = 3
+"""How many ports are tried when somebody takes ours between choosing and binding it."""
+
+
+def main(folder: RunFolder) -> int:
+    """Run the task of ``folder`` on all ranks; the exit code of this process."""
+    description = read_json(folder.run_json) or {}
+    world_size = int(description["world_size"])
+    restore_python_path(description.get("pythonpath"))
+    sys.path[:] = description["sys_path"]  # A task that lives in a module of the notebook's folder is found.
+    tempfile.tempdir = str(folder.temporary)  # torch elastic leaves its folder behind when it is killed.
+    try:
+        payload = take_task(folder)
+        import torch
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        task, plan = pickle.loads(payload)
+        for module in getattr(task, "preload", ()):
+            importlib.import_module(module)
+        if torch.cuda.is_initialized():
+            raise RuntimeError(
+                "The task, or a module it imports, uses CUDA already when it is loaded; ranks could "
+                "not use it after the fork. Create models and tensors inside f(ctx)."
+            )
+    except BaseException as error:
+        write_json(folder.launcher_error, exception_record(error))
+        raise
+    from shardscope.runs.rank import run_rank
+
+    watch_ranks(folder, world_size)
+    arguments = (str(folder.path), os.getpid(), task, plan, description["device"])
+    try:
+        on_a_fresh_port(lambda port: _notebook_launcher(run_rank, arguments, world_size, port))
+    except ChildFailedError as error:
+        known = {record.get("rank") for record in read_lines(folder.exits)}
+        for rank, failure in error.failures.items():
+            if rank not in known:
+                _write_exit(folder, rank, failure.exitcode)
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except SystemExit:
+        raise  # One rank alone runs in this process; it has written why.
+    except BaseException as error:
+        write_json(folder.launcher_error, exception_record(error))
+        raise
+    return 0
+
+
+def on_a_fresh_port(launch: Callable[[int], None], choose_port: Callable[[], int] = free_port) -> None:
+    """Call ``launch(port)``; choose anew, a few times, if somebody took the port before torch bound it."""
+    for attempt in range(1, MAX_PORTS + 1):
+        port = choose_port()
+        try:
+            launch(port)
+            return
+        except Exception as error:
+            if not is_port_taken(error) or attempt == MAX_PORTS:
+                raise
+            print(f"port {port} was taken meanwhile, trying another", file=sys.stderr, flush=True)
+
+
+def is_port_taken(error: BaseException) -> bool:
+    """Whether torch could not listen on the port it was given."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EADDRINUSE
+    return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
+
+
+def watch_ranks(folder: RunFolder, world_size: int) -> None:
+    """Write to ``exits.jsonl`` how each forked rank ends, whichever of them torch elastic looks at.
+
+    The watching thread begins after the last fork, so that no rank is forked from a process with threads.
+    """
+    if world_size == 1 or not hasattr(os, "waitid"):
+        return
+    launcher, forked = os.getpid(), 0
+
+    def after_fork() -> None:
+        nonlocal forked
+        forked += 1
+        if forked == world_size and os.getpid() == launcher:
+            threading.Thread(target=_watch, args=(folder, world_size), daemon=True).start()
+
+    os.register_at_fork(after_in_parent=after_fork)
+
+
+def _watch(folder: RunFolder, world_size: int) -> None:
+    waiting = set(range(world_size))
+    while waiting:
+        for rank in sorted(waiting):
+            record = read_json(folder.rank(rank))
+            if record is not None and isinstance(record.get("pid"), int):
+                waiting.discard(rank)
+                threading.Thread(target=_watch_one, args=(folder, rank, record["pid"]), daemon=True).start()
+        time.sleep(0.02)
+
+
+def _watch_one(folder: RunFolder, rank: int, pid: int) -> None:
+    try:
+        # WNOWAIT leaves the exit code for torch elastic.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return
+    if ended is not None:
+        _write_exit(folder, rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+
+
+def _write_exit(folder: RunFolder, rank: int, code: int) -> None:
+    try:
+        append_line(folder.exits, {"time": time.time(), "rank": rank, "code": code})
+    except OSError as error:
+        print(
+            f"rank {rank} ended with {code}, which could not be written: {error}", file=sys.stderr, flush=True
+        )
+
+
+def _notebook_launcher(
+    function: Callable[..., None], arguments: tuple[Any, ...], world_size: int, port: int
+) -> None:
+    from accelerate import notebook_launcher
+
+    # For one rank the launcher passes nothing on, so the port travels in the arguments as well.
+    # mixed_precision is left alone: it has no effect here with several processes.
+    notebook_launcher(
+        function,
+        (*arguments, port),
+        num_processes=world_size,
+        use_port=str(port),
+        master_addr="127.0.0.1",
+    )
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    sys.exit(main(RunFolder(sys.argv[1])))

@@ -1,0 +1,76 @@
+"""The lease: a pipe whose write end only the kernel holds. When the kernel dies, in whatever way, it closes.
+
+Leases live in this module and not in a ``Run``: a handle that is garbage-collected must not end its run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Held:
+    """Write ends that this process holds open, and the lock that guards them."""
+
+    write_ends: set[int] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_held = _Held()
+
+
+def open_lease() -> tuple[int, int]:
+    """A new pipe as (read end for the supervisor, write end kept here). Neither is inheritable."""
+    with _held.lock:
+        read_end, write_end = os.pipe()
+        _held.write_ends.add(write_end)
+    return read_end, write_end
+
+
+def release(write_end: int) -> None:
+    """Close a write end; harmless when it is closed already."""
+    with _held.lock:
+        if write_end in _held.write_ends:
+            _held.write_ends.discard(write_end)
+            os.close(write_end)
+
+
+def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None) -> None:
+    """Keep the lease until the supervisor ends, and reap it then, so that it leaves no zombie."""
+
+    def wait() -> None:
+        supervisor.wait()
+        if write_end is not None:
+            release(write_end)
+
+    threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True).start()
+
+
+def _before_fork() -> None:
+    _held.lock.acquire()
+
+
+def _after_fork() -> None:
+    _held.lock.release()
+
+
+def _forget_after_fork() -> None:
+    # os.fork() copies even non-inheritable descriptors: a DataLoader worker of the kernel would keep
+    # every run alive after the kernel.
+    global _held
+    for write_end in _held.write_ends:
+        with contextlib.suppress(OSError):
+            os.close(write_end)
+    _held = _Held()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork,
+        after_in_child=_forget_after_fork,
+    )

@@ -1,0 +1,78 @@
+"""Recording a rank with ``torch.profiler`` into the run's traces, whole or by a schedule of steps."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from shardscope.runs.folder import RunFolder
+from shardscope.validation import whole_number
+
+MAX_STEPS = 1_000_000
+
+
+class Profile:
+    """A context manager; with a schedule, ``.step()`` after each training step moves it on.
+
+    torch writes rank and world size into the trace by itself, since the process group is up.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        rank: int,
+        *,
+        steps: int | None,
+        warmup: int,
+        skip: int,
+        options: dict[str, Any],
+    ) -> None:
+        self._path = folder.trace(rank)
+        self._partial = folder.temporary / f"{os.getpid()}-{self._path.name}"
+        self._steps = None if steps is None else whole_number("steps", steps, low=1, high=MAX_STEPS)
+        self._warmup = whole_number("warmup", warmup, low=0, high=MAX_STEPS)
+        self._skip = whole_number("skip", skip, low=0, high=MAX_STEPS)
+        self._options = options
+        self._profiler: Any = None
+        self.written = False
+        """Whether the trace is on disk."""
+
+    def __enter__(self) -> Self:
+        import torch
+        from torch import profiler
+
+        activities = [profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(profiler.ProfilerActivity.CUDA)
+        options = {"activities": activities, "record_shapes": True, **self._options}
+        if self._steps is not None:
+            schedule = profiler.schedule(
+                wait=0, warmup=self._warmup, active=self._steps, repeat=1, skip_first=self._skip
+            )
+            options |= {"schedule": schedule, "on_trace_ready": self._write}
+        self._profiler = profiler.profile(**options)
+        self._profiler.__enter__()
+        return self
+
+    def step(self) -> None:
+        """One training step is over. Without a schedule it only marks the step in the trace."""
+        self._profiler.step()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        # With a schedule, torch calls _write itself, also when the block ends in the midst of the recorded
+        # steps.
+        self._profiler.__exit__(kind, error, where)
+        if self._steps is None:
+            self._write(self._profiler)
+
+    def _write(self, profiler: Any) -> None:
+        self._partial.parent.mkdir(mode=0o700, exist_ok=True)
+        profiler.export_chrome_trace(str(self._partial))
+        self._partial.replace(self._path)
+        self.written = True

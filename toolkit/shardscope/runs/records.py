@@ -1,0 +1,123 @@
+"""The small files of a run: JSON lines that are appended, JSON files that are replaced, and their readers.
+
+Every file is valid JSON, although a loss may be NaN: NaN and the infinities are written as the strings
+"NaN", "Infinity" and "-Infinity", and :func:`finite_or_special` turns them back into floats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """``record`` as one line of JSON with its newline."""
+    return (json.dumps(_jsonable(record), allow_nan=False, ensure_ascii=False) + "\n").encode(
+        errors="replace"
+    )
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record. One write call, so lines of several writers never mix. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, encode(record))
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Replace ``path`` as a whole: a reader sees the old record or the new one. Raises ``OSError``."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(encode(record))
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The record in ``path``, or None if it is missing, half written or no JSON object."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def finite_or_special(value: Any) -> Any:
+    """A float for the three special strings, anything else as it is."""
+    return SPECIAL_FLOATS.get(value, value) if isinstance(value, str) else value
+
+
+class LineTail:
+    """Reads the JSON lines that were appended to a file since the last call.
+
+    A last line without its newline waits for the rest; lines that are no JSON object are skipped and counted
+    in ``num_malformed``; a file that is missing, or vanished with its folder, has no lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_malformed = 0
+        self.offset = 0
+
+    def read(self, up_to: int | None = None) -> list[dict[str, Any]]:
+        """New complete records, oldest first, not reading past byte ``up_to`` if it is given."""
+        try:
+            size = self.path.stat().st_size
+            if size < self.offset:  # Replaced by a shorter file: somebody restored or copied the folder.
+                self.offset = 0
+            end = size if up_to is None else min(size, up_to)
+            if end <= self.offset:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(end - self.offset)
+        except OSError:
+            return []
+        complete = data.rfind(b"\n") + 1
+        self.offset += complete
+        records = []
+        for line in data[:complete].splitlines():
+            try:
+                record = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            elif line.strip():
+                self.num_malformed += 1
+        return records
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every complete record of ``path``."""
+    return LineTail(path).read()
+
+
+def read_tail_text(path: Path, max_bytes: int) -> str:
+    """The last ``max_bytes`` of a log as text; bytes that are no UTF-8 become the replacement character."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - max_bytes))
+            return file.read(max_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_jsonable(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value)

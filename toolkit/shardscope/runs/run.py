@@ -1,0 +1,240 @@
+"""``Run``: a handle on one run folder. Any number of them, in any process, at any time, see the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shardscope.runs.causes import first_failure
+from shardscope.runs.folder import FINAL, RunFolder, unwritable
+from shardscope.runs.processes import is_alive, this_machine
+from shardscope.runs.records import (
+    LineTail,
+    append_line,
+    finite_or_special,
+    read_json,
+    read_tail_text,
+)
+from shardscope.validation import flag, whole_number
+
+WAIT_SECONDS = 0.05
+START_GRACE_SECONDS = 30.0
+"""How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
+HEARTBEAT_PATIENCE_SECONDS = 30.0
+"""How long the heartbeat of a supervisor on another machine may stand still before the run counts as lost."""
+ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+
+
+class Run:
+    """One launched run. Everything it tells is read from its folder; it is safe to use from any thread."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._statuses = LineTail(folder.status)
+        self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
+        self._description = read_json(folder.run_json) or {}
+        self._world_size = int(self._description.get("world_size", 1))
+        self._events = [LineTail(folder.events(rank)) for rank in range(self._world_size)]
+        self._metrics: list[dict[str, Any]] = []
+        self._heartbeat = (0.0, time.monotonic())
+
+    @classmethod
+    def attach(cls, folder: str | os.PathLike[str]) -> Run:
+        """The run in ``folder``, stop included. A folder that holds exactly one run stands for that one.
+
+        Raises ``ValueError`` if there is no run, or several.
+        """
+        candidate = RunFolder(folder)
+        if candidate.run_json.is_file():
+            return cls(candidate)
+        inside = runs(folder)
+        if len(inside) == 1:
+            return inside[0]
+        found = ", ".join(run.name for run in inside) or "no run at all"
+        raise ValueError(f"folder is {candidate.path}, which is no run folder; it holds: {found}.")
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lives."""
+        return self._folder.path
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self._folder.path.name
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    @property
+    def plan(self) -> Any:
+        """The :class:`shardscope.Plan` that was launched."""
+        import json
+
+        from shardscope.plan import Plan
+
+        return Plan.from_json(json.dumps(self._description.get("plan")))
+
+    @property
+    def status(self) -> str:
+        """starting, running, stopping, finished, stopped, failed or lost."""
+        return str(self._state()["status"])
+
+    @property
+    def reason(self) -> str:
+        """Why the status is what it is, in one line."""
+        return str(self._state()["reason"])
+
+    @property
+    def error(self) -> str | None:
+        """The traceback of the rank that failed first, or the end of its log if it left none."""
+        state = self._state()
+        if "error" in state:
+            return str(state["error"])
+        if state["status"] in ("finished", "stopped"):
+            return None
+        failure = first_failure(self._folder, self._world_size)
+        return None if failure is None else failure.text
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All that ranks logged: dicts of step, rank, time (seconds since the epoch) and the metrics by name.
+
+        In the order in which it was read, so a later call's list begins with an earlier call's; per rank that
+        is the order of logging. Only what is new is read from disk.
+        """
+        with self._lock:
+            for tail in self._events:
+                for record in tail.read():
+                    self._metrics.append({key: finite_or_special(value) for key, value in record.items()})
+            return list(self._metrics)
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Per rank that logged any: rank, step, time, memory_bytes (latest), peak_memory_bytes (highest)."""
+        latest: dict[int, dict[str, Any]] = {}
+        for record in self.metrics():
+            if "memory_bytes" not in record and "peak_memory_bytes" not in record:
+                continue
+            known = latest.setdefault(record["rank"], {"rank": record["rank"], "peak_memory_bytes": 0})
+            now = record.get("memory_bytes", known.get("memory_bytes"))
+            peak = max(known["peak_memory_bytes"], record.get("peak_memory_bytes", now) or 0)
+            known.update(step=record["step"], time=record["time"], memory_bytes=now, peak_memory_bytes=peak)
+        return [latest[rank] for rank in sorted(latest)]
+
+    def what_it_was(self) -> dict[int, dict[str, Any]]:
+        """What the engine of each rank really made, by rank; empty until engines have recorded it."""
+        records = {rank: read_json(self._folder.what_it_was(rank)) for rank in range(self._world_size)}
+        return {rank: record for rank, record in records.items() if record is not None}
+
+    def logs(self, rank: int = 0, max_bytes: int = 64 * 1024) -> str:
+        """The end of what ``rank`` printed, at most ``max_bytes`` of it, without terminal colours."""
+        rank = whole_number("run.logs rank", rank, low=0, high=self._world_size - 1)
+        max_bytes = whole_number("run.logs max_bytes", max_bytes, low=1, high=2**31)
+        return ANSI.sub("", read_tail_text(self._folder.log(rank), max_bytes))
+
+    def trace(self) -> Any:
+        """The :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
+        if not any(self._folder.traces.glob("*.json.gz")):
+            raise ValueError(
+                f"The run {self.name} recorded no trace. Nearest fix: run some steps inside "
+                "`with ctx.profile(): ...`."
+            )
+        from shardscope.trace import Trace
+
+        return Trace.load(self._folder.traces)
+
+    def stop(self, checkpoint: bool = False) -> None:
+        """Ask the run to end and return at once; harmless when it has ended. ``run.wait()`` waits for it.
+
+        With ``checkpoint`` the ranks first finish their step and save, if their task looks at
+        ``ctx.should_stop``. Raises ``OSError`` if the folder cannot be written.
+        """
+        self.send("stop", checkpoint=flag("run.stop checkpoint", checkpoint))
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Append a command for the supervisor or for ``ctx.commands()``; harmless when the run has ended."""
+        if self.status in FINAL:
+            return
+        try:
+            append_line(self._folder.control, {"command": command, "time": time.time(), **arguments})
+        except FileNotFoundError:
+            return  # The folder was deleted meanwhile; the supervisor ends such a run by itself.
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait for the end, or ``timeout`` seconds; the status then. An interrupt ends only the wait."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.status) not in FINAL and (deadline is None or time.monotonic() < deadline):
+            time.sleep(WAIT_SECONDS)
+        return status
+
+    async def wait_async(self, timeout: float | None = None) -> str:
+        """The same without blocking the kernel's event loop."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.status) not in FINAL and (deadline is None or time.monotonic() < deadline):
+            await asyncio.sleep(WAIT_SECONDS)
+        return status
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
+
+    def _state(self) -> dict[str, Any]:
+        """The last transition, or "lost" if nobody is left to write the next one."""
+        with self._lock:
+            self._read_status()
+            if self._last["status"] in FINAL:
+                return self._last
+            gone = self._why_supervisor_is_gone()
+            if gone is None:
+                return self._last
+            self._read_status()  # It may have ended in good order just before we looked.
+            return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": gone}
+
+    def _read_status(self) -> None:
+        for record in self._statuses.read():
+            if "status" in record:
+                self._last = {"reason": "", **record}
+
+    def _why_supervisor_is_gone(self) -> str | None:
+        if not self.folder.is_dir():
+            return "its folder is gone"
+        record = read_json(self._folder.supervisor)
+        if record is None or record.get("started") is None:
+            waited = time.time() - float(self._last.get("time", 0))
+            return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
+        pid = int(record["pid"])
+        if record.get("machine") == this_machine():
+            if is_alive(pid, record["started"]):
+                return None
+        elif not self._heartbeat_stands_still():
+            return None
+        said = read_tail_text(self._folder.supervisor_log, 500).strip()
+        words = (
+            f"its supervisor (process {pid}) is gone without a last word: killed, or the machine restarted"
+        )
+        return f"{words}. It said: {said}" if said else words
+
+    def _heartbeat_stands_still(self) -> bool:
+        """Judged by our own monotonic clock: the clocks of two machines need not agree."""
+        try:
+            beat = self._folder.supervisor.stat().st_mtime
+        except OSError:
+            return True
+        if beat != self._heartbeat[0]:
+            self._heartbeat = (beat, time.monotonic())
+        return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
+
+
+def runs(folder: str | os.PathLike[str] | None = None) -> list[Run]:
+    """Every run in ``folder`` (by default ``./runs``), oldest first."""
+    parent = Path("runs" if folder is None else folder)
+    found = [Run(RunFolder(file.parent)) for file in parent.glob("*/run.json")]
+    return sorted(found, key=lambda run: (run._description.get("created", 0), run.name))

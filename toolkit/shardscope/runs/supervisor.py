@@ -1,0 +1,212 @@
+"""The supervisor: one light process per run. It starts the launcher, obeys commands, writes what happened.
+
+It never runs rank code and never imports torch, so it is always left to tell. ``python -m
+shardscope.runs.supervisor <folder> [lease read end]`` is started by :func:`shardscope.runs.launch.launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+from typing import Any, Literal
+
+from shardscope.runs import processes
+from shardscope.runs.causes import Failure, describe_exit, died_untimely, first_failure
+from shardscope.runs.environment import launcher_environment
+from shardscope.runs.folder import RunFolder, Status
+from shardscope.runs.records import LineTail, read_json, write_json
+
+POLL_SECONDS = 0.05
+HEARTBEAT_SECONDS = 2.0
+TERMINATION_GRACE_SECONDS = 1.5
+"""From SIGTERM to SIGKILL. Metrics are flushed line by line, so there is nothing more to save."""
+CHECKPOINT_GRACE_SECONDS = 600.0
+"""How long a stop with a checkpoint may take before it becomes a plain stop."""
+FAILURE_GRACE_SECONDS = 3.0
+"""How long torch elastic may take to end the other ranks after one died; left alone it takes 30 s."""
+
+
+class Supervisor:
+    """Drives one run from its start to its final status."""
+
+    def __init__(self, folder: RunFolder, lease: int | None) -> None:
+        self.folder = folder
+        self.lease = lease
+        self.control = LineTail(folder.control)
+        self.exits = LineTail(folder.exits)
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.description: dict[str, Any] = read_json(folder.run_json) or {}
+        self.world_size = int(self.description.get("world_size", 1))
+        self.ranks_are_up = False
+        self.phase: Literal["run", "checkpoint", "terminate", "kill"] = "run"
+        self.deadline = float("inf")
+        self.stop_reason: str | None = None
+        self.stop_time = 0.0
+        self.a_rank_died = False
+        self.signalled: int | None = None
+        self.next_heartbeat = 0.0
+
+    def run(self) -> None:
+        """Start the launcher, watch until it is gone, leave nothing behind, write the final status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        processes.adopt_orphans()
+        pid = os.getpid()
+        record = {"pid": pid, "started": processes.start_of(pid), "machine": processes.this_machine()}
+        write_json(self.folder.supervisor, record)
+        self._obey_control()  # A stop that came first needs no launcher at all.
+        if self.stop_reason is None:
+            self._start_launcher()
+        while self.launcher is not None and self.launcher.poll() is None:
+            self._tick()
+            self._sleep()
+        self._finish()
+
+    def _start_launcher(self) -> None:
+        with self.folder.launcher_log.open("ab") as log:
+            self.launcher = subprocess.Popen(
+                [sys.executable, "-m", "shardscope.runs.launcher", str(self.folder.path), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=launcher_environment(dict(os.environ), self.description),
+                process_group=0,
+            )
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self.signalled is not None:
+            self._terminate(f"the supervisor got {signal.Signals(self.signalled).name}")
+        if now >= self.next_heartbeat:
+            self.next_heartbeat = now + HEARTBEAT_SECONDS
+            self._heartbeat()
+        self._obey_control()
+        if not self.ranks_are_up and self.phase == "run":
+            self._see_whether_ranks_are_up()
+        if self._a_rank_just_died():
+            self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
+        if now >= self.deadline:
+            self._next_phase()
+
+    def _a_rank_just_died(self) -> bool:
+        if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
+            return False
+        self.a_rank_died = died_untimely(self.folder)
+        return self.a_rank_died
+
+    def _obey_control(self) -> None:
+        malformed = self.control.num_malformed
+        for command in self.control.read():
+            if command.get("command") == "stop":
+                self._stop(checkpoint=command.get("checkpoint") is True)
+            elif not isinstance(command.get("command"), str):
+                self.control.num_malformed += 1
+        if self.control.num_malformed > malformed:
+            self._say(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
+
+    def _stop(self, *, checkpoint: bool) -> None:
+        if not checkpoint:
+            self._terminate("run.stop() was called")
+        elif self.phase == "run" and self.stop_reason is None:
+            # The ranks read the same file and agree on the step after which they leave.
+            self.phase, self.deadline = "checkpoint", time.monotonic() + CHECKPOINT_GRACE_SECONDS
+            self.stop_reason = "run.stop(checkpoint=True) was called"
+            self._set_status("stopping", f"{self.stop_reason}: the ranks finish their step and save")
+
+    def _terminate(self, reason: str) -> None:
+        if self.phase in ("terminate", "kill"):
+            return
+        self.stop_reason, self.stop_time = reason, time.time()
+        self._set_status("stopping", reason)
+        self._signal_all(signal.SIGTERM)
+        self.phase, self.deadline = "terminate", time.monotonic() + TERMINATION_GRACE_SECONDS
+
+    def _next_phase(self) -> None:
+        if self.phase == "checkpoint" and not self.a_rank_died:
+            self._terminate(f"the ranks did not stop within {CHECKPOINT_GRACE_SECONDS:.0f} s to save")
+            return
+        self.phase, self.deadline = "kill", time.monotonic() + 1.0
+        self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        if self.launcher is not None:
+            processes.signal_group(self.launcher.pid, number)
+            if number == signal.SIGKILL:
+                processes.signal_process(self.launcher.pid, number)
+
+    def _see_whether_ranks_are_up(self) -> None:
+        records = [read_json(self.folder.rank(rank)) for rank in range(self.world_size)]
+        if all(record is not None and "ready" in record for record in records):
+            self.ranks_are_up = True
+            self._set_status("running", f"{self.world_size} rank{'s' * (self.world_size > 1)} at work")
+
+    def _heartbeat(self) -> None:
+        try:
+            os.utime(self.folder.supervisor)
+        except OSError:
+            if not self.folder.path.exists():
+                # Without its folder nobody could see or stop the run any more.
+                self._terminate("the run folder is gone")
+
+    def _sleep(self) -> None:
+        if self.lease is None:
+            time.sleep(POLL_SECONDS)
+            return
+        waiting = select.poll()  # Not select(): a kernel may well have more than 1024 open files.
+        waiting.register(self.lease, select.POLLIN)
+        if waiting.poll(POLL_SECONDS * 1000) and not os.read(self.lease, 1):
+            self.lease = None
+            self._terminate("the kernel that launched it ended")
+
+    def _finish(self) -> None:
+        if not processes.kill_descendants():
+            self._say(f"these processes could not be killed: {processes.descendants()}")
+        shutil.rmtree(self.folder.temporary, ignore_errors=True)
+        self.folder.task.unlink(missing_ok=True)
+        code = 0 if self.launcher is None else self.launcher.returncode
+        failure = first_failure(self.folder, self.world_size)
+        status, reason = self._verdict(code, failure)
+        # After a stop every rank dies by our signals; only what went wrong before is worth telling.
+        shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
+        more = {"error": shown.text, "rank": shown.rank} if shown else {}
+        self._set_status(status, reason, **more)
+
+    def _verdict(self, code: int, failure: Failure | None) -> tuple[Status, str]:
+        if self.phase in ("terminate", "kill") and self.stop_reason is not None and not self.a_rank_died:
+            return "stopped", self.stop_reason
+        if code == 0 and failure is None:
+            if self.stop_reason is None:
+                return "finished", "the task returned on every rank"
+            return "stopped", f"{self.stop_reason}: the ranks ended by themselves"
+        if failure is not None:
+            return "failed", failure.reason
+        who = "rank 0" if self.world_size == 1 else "the launcher"
+        return "failed", f"{who} {describe_exit(code)}"
+
+    def _set_status(self, status: Status, reason: str, **more: Any) -> None:
+        try:
+            self.folder.set_status(status, reason, **more)
+        except OSError as error:  # A full disk must not keep us from ending the ranks.
+            self._say(f"could not write status {status!r} ({reason}): {error}")
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.signalled = number
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Supervise the run in ``arguments[0]``; ``arguments[1]``, if given, is the lease's read end."""
+    Supervisor(RunFolder(arguments[0]), int(arguments[1]) if len(arguments) > 1 else None).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
