@@ -1,0 +1,375 @@
+"""Engines on real gloo ranks: they train what the plan says, equally, and say what they really made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from two_ranks import StandInContext, TinyLlama, on_ranks, tiny_plan  # noqa: E402
+
+NUM_STEPS = 5
+
+
+def batch_of(ctx: StandInContext, step: int, global_rows: int = 4) -> dict[str, Any]:
+    """This rank's rows of a global batch that does not depend on the number of ranks."""
+    tokens = torch.randint(0, 64, (global_rows, 64), generator=torch.Generator().manual_seed(step))
+    rows = tokens.chunk(ctx.world_size)[ctx.rank]
+    return {"input_ids": rows, "labels": rows.clone()}
+
+
+def set_up(ctx: StandInContext) -> None:
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    name = ctx.plan.recipe.optimizer
+    ctx.engine.setup(lambda: build_model(ctx.plan.architecture), lambda p: build_optimizer(name, p, 1e-2))
+
+
+def five_losses(ctx: StandInContext) -> dict[str, Any]:
+    set_up(ctx)
+    losses = [ctx.engine.step(batch_of(ctx, step)) for step in range(NUM_STEPS)]
+    return {
+        "losses": losses,
+        "grad_norm": ctx.engine.grad_norm,
+        "engine": ctx.records["engine"],
+        "memory": ctx.engine.memory(),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process, plain autograd through the DDP engine of one rank, the whole batch at once."""
+    plan = tiny_plan("ddp", 1, micro_batch_size=4)
+    return on_ranks(1, plan, five_losses, tmp_path_factory.mktemp("reference"))[0]
+
+
+def close(losses: list[float], expected: list[float], tolerance: float = 1e-4) -> bool:
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < tolerance
+
+
+def test_the_reference_is_plain_torch(reference: dict[str, Any]) -> None:
+    """No engine at all gives the reference's losses."""
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = build_model(TinyLlama())
+    optimizer = build_optimizer("adamw", list(model.parameters()), 1e-2)
+    ctx = StandInContext(rank=0, world_size=1, plan=None, folder=Path())
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(**batch_of(ctx, step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert close(losses, reference["losses"], 1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_ddp_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
+    first, second = on_ranks(2, tiny_plan("ddp", 2), five_losses, tmp_path)
+    assert close(first["losses"], reference["losses"])
+    assert first["losses"] == second["losses"]
+    assert first["engine"]["module"] == "DistributedDataParallel"
+    assert first["engine"]["world_size"] == first["engine"]["data_parallel"] == 2
+    whole = 4 * TinyLlama().num_parameters
+    assert sum(first["engine"]["bucket_bytes"]) == whole
+    assert first["memory"]["parameters"] == first["memory"]["gradients"] == whole
+    assert abs(first["memory"]["optimizer"] - 2 * whole) < 1000
+
+
+def test_fsdp2_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
+    first, second = on_ranks(2, tiny_plan("fsdp2", 2), five_losses, tmp_path)
+    assert close(first["losses"], reference["losses"])
+    assert abs(first["grad_norm"] - reference["grad_norm"]) < 1e-4
+    record = first["engine"]
+    assert record["mesh_shape"] == [2] and record["shard"] == 2 and record["replicate"] == 1
+    assert record["num_sharded_tensors"] == len(record["sharded_names"]) == 21
+    assert record["num_weights_here"] + second["engine"]["num_weights_here"] == TinyLlama().num_parameters
+    assert record["placements"] == {"(Shard(dim=0),)": 21}
+    assert abs(first["memory"]["parameters"] - 2 * TinyLlama().num_parameters) < 1000
+    assert first["memory"]["gradients"] == 0
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_accumulation_equals_the_big_batch(framework: str, reference: dict[str, Any], tmp_path: Path) -> None:
+    plan = tiny_plan(framework, 2, num_micro_batches=2, micro_batch_size=1)
+    assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference["losses"])
+
+
+def test_hybrid_sharding_with_accumulation(reference: dict[str, Any], tmp_path: Path) -> None:
+    """Two replicas of one shard each: the all-reduce is held back until the last micro-batch."""
+    plan = tiny_plan("fsdp2", 2, num_micro_batches=2, micro_batch_size=1, layout={"replicate": 2})
+    result = on_ranks(2, plan, five_losses, tmp_path)[0]
+    assert close(result["losses"], reference["losses"])
+    assert result["engine"]["mesh_shape"] == [2, 1]
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_changes_no_loss(
+    framework: str, recompute: str, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    plan = tiny_plan(framework, 2, recompute=recompute)
+    assert close(on_ranks(2, plan, five_losses, tmp_path)[0]["losses"], reference["losses"])
+
+
+def uneven_labels(ctx: StandInContext) -> float:
+    set_up(ctx)
+    batch = batch_of(ctx, 0)
+    rows = torch.arange(4).chunk(ctx.world_size)[ctx.rank]
+    for row, number in enumerate(rows.tolist()):
+        batch["labels"][row, : 15 * number] = -100
+    return float(ctx.engine.step(batch))
+
+
+def test_every_labelled_token_counts_once(tmp_path: Path) -> None:
+    expected = on_ranks(1, tiny_plan("ddp", 1, micro_batch_size=4), uneven_labels, tmp_path / "one")[0]
+    plan = tiny_plan("fsdp2", 2, num_micro_batches=2, micro_batch_size=1)
+    assert abs(on_ranks(2, plan, uneven_labels, tmp_path / "two")[0] - expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("framework", "fields"),
+    [
+        ("ddp", {"precision": "bf16-mixed"}),
+        ("fsdp2", {"precision": "bf16-mixed"}),
+        ("ddp", {"precision": "fp16-mixed"}),
+        ("fsdp2", {"precision": "fp16-mixed"}),
+        ("fsdp2", {"precision": "bf16"}),
+        ("fsdp2", {"layout": {"offload": "cpu"}}),
+        ("fsdp2", {"layout": {"reshard_after_forward": False}}),
+        ("fsdp2", {"layout": {"reshard_after_forward": 2}}),
+    ],
+)
+def test_other_ways_train_too(
+    framework: str, fields: dict[str, Any], reference: dict[str, Any], tmp_path: Path
+) -> None:
+    result = on_ranks(2, tiny_plan(framework, 2, **fields), five_losses, tmp_path)[0]
+    assert close(result["losses"], reference["losses"], 0.15 if "precision" in fields else 1e-4)
+    kept = "bfloat16" if fields.get("precision") == "bf16" else "float32"
+    assert result["engine"]["parameter_dtypes"] == [kept]
+
+
+def save_and_go_on(ctx: StandInContext) -> dict[str, Any]:
+    from shardscope.frameworks.ddp.engine import DdpEngine
+
+    set_up(ctx)
+    for step in range(3):
+        ctx.engine.step(batch_of(ctx, step))
+    path = ctx.folder / "checkpoints" / "three"
+    ctx.engine.save(path)
+    ctx.engine.save(path)  # onto an older one
+    went_on = [ctx.engine.step(batch_of(ctx, step)) for step in (3, 4)]
+    ctx.engine = type(ctx.engine)(ctx)
+    ctx.engine.seed = 7
+    set_up(ctx)
+    ctx.engine.load(path)
+    done = ctx.engine.num_steps_done
+    again = [ctx.engine.step(batch_of(ctx, step)) for step in (3, 4)]
+    ctx.engine = DdpEngine(ctx)
+    ctx.engine.seed = 7
+    set_up(ctx)
+    ctx.engine.load(path)
+    other = [ctx.engine.step(batch_of(ctx, step)) for step in (3, 4)]
+    left = sorted(child.name for child in path.parent.iterdir())
+    return {"went_on": went_on, "again": again, "ddp": other, "done": done, "left": left}
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_a_checkpoint_continues_exactly(framework: str, tmp_path: Path) -> None:
+    result = on_ranks(2, tiny_plan(framework, 2), save_and_go_on, tmp_path)[0]
+    assert result["again"] == result["went_on"]
+    assert result["done"] == 3
+    assert close(result["ddp"], result["went_on"])
+    assert result["left"] == ["three"]
+
+
+def adapters(ctx: StandInContext) -> dict[str, Any]:
+    set_up(ctx)
+    from shardscope.training.gradients import local
+
+    before = {name: local(p.detach()).clone() for name, p in ctx.engine.model.named_parameters()}
+    losses = [ctx.engine.step(batch_of(ctx, 0)) for _ in range(NUM_STEPS)]
+    after = {name: local(p.detach()) for name, p in ctx.engine.model.named_parameters()}
+    changed = [name for name in after if not torch.equal(after[name], before[name])]
+    ctx.engine.save(ctx.folder / "adapter")
+    expected = ctx.engine.step(batch_of(ctx, 1))
+    ctx.engine = type(ctx.engine)(ctx)
+    set_up(ctx)
+    ctx.engine.load(ctx.folder / "adapter")
+    return {"losses": losses, "changed": changed, "pair": [expected, ctx.engine.step(batch_of(ctx, 1))]}
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_lora_trains_only_adapters(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    result = on_ranks(2, tiny_plan(framework, 2, method="lora"), adapters, tmp_path)[0]
+    assert len(result["changed"]) == 2 * 2 * 2
+    assert all("lora_" in name for name in result["changed"])
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["pair"][0] == result["pair"][1]
+    size = sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
+    assert size < TinyLlama().num_parameters
+
+
+def refusal(ctx: StandInContext) -> str:
+    try:
+        set_up(ctx)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no refusal"
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp", "cp"])
+def test_fsdp2_refuses_what_it_does_not_run(degree: str, tmp_path: Path) -> None:
+    message = on_ranks(1, tiny_plan("fsdp2", 1, layout={degree: 2}), refusal, tmp_path)[0]
+    assert message.startswith("ValueError") and f"the fsdp2 engine does not run {degree} yet" in message
+
+
+def without_sharding(ctx: StandInContext) -> str:
+    from shardscope.frameworks.fsdp2 import engine
+
+    engine.fully_shard = lambda module, **_: module
+    return refusal(ctx)
+
+
+def with_half_the_mesh(ctx: StandInContext) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shardscope.frameworks.fsdp2 import engine
+
+    engine.init_device_mesh = lambda kind, shape, mesh_dim_names: init_device_mesh(
+        kind, (2, 1), mesh_dim_names=("replicate", "shard")
+    )["shard"]
+    return refusal(ctx)
+
+
+def without_ddp(ctx: StandInContext) -> str:
+    from shardscope.frameworks.ddp import engine
+
+    class Bare(torch.nn.Module):
+        def __init__(self, module: Any, **_: Any) -> None:
+            super().__init__()
+            self.module = module
+
+    engine.DistributedDataParallel.__new__ = lambda cls, *a, **k: Bare(*a)  # type: ignore[method-assign]
+    return refusal(ctx)
+
+
+@pytest.mark.parametrize(
+    ("framework", "body", "words"),
+    [
+        ("fsdp2", without_sharding, "not DTensors"),
+        ("fsdp2", with_half_the_mesh, "the plan shards over a mesh of (2,)"),
+        ("ddp", without_ddp, "the plan says DDP, and the module is Bare"),
+    ],
+)
+def test_a_contradiction_fails_the_run(framework: str, body: Any, words: str, tmp_path: Path) -> None:
+    for message in on_ranks(2, tiny_plan(framework, 2), body, tmp_path):
+        assert message.startswith("RuntimeError") and words in message
+
+
+def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
+    from shardscope.frameworks.fsdp2 import engine
+
+    engine.HOST_BUILD_BYTES = 0
+    return five_losses(ctx)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_from_meta_do_not_depend_on_the_world_size(tied: bool, tmp_path: Path) -> None:
+    llama = TinyLlama(tie_word_embeddings=tied)
+    single = tiny_plan("fsdp2", 1, micro_batch_size=4, architecture=llama)
+    alone = on_ranks(1, single, built_on_meta, tmp_path)[0]
+    pair = on_ranks(2, tiny_plan("fsdp2", 2, architecture=llama), built_on_meta, tmp_path)[0]
+    assert alone["engine"]["built_on"] == "meta"
+    assert close(pair["losses"], alone["losses"])
+    assert abs(alone["losses"][0] - 7.62) < 0.1  # ln 2048: fresh weights know nothing
+    assert alone["losses"][-1] < alone["losses"][0]
+    assert pair["engine"]["num_parameters"] == llama.num_parameters
+
+
+def no_labels(ctx: StandInContext) -> str:
+    set_up(ctx)
+    batch = batch_of(ctx, 0)
+    if ctx.rank == 1:
+        batch["labels"][:] = -100
+    try:
+        ctx.engine.step(batch)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_micro_batch_without_labels_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for message in on_ranks(2, tiny_plan("ddp", 2), no_labels, tmp_path):
+        assert "no labelled token" in message
+
+
+def pretrained(ctx: StandInContext) -> dict[str, Any]:
+    from shardscope.training.pretrain import Pretrain
+
+    Pretrain(num_steps=40, learning_rate=3e-3, save_checkpoint=True)(ctx)
+    return {"lines": ctx.lines, "records": ctx.records}
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
+    plan = tiny_plan(framework, 2, micro_batch_size=8)
+    first, second = on_ranks(2, plan, pretrained, tmp_path)
+    losses = [line["loss"] for line in first["lines"]]
+    assert len(losses) == 40 and losses == [line["loss"] for line in second["lines"]]
+    assert losses[0] > 7.5 and losses[-1] < losses[0] - 1.0
+    for line in first["lines"]:
+        assert line["tokens_per_second"] == pytest.approx(8 * 64 / line["step_seconds"])
+        assert line["tokens_per_second_all_ranks"] == pytest.approx(2 * line["tokens_per_second"])
+        assert line["rss_bytes"] > line["peak_memory_bytes"] >= line["memory_bytes"] > 0
+        assert line["grad_norm"] > 0
+    seen = [set(result["records"]["data"]["windows_seen"]) for result in (first, second)]
+    assert all(len(windows) == 40 * 8 for windows in seen)
+    assert not seen[0] & seen[1]
+    assert (tmp_path / "checkpoints" / "step-000040" / "position.json").is_file()
+
+
+def stopped_then_resumed(ctx: StandInContext) -> dict[str, Any]:
+    from shardscope.training.pretrain import Pretrain
+
+    looks = 0
+
+    class Stopping(StandInContext):
+        @property  # type: ignore[override]
+        def should_stop(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return looks == 4
+
+        @should_stop.setter
+        def should_stop(self, _: bool) -> None: ...
+
+    stopping = Stopping(ctx.rank, ctx.world_size, ctx.plan, ctx.folder, ctx.device)
+    stopping.engine = type(ctx.engine)(stopping)
+    Pretrain(num_steps=6)(stopping)
+    ctx.engine = type(ctx.engine)(ctx)
+    Pretrain(num_steps=6, resume_from=ctx.folder / "checkpoints" / "step-000003")(ctx)
+    resumed = ctx.lines
+    ctx.lines, ctx.engine = [], type(ctx.engine)(ctx)
+    Pretrain(num_steps=6)(ctx)
+    names = ("step", "loss", "learning_rate")
+    return {
+        "parts": [[line[name] for name in names] for line in [*stopping.lines, *resumed]],
+        "whole": [[line[name] for name in names] for line in ctx.lines],
+    }
+
+
+def test_a_stopped_run_resumes_where_it_was(tmp_path: Path) -> None:
+    result = on_ranks(2, tiny_plan("fsdp2", 2), stopped_then_resumed, tmp_path)[0]
+    assert result["parts"] == result["whole"]

@@ -1,0 +1,171 @@
+"""Real gloo ranks with a stand-in for the launcher's context: what the engine tests run on."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+RANK_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class TinyLlama:
+    """An ``Architecture``'s fields, in transformers' spelling."""
+
+    model_type: str = "llama"
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 16
+    vocab_size: int = 2048
+    max_position_embeddings: int = 256
+    tie_word_embeddings: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        hidden, width = self.hidden_size, self.num_key_value_heads * self.head_dim
+        layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * self.intermediate_size + 2 * hidden
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * layer + hidden
+
+
+def tiny_plan(
+    framework: str,
+    world_size: int,
+    *,
+    num_micro_batches: int = 1,
+    micro_batch_size: int = 2,
+    architecture: TinyLlama | None = None,
+    layout: dict[str, Any] | None = None,
+    degrees: dict[str, int] | None = None,
+    **recipe: Any,
+) -> SimpleNamespace:
+    """What engines read of a plan, without its planner."""
+    recipe_fields = {
+        "seq_len": 64,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": micro_batch_size * num_micro_batches * world_size,
+        "method": "full",
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "recompute": "none",
+        "kernels": None,
+        "adapter_rank": 4,
+        "adapter_targets": ("q_proj", "v_proj"),
+        **recipe,
+    }
+    layout_fields = {"shard": None, "replicate": 1, "reshard_after_forward": True, "offload": None}
+    layout_fields |= {"tp": 1, "pp": 1, "cp": 1, "framework": framework, **(layout or {})}
+    replicate = layout_fields["replicate"]
+    degree_fields = {"data_parallel": world_size, "shard": world_size // replicate, "replicate": replicate}
+    return SimpleNamespace(
+        architecture=architecture or TinyLlama(),
+        recipe=SimpleNamespace(**recipe_fields),
+        layout=SimpleNamespace(**layout_fields),
+        degrees=SimpleNamespace(**{**degree_fields, "tp": 1, "pp": 1, "cp": 1, **(degrees or {})}),
+        num_micro_batches=num_micro_batches,
+        world_size=world_size,
+    )
+
+
+@dataclass
+class StandInContext:
+    """The launcher's ``ctx``, keeping what it is given."""
+
+    rank: int
+    world_size: int
+    plan: Any
+    folder: Path
+    device: Any = None
+    engine: Any = None
+    should_stop: bool = False
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    records: dict[str, Any] = field(default_factory=dict)
+
+    def log(self, step: int | None = None, **metrics: Any) -> None:
+        self.lines.append({"step": step, **metrics})
+
+    def record(self, name: str, mapping: Any) -> None:
+        self.records[name] = json.loads(json.dumps(dict(mapping)))
+
+    def profile(self, **_: int) -> Any:
+        return nullcontext()
+
+
+def on_ranks(world_size: int, plan: Any, body: Callable[[StandInContext], Any], folder: Path) -> list[Any]:
+    """Run ``body(ctx)`` on ``world_size`` forked gloo ranks; their results (JSON) by rank.
+
+    A rank that raises fails the call with its traceback; none outlives it.
+    """
+    # Imported before the fork, once for all ranks; the parent must not compute with torch threads.
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import shardscope.frameworks.ddp.engine
+    import shardscope.frameworks.fsdp2.engine  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("rank-*"):
+        stale.unlink()
+    store = folder / "rank-store"
+    ranks = [
+        fork.Process(target=_rank, args=(rank, world_size, plan, body, folder, store))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(RANK_SECONDS)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    results = []
+    failures = [path.read_text() for path in sorted(folder.glob("rank-*.failed"))]
+    if failures:
+        raise AssertionError("\n".join(failures))
+    for rank in range(world_size):
+        result = folder / f"rank-{rank}.json"
+        if not result.exists():
+            raise AssertionError(f"rank {rank} wrote nothing within {RANK_SECONDS} s")
+        results.append(json.loads(result.read_text()))
+    return results
+
+
+def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        # A file store needs no port, so tests of several sessions cannot meet on one.
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        from shardscope.frameworks.registry import frameworks
+
+        ctx = StandInContext(
+            rank=rank, world_size=world_size, plan=plan, folder=folder, device=torch.device("cpu")
+        )
+        module, _, name = str(frameworks[plan.layout.framework].engine).partition(":")
+        ctx.engine = getattr(__import__(module, fromlist=[name]), name)(ctx)
+        result = body(ctx)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"rank-{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        code = 1
+    # Past atexit handlers that belong to pytest's process.
+    os._exit(code)

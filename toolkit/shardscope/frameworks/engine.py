@@ -1,0 +1,99 @@
+"""What every engine is: one framework really training one plan, on CUDA or CPU ranks.
+
+This file imports no torch, so the launcher and the tests may name engines without paying for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+BuildModel = Callable[[], "torch.nn.Module"]
+"""Makes the model, untouched by any framework. Called once per rank, under a seed that all ranks share.
+
+Its ``forward(**batch)`` returns the mean loss over labelled tokens, or an object with such a ``.loss``."""
+
+BuildOptimizer = Callable[["list[torch.nn.Parameter]"], "torch.optim.Optimizer"]
+"""Makes the optimizer over the trainable parameters that the framework left on this rank."""
+
+
+class Context(Protocol):
+    """What an engine needs of a rank's context; the process group is up before an engine is made."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def folder(self) -> Path: ...
+    def log(self, step: int | None = None, **metrics: Any) -> None: ...
+    def record(self, name: str, mapping: Mapping[str, Any]) -> None: ...
+
+
+class Engine(ABC):
+    """One framework, one plan, this rank.
+
+    ``setup`` makes the model and checks afterwards what it really made: it writes that into the run folder as
+    ``engine`` and raises ``RuntimeError`` where it contradicts the plan.
+    """
+
+    framework: str = ""
+    """The name that ``Layout.framework`` has for it."""
+    seed: int = 0
+    """Seed of the initial weights, the same on every rank. Set it before ``setup``."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.plan = ctx.plan
+        self.num_steps_done = 0
+        """Optimizer steps taken so far, those before the loaded checkpoint included."""
+        self.grad_norm = float("nan")
+        """Norm of the whole model's gradient in the last step, before clipping."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each global batch is this rank's; a tensor or pipeline group has one share."""
+        return self.ctx.rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Into how many shares a global batch is cut."""
+        return self.ctx.world_size
+
+    @abstractmethod
+    def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
+        """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run."""
+
+    @abstractmethod
+    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Take one optimizer step on this rank's share of a global batch.
+
+        ``batch`` has ``input_ids`` and ``labels`` of shape ``[num_micro_batches * micro_batch_size,
+        seq_len]``; labels are aligned with inputs (the model shifts them) and -100 is not trained on.
+        Returns the mean loss over all labelled tokens of all ranks.
+        """
+
+    @abstractmethod
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint folder, all ranks together: aside first, renamed when it is whole."""
+
+    @abstractmethod
+    def load(self, path: str | Path) -> None:
+        """Continue from a checkpoint of the same model that ``save`` wrote in a run folder of this user."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now: ``parameters``, ``gradients``, ``optimizer``, the device's own."""
+
+    @abstractmethod
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate of the next step."""

@@ -1,0 +1,91 @@
+"""Models too large to build whole on every rank: built without memory, sharded, filled shard by shard."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+INITIALIZER_STD = 0.02
+"""GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""
+
+
+def build_on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """``make()`` with parameters on the meta device and buffers real: rotary tables are computed, not loaded.
+
+    Like ``accelerate.init_empty_weights``, which unties tied weights: it copies a parameter that it already
+    moved.
+    """
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register_on_meta
+    try:
+        return make()
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def materialise(model: torch.nn.Module, *, device: torch.device, seed: int, compute: torch.device) -> None:
+    """Give every sharded parameter memory on ``device`` and initial weights that no world size changes.
+
+    Each whole tensor is drawn on ``compute`` from a generator seeded by ``seed`` and its name, and this
+    rank keeps its shard: the peak is one whole tensor, and 1 rank or 64 start from the same model. Matrices
+    are normal with std 0.02 (``config.initializer_range`` if the model has one), LoRA's B and biases zero,
+    other vectors one. Those are a decoder's rules: a model with others is loaded from a checkpoint, or is
+    small enough to build whole.
+    """
+    std = float(getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_STD))
+    # A tied weight is one parameter with two homes; `to_empty` would make it two.
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    tied = _tied_names(model)
+    model.to_empty(device=device)
+    _tie(model, tied)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(compute)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator(device=compute).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=compute)
+            if name.endswith("bias") or "lora_B" in name:
+                whole.zero_()
+            elif parameter.ndim < 2:
+                whole.fill_(1.0)
+            else:
+                whole.normal_(0.0, std, generator=generator)
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            own.copy_(_own_part(whole, parameter))
+
+
+def _own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of ``whole``, cut as ``Shard`` cuts: equal chunks, the last ones short or empty."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            chunks = whole.chunk(parameter.device_mesh.size(axis), dim=placement.dim)
+            index = parameter.device_mesh.get_local_rank(axis)
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+def _tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Names that share one parameter, grouped."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: torch.nn.Module, groups: list[list[str]]) -> None:
+    for first, *others in groups:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, parameter)

@@ -1,0 +1,110 @@
+"""The loop: a batch, a step, a line of metrics, until the last step or until somebody says stop."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.training.data import Windows
+from shardscope.training.metrics import step_metrics
+from shardscope.training.schedule import Schedule
+from shardscope.training.torch_engine import TorchEngine
+
+PROFILED_STEPS = 3
+MAX_RECORDED_WINDOWS = 4096
+
+
+def train(
+    ctx: Any,
+    engine: TorchEngine,
+    windows: Windows,
+    schedule: Schedule,
+    *,
+    log_every: int = 1,
+    profile: bool = False,
+    save_checkpoint: bool = False,
+) -> None:
+    """Train from ``engine.num_steps_done`` to ``schedule.num_steps``.
+
+    When ``ctx.should_stop`` turns true, which the context shows to all ranks at the same look, they save a
+    checkpoint and return.
+    Raises ``RuntimeError`` if two ranks would read the same text in one step, or if the loss is not a number.
+    """
+    first = engine.num_steps_done
+    check_ranks_read_apart(windows, first, ctx.device)
+    seen: list[int] = []
+    watching = ctx.profile(steps=PROFILED_STEPS, warmup=1, skip=2) if profile else nullcontext()
+    with watching as profiler:
+        for step in range(first, schedule.num_steps):
+            if ctx.should_stop:
+                save_checkpoint = True
+                break
+            rate = schedule.at(step)
+            engine.set_learning_rate(rate)
+            batch = windows.batch(step)
+            began = time.perf_counter()
+            # The loss comes back as a number, which waits for the device: the clock sees the whole step.
+            loss = engine.step(batch)
+            seconds = time.perf_counter() - began
+            seen += windows.indices(step)
+            if step % log_every == 0 or step == schedule.num_steps - 1:
+                tokens = int(batch["input_ids"].numel())
+                metrics = step_metrics(
+                    engine, loss=loss, learning_rate=rate, num_tokens=tokens, seconds=seconds
+                )
+                ctx.log(step=step, **metrics)
+            if loss != loss:
+                raise RuntimeError(
+                    f"the loss of step {step} is not a number; a lower learning_rate usually helps"
+                )
+            if profiler is not None:
+                profiler.step()
+    ctx.record("data", _data_record(windows, first, engine.num_steps_done, seen))
+    if save_checkpoint:
+        engine.save(checkpoint_path(ctx.folder, engine.num_steps_done))
+
+
+def checkpoint_path(folder: Path, num_steps_done: int) -> Path:
+    """Where in a run folder the checkpoint after so many steps lies."""
+    return Path(folder) / "checkpoints" / f"step-{num_steps_done:06d}"
+
+
+def check_ranks_read_apart(windows: Windows, step: int, device: torch.device) -> None:
+    """Raise ``RuntimeError`` if ranks were dealt the same windows: their work would be thrown away.
+
+    A text shorter than one global batch repeats itself, and is let through.
+    """
+    own = torch.tensor([windows.rank, *windows.indices(step)], device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    by_share = {int(row[0]): row[1:].tolist() for row in everyone}
+    dealt = [index for share in by_share.values() for index in share]
+    if len(dealt) <= windows.num_windows and len(set(dealt)) < len(dealt) and not _epoch_turns(windows, step):
+        raise RuntimeError(f"{len(dealt) - len(set(dealt))} text windows were dealt to more than one rank")
+    if len(by_share) != windows.num_ranks:
+        raise RuntimeError(f"{windows.num_ranks} ranks should read text of their own, and {len(by_share)} do")
+
+
+def _epoch_turns(windows: Windows, step: int) -> bool:
+    """Whether the step spans two epochs: a window may then rightly come twice."""
+    batch = windows.rows * windows.num_ranks
+    return step * batch // windows.num_windows != ((step + 1) * batch - 1) // windows.num_windows
+
+
+def _data_record(windows: Windows, first: int, end: int, seen: list[int]) -> dict[str, Any]:
+    return {
+        "num_tokens": len(windows.tokens),
+        "num_windows": windows.num_windows,
+        "seq_len": windows.seq_len,
+        "share": windows.rank,
+        "num_shares": windows.num_ranks,
+        "first_step": first,
+        "num_steps_done": end,
+        "num_windows_seen": len(seen),
+        "windows_seen": seen[:MAX_RECORDED_WINDOWS],
+    }

@@ -1,0 +1,52 @@
+"""Cut a step's batch into micro-batches, and weigh them so that every labelled token counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+IGNORED_LABEL = -100
+"""What transformers and ``torch.nn.CrossEntropyLoss`` leave out of the mean."""
+
+
+def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
+    """``batch`` in ``num_micro_batches`` equal cuts along its first dimension.
+
+    Raises ``ValueError`` if a tensor does not divide: dropping the rest would change the global batch in
+    silence.
+    """
+    for name, tensor in batch.items():
+        if tensor.shape[0] == 0 or tensor.shape[0] % num_micro_batches:
+            raise ValueError(
+                f"batch[{name!r}] has {tensor.shape[0]} rows; allowed: a positive multiple of the plan's "
+                f"{num_micro_batches} micro-batches per step. Nearest fix: give this rank "
+                f"num_micro_batches x micro_batch_size rows."
+            )
+    chunks = {name: tensor.chunk(num_micro_batches) for name, tensor in batch.items()}
+    return [{name: parts[index] for name, parts in chunks.items()} for index in range(num_micro_batches)]
+
+
+def loss_weights(micro_batches: list[dict[str, torch.Tensor]], device: torch.device) -> list[float]:
+    """What each micro-batch's mean loss is multiplied with before ``backward``.
+
+    Frameworks average gradients over ranks, so with tokens ``n_i`` here, ``N`` on all ``R`` ranks, the weight
+    ``n_i * R / N`` makes the sum the mean over all N tokens, however unevenly ``-100`` falls
+    (https://huggingface.co/blog/gradient_accumulation tells what equal weights do wrong).
+    """
+    num_ranks = dist.get_world_size()
+    if "labels" not in micro_batches[0]:
+        return [1 / len(micro_batches)] * len(micro_batches)
+    # The first label of a row has no token before it: a causal model predicts one token less than it reads.
+    counts = [int((micro["labels"][..., 1:] != IGNORED_LABEL).sum()) for micro in micro_batches]
+    totals = torch.tensor([sum(counts), counts.count(0)], dtype=torch.int64, device=device)
+    dist.all_reduce(totals)
+    num_tokens, num_empty = (int(total) for total in totals.tolist())
+    if num_empty:
+        # The mean over no token is NaN. Every rank raises, so none is left waiting in a collective.
+        raise ValueError(
+            f"{num_empty} micro-batches of this step have no labelled token (all are {IGNORED_LABEL}); "
+            "allowed: at least one each. Nearest fix: drop such samples, or raise seq_len."
+        )
+    return [count * num_ranks / num_tokens for count in counts]

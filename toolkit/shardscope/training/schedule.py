@@ -1,0 +1,27 @@
+"""The learning rate of each step: a linear warm-up, then half a cosine down to a tenth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FINAL_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Cosine decay with warm-up, as GPT-3 (arXiv:2005.14165 appendix B) and Llama train."""
+
+    peak: float
+    """The rate after the warm-up."""
+    num_steps: int
+    """Steps in all, warm-up included."""
+    warmup_steps: int
+    """Steps that rise linearly to ``peak``."""
+
+    def at(self, step: int) -> float:
+        """The rate of ``step`` (from 0)."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        return self.peak * (FINAL_FRACTION + (1 - FINAL_FRACTION) * (1 + math.cos(math.pi * done)) / 2)

@@ -1,0 +1,45 @@
+"""The tokenizer that ships with the corpus: byte-level BPE, so any UTF-8 text is one of its sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy
+
+CORPUS_FOLDER = Path(__file__).parent / "corpus"
+SHIPPED_TEXT = CORPUS_FOLDER / "moby_dick.txt"
+SHIPPED_TOKENIZER = CORPUS_FOLDER / "tokenizer.json"
+
+VOCAB_SIZE = 2048
+"""Tokens in the shipped tokenizer; a model to be trained on text needs at least so many."""
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0
+"""The trainer numbers special tokens first."""
+
+_ENCODE_CHARACTERS = 1 << 20
+
+
+def encode_text(text: str) -> numpy.ndarray:
+    """Token ids of ``text`` in one line: int32, shape ``[num_tokens]``, closed by ``<|endoftext|>``."""
+    import numpy
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER))
+    pieces = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in _pieces(text)]
+    return numpy.concatenate([*pieces, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
+
+
+def _pieces(text: str) -> list[str]:
+    """``text`` in cuts at line ends: one encoding of a whole book keeps 100 bytes of offsets per token."""
+    pieces: list[str] = []
+    start = 0
+    while start < len(text):
+        end = start + _ENCODE_CHARACTERS
+        if end < len(text):
+            line_end = text.rfind("\n", start, end)
+            end = line_end + 1 if line_end > start else end
+        pieces.append(text[start:end])
+        start = end
+    return pieces

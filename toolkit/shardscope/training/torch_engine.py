@@ -1,0 +1,195 @@
+"""One optimizer step, checkpoints and accounting, which DDP and FSDP2 share; wrapping is theirs alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
+from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers
+from shardscope.training.recompute import apply_recompute
+
+MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+"""What matrices are multiplied in when fp32 originals are kept."""
+
+
+class TorchEngine(Engine):
+    """The parts of an engine that plain PyTorch gives; a subclass wraps the model and knows its own rules."""
+
+    model: torch.nn.Module
+    """The model under its framework's wrapper: its parameter names are the checkpoint's."""
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, ctx: Context) -> None:
+        super().__init__(ctx)
+        self.recipe = self.plan.recipe
+        self.peak_accounted_bytes = 0
+        """Most bytes of parameters, gradients and optimizer seen together (right after an optimizer step)."""
+        self._scaler: torch.amp.GradScaler | None = None
+
+    # ---- what a framework says for itself
+
+    @abstractmethod
+    def check_plan(self) -> None:
+        """Raise ``ValueError`` for what this engine cannot run, before any work."""
+
+    @abstractmethod
+    def wrap(self, build_model: BuildModel) -> torch.nn.Module:
+        """Build the model and put it under the framework; set ``self.model``; return what is called."""
+
+    @abstractmethod
+    def what_it_is(self) -> dict[str, Any]:
+        """What was really made, read back from the objects themselves; ``RuntimeError`` if not the plan's."""
+
+    @abstractmethod
+    def reduce_on(self, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch: whether its backward is the step's last."""
+
+    @property
+    @abstractmethod
+    def shard_group(self) -> Any | None:
+        """The process group over which parameters are sharded; None if each rank holds them whole."""
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that autocast computes in; None where the framework casts by itself, or nothing does."""
+        return None
+
+    # ---- Engine
+
+    def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
+        self._check_recipe()
+        self.check_plan()
+        self._module = self.wrap(build_model)
+        self._module.train()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if build_optimizer is None:
+            self.optimizer = optimizers.build_optimizer(self.recipe.optimizer, trained)
+        else:
+            self.optimizer = build_optimizer(trained)
+        if self.recipe.precision == "fp16-mixed":
+            # 2^16, torch's default, overflows the first steps of every model; the scaler finds its own scale.
+            self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
+        record = {
+            "framework": self.framework,
+            "device": str(self.ctx.device),
+            "backend": dist.get_backend(),
+            "world_size": dist.get_world_size(),
+            "precision": self.recipe.precision,
+            "recompute": self.recipe.recompute,
+            "optimizer": type(self.optimizer).__name__,
+            "num_trained_tensors": len(trained),
+            "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
+            "parameter_bytes": accounting.module_bytes(self.model),
+            **self.what_it_is(),
+        }
+        self.ctx.record("engine", record)
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+        device = self.ctx.device
+        micros = micro_batches.split(batch, self.plan.num_micro_batches)
+        weights = micro_batches.loss_weights(micros, device)
+        total = torch.zeros((), device=device)
+        for index, (micro, weight) in enumerate(zip(micros, weights, strict=True)):
+            with self.reduce_on(last=index == len(micros) - 1):
+                there = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
+                part = self._loss(there) * weight
+                (self._scaler.scale(part) if self._scaler else part).backward()
+            total += part.detach().float()
+        self._update()
+        # Summed and divided here: gloo has no average.
+        dist.all_reduce(total)
+        self.num_steps_done += 1
+        loss: float = total.item() / dist.get_world_size()
+        return loss
+
+    def save(self, path: str | Path) -> None:
+        position = {
+            "framework": self.framework,
+            "num_steps_done": self.num_steps_done,
+            "loss_scale": self._scaler.get_scale() if self._scaler else None,
+        }
+        checkpoint.save(Path(path), self.model, self.optimizer, position, self.recipe.method == "lora")
+
+    def load(self, path: str | Path) -> None:
+        position = checkpoint.load(Path(path), self.model, self.optimizer, self.recipe.method == "lora")
+        self.num_steps_done = int(position["num_steps_done"])
+        if self._scaler and position["loss_scale"]:
+            state = self._scaler.state_dict()
+            self._scaler.load_state_dict({**state, "scale": float(position["loss_scale"])})
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "parameters": accounting.module_bytes(self.model),
+            "gradients": self.gradient_bytes(),
+            "optimizer": accounting.optimizer_bytes(self.optimizer),
+            **accounting.device_bytes(self.ctx.device),
+        }
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients held now."""
+        return accounting.gradient_bytes(self.model)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    # ---- shared by the subclasses
+
+    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
+        """The model in host memory, the same on every rank, in the recipe's precision, with its adapters."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = build_model()
+            if self.recipe.precision == "bf16":
+                model = model.to(torch.bfloat16)
+            if self.recipe.method == "lora":
+                model = lora.add_adapters(model, self.recipe)
+        apply_recompute(model, self.recipe.recompute)
+        return model
+
+    def _check_recipe(self) -> None:
+        if dist.get_world_size() != self.plan.world_size:
+            raise RuntimeError(
+                f"the plan is for {self.plan.world_size} ranks, and this run has {dist.get_world_size()}"
+            )
+        if self.recipe.kernels == "megatron":
+            raise ValueError(
+                f"Recipe.kernels is 'megatron'; allowed with {self.framework}: None or 'transformers'. "
+                "Nearest fix: 'transformers'."
+            )
+        if self.recipe.method == "lora":
+            lora.check_peft()
+
+    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        kind = self.autocast_dtype
+        casting = torch.autocast(self.ctx.device.type, dtype=kind) if kind else nullcontext()
+        with casting:
+            output = self._module(**micro)
+        loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
+        return loss
+
+    def _update(self) -> None:
+        if self._scaler:
+            self._scaler.unscale_(self.optimizer)
+        self.grad_norm = gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group)
+        if self._scaler:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
+        held = self.memory()
+        total = held["parameters"] + held["gradients"] + held["optimizer"]
+        self.peak_accounted_bytes = max(self.peak_accounted_bytes, total)
+        # Freed here, not before the next backward: the plan counts no gradients during forward.
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
