@@ -1,0 +1,112 @@
+"""The catalogue: every figure has a source, every name is well formed, and misspelt names are helped."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from shardscope.architecture import MODEL_TYPES, Architecture
+from shardscope.catalog import entries, gpus, links, models
+from shardscope.cluster import Gpu, Link
+
+GPU_NAMES = {
+    "a100-sxm-40gb",
+    "a100-sxm-80gb",
+    "h100-sxm-80gb",
+    "h200-sxm-141gb",
+    "b200-sxm-180gb",
+    "l4-24gb",
+    "l40s-48gb",
+    "rtx-4090-24gb",
+    "rtx-pro-6000-blackwell-96gb",
+    "v100-sxm-32gb",
+    "mi300x-192gb",
+    "cpu",
+}
+
+
+@pytest.mark.parametrize("kind", ["models", "gpus", "links"])
+def test_every_entry_is_sourced_and_well_named(kind: str) -> None:
+    for name, entry in entries(kind).items():
+        assert re.fullmatch(r"[a-z0-9]+(?:\.[a-z0-9]+)*(?:-[a-z0-9]+(?:\.[a-z0-9]+)*)*", name), name
+        for key in (
+            "source",
+            *(["usable_source"] if kind == "gpus" else ["latency_source"] * (kind == "links")),
+        ):
+            assert len(entry[key]) > 10 or entry[key] == "the same", (name, key)
+        if "host_memory_bytes" in entry:
+            assert entry["host_source"], name
+
+
+def test_the_gpus_and_at_least_twenty_models_are_there() -> None:
+    assert set(gpus) == GPU_NAMES
+    assert len(models) >= 20
+    assert {arch.model_type for arch in models.values()} == set(MODEL_TYPES)
+    assert {"llama-3.1-8b", "llama-3.1-405b", "deepseek-v3", "megatron-gpt-8.3b"} <= set(models)
+
+
+def test_mappings_are_lazy_cached_ordered_and_read_only() -> None:
+    assert models["llama-3.1-8b"] is models["llama-3.1-8b"]
+    assert isinstance(models["gpt2"], Architecture)
+    assert models["gpt2"].name == "gpt2"
+    assert isinstance(gpus["h100-sxm-80gb"], Gpu)
+    assert isinstance(links["nvlink-4"], Link)
+    assert list(models) == list(entries("models"))
+    assert "llama-3.1-8b" in repr(models)
+    assert models.get("nothing") is None
+    with pytest.raises(TypeError):
+        models["mine"] = models["gpt2"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "bad", "near"),
+    [
+        (models, "llama3.1-8b", "llama-3.1-8b"),
+        (gpus, "h100", "h100-sxm-80gb"),
+        (links, "nvlink4", "nvlink-4"),
+    ],
+)
+def test_a_misspelt_name_gets_its_nearest(mapping: Any, bad: str, near: str) -> None:
+    with pytest.raises(KeyError, match=re.escape(repr(near)).replace("'", ".")):
+        mapping[bad]
+
+
+@pytest.mark.parametrize("bad", [None, 7, [], ("a",)])
+def test_what_is_no_name_is_a_key_error(bad: Any) -> None:
+    with pytest.raises((KeyError, TypeError)):
+        models[bad]
+
+
+@pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"}))
+def test_gpu_figures_are_consistent(name: str) -> None:
+    gpu = gpus[name]
+    gigabytes = int(re.search(r"(\d+)gb$", name)[1])  # type: ignore[index]
+    assert gpu.memory_bytes == gigabytes * 2**30
+    assert 0.9 < gpu.usable_bytes / gpu.memory_bytes < 1
+    peaks = gpu.peak_flops
+    assert peaks["fp16"] >= peaks["fp32"]
+    if "bf16" in peaks:
+        assert peaks["bf16"] == peaks["fp16"]
+        assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.03)
+    if "fp8" in peaks:
+        assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.03)
+    assert gpu.link in links
+    entry = entries("gpus")[name]
+    assert entry["host_link"] in links and entry["inter_node_link"] in links
+
+
+def test_an_h100_is_what_its_driver_says() -> None:
+    assert round(gpus["h100-sxm-80gb"].usable_bytes / 2**30, 2) == 79.10
+
+
+def test_the_cpu_is_this_host() -> None:
+    cpu = gpus["cpu"]
+    assert cpu.memory_is_shared
+    assert cpu.memory_bytes > 2**28
+    assert cpu.peak_flops == {}
+
+
+def test_unsourced_prices_are_not_kept() -> None:
+    assert all((gpu.price_per_hour_usd is None) == (gpu.price_date is None) for gpu in gpus.values())

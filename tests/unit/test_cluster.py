@@ -1,0 +1,348 @@
+"""The GPU inventory: parsing, detection with a pretended driver, refusals and JSON."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardscope import detection, host
+from shardscope.catalog import gpus, links
+from shardscope.cluster import Cluster, Gpu, Link
+
+H100 = gpus["h100-sxm-80gb"]
+CLUSTER = Cluster.parse("4x8xh100-sxm-80gb")
+
+
+@pytest.mark.parametrize("name", list(gpus))
+def test_every_type_parses_in_every_form(name: str) -> None:
+    assert Cluster.parse(name).num_gpus == 1
+    eight = Cluster.parse(f"8x{name}")
+    assert (eight.num_nodes, eight.gpus_per_node, eight.gpu.name) == (1, 8, name)
+    if name != "cpu":
+        many = Cluster.parse(f" 4 X 8 × {name.upper()}")
+        assert (many.num_nodes, many.gpus_per_node, many.num_gpus) == (4, 8, 32)
+        assert Cluster.parse(str(many)) == many
+
+
+def test_links_and_host_come_from_the_catalogue() -> None:
+    assert CLUSTER.intra_node_link == links["nvlink-4"]
+    assert CLUSTER.inter_node_link == links["infiniband-ndr"]
+    assert CLUSTER.host_link == links["pcie-5-x16"]
+    assert CLUSTER.host_memory_bytes == 2 * 2**40
+    assert CLUSTER.usable_bytes_per_gpu == H100.usable_bytes
+
+
+def test_cpu_ranks_share_the_hosts_memory() -> None:
+    two = Cluster.parse("2xcpu")
+    assert two.usable_bytes_per_gpu == two.gpu.usable_bytes // 2
+    assert two.host_memory_bytes == two.gpu.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("bad", "near"),
+    [
+        ("8xh100", "8xh100-sxm-80gb"),
+        ("h200", "h200-sxm-141gb"),
+        ("4x8xa100-80gb", "4x8xa100-sxm-80gb"),
+        ("2xcpus", "2xcpu"),
+        ("8xrtx-4090", "8xrtx-4090-24gb"),
+        ("", "8xh100-sxm-80gb"),
+        ("8x", "8xh100-sxm-80gb"),
+        ("8", "8x"),
+        ("-1xcpu", "8x"),
+        ("1.5xcpu", "8x"),
+        ("2x2x2xcpu", "8x"),
+        ("2x2xcpu", "2xcpu"),
+        ("nanxcpu", "cpu"),
+        (None, "8x"),
+        (8, "8x"),
+        (True, "8x"),
+        (["8xcpu"], "8x"),
+        ("8xh100-sxm-80gb\0", "8x"),
+        ("٨xcpu", "8x"),
+    ],
+)
+def test_bad_text_is_refused_with_the_nearest(bad: Any, near: str) -> None:
+    with pytest.raises(ValueError, match=f"cluster is .*Nearest fix: '{near}"):
+        Cluster.parse(bad)
+
+
+@pytest.mark.parametrize("bad", ["0xcpu", "2000xcpu", "0x8xl4-24gb", "999999x8xl4-24gb"])
+def test_absurd_counts_are_refused(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"Cluster\.(gpus_per_node|num_nodes) is"):
+        Cluster.parse(bad)
+
+
+@given(st.text(max_size=40))
+def test_any_text_parses_or_is_a_value_error(text: str) -> None:
+    try:
+        assert Cluster.parse(text).num_gpus >= 1
+    except ValueError as error:
+        assert "Nearest fix" in str(error)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+NUMBERS = [0, -1, 1e30, 10**30, math.nan, math.inf, True, "8"]
+
+
+@pytest.mark.parametrize("field", ["gpus_per_node", "num_nodes"])
+@pytest.mark.parametrize("bad", [*NUMBERS, None, 1.5])
+def test_bad_counts_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
+        dataclasses.replace(CLUSTER, **{field: bad})
+
+
+@pytest.mark.parametrize("field", ["host_memory_bytes", "nvme_bytes", "nvme_bandwidth_bytes_per_second"])
+@pytest.mark.parametrize("bad", NUMBERS[1:])
+def test_bad_host_figures_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
+        dataclasses.replace(CLUSTER, **{field: bad})
+
+
+@pytest.mark.parametrize("field", ["gpu", "intra_node_link", "inter_node_link", "host_link"])
+@pytest.mark.parametrize("bad", [None, "h100", 7, {}])
+def test_bad_parts_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
+        dataclasses.replace(CLUSTER, **{field: bad})
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["memory_bytes", "usable_bytes", "memory_bandwidth_bytes_per_second", "tdp_watts", "price_per_hour_usd"],
+)
+@pytest.mark.parametrize("bad", NUMBERS[1:])
+def test_bad_gpu_figures_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Gpu\.{field} is"):
+        dataclasses.replace(H100, price_date="2026-11-20", **{field: bad})
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("name", ""),
+        ("name", None),
+        ("name", "a\nb"),
+        ("vendor", "intel"),
+        ("vendor", None),
+        ("architecture", 9),
+        ("link", 4),
+        ("memory_is_shared", 1),
+        ("peak_flops", None),
+        ("peak_flops", {"int4": 1e12}),
+        ("peak_flops", {"bf16": math.nan}),
+        ("peak_flops", {"bf16": True}),
+        ("peak_flops", {"bf16": 0}),
+        ("price_date", "yesterday"),
+        ("price_date", "20261120"),
+        ("price_date", 7),
+    ],
+)
+def test_other_bad_gpu_fields_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Gpu\.{field}"):
+        dataclasses.replace(H100, **{field: bad})
+
+
+def test_usable_memory_cannot_exceed_the_cards_and_a_price_has_its_day() -> None:
+    with pytest.raises(ValueError, match=r"Gpu\.usable_bytes"):
+        dataclasses.replace(H100, usable_bytes=H100.memory_bytes + 1)
+    with pytest.raises(ValueError, match=r"Gpu\.price_date is None"):
+        dataclasses.replace(H100, price_per_hour_usd=2.0)
+    priced = dataclasses.replace(H100, price_per_hour_usd=2.0, price_date="2026-11-20")
+    assert Cluster.of(priced, 8, 4).price_per_hour_usd == 64.0
+    assert CLUSTER.price_per_hour_usd is None
+
+
+@pytest.mark.parametrize("field", ["bandwidth_bytes_per_second", "latency_seconds"])
+@pytest.mark.parametrize("bad", [-1, 1e30, math.nan, math.inf, True, "8", None])
+def test_bad_links_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Link\.{field} is"):
+        dataclasses.replace(links["nvlink-4"], **{field: bad})
+
+
+def test_json_pickle_and_copy_round_trip() -> None:
+    odd = dataclasses.replace(
+        CLUSTER,
+        nvme_bytes=2**43,
+        nvme_bandwidth_bytes_per_second=5e10,
+        inter_node_link=Link(name="my-net", bandwidth_bytes_per_second=1e9, latency_seconds=0.0),
+    )
+    for cluster in (CLUSTER, odd, Cluster.parse("2xcpu")):
+        assert Cluster.from_json(cluster.to_json()) == cluster
+        assert pickle.loads(pickle.dumps(cluster)) == cluster == copy.deepcopy(cluster)
+        assert hash(copy.deepcopy(cluster)) == hash(cluster)
+    with pytest.raises(ValueError, match=r"num_node.*'num_nodes'"):
+        Cluster.from_dict({**CLUSTER.to_dict(), "num_node": 1})
+
+
+# ------------------------------------------------------------------------------------------ detection
+
+
+class NvmlError(Exception):
+    pass
+
+
+def pretend_driver(
+    monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, int]], visible: str | None = None
+) -> None:
+    """A pynvml whose cards are (name, bytes); handles are their indices."""
+
+    def memory(handle: int, version: object = None) -> SimpleNamespace:
+        return SimpleNamespace(total=cards[handle][1], reserved=2**29)
+
+    def missing(_: int) -> None:
+        raise NvmlError
+
+    fake = SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlMemory_v2=2,
+        nvmlDeviceGetCount=lambda: len(cards),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}abc",
+        nvmlDeviceGetName=lambda handle: cards[handle][0],
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetArchitecture=lambda _: 10,
+        nvmlDeviceGetPowerManagementDefaultLimit=lambda _: 575_000,
+        nvmlDeviceGetMaxPcieLinkGeneration=lambda _: 5,
+        nvmlDeviceGetMaxPcieLinkWidth=missing if visible == "no-pcie" else lambda _: 16,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    if visible in (None, "no-pcie"):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+HOPPER = ("NVIDIA H100 80GB HBM3", 85_520_809_984)
+ADA = ("NVIDIA L4", 24_152_899_584)
+
+
+def test_detects_known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch, [HOPPER] * 8)
+    found = Cluster.detect()
+    assert str(found) == "8xh100-sxm-80gb"
+    assert found.host_memory_bytes == host.host_memory_bytes()
+
+
+def test_takes_the_largest_group_of_equal_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch, [ADA, HOPPER, HOPPER])
+    assert str(Cluster.detect()) == "2xh100-sxm-80gb"
+    pretend_driver(monkeypatch, [ADA, HOPPER, HOPPER], visible="0")
+    assert str(Cluster.detect()) == "1xl4-24gb"
+
+
+def test_an_unknown_card_is_described_by_its_driver_and_nothing_is_invented(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_driver(monkeypatch, [("NVIDIA GeForce RTX 5090", 34_190_917_632)] * 2)
+    found = Cluster.detect()
+    assert found.gpu == Gpu(
+        name="nvidia-geforce-rtx-5090",
+        vendor="nvidia",
+        architecture="blackwell",
+        memory_bytes=34_190_917_632,
+        usable_bytes=34_190_917_632 - 2**29,
+        link="pcie-5-x16",
+        tdp_watts=575.0,
+    )
+    assert found.intra_node_link == found.host_link == links["pcie-5-x16"]
+    assert Cluster.from_json(found.to_json()) == found
+
+
+def test_a_slice_of_a_known_card_is_not_the_whole_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch, [(HOPPER[0], 10 * 2**30)], visible="no-pcie")
+    gpu = Cluster.detect().gpu
+    assert (gpu.name, gpu.memory_bytes, gpu.link) == ("nvidia-h100-80gb-hbm3", 10 * 2**30, None)
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "9", "none", "NoDevFiles", "GPU-zzz"])
+def test_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    pretend_driver(monkeypatch, [HOPPER] * 2, visible=visible)
+    assert Cluster.detect().gpu.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        (" 2 , 0 ", [2, 0]),
+        ("0,9,1", [0]),
+        ("0,-1,1", [0]),
+        ("9,0", []),
+        ("0,x,1", [0]),
+        ("0,0", []),
+        ("GPU-b", [1]),
+        ("GPU-c3,GPU-a1", [2, 0]),
+        ("GPU-", []),
+        ("GPU-b,0", [1]),
+        ("MIG-1", []),
+        ("99999999999999999999", []),
+        ("1,", [1]),
+    ],
+)
+def test_visible_devices_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
+    assert detection.visible_indices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
+
+
+def test_without_a_driver_or_its_library_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch, [HOPPER])
+
+    def fail() -> None:
+        raise NvmlError
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fail)
+    assert Cluster.detect().gpu.name == "cpu"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = Cluster.detect()
+    assert found.gpu.name == "cpu"
+    assert found.num_gpus == min(2, host.host_cores())
+
+
+def test_a_card_that_fell_off_the_bus_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch, [HOPPER])
+
+    def fail(_: int) -> None:
+        raise NvmlError
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetName", fail)
+    assert Cluster.detect().gpu.name == "cpu"
+
+
+# ---------------------------------------------------------------------------------------- host memory
+
+
+def test_the_lowest_cgroup_limit_above_us_counts(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/a/b\n")
+    (tmp_path / "root/a/b").mkdir(parents=True)
+    root = tmp_path / "root"
+    whole = host.host_memory_bytes(membership, root)
+    (root / "a/memory.max").write_text(f"{2**28}\n")
+    (root / "a/b/memory.max").write_text("max\n")
+    assert host.host_memory_bytes(membership, root) == 2**28 < whole
+    (tmp_path / "memory.max").write_text("1")  # above the tree: not ours
+    assert host.host_memory_bytes(membership, root) == 2**28
+
+
+def test_version_1_cgroups_and_none_at_all(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:cpu,memory:/docker/x\n1:name=systemd:/\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**27))
+    assert host.host_memory_bytes(membership, tmp_path) == 2**27
+    assert host.host_memory_bytes(tmp_path / "nothing", tmp_path) > 2**28

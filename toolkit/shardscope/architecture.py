@@ -1,0 +1,474 @@
+"""The shape of a model: exact parameter counts and model FLOPs, in closed form and without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from shardscope import parameter_shapes
+from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
+from shardscope.serialization import JsonNoun
+from shardscope.validation import flag, one_of, refuse, whole_number
+
+MODEL_TYPES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
+)  # fmt: skip
+"""Hugging Face's ``model_type`` values whose layers are known exactly."""
+
+LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
+    "hidden_size": (1, 262_144),
+    "intermediate_size": (1, 4_194_304),
+    "num_hidden_layers": (1, 4_096),
+    "num_attention_heads": (1, 4_096),
+    "num_key_value_heads": (1, 4_096),
+    "head_dim": (1, 16_384),
+    "vocab_size": (1, 16_777_216),
+    "max_position_embeddings": (1, 134_217_728),
+    "num_experts": (1, 65_536),
+    "moe_intermediate_size": (1, 4_194_304),
+    "lora_rank": (1, 262_144),
+})  # fmt: skip
+"""Lowest and highest allowed sizes; the highest are some ten times the largest models published."""
+
+Tokens = int | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts(JsonNoun):
+    """The routed feed-forward of the MoE layers. Raises ``ValueError`` for bad values."""
+
+    num_experts: int
+    """Routed experts in each MoE layer."""
+    num_experts_per_tok: int
+    """Routed experts that each token visits."""
+    moe_intermediate_size: int
+    """Inner width of one routed expert."""
+    shared_expert_intermediate_size: int = 0
+    """Inner width of all shared experts together, which every token visits; 0: there are none."""
+    first_k_dense_replace: int = 0
+    """This many first layers keep a dense MLP (DeepSeek)."""
+    decoder_sparse_step: int = 1
+    """Of the layers, only every so-manieth is MoE (Qwen)."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layer indices that keep a dense MLP (Qwen)."""
+
+    def __post_init__(self) -> None:
+        experts = _size("MixtureOfExperts", self, "num_experts")
+        whole_number("MixtureOfExperts.num_experts_per_tok", self.num_experts_per_tok, low=1, high=experts)
+        _size("MixtureOfExperts", self, "moe_intermediate_size")
+        for field, low, high in (
+            ("shared_expert_intermediate_size", 0, LIMITS["intermediate_size"][1]),
+            ("first_k_dense_replace", 0, LIMITS["num_hidden_layers"][1]),
+            ("decoder_sparse_step", 1, LIMITS["num_hidden_layers"][1]),
+        ):
+            whole_number(f"MixtureOfExperts.{field}", getattr(self, field), low=low, high=high)
+        if not isinstance(self.mlp_only_layers, tuple | list):
+            refuse("MixtureOfExperts.mlp_only_layers", self.mlp_only_layers, "layer indices", "()")
+        last = LIMITS["num_hidden_layers"][1]
+        layers = (
+            whole_number("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)
+            for layer in self.mlp_only_layers
+        )
+        object.__setattr__(self, "mlp_only_layers", tuple(layers))  # JSON gives lists, hashing needs tuples
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(JsonNoun):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Raises ``ValueError`` for bad values."""
+
+    q_lora_rank: int | None
+    """Width of the compressed query; None: queries are projected directly."""
+    kv_lora_rank: int
+    """Width of the compressed key and value, which is all that a cache must keep."""
+    qk_nope_head_dim: int
+    """Width of a head's query and key without position."""
+    qk_rope_head_dim: int
+    """Width of a head's rotated query and key; the key's is shared by all heads."""
+    v_head_dim: int
+    """Width of a head's value."""
+
+    def __post_init__(self) -> None:
+        if self.q_lora_rank is not None:
+            _whole("LatentAttention.q_lora_rank", self.q_lora_rank, "lora_rank")
+        _whole("LatentAttention.kv_lora_rank", self.kv_lora_rank, "lora_rank")
+        for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            _whole(f"LatentAttention.{field}", getattr(self, field), "head_dim")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's whole query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(JsonNoun):
+    """The shape of a decoder-only language model, in Hugging Face's own spelling.
+
+    Make one with :meth:`from_hf`, :meth:`of_size` or ``ss.models[name]``. Every field is checked on its
+    own and against the others; ``ValueError`` names the field, the value, what is allowed and the fix.
+    """
+
+    name: str
+    """What a person calls the model."""
+    model_type: str
+    """Hugging Face's family name, one of :data:`MODEL_TYPES`; decides how parameters are named and fused."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Inner width of a dense layer's MLP."""
+    num_hidden_layers: int
+    """Decoder layers."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key and value heads: fewer than the query heads with grouped-query attention."""
+    head_dim: int
+    """Width of one head; with latent attention, of its rotated part, as transformers has it."""
+    vocab_size: int
+    """Rows of the embedding, padding rows included."""
+    max_position_embeddings: int
+    """Longest sequence, in tokens, that the positions were made for."""
+    tie_word_embeddings: bool = False
+    """Whether ``lm_head`` is the embedding itself, and so is counted once."""
+    attention_bias: bool = False
+    """Whether the query, key and value projections have biases (q_a and kv_a with latent attention)."""
+    attention_output_bias: bool = False
+    """Whether the attention's output projection has a bias."""
+    mlp_bias: bool = False
+    """Whether the MLP's projections have biases."""
+    gated_mlp: bool = True
+    """Whether the MLP multiplies two up-projections (SwiGLU, GeGLU): three matrices instead of two."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """``layernorm`` has a bias beside its weight."""
+    norms_per_layer: int = 2
+    """Norms of hidden_size in each layer: 2, or Gemma 2's 4."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised over head_dim, one weight for all heads (Qwen 3)."""
+    position_embedding: Literal["rope", "learned"] = "rope"
+    """``learned`` positions are parameters and bound the sequence length."""
+    sliding_window: int | None = None
+    """Tokens that a sliding-window layer attends to, itself included; None: every layer attends to all."""
+    sliding_window_layers: int = 0
+    """How many layers use the sliding window."""
+    mixture_of_experts: MixtureOfExperts | None = None
+    """The routed experts, if there are any."""
+    latent_attention: LatentAttention | None = None
+    """The compressed attention of DeepSeek-V3, if it is used."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not 1 <= len(self.name) <= 200 or not self.name.isprintable():
+            refuse("Architecture.name", self.name, "1 to 200 printable characters", "'my-model'")
+        one_of("Architecture.model_type", self.model_type, MODEL_TYPES)
+        for field in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+        ):  # fmt: skip
+            _size("Architecture", self, field)
+        for field in (
+            "tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp",
+            "qk_norm",
+        ):  # fmt: skip
+            flag(f"Architecture.{field}", getattr(self, field))
+        one_of("Architecture.norm", self.norm, ("rmsnorm", "layernorm"))
+        one_of("Architecture.norms_per_layer", self.norms_per_layer, (2, 4))
+        one_of("Architecture.position_embedding", self.position_embedding, ("rope", "learned"))
+        self._check_window()
+        self._check_heads()
+        self._check_parts()
+
+    def _check_window(self) -> None:
+        layers = self.num_hidden_layers
+        whole_number("Architecture.sliding_window_layers", self.sliding_window_layers, low=0, high=layers)
+        if self.sliding_window is not None:
+            _whole("Architecture.sliding_window", self.sliding_window, "max_position_embeddings")
+        elif self.sliding_window_layers:
+            allowed = "a whole number of tokens while sliding_window_layers is not 0"
+            refuse("Architecture.sliding_window", None, allowed, "sliding_window_layers=0")
+
+    def _check_heads(self) -> None:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            fix = max(d for d in range(1, min(kv_heads, heads) + 1) if heads % d == 0)
+            allowed = f"a divisor of num_attention_heads={heads}"
+            refuse("Architecture.num_key_value_heads", kv_heads, allowed, f"num_key_value_heads={fix}")
+        if self.model_type == "gpt2" and (kv_heads != heads or heads * self.head_dim != self.hidden_size):
+            allowed = "num_attention_heads x head_dim, with as many key and value heads, in a gpt2"
+            fix_text = f"num_attention_heads={math.gcd(self.hidden_size, heads)} and head_dim to match"
+            refuse("Architecture.hidden_size", self.hidden_size, allowed, fix_text)
+
+    def _check_parts(self) -> None:
+        for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, noun):
+                refuse(f"Architecture.{field}", value, f"None or a {noun.__name__}", "None")
+        moe = self.mixture_of_experts
+        if moe is None:
+            return
+        if self.model_type in ("gpt2", "phi3"):
+            allowed = f"None in a {self.model_type}, which has no routed experts"
+            refuse("Architecture.mixture_of_experts", moe, allowed, "None")
+        layers = self.num_hidden_layers
+        whole_number("MixtureOfExperts.first_k_dense_replace", moe.first_k_dense_replace, low=0, high=layers)
+
+    # ------------------------------------------------------------------------------------- making one
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
+        fields = dict(data)
+        for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
+            if isinstance(fields.get(field), Mapping):
+                fields[field] = noun.from_dict(fields[field])
+        return super().from_dict(fields)
+
+    @classmethod
+    def from_hf(cls, config: str | Path | Mapping[str, Any]) -> Architecture:
+        """The architecture that a Hugging Face ``config.json`` describes.
+
+        ``config`` is a path to the file, its folder, its contents as a dict, or a hub id ("org/name"; the
+        download needs ``pip install "shardscope[train]"``, and weights are never fetched). Missing keys take
+        that family's own defaults in transformers. Raises ``ValueError`` for missing or absurd sizes, an
+        unknown ``model_type``, and a file that is no JSON object, holds a key twice, or exceeds 1 MB.
+        """
+        from shardscope import hf_config  # it imports this module
+
+        return hf_config.load(config)
+
+    @classmethod
+    def of_size(cls, size: str) -> Architecture:
+        """A Llama-shaped decoder of about ``size`` parameters: "2m", "350m", "1.3b", "1t" (within 3 %).
+
+        Raises ``ValueError`` for other text and for sizes outside 1m to 10t.
+        """
+        from shardscope import sized  # it imports this module
+
+        return sized.of_size(size)
+
+    # ---------------------------------------------------------------------------- parameters, exactly
+
+    def is_moe_layer(self, layer_index: int) -> bool:
+        """Whether decoder layer ``layer_index`` (from 0) has routed experts instead of a dense MLP."""
+        self._check_layer(layer_index)
+        moe = self.mixture_of_experts
+        return (
+            moe is not None
+            and layer_index >= moe.first_k_dense_replace
+            and layer_index not in moe.mlp_only_layers
+            and (layer_index + 1) % moe.decoder_sparse_step == 0
+        )
+
+    @cached_property
+    def num_moe_layers(self) -> int:
+        """Decoder layers with routed experts."""
+        if self.mixture_of_experts is None:
+            return 0
+        return sum(self.is_moe_layer(index) for index in range(self.num_hidden_layers))
+
+    def layer_shapes(self, layer_index: int) -> tuple[Parameter, ...]:
+        """``(group, name, shape)`` of every parameter of one decoder layer, as transformers names them."""
+        return self._layer(self.is_moe_layer(layer_index))
+
+    @cached_property
+    def outer_shapes(self) -> tuple[Parameter, ...]:
+        """``(group, name, shape)`` of every parameter outside the decoder layers, tied weights once."""
+        return parameter_shapes.outer_parameters(self)
+
+    def layer_parameters(self, layer_index: int) -> Mapping[str, int]:
+        """Parameters of one decoder layer by group (:data:`LAYER_GROUPS`); empty groups are left out."""
+        return self._layer_counts(self.is_moe_layer(layer_index))[0]
+
+    def layer_matrix_parameters(self, layer_index: int) -> Mapping[str, int]:
+        """The matrices among :meth:`layer_parameters`: what tensor parallelism splits."""
+        return self._layer_counts(self.is_moe_layer(layer_index))[1]
+
+    def layer_vector_parameters(self, layer_index: int) -> Mapping[str, int]:
+        """The norms and biases among :meth:`layer_parameters`: small, and mostly replicated."""
+        return self._layer_counts(self.is_moe_layer(layer_index))[2]
+
+    @cached_property
+    def attention_matrix_parameters(self) -> int:
+        """Attention parameters of one layer without biases and norms; the same in every layer."""
+        return self.layer_matrix_parameters(0)["attention"]
+
+    @cached_property
+    def lora_shapes(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """Distinct ``(target, (out_features, in_features))`` of the Linears LoRA can wrap, in any layer."""
+        kinds = dict.fromkeys(self.is_moe_layer(index) for index in range(self.num_hidden_layers))
+        return tuple(dict.fromkeys(linear for moe in kinds for linear in self._linears(moe)))
+
+    def layer_linears(self, layer_index: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """``(target, (out_features, in_features))`` of each Linear of one layer that LoRA can wrap."""
+        return self._linears(self.is_moe_layer(layer_index))
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @cached_property
+    def position_embedding_parameters(self) -> int:
+        """Parameters of learned positions; 0 with rotary ones."""
+        return self.max_position_embeddings * self.hidden_size if self.position_embedding == "learned" else 0
+
+    @cached_property
+    def final_norm_parameters(self) -> int:
+        """Parameters of the norm before ``lm_head``."""
+        return sum(math.prod(p.shape) for p in self.outer_shapes if p.group == "norm")
+
+    @cached_property
+    def lm_head_parameters(self) -> int:
+        """Parameters of the output projection; 0 when tied to the embedding."""
+        return 0 if self.tie_word_embeddings else self.embedding_parameters
+
+    @cached_property
+    def parameter_groups(self) -> Mapping[str, int]:
+        """Group -> parameters, read-only; sums to :attr:`num_parameters`; empty groups are left out."""
+        groups = {
+            "embedding": self.embedding_parameters,
+            "position_embedding": self.position_embedding_parameters,
+            **dict.fromkeys(LAYER_GROUPS, 0),
+            "lm_head": self.lm_head_parameters,
+        }
+        moe_layers = self.num_moe_layers
+        for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
+            if layers:
+                for group, count in self._layer_counts(moe)[0].items():
+                    groups[group] += layers * count
+        groups["norm"] += self.final_norm_parameters
+        return MappingProxyType({group: count for group, count in groups.items() if count})
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """``sum(p.numel() for p in model.parameters())`` in transformers: no buffers, tied weights once."""
+        return sum(self.parameter_groups.values())
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: all but the routed experts it is not sent to."""
+        moe, experts = self.mixture_of_experts, self.parameter_groups.get("experts", 0)
+        if moe is None:
+            return self.num_parameters
+        return self.num_parameters - experts // moe.num_experts * (moe.num_experts - moe.num_experts_per_tok)
+
+    # ------------------------------------------------------------------------------------------ FLOPs
+
+    @cached_property
+    def matrix_parameters_per_token(self) -> int:
+        """Parameters of all matrices that multiply one token: ``lm_head`` also when tied, no lookups."""
+        moe_layers, total = self.num_moe_layers, self.vocab_size * self.hidden_size
+        for moe, layers in ((False, self.num_hidden_layers - moe_layers), (True, moe_layers)):
+            if layers:
+                for group, count in self._layer_counts(moe)[1].items():
+                    if group == "experts" and self.mixture_of_experts is not None:
+                        experts = self.mixture_of_experts
+                        count = count // experts.num_experts * experts.num_experts_per_tok
+                    total += layers * count
+        return total
+
+    @overload
+    def flops_per_token(self, seq_len: int, causal: bool = True) -> float: ...
+    @overload
+    def flops_per_token(self, seq_len: npt.NDArray[Any], causal: bool = True) -> npt.NDArray[np.float64]: ...
+    def flops_per_token(self, seq_len: Tokens, causal: bool = True) -> float | npt.NDArray[np.float64]:
+        """Forward and backward model FLOPs of one token in a sequence of ``seq_len`` tokens (or an array).
+
+        Matrices: 6 per parameter and token, 2 forward and 4 backward (Kaplan et al. 2020, arXiv:2001.08361,
+        section 2.1). Attention scores: 6 x keys x heads x (qk_head_dim + v_head_dim) in each layer, which
+        is PaLM's 12 L H Q T (arXiv:2204.02311, appendix B) and the attention term of Narayanan et al. 2021
+        (arXiv:2104.04473, equation 3) when both widths are equal; those count every key of the sequence
+        (``causal=False``), a causal mask leaves half of them. A sliding window bounds the keys.
+        Recomputation, norms, biases, softmax and the embedding lookup are not counted.
+
+        Raises ``ValueError`` for a ``seq_len`` that is not a whole number of tokens from 1 up.
+        """
+        flag("causal", causal)
+        tokens = _tokens(seq_len)
+        latent = self.latent_attention
+        width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * self.head_dim
+        sliding = self.sliding_window_layers
+        keys = (self.num_hidden_layers - sliding) * (tokens / 2 if causal else tokens)
+        if sliding:
+            window = np.minimum(tokens, float(self.sliding_window or 0))
+            # Of the first `window` tokens each sees itself and those before it, the others a full window.
+            keys = keys + sliding * (window - window * window / (2 * tokens) if causal else window)
+        flops = 6.0 * self.matrix_parameters_per_token + 6.0 * self.num_attention_heads * width * keys
+        return flops if isinstance(seq_len, np.ndarray) else float(flops)
+
+    # --------------------------------------------------------------------------------------- internals
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By its fields alone: what is cached holds read-only mappings, which pickle and copy refuse.
+        return type(self).from_dict, (self.to_dict(),)
+
+    def _layer(self, moe: bool) -> tuple[Parameter, ...]:
+        return self._moe_layer if moe else self._dense_layer
+
+    @cached_property
+    def _moe_layer(self) -> tuple[Parameter, ...]:
+        return parameter_shapes.layer_parameters(self, True)
+
+    @cached_property
+    def _dense_layer(self) -> tuple[Parameter, ...]:
+        return parameter_shapes.layer_parameters(self, False)
+
+    def _layer_counts(self, moe: bool) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+        return self._moe_layer_counts if moe else self._dense_layer_counts
+
+    @cached_property
+    def _moe_layer_counts(self) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+        return _count(self._layer(True))
+
+    @cached_property
+    def _dense_layer_counts(self) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+        return _count(self._layer(False))
+
+    def _linears(self, moe: bool) -> tuple[tuple[str, tuple[int, int]], ...]:
+        gpt2 = self.model_type == "gpt2"
+        found = (parameter_shapes.lora_target(parameter, gpt2) for parameter in self._layer(moe))
+        return tuple(linear for linear in found if linear is not None)
+
+    def _check_layer(self, layer_index: int) -> None:
+        if type(layer_index) is not int or not 0 <= layer_index < self.num_hidden_layers:
+            whole_number("layer_index", layer_index, low=0, high=self.num_hidden_layers - 1)
+
+
+def _count(
+    parameters: tuple[Parameter, ...],
+) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+    """Parameters by group: all, matrices only, vectors only."""
+    everything: dict[str, int] = {}
+    matrices: dict[str, int] = {}
+    vectors: dict[str, int] = {}
+    for group, _, shape in parameters:
+        size = math.prod(shape)
+        for counts in (everything, matrices if len(shape) > 1 else vectors):
+            counts[group] = counts.get(group, 0) + size
+    return MappingProxyType(everything), MappingProxyType(matrices), MappingProxyType(vectors)
+
+
+def _size(owner: str, noun: object, field: str) -> int:
+    number = _whole(f"{owner}.{field}", getattr(noun, field), field)
+    object.__setattr__(noun, field, number)  # a numpy integer becomes Python's, which cannot overflow
+    return number
+
+
+def _whole(field: str, value: object, limit: str) -> int:
+    low, high = LIMITS[limit]
+    return whole_number(field, value, low=low, high=high)
+
+
+def _tokens(seq_len: object) -> Any:
+    if not isinstance(seq_len, np.ndarray):
+        return float(whole_number("seq_len", seq_len, low=1, high=2**40))
+    good = seq_len.dtype.kind in "iuf" and seq_len.size and bool(np.all((seq_len >= 1) & (seq_len <= 2**40)))
+    if not good:
+        refuse("seq_len", seq_len, f"numbers of tokens from 1 to {2**40:,}", "np.array([4096])")
+    return seq_len.astype(np.float64)

@@ -1,0 +1,89 @@
+"""What is known of models, GPUs and links: data files, each figure with its source, read at first use."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, Generic, TypeVar
+
+from shardscope.architecture import Architecture
+from shardscope.cluster import Gpu, Link
+from shardscope.host import host_memory_bytes
+from shardscope.validation import nearest
+
+Noun = TypeVar("Noun")
+
+NOT_FIELDS = frozenset({
+    "source", "usable_source", "latency_source", "host_source", "usable_gib", "nvml_names",
+    "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
+})  # fmt: skip
+"""Keys of an entry that describe it, or the cluster it usually stands in, and not the noun itself."""
+
+
+class Catalogue(Mapping[str, Noun], Generic[Noun]):
+    """A read-only mapping of names to nouns in the file's order; a missing name is told its nearest ones."""
+
+    def __init__(self, kind: str, build: Callable[[str, dict[str, Any]], Noun]) -> None:
+        self._kind = kind
+        self._build = cache(lambda name: build(name, entries(kind)[name]))
+
+    def __getitem__(self, name: str) -> Noun:
+        known = entries(self._kind)
+        if not isinstance(name, str) or name not in known:
+            close = nearest(name, list(known))
+            raise KeyError(
+                f"no {self._kind[:-1]} {name!r} in the catalogue; nearest: {close!r}; "
+                f"known: {', '.join(known)}"
+            )
+        return _cpu() if self._kind == "gpus" and name == "cpu" else self._build(name)  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(entries(self._kind))
+
+    def __len__(self) -> int:
+        return len(entries(self._kind))
+
+    def __contains__(self, name: object) -> bool:
+        return name in entries(self._kind)
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} of Shardscope's catalogue: {', '.join(self)}>"
+
+
+@cache
+def entries(kind: str) -> dict[str, dict[str, Any]]:
+    """The tables of ``kind``.toml ("models", "gpus", "links") as written; not to be changed."""
+    return tomllib.loads(resources.files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
+
+
+def _model(name: str, entry: dict[str, Any]) -> Architecture:
+    config = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
+    return Architecture.from_hf({**config, "_name_or_path": name})
+
+
+def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
+    fields = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
+    return Gpu(name=name, usable_bytes=round(entry["usable_gib"] * 2**30), **fields)
+
+
+def _cpu() -> Gpu:
+    """Not cached: a container's memory limit may move while we run."""
+    memory = host_memory_bytes()
+    fields = {key: value for key, value in entries("gpus")["cpu"].items() if key not in NOT_FIELDS}
+    return Gpu(name="cpu", memory_bytes=memory, usable_bytes=memory, memory_is_shared=True, **fields)
+
+
+def _link(name: str, entry: dict[str, Any]) -> Link:
+    return Link(name=name, **{key: value for key, value in entry.items() if key not in NOT_FIELDS})
+
+
+models: Mapping[str, Architecture] = Catalogue("models", _model)
+"""Catalogue names -> Architecture."""
+
+gpus: Mapping[str, Gpu] = Catalogue("gpus", _gpu)
+"""Catalogue names -> Gpu; "cpu" is this host, whose memory is read when asked for."""
+
+links: Mapping[str, Link] = Catalogue("links", _link)
+"""Catalogue names -> Link."""

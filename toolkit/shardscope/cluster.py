@@ -1,0 +1,256 @@
+"""The GPU inventory: GPU type, GPUs per node, nodes, and the links inside and between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from types import MappingProxyType
+from typing import Any, Self
+
+from shardscope.serialization import JsonNoun
+from shardscope.validation import flag, nearest, one_of, real_number, refuse, whole_number
+
+MAX_BYTES = 2**50
+"""1 PiB: more than any one node has of anything."""
+
+PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8")
+VENDORS = ("nvidia", "amd", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(JsonNoun):
+    """What carries bytes between GPUs, nodes, or a GPU and its host. Raises ``ValueError`` for bad values."""
+
+    name: str
+    """Its name in links.toml, or a person's own."""
+    bandwidth_bytes_per_second: float
+    """What one GPU can send, one way; it receives as much at the same time."""
+    latency_seconds: float
+    """Time of one small message."""
+
+    def __post_init__(self) -> None:
+        _named("Link.name", self.name)
+        real_number("Link.bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, low=1e6, high=1e14)
+        real_number("Link.latency_seconds", self.latency_seconds, low=0.0, high=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(JsonNoun):
+    """One GPU type. What is not known is None, never a guess. Raises ``ValueError`` for bad values."""
+
+    name: str
+    """Its name in gpus.toml ("h100-sxm-80gb"), or for an unknown card the driver's, in the same spelling."""
+    vendor: str
+    """"nvidia", "amd" or "cpu"."""
+    architecture: str | None = None
+    """The generation: "hopper", "cdna3"."""
+    memory_bytes: int
+    """What the card carries (80 GiB for h100-sxm-80gb); for "cpu", what the host gives all ranks together."""
+    usable_bytes: int
+    """What the driver leaves of it, as ``torch.cuda.get_device_properties(0).total_memory`` reports."""
+    memory_is_shared: bool = False
+    """Whether a node's GPUs share that memory, as CPU ranks do: see :attr:`Cluster.usable_bytes_per_gpu`."""
+    peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Precision -> dense FLOP/s with FP32 accumulation, by the datasheet; only what is known."""
+    memory_bandwidth_bytes_per_second: float | None = None
+    """Between the chip and its memory."""
+    link: str | None = None
+    """The name in links.toml of what connects GPUs of one node."""
+    tdp_watts: float | None = None
+    """Power limit of the card."""
+    price_per_hour_usd: float | None = None
+    """Price of one GPU for one hour, in US dollars."""
+    price_date: str | None = None
+    """The day that price was read, "2026-11-20"; prices age quickly."""
+
+    def __post_init__(self) -> None:
+        _named("Gpu.name", self.name)
+        one_of("Gpu.vendor", self.vendor, VENDORS)
+        for optional in ("architecture", "link"):
+            if getattr(self, optional) is not None:
+                _named(f"Gpu.{optional}", getattr(self, optional))
+        memory = whole_number("Gpu.memory_bytes", self.memory_bytes, low=2**20, high=MAX_BYTES)
+        whole_number("Gpu.usable_bytes", self.usable_bytes, low=2**20, high=memory)
+        flag("Gpu.memory_is_shared", self.memory_is_shared)
+        if not isinstance(self.peak_flops, Mapping):
+            refuse("Gpu.peak_flops", self.peak_flops, f"a mapping of {', '.join(PRECISIONS)} to FLOP/s", "{}")
+        peaks = {
+            one_of("Gpu.peak_flops precision", precision, PRECISIONS): real_number(
+                f"Gpu.peak_flops[{precision!r}]", value, low=1e6, high=1e18
+            )
+            for precision, value in self.peak_flops.items()
+        }
+        object.__setattr__(self, "peak_flops", MappingProxyType(peaks))
+        for name, low, high in (
+            ("memory_bandwidth_bytes_per_second", 1e6, 1e15),
+            ("tdp_watts", 1.0, 1e5),
+            ("price_per_hour_usd", 0.0, 1e5),
+        ):
+            if getattr(self, name) is not None:
+                real_number(f"Gpu.{name}", getattr(self, name), low=low, high=high)
+        self._check_price_date()
+
+    def _check_price_date(self) -> None:
+        day = self.price_date
+        if day is None and self.price_per_hour_usd is None:
+            return
+        try:
+            good = isinstance(day, str) and date.fromisoformat(day).isoformat() == day
+        except ValueError:
+            good = False
+        if not good:
+            refuse(
+                "Gpu.price_date", day, "the day of the price, as YYYY-MM-DD", f"'{date.today().isoformat()}'"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self.to_dict(),)  # pickle and copy refuse a read-only mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(JsonNoun):
+    """The GPU inventory: ``num_nodes`` equal nodes of ``gpus_per_node`` equal GPUs.
+
+    Make one with :meth:`parse` or :meth:`detect`. ``ValueError`` names the field, the value, what is allowed
+    and the nearest fix.
+    """
+
+    gpu: Gpu
+    """The GPU type."""
+    gpus_per_node: int
+    """GPUs in one node; for "cpu", ranks."""
+    num_nodes: int = 1
+    """Nodes."""
+    intra_node_link: Link
+    """Between the GPUs of one node."""
+    inter_node_link: Link
+    """Between nodes, per GPU."""
+    host_link: Link
+    """Between a GPU and its host's memory: what offloading travels over."""
+    host_memory_bytes: int | None = None
+    """Memory of one node's host; None: unknown."""
+    nvme_bytes: int | None = None
+    """NVMe space of one node; None: unknown."""
+    nvme_bandwidth_bytes_per_second: float | None = None
+    """What one node reads from its NVMe; None: unknown."""
+
+    def __post_init__(self) -> None:
+        for name, noun in (
+            ("gpu", Gpu),
+            ("intra_node_link", Link),
+            ("inter_node_link", Link),
+            ("host_link", Link),
+        ):
+            if not isinstance(getattr(self, name), noun):
+                fix = "ss.gpus['h100-sxm-80gb']" if noun is Gpu else "Cluster.parse('8xh100-sxm-80gb')"
+                refuse(f"Cluster.{name}", getattr(self, name), f"a {noun.__name__}", fix)
+        whole_number("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
+        whole_number("Cluster.num_nodes", self.num_nodes, low=1, high=100_000)
+        for name in ("host_memory_bytes", "nvme_bytes"):
+            if getattr(self, name) is not None:
+                whole_number(f"Cluster.{name}", getattr(self, name), low=0, high=MAX_BYTES)
+        speed = self.nvme_bandwidth_bytes_per_second
+        if speed is not None:
+            real_number("Cluster.nvme_bandwidth_bytes_per_second", speed, low=1e6, high=1e13)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes: the world size."""
+        return self.gpus_per_node * self.num_nodes
+
+    @property
+    def usable_bytes_per_gpu(self) -> int:
+        """Bytes that one rank may use: the card's, or its part of a memory that a node's ranks share."""
+        return self.gpu.usable_bytes // (self.gpus_per_node if self.gpu.memory_is_shared else 1)
+
+    @property
+    def price_per_hour_usd(self) -> float | None:
+        """US dollars for an hour of all GPUs; None if the price of one is not known."""
+        price = self.gpu.price_per_hour_usd
+        return None if price is None else price * self.num_gpus
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"{nodes}{self.gpus_per_node}x{self.gpu.name}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
+        fields = dict(data)
+        if isinstance(fields.get("gpu"), Mapping):
+            fields["gpu"] = Gpu.from_dict(fields["gpu"])
+        for name in ("intra_node_link", "inter_node_link", "host_link"):
+            if isinstance(fields.get(name), Mapping):
+                fields[name] = Link.from_dict(fields[name])
+        return super().from_dict(fields)
+
+    @classmethod
+    def of(cls, gpu: Gpu, gpus_per_node: int, num_nodes: int = 1) -> Cluster:
+        """A cluster of ``gpu`` with the links and the host that the catalogue knows it to come with.
+
+        A GPU that is not in the catalogue gets PCIe 4.0 and 25 Gb/s Ethernet; pass other links with
+        ``dataclasses.replace``. Raises ``ValueError`` for bad values.
+        """
+        from shardscope.catalog import entries, links  # it imports this module
+        from shardscope.host import host_memory_bytes
+
+        if not isinstance(gpu, Gpu):
+            refuse("Cluster.gpu", gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
+        entry = entries("gpus").get(gpu.name, {})
+        host_memory = host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
+        return cls(
+            gpu=gpu,
+            gpus_per_node=gpus_per_node,
+            num_nodes=num_nodes,
+            intra_node_link=links[gpu.link if gpu.link and gpu.link in links else "pcie-4-x16"],
+            inter_node_link=links[entry.get("inter_node_link", "ethernet-25g")],
+            host_link=links[entry.get("host_link", "pcie-4-x16")],
+            host_memory_bytes=host_memory,
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Nodes x GPUs x type: "4x8xh100-sxm-80gb"; "8xh100-sxm-80gb" is one node, "h100-sxm-80gb" one GPU.
+
+        "2xcpu" is two CPU ranks on this machine. Case and spaces do not matter. Raises ``ValueError`` naming
+        the nearest GPU for other text.
+        """
+        from shardscope.catalog import gpus
+
+        form = "nodes x GPUs x type, as '4x8xh100-sxm-80gb', '8xh100-sxm-80gb' or '2xcpu'"
+        if not isinstance(text, str):
+            refuse("cluster", text, form, "'8xh100-sxm-80gb'")
+        squeezed = re.sub(r"\s+", "", text.lower().replace("×", "x"))
+        # GPU names start with a letter and may hold an x of their own (rtx-4090): only leading counts split.
+        match = re.fullmatch(r"((?:[0-9]{1,9}x){0,2})([a-z][a-z0-9.-]*)", squeezed)
+        if not match:
+            refuse("cluster", text, form, "'8xh100-sxm-80gb'")
+        counts = [int(count) for count in match[1].split("x") if count]
+        per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
+        if match[2] not in gpus:
+            fix = match[1] + nearest(match[2], list(gpus))
+            refuse("cluster", text, f"{form}; types: {', '.join(gpus)}", repr(fix))
+        if match[2] == "cpu" and nodes > 1:
+            refuse("cluster", text, "CPU ranks of this one machine", repr(f"{per_node}xcpu"))
+        return cls.of(gpus[match[2]], per_node, nodes)
+
+    @classmethod
+    def detect(cls) -> Cluster:
+        """This machine: its NVIDIA GPUs as the driver's library reports them, or else up to two CPU ranks.
+
+        CUDA is not initialised and torch not imported, so ranks may still fork from this process.
+        ``CUDA_VISIBLE_DEVICES`` is honoured as CUDA honours it. Of different GPUs the largest group of equal
+        ones is taken, for a plan needs equal ranks; name them in ``CUDA_VISIBLE_DEVICES`` to choose another.
+        A card that the catalogue does not know is described by the driver's own figures, and what those do
+        not say is None. AMD GPUs, and MIG slices named by their UUID, are not detected; use :meth:`parse`.
+        """
+        from shardscope.detection import detect
+
+        return detect()
+
+
+def _named(field_name: str, value: object) -> None:
+    if not isinstance(value, str) or not 1 <= len(value) <= 200 or not value.isprintable():
+        refuse(field_name, value, "1 to 200 printable characters", "'my-gpu'")

@@ -1,0 +1,126 @@
+"""What GPUs this machine has, asked of NVML: no CUDA context, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from typing import Any
+
+from shardscope.catalog import entries, gpus, links
+from shardscope.cluster import Cluster, Gpu
+from shardscope.host import host_cores, host_memory_bytes
+
+GENERATIONS = {4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell"}
+"""NVML_DEVICE_ARCH_* in nvml.h."""
+
+
+def detect() -> Cluster:
+    """See :meth:`shardscope.cluster.Cluster.detect`."""
+    found = nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not found:
+        return Cluster.of(gpus["cpu"], min(2, host_cores()))
+    (name, count), *_ = Counter(gpu.name for gpu in found).most_common(1)
+    gpu = next(gpu for gpu in found if gpu.name == name)
+    cluster = Cluster.of(gpu, count)
+    pcie = next((known.link for known in found if known.name == name and known.link in links), None)
+    host_link = cluster.host_link if name in gpus or pcie is None else links[pcie]
+    return dataclasses.replace(cluster, host_link=host_link, host_memory_bytes=host_memory_bytes())
+
+
+def nvidia_gpus(visible: str | None) -> list[Gpu]:
+    """The GPUs that CUDA would see under ``visible``; none without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError, OSError):  # no driver, or one without a card
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        return [_gpu(pynvml, handles[index]) for index in visible_indices(visible, uuids)]
+    except pynvml.NVMLError:  # a card that fell off the bus, a container without permission
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
+    """Which of ``uuids`` ``CUDA_VISIBLE_DEVICES`` leaves: everything after the first wrong entry is ignored.
+
+    Indices and UUID prefixes, as torch.cuda._parse_visible_devices reads them; a repeated entry leaves none.
+    Indices are taken in bus order, CUDA_DEVICE_ORDER=PCI_BUS_ID; among equal GPUs the order does not matter.
+    """
+    if visible is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    by_uuid = visible.strip().startswith("GPU-")
+    for entry in visible.split(","):
+        entry = entry.strip()
+        if by_uuid:
+            matches = [
+                i for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)
+            ]
+            index = matches[0] if len(matches) == 1 else -1
+        else:
+            number = re.match(r"\+?(\d+)", entry, re.A)
+            index = int(number[1]) if number else -1
+        if not 0 <= index < len(uuids):
+            break
+        if index in chosen:
+            return []
+        chosen.append(index)
+    return chosen
+
+
+def _gpu(pynvml: Any, handle: Any) -> Gpu:
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    for known, entry in entries("gpus").items():
+        # The same name is sold with other memory, and a slice or a virtual GPU keeps the card's name.
+        if name in entry["nvml_names"] and abs(memory / gpus[known].memory_bytes - 1) < 0.1:
+            return gpus[known]
+    return Gpu(
+        name=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "unknown-gpu",
+        vendor="nvidia",
+        architecture=GENERATIONS.get(_ask(pynvml, "nvmlDeviceGetArchitecture", handle)),
+        memory_bytes=memory,
+        usable_bytes=memory - _reserved(pynvml, handle, memory),
+        link=_pcie(pynvml, handle),
+        tdp_watts=_watts(_ask(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)),
+    )
+
+
+def _ask(pynvml: Any, function: str, handle: Any) -> Any:
+    """The answer, or None where the card or the library has none."""
+    try:
+        return getattr(pynvml, function)(handle)
+    except (pynvml.NVMLError, AttributeError):
+        return None
+
+
+def _reserved(pynvml: Any, handle: Any, memory: int) -> int:
+    try:
+        reserved = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).reserved)
+    except (pynvml.NVMLError, AttributeError, TypeError):
+        return 0
+    return reserved if 0 <= reserved < memory // 2 else 0
+
+
+def _pcie(pynvml: Any, handle: Any) -> str | None:
+    generation = _ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    width = _ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    name = f"pcie-{generation}-x{width}"
+    return name if name in links else None
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return milliwatts / 1000 if milliwatts and milliwatts >= 1000 else None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,164 @@
+"""Every parameter of a causal language model, named and shaped as transformers names and shapes it.
+
+This list is the only place that knows what a layer holds. Counts, FLOPs, LoRA targets and FSDP padding
+are all read off it, so they cannot disagree. Checked against ``transformers`` on the meta device in
+``tests/unit/test_hf_config.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+LAYER_GROUPS = ("attention", "mlp", "experts", "shared_experts", "router", "norm")
+"""What a decoder layer can hold."""
+
+
+class Parameter(NamedTuple):
+    """One tensor: unpacks as ``(group, name, shape)``."""
+
+    group: str
+    """One of :data:`LAYER_GROUPS`, or ``embedding``, ``position_embedding``, ``lm_head`` outside them."""
+    name: str
+    """transformers' own name; inside a layer, relative to the layer ("self_attn.q_proj.weight")."""
+    shape: tuple[int, ...]
+    """As stored: Linear weights are (out, in), GPT-2's Conv1D (in, out), experts (experts, out, in)."""
+
+
+def layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
+    """The parameters of one decoder layer, with routed experts if ``moe``."""
+    if arch.model_type == "gpt2":
+        return (*_gpt2_attention(arch), *_gpt2_mlp(arch), *_norms(arch))
+    attention = _latent_attention(arch) if arch.latent_attention else _attention(arch)
+    feed_forward = _experts(arch) if moe else _mlp(arch, "mlp", "mlp", arch.intermediate_size)
+    return (*attention, *feed_forward, *_norms(arch))
+
+
+def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
+    """The parameters outside the decoder layers, by full name; a tied ``lm_head`` is not there twice."""
+    wide = (arch.vocab_size, arch.hidden_size)
+    gpt2 = arch.model_type == "gpt2"
+    found = [Parameter("embedding", "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight", wide)]
+    if arch.position_embedding == "learned":
+        positions = (arch.max_position_embeddings, arch.hidden_size)
+        found.append(Parameter("position_embedding", "transformer.wpe.weight", positions))
+    found += _norm(arch, "transformer.ln_f" if gpt2 else "model.norm", arch.hidden_size)
+    if not arch.tie_word_embeddings:
+        found.append(Parameter("lm_head", "lm_head.weight", wide))
+    return tuple(found)
+
+
+def lora_target(parameter: Parameter, gpt2: bool) -> tuple[str, tuple[int, int]] | None:
+    """``(target, (out_features, in_features))`` if PEFT can wrap the parameter's Linear, else None.
+
+    The router and the fused experts are bare parameters in transformers 5, not Linears.
+    """
+    if len(parameter.shape) != 2 or parameter.group == "router" or not parameter.name.endswith(".weight"):
+        return None
+    first, second = parameter.shape
+    return parameter.name.split(".")[-2], (second, first) if gpt2 else (first, second)
+
+
+def _linear(group: str, name: str, out: int, inner: int, bias: bool) -> list[Parameter]:
+    weight = Parameter(group, f"{name}.weight", (out, inner))
+    return [weight, Parameter(group, f"{name}.bias", (out,))] if bias else [weight]
+
+
+def _norm(arch: Architecture, name: str, size: int) -> list[Parameter]:
+    weight = Parameter("norm", f"{name}.weight", (size,))
+    return [weight, Parameter("norm", f"{name}.bias", (size,))] if arch.norm == "layernorm" else [weight]
+
+
+def _norms(arch: Architecture) -> list[Parameter]:
+    names: tuple[str, ...] = (
+        ("ln_1", "ln_2") if arch.model_type == "gpt2" else ("input_layernorm", "post_attention_layernorm")
+    )
+    if arch.norms_per_layer == 4:  # Gemma 2 also normalises what each half of the layer puts out
+        names += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return [parameter for name in names for parameter in _norm(arch, name, arch.hidden_size)]
+
+
+def _attention(arch: Architecture) -> list[Parameter]:
+    hidden, head_dim = arch.hidden_size, arch.head_dim
+    query, key = arch.num_attention_heads * head_dim, arch.num_key_value_heads * head_dim
+    found: list[Parameter] = []
+    if arch.model_type == "phi3":
+        found += _linear("attention", "self_attn.qkv_proj", query + 2 * key, hidden, arch.attention_bias)
+    else:
+        for name, size in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+            found += _linear("attention", f"self_attn.{name}", size, hidden, arch.attention_bias)
+    found += _linear("attention", "self_attn.o_proj", hidden, query, arch.attention_output_bias)
+    if arch.qk_norm:
+        found += _norm(arch, "self_attn.q_norm", head_dim) + _norm(arch, "self_attn.k_norm", head_dim)
+    return found
+
+
+def _latent_attention(arch: Architecture) -> list[Parameter]:
+    """Multi-head latent attention: DeepSeek-V2 (arXiv:2405.04434), equations 9 to 19."""
+    latent = arch.latent_attention
+    assert latent is not None
+    hidden, heads, bias = arch.hidden_size, arch.num_attention_heads, arch.attention_bias
+    query = heads * latent.qk_head_dim
+    found: list[Parameter] = []
+    if latent.q_lora_rank is None:
+        found += _linear("attention", "self_attn.q_proj", query, hidden, False)
+    else:
+        found += _linear("attention", "self_attn.q_a_proj", latent.q_lora_rank, hidden, bias)
+        found += _norm(arch, "self_attn.q_a_layernorm", latent.q_lora_rank)
+        found += _linear("attention", "self_attn.q_b_proj", query, latent.q_lora_rank, False)
+    compressed = latent.kv_lora_rank + latent.qk_rope_head_dim
+    found += _linear("attention", "self_attn.kv_a_proj_with_mqa", compressed, hidden, bias)
+    found += _norm(arch, "self_attn.kv_a_layernorm", latent.kv_lora_rank)
+    expanded = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    found += _linear("attention", "self_attn.kv_b_proj", expanded, latent.kv_lora_rank, False)
+    output_bias = arch.attention_output_bias
+    return found + _linear("attention", "self_attn.o_proj", hidden, heads * latent.v_head_dim, output_bias)
+
+
+def _mlp(arch: Architecture, group: str, name: str, size: int) -> list[Parameter]:
+    hidden, bias = arch.hidden_size, arch.mlp_bias
+    if not arch.gated_mlp:
+        up = _linear(group, f"{name}.up_proj", size, hidden, bias)
+    elif arch.model_type == "phi3":
+        up = _linear(group, f"{name}.gate_up_proj", 2 * size, hidden, bias)
+    else:
+        up = _linear(group, f"{name}.gate_proj", size, hidden, bias)
+        up += _linear(group, f"{name}.up_proj", size, hidden, bias)
+    return up + _linear(group, f"{name}.down_proj", hidden, size, bias)
+
+
+def _experts(arch: Architecture) -> list[Parameter]:
+    moe = arch.mixture_of_experts
+    assert moe is not None
+    hidden, size, count = arch.hidden_size, moe.moe_intermediate_size, moe.num_experts
+    found = [
+        Parameter("router", "mlp.gate.weight", (count, hidden)),
+        Parameter("experts", "mlp.experts.gate_up_proj", (count, 2 * size, hidden)),
+        Parameter("experts", "mlp.experts.down_proj", (count, hidden, size)),
+    ]
+    if moe.shared_expert_intermediate_size:
+        shared = moe.shared_expert_intermediate_size
+        found += _mlp(arch, "shared_experts", "mlp.shared_experts", shared)
+    return found
+
+
+def _gpt2_attention(arch: Architecture) -> list[Parameter]:
+    hidden = arch.hidden_size
+    return [
+        Parameter("attention", "attn.c_attn.weight", (hidden, 3 * hidden)),
+        Parameter("attention", "attn.c_attn.bias", (3 * hidden,)),
+        Parameter("attention", "attn.c_proj.weight", (hidden, hidden)),
+        Parameter("attention", "attn.c_proj.bias", (hidden,)),
+    ]
+
+
+def _gpt2_mlp(arch: Architecture) -> list[Parameter]:
+    hidden, size = arch.hidden_size, arch.intermediate_size
+    return [
+        Parameter("mlp", "mlp.c_fc.weight", (hidden, size)),
+        Parameter("mlp", "mlp.c_fc.bias", (size,)),
+        Parameter("mlp", "mlp.c_proj.weight", (size, hidden)),
+        Parameter("mlp", "mlp.c_proj.bias", (hidden,)),
+    ]
