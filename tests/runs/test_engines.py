@@ -10,7 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from two_ranks import StandInContext, TinyLlama, on_ranks, tiny_plan  # noqa: E402
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope.memory.lora import adapter_parameters  # noqa: E402
 
 NUM_STEPS = 5
 
@@ -59,7 +61,7 @@ def test_the_reference_is_plain_torch(reference: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = build_model(TinyLlama())
+    model = build_model(tiny_llama())
     optimizer = build_optimizer("adamw", list(model.parameters()), 1e-2)
     ctx = StandInContext(rank=0, world_size=1, plan=None, folder=Path())
     losses = []
@@ -80,7 +82,7 @@ def test_ddp_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
     assert first["losses"] == second["losses"]
     assert first["engine"]["module"] == "DistributedDataParallel"
     assert first["engine"]["world_size"] == first["engine"]["data_parallel"] == 2
-    whole = 4 * TinyLlama().num_parameters
+    whole = 4 * tiny_llama().num_parameters
     assert sum(first["engine"]["bucket_bytes"]) == whole
     assert first["memory"]["parameters"] == first["memory"]["gradients"] == whole
     assert abs(first["memory"]["optimizer"] - 2 * whole) < 1000
@@ -93,9 +95,9 @@ def test_fsdp2_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
     record = first["engine"]
     assert record["mesh_shape"] == [2] and record["shard"] == 2 and record["replicate"] == 1
     assert record["num_sharded_tensors"] == len(record["sharded_names"]) == 21
-    assert record["num_weights_here"] + second["engine"]["num_weights_here"] == TinyLlama().num_parameters
+    assert record["num_weights_here"] + second["engine"]["num_weights_here"] == tiny_llama().num_parameters
     assert record["placements"] == {"(Shard(dim=0),)": 21}
-    assert abs(first["memory"]["parameters"] - 2 * TinyLlama().num_parameters) < 1000
+    assert abs(first["memory"]["parameters"] - 2 * tiny_llama().num_parameters) < 1000
     assert first["memory"]["gradients"] == 0
 
 
@@ -206,19 +208,26 @@ def adapters(ctx: StandInContext) -> dict[str, Any]:
     ctx.engine = type(ctx.engine)(ctx)
     set_up(ctx)
     ctx.engine.load(ctx.folder / "adapter")
-    return {"losses": losses, "changed": changed, "pair": [expected, ctx.engine.step(batch_of(ctx, 1))]}
+    return {
+        "losses": losses,
+        "changed": changed,
+        "pair": [expected, ctx.engine.step(batch_of(ctx, 1))],
+        "num_trained_parameters": ctx.records["engine"]["num_trained_parameters"],
+    }
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_lora_trains_only_adapters(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    result = on_ranks(2, tiny_plan(framework, 2, method="lora"), adapters, tmp_path)[0]
+    plan = tiny_plan(framework, 2, method="lora", lora_rank=4, lora_targets=("q_proj", "v_proj"))
+    result = on_ranks(2, plan, adapters, tmp_path)[0]
+    assert result["num_trained_parameters"] == adapter_parameters(plan.architecture, plan.recipe)
     assert len(result["changed"]) == 2 * 2 * 2
     assert all("lora_" in name for name in result["changed"])
     assert result["losses"][-1] < result["losses"][0]
     assert result["pair"][0] == result["pair"][1]
     size = sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
-    assert size < TinyLlama().num_parameters
+    assert size < tiny_llama().num_parameters
 
 
 def refusal(ctx: StandInContext) -> str:
@@ -231,7 +240,7 @@ def refusal(ctx: StandInContext) -> str:
 
 @pytest.mark.parametrize("degree", ["tp", "pp", "cp"])
 def test_fsdp2_refuses_what_it_does_not_run(degree: str, tmp_path: Path) -> None:
-    message = on_ranks(1, tiny_plan("fsdp2", 1, layout={degree: 2}), refusal, tmp_path)[0]
+    message = on_ranks(2, tiny_plan("fsdp2", 2, layout={degree: 2}), refusal, tmp_path)[0]
     assert message.startswith("ValueError") and f"the fsdp2 engine does not run {degree} yet" in message
 
 
@@ -287,7 +296,7 @@ def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_from_meta_do_not_depend_on_the_world_size(tied: bool, tmp_path: Path) -> None:
-    llama = TinyLlama(tie_word_embeddings=tied)
+    llama = tiny_llama(tie_word_embeddings=tied)
     single = tiny_plan("fsdp2", 1, micro_batch_size=4, architecture=llama)
     alone = on_ranks(1, single, built_on_meta, tmp_path)[0]
     pair = on_ranks(2, tiny_plan("fsdp2", 2, architecture=llama), built_on_meta, tmp_path)[0]

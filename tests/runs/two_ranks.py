@@ -10,33 +10,28 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 
 RANK_SECONDS = 90
 
 
-@dataclass(frozen=True)
-class TinyLlama:
-    """An ``Architecture``'s fields, in transformers' spelling."""
-
-    model_type: str = "llama"
-    hidden_size: int = 64
-    intermediate_size: int = 128
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    vocab_size: int = 2048
-    max_position_embeddings: int = 256
-    tie_word_embeddings: bool = False
-
-    @property
-    def num_parameters(self) -> int:
-        hidden, width = self.hidden_size, self.num_key_value_heads * self.head_dim
-        layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * self.intermediate_size + 2 * hidden
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * layer + hidden
+def tiny_llama(*, tie_word_embeddings: bool = False) -> Architecture:
+    """A Llama that trains in milliseconds."""
+    return Architecture(
+        name="tiny",
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=2048,
+        max_position_embeddings=256,
+        tie_word_embeddings=tie_word_embeddings,
+    )
 
 
 def tiny_plan(
@@ -45,36 +40,23 @@ def tiny_plan(
     *,
     num_micro_batches: int = 1,
     micro_batch_size: int = 2,
-    architecture: TinyLlama | None = None,
+    architecture: Architecture | None = None,
     layout: dict[str, Any] | None = None,
-    degrees: dict[str, int] | None = None,
     **recipe: Any,
-) -> SimpleNamespace:
-    """What engines read of a plan, without its planner."""
-    recipe_fields = {
+) -> Plan:
+    """A plan of ``world_size`` CPU ranks, fp32 unless ``recipe`` says otherwise."""
+    fields: dict[str, Any] = {
         "seq_len": 64,
         "micro_batch_size": micro_batch_size,
         "global_batch_size": micro_batch_size * num_micro_batches * world_size,
-        "method": "full",
         "precision": "fp32",
-        "optimizer": "adamw",
-        "recompute": "none",
-        "kernels": None,
-        "adapter_rank": 4,
-        "adapter_targets": ("q_proj", "v_proj"),
         **recipe,
     }
-    layout_fields = {"shard": None, "replicate": 1, "reshard_after_forward": True, "offload": None}
-    layout_fields |= {"tp": 1, "pp": 1, "cp": 1, "framework": framework, **(layout or {})}
-    replicate = layout_fields["replicate"]
-    degree_fields = {"data_parallel": world_size, "shard": world_size // replicate, "replicate": replicate}
-    return SimpleNamespace(
-        architecture=architecture or TinyLlama(),
-        recipe=SimpleNamespace(**recipe_fields),
-        layout=SimpleNamespace(**layout_fields),
-        degrees=SimpleNamespace(**{**degree_fields, "tp": 1, "pp": 1, "cp": 1, **(degrees or {})}),
-        num_micro_batches=num_micro_batches,
-        world_size=world_size,
+    return Plan(
+        architecture or tiny_llama(),
+        Cluster.parse(f"{world_size}xcpu"),
+        Recipe(**fields),
+        getattr(Layout, framework)(**(layout or {})),
     )
 
 

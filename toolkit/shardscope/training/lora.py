@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from shardscope.memory.lora import adapter_targets
+
 
 def check_peft() -> None:
     """Raise ``ValueError`` with the pip line if peft is not installed."""
@@ -18,7 +20,7 @@ def check_peft() -> None:
         ) from None
 
 
-def add_adapters(model: torch.nn.Module, recipe: Any) -> torch.nn.Module:
+def add_adapters(model: torch.nn.Module, architecture: Any, recipe: Any) -> torch.nn.Module:
     """``model`` inside peft's wrapper, with only its adapters trainable.
 
     Adapters keep the precision of the model: peft's default would make them fp32 in a bf16 model, which is
@@ -34,7 +36,7 @@ def add_adapters(model: torch.nn.Module, recipe: Any) -> torch.nn.Module:
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        target_modules=list(recipe.adapter_targets),
+        target_modules=list(adapter_targets(architecture, recipe)),
     )
     adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
     return adapted

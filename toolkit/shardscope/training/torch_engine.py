@@ -85,6 +85,7 @@ class TorchEngine(Engine):
             "recompute": self.recipe.recompute,
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
+            "num_trained_parameters": sum(parameter.numel() for parameter in trained),
             "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
             "parameter_bytes": accounting.module_bytes(self.model),
             **self.what_it_is(),
@@ -150,7 +151,7 @@ class TorchEngine(Engine):
             if self.recipe.precision == "bf16":
                 model = model.to(torch.bfloat16)
             if self.recipe.method == "lora":
-                model = lora.add_adapters(model, self.recipe)
+                model = lora.add_adapters(model, self.plan.architecture, self.recipe)
         apply_recompute(model, self.recipe.recompute)
         return model
 
