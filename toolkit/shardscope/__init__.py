@@ -7,6 +7,10 @@ that ``import shardscope`` costs milliseconds and never imports torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Not lazy: the package ``shardscope.runs`` would otherwise hide the function of the same name as soon as
+# anything imports it.
+from shardscope.runs.run import runs
+
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.catalog import gpus, models
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.recipe import Recipe
     from shardscope.runs.launch import launch
-    from shardscope.runs.run import Run, runs
+    from shardscope.runs.run import Run
     from shardscope.trace import Trace
     from shardscope.training.pretrain import Pretrain
 
@@ -48,7 +52,6 @@ _rooms = {
     "gpus": "catalog",
     "launch": "runs.launch",
     "models": "catalog",
-    "runs": "runs.run",
 }
 
 

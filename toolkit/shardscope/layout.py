@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isqrt
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from shardscope.serialization import JsonNoun
@@ -55,6 +57,51 @@ class Layout(JsonNoun):
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers",)
     mixes_by_autocast: ClassVar[bool] = False
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
+
+    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({})
+    """Fields that a person chooses, and their values; None: any degree that divides the world size."""
+
+    def offered(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> dict[str, list[Any]]:
+        """For each field of :attr:`choices`, the values that can run with the fields before it as they are.
+
+        Fields after it may have to give way: :meth:`fitted` says to what.
+        """
+        found: dict[str, list[Any]] = {}
+        layout = type(self)()
+        for field, values in self.choices.items():
+            found[field] = [
+                value
+                for value in (divisors(cluster.num_gpus) if values is None else values)
+                if layout._runs(field, value, architecture, cluster, recipe)
+            ]
+            layout = replace(layout, **{field: getattr(self, field)})
+        return found
+
+    def fitted(
+        self, wanted: Mapping[str, Any], architecture: Architecture, cluster: Cluster, recipe: Recipe
+    ) -> Layout:
+        """A layout of this framework as near to ``wanted`` as can run, earlier fields of ``choices`` first."""
+        layout = type(self)()
+        for field, values in self.choices.items():
+            if field not in wanted:
+                continue
+            candidates: list[Any] = [wanted[field]]
+            if values is None:
+                lower = [value for value in divisors(cluster.num_gpus) if value < wanted[field]]
+                candidates += reversed(lower)
+            for value in candidates:
+                if layout._runs(field, value, architecture, cluster, recipe):
+                    layout = replace(layout, **{field: value})
+                    break
+        layout.degrees(architecture, cluster, recipe)
+        return layout
+
+    def _runs(self, field: str, value: Any, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
+        try:
+            replace(self, **{field: value}).degrees(arch, cluster, recipe)
+        except ValueError:
+            return False
+        return True
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """All degrees on this cluster. Raises ``ValueError`` where they cannot run."""
@@ -266,6 +313,12 @@ def even_stages(num_layers: int, pp: int) -> list[int]:
     """Layers on each stage, as equal as they can be; the first stages take what is left over."""
     base, extra = divmod(num_layers, pp)
     return [base + (stage < extra) for stage in range(pp)]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in rising order."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def largest_divisor(number: int, at_most: int) -> int:

@@ -62,6 +62,11 @@ frameworks: dict[str, Framework] = {
 }
 
 
+def engine_name(plan: Plan) -> str | None:
+    """``module:Class`` of what trains ``plan``; None where it is planned only."""
+    return frameworks[plan.layout.framework].engine
+
+
 def engine_for(plan: Plan) -> Callable[[Any], Any]:
     """The engine class that trains ``plan``; raises ``ValueError`` where there is none yet."""
     framework = frameworks[plan.layout.framework]

@@ -32,11 +32,9 @@ def predict(plan: Plan) -> MemoryReport:
     )
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     low, high = shared.band(worst)
-    usable = plan.cluster.gpu.usable_bytes
     return MemoryReport(
         by_stage=stages,
-        # The host's memory is one pot for all CPU ranks; a card is one rank's own.
-        usable_bytes=usable if on_gpu else usable // plan.cluster.gpus_per_node,
+        usable_bytes=plan.cluster.usable_bytes_per_gpu,
         low_bytes=low,
         high_bytes=high,
     )
@@ -79,8 +77,8 @@ class _Shared:
         forward: dict[Component, Term] = {**resting, "gradients": accumulated, "activations": full}
         backward: dict[Component, Term] = {**resting, "gradients": state.gradients, "activations": last}
         moments = (
-            Moment("initialisation", 0.0, always),
-            Moment("rest", 0.0, resting),
+            Moment.of("initialisation", 0.0, always),
+            Moment.of("rest", 0.0, resting),
             self._with_gaps(
                 "forward", 0.33, {**forward, "logits": logits_forward, "gather_buffers": state.gather_forward}
             ),
@@ -88,7 +86,7 @@ class _Shared:
                 "backward", 0.34, {**forward, "logits": logits_backward, "gather_buffers": state.gather_forward}
             ),
             self._with_gaps("backward", 0.97, {**backward, "gather_buffers": state.gather_backward}),
-            Moment(
+            Moment.of(
                 "optimizer",
                 0.98,
                 {
@@ -127,7 +125,7 @@ class _Shared:
                 f"the band reaches to {overheads.FRAGMENTATION_HIGH_PERCENT} % (assumption, PyTorch caching allocator)"
             )
 
-        return Moment(phase, fraction, {**terms, "fragmentation": Term(gaps.point, words)})
+        return Moment.of(phase, fraction, {**terms, "fragmentation": Term(gaps.point, words)})
 
     def _activations(self, stage: Stage) -> tuple[Term, Term]:
         """Activations when fullest (end of forward), and when backward is in the stage's first layer."""

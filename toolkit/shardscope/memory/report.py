@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -43,11 +44,13 @@ class Moment(NamedTuple):
     fraction: float
     """Place in the step, 0 to 1; not seconds, which only the step model knows."""
     terms: Mapping[Component, Term]
+    total: int
+    """Bytes over all components."""
 
-    @property
-    def total(self) -> int:
-        """Bytes over all components."""
-        return sum(term.num_bytes for term in self.terms.values())
+    @classmethod
+    def of(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> Moment:
+        """A moment and its total."""
+        return cls(phase, fraction, terms, sum([term[0] for term in terms.values()]))
 
     @property
     def components(self) -> Mapping[str, int]:
@@ -58,7 +61,7 @@ class Moment(NamedTuple):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """One pipeline stage: every one of its ranks holds this."""
 
@@ -73,7 +76,7 @@ class StageMemory:
     nvme_bytes: int = 0
     """Bytes that one rank of this stage keeps on NVMe when offloading."""
 
-    @property
+    @cached_property
     def peak(self) -> Moment:
         """The moment at which this stage holds most."""
         return max(self.moments, key=lambda moment: moment.total)
@@ -93,7 +96,7 @@ class StageMemory:
         return max((m for m in self.moments if m.phase == phase), key=lambda m: m.total)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Bytes on the worst rank, by component and phase, with the band that cannot be known beforehand."""
 
@@ -107,7 +110,7 @@ class MemoryReport:
     """The peak if they take their most."""
     tier: Literal["predicted", "rehearsed", "measured"] = "predicted"
 
-    @property
+    @cached_property
     def worst_stage(self) -> StageMemory:
         """The stage whose peak is highest."""
         return max(self.by_stage, key=lambda stage: stage.peak_bytes)

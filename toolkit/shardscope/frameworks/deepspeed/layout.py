@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardscope.layout import (
     Degrees,
@@ -28,6 +30,13 @@ class ZeroLayout(Layout):
 
     framework: ClassVar[str] = "deepspeed"
     title: ClassVar[str] = "DeepSpeed ZeRO"
+    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
+        "stage": (0, 1, 2, 3),
+        "tp": None,
+        "ep": None,
+        "offload_optimizer": (None, "cpu", "nvme"),
+        "offload_params": (None, "cpu", "nvme"),
+    })  # fmt: skip
 
     stage: int = 3
     """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""

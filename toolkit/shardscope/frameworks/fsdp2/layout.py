@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardscope.layout import (
     Degrees,
@@ -28,6 +30,9 @@ class Fsdp2Layout(Layout):
 
     framework: ClassVar[str] = "fsdp2"
     title: ClassVar[str] = "FSDP2"
+    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType(
+        {"replicate": None, "tp": None, "reshard_after_forward": (True, False), "offload": (None, "cpu")}
+    )
 
     shard: int | None = None
     """Ranks that share one copy of the state; ``None``: all that the other degrees leave."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.layout import (
     Degrees,
@@ -31,6 +33,14 @@ class MegatronLayout(Layout):
     title: ClassVar[str] = "Megatron-core"
     default_kernels: ClassVar[str] = "megatron"
     supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
+    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
+        "tp": None,
+        "pp": None,
+        "cp": None,
+        "ep": None,
+        "sequence_parallel": (True, False),
+        "distributed_optimizer": (True, False),
+    })  # fmt: skip
 
     tp: int = 1
     """Tensor-parallel degree."""

@@ -1,0 +1,115 @@
+"""The same framework and kind of layout on CPU ranks, with a tiny model of the same family.
+
+A rehearsal runs the framework's own code for real; only sizes differ, and what differs is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.catalog import gpus
+from shardscope.cluster import Cluster
+from shardscope.plan import Plan
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.layout import Layout
+
+HIDDEN_SIZE = 128
+HEADS = 4
+HEAD_DIM = 32
+LAYERS = 4
+EXPERTS = 4
+VOCABULARY = 2048
+"""That of the tokenizer that ships with the text."""
+MAX_SEQ_LEN = 128
+MICRO_BATCH_SIZE = 4
+MAX_MICRO_BATCHES = 2
+
+
+class Rehearsal(NamedTuple):
+    """A plan that this machine can run, and what it leaves out of the plan it stands for."""
+
+    plan: Plan
+    differences: tuple[str, ...]
+
+
+def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
+    """``plan`` cut down to ``num_ranks`` CPU ranks here.
+
+    Method, precision, optimizer, recomputation and the framework's options stay; sizes and degrees shrink.
+    """
+    cluster = Cluster.parse(f"{num_ranks}x{gpus['cpu'].name}")
+    layout, changes = _small_layout(plan.layout, num_ranks)
+    recipe = replace(
+        plan.recipe,
+        seq_len=min(plan.recipe.seq_len, MAX_SEQ_LEN),
+        micro_batch_size=MICRO_BATCH_SIZE,
+        global_batch_size=MICRO_BATCH_SIZE * num_ranks * min(plan.num_micro_batches, MAX_MICRO_BATCHES),
+    )
+    small = Plan(_small_architecture(plan.architecture), cluster, recipe, layout)
+    sizes = (
+        f"{small.architecture.num_parameters:,} instead of {plan.architecture.num_parameters:,} parameters",
+        f"{num_ranks} CPU ranks instead of {plan.world_size:,} GPUs",
+        f"{recipe.seq_len:,} instead of {plan.recipe.seq_len:,} tokens a sequence",
+    )
+    return Rehearsal(small, (*sizes, *changes))
+
+
+def _small_architecture(arch: Architecture) -> Architecture:
+    """A few layers of the same family: gated or not, tied or not, grouped heads and experts as in the original."""
+    grouped = arch.num_key_value_heads < arch.num_attention_heads
+    changes: dict[str, Any] = {
+        "name": f"tiny {arch.name}",
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 4 * HIDDEN_SIZE if not arch.gated_mlp else 3 * HIDDEN_SIZE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2 if grouped else HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": min(arch.max_position_embeddings, 4 * MAX_SEQ_LEN),
+        "sliding_window_layers": LAYERS * bool(arch.sliding_window_layers),
+    }
+    if arch.sliding_window_layers and arch.sliding_window_layers < arch.num_hidden_layers:
+        changes["sliding_window_layers"] = LAYERS // 2
+    if arch.mixture_of_experts is not None:
+        shared = bool(arch.mixture_of_experts.shared_expert_intermediate_size)
+        changes["mixture_of_experts"] = replace(
+            arch.mixture_of_experts,
+            num_experts=EXPERTS,
+            num_experts_per_tok=min(2, arch.mixture_of_experts.num_experts_per_tok),
+            moe_intermediate_size=HIDDEN_SIZE,
+            shared_expert_intermediate_size=HIDDEN_SIZE * shared,
+            first_k_dense_replace=min(1, arch.mixture_of_experts.first_k_dense_replace),
+            mlp_only_layers=(),
+        )
+    if arch.latent_attention is not None:
+        changes["latent_attention"] = replace(
+            arch.latent_attention,
+            q_lora_rank=HIDDEN_SIZE // 2 if arch.latent_attention.q_lora_rank else None,
+            kv_lora_rank=HIDDEN_SIZE // 4,
+            qk_nope_head_dim=HEAD_DIM,
+            qk_rope_head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM,
+        )
+    return replace(arch, **changes)
+
+
+def _small_layout(layout: Layout, num_ranks: int) -> tuple[Layout, list[str]]:
+    """Every degree back to what ``num_ranks`` data-parallel ranks allow; options stay."""
+    changes: dict[str, Any] = {}
+    words = []
+    for field in fields(layout):
+        value = getattr(layout, field.name)
+        if field.name in ("tp", "pp", "vpp", "cp", "ep", "replicate") and value > 1:
+            changes[field.name] = 1
+            words.append(f"{field.name} 1 instead of {value}")
+        elif field.name == "shard":
+            changes["shard"] = None
+        elif field.name == "sequence_parallel":
+            changes["sequence_parallel"] = None
+        elif field.name == "reshard_after_forward" and not isinstance(value, bool):
+            changes["reshard_after_forward"] = True
+    return replace(layout, **changes), words

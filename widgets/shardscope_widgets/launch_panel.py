@@ -1,0 +1,96 @@
+"""The button that says what will happen: launch here, or rehearse on CPU ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from html import escape
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.frameworks.cpu_rehearsal import rehearsal_of
+from shardscope.frameworks.registry import engine_name
+from shardscope_widgets.pickers.base import Row, text_input, typed_number
+from shardscope_widgets.words import device_count
+
+REHEARSAL_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What pressing the button would start."""
+
+    label: str
+    plan: ss.Plan | None = None
+    """None: nothing can be started, and ``note`` says why."""
+    note: str = ""
+    is_rehearsal: bool = False
+
+
+class LaunchPanel(widgets.VBox):
+    """Steps, whether to record a trace, and the button. ``offer`` says for which plan."""
+
+    def __init__(self, machine: ss.Cluster) -> None:
+        self.machine = machine
+        self.current = Offer(label="Launch")
+        self.steps = text_input(40, "Optimizer steps", "64px")
+        self.steps.layout.flex = "0 0 auto"
+        self.profile = widgets.Checkbox(
+            value=True, description="record a trace", indent=False, tooltip="Profile a few steady steps on every rank"
+        )
+        self.button = widgets.Button(description="Launch")
+        self.button.add_class("ss-button")
+        self.note = widgets.HTML()
+        self.note.add_class("ss-hint")
+        self.steps_row = Row("Steps", self.steps, self.profile)
+        super().__init__([self.steps_row, self.button, self.note], layout=widgets.Layout(overflow="visible"))
+        self.add_class("ss-launch")
+
+    def offer(self, plan: ss.Plan, fits: bool) -> None:
+        """Say on the button what ``plan`` would start here."""
+        self.current = offer_for(plan, self.machine, fits)
+        self.button.description = self.current.label
+        self.button.disabled = self.current.plan is None
+        self.say(self.current.note)
+
+    def say(self, words: str, is_error: bool = False) -> None:
+        """Words under the button."""
+        role = " class='ss-error' role='alert'" if is_error else ""
+        self.note.value = f"<span{role}>{escape(words)}</span>"
+
+    def task(self) -> ss.Pretrain:
+        """The task that the inputs describe. Raises ``ValueError``."""
+        return ss.Pretrain(num_steps=typed_number(self.steps.value), profile=self.profile.value)
+
+
+def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
+    """Launch where the plan's GPUs are here; else rehearse on CPU ranks; else say what is missing."""
+    here = (
+        plan.cluster.num_nodes == 1
+        and plan.cluster.gpu.name == machine.gpu.name
+        and (plan.cluster.gpus_per_node <= machine.gpus_per_node or plan.cluster.gpu.name == "cpu")
+    )
+    label = f"Launch on {device_count(plan.cluster)}" if here else f"Rehearse on {REHEARSAL_RANKS} CPU ranks"
+    if engine_name(plan) is None:
+        return Offer(
+            label=label,
+            note=f"{plan.layout.title} is planned, not trained yet in this version; DDP and FSDP2 train.",
+        )
+    missing = [module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)]
+    if missing:
+        return Offer(label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"')
+    if here:
+        if not fits:
+            return Offer(label=label, note="It does not fit this machine: make more room first.")
+        return Offer(label=label, plan=plan)
+    try:
+        rehearsal = rehearsal_of(plan, REHEARSAL_RANKS)
+    except ValueError as error:
+        return Offer(label=label, note=str(error))
+    return Offer(
+        label=label,
+        plan=rehearsal.plan,
+        is_rehearsal=True,
+        note="A rehearsal: the same framework on this machine, with " + ", ".join(rehearsal.differences) + ".",
+    )

@@ -1,0 +1,59 @@
+"""Which model: a catalogue name, a size, or a config.json."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.validation import FieldError, nearest
+from shardscope_widgets.pickers.base import Picker, Row
+
+SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
+
+
+class ArchitecturePicker(Picker):
+    """Type to search the catalogue; "7b" makes a Llama-shaped model of that size; a path reads a config.json."""
+
+    heading = "Model"
+
+    def __init__(self, name: str = "llama-3.1-8b") -> None:
+        self.name = widgets.Combobox(
+            value=name,
+            options=list(ss.models),
+            continuous_update=False,
+            placeholder="name, size (7b) or config.json",
+            tooltip="Model: a name of the catalogue, a size such as 7b, or the path of a config.json",
+        )
+        self.hint = widgets.HTML()
+        self.hint.add_class("ss-hint")
+        super().__init__({"model": Row("Model", self.name)}, self.hint)
+        self.name.observe(self.read, "value")
+        self.read()
+
+    def make(self) -> ss.Architecture:
+        """The architecture that the text names."""
+        text = self.name.value.strip()
+        if text in ss.models:
+            return ss.models[text]
+        if SIZE.fullmatch(text):
+            return ss.Architecture.of_size(text.replace(" ", ""))
+        if text.endswith(".json") or "/" in text or Path(text).is_dir() and text:
+            return ss.Architecture.from_hf(text)
+        raise FieldError(
+            "model", text, "a name of the catalogue, a size such as 7b, or a config.json", nearest(text, list(ss.models))
+        )
+
+    def read(self, change: object = None) -> None:
+        """Take the text over and say what it stands for."""
+        super().read(change)
+        arch = self.value
+        if arch is not None:
+            experts = arch.mixture_of_experts
+            mixture = f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
+            self.hint.value = (
+                f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · {arch.hidden_size:,} wide "
+                f"· {arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}"
+            )

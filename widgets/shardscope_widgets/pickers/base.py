@@ -1,0 +1,109 @@
+"""What all pickers share: labelled rows, an error slot at each, and the last valid value kept."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+import traitlets
+
+LABEL_WIDTH = "84px"
+
+
+class Row(widgets.VBox):
+    """One labelled input (or a few side by side) and, under it, what is wrong with it."""
+
+    def __init__(self, label: str, *controls: widgets.Widget) -> None:
+        for control in controls:
+            control.layout.flex = control.layout.flex or "1 1 0"
+            control.layout.width = control.layout.width or "auto"
+            control.layout.min_width = "0"
+        self.name = widgets.Label(label, layout=widgets.Layout(width=LABEL_WIDTH, flex="0 0 auto"))
+        self.error = widgets.HTML(layout=widgets.Layout(display="none", margin=f"0 0 0 {LABEL_WIDTH}"))
+        self.error.add_class("ss-error")
+        line = widgets.HBox(
+            [self.name, *controls], layout=widgets.Layout(align_items="center", min_height="30px", overflow="visible")
+        )
+        super().__init__([line, self.error], layout=widgets.Layout(overflow="visible"))
+
+    def show_error(self, message: str) -> None:
+        """Put ``message`` under the input; an empty one takes it away."""
+        self.error.value = f"<span role='alert'>{escape(message)}</span>" if message else ""
+        self.error.layout.display = "" if message else "none"
+
+
+class Picker(widgets.VBox):
+    """Rows that make one noun. ``value`` changes only when all rows are valid together."""
+
+    value = traitlets.Any(help="The noun, last valid one while an input is wrong.")
+    heading = ""
+
+    def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
+        self.rows = rows
+        self._own_error = False
+        heading = widgets.HTML(f"<h3>{self.heading}</h3>")
+        # A row may answer for several fields; it stands on the screen once.
+        unique = list(dict.fromkeys(rows.values()))
+        super().__init__([heading, *unique, *([hint] if hint else [])], layout=widgets.Layout(overflow="visible"))
+        self.add_class("ss-group")
+
+    def make(self) -> Any:
+        """The noun that the inputs describe. Raises ``ValueError``."""
+        raise TypeError(f"{type(self).__name__} does not say what it makes")
+
+    def read(self, change: object = None) -> None:
+        """Take the inputs over, or show what is wrong with them and keep the last valid value."""
+        try:
+            value = self.make()
+        except (ValueError, KeyError) as error:
+            self._own_error = True
+            self._show(error)
+            return
+        self._own_error = False
+        self._clear()
+        self.value = value
+
+    def show_plan_error(self, error: Exception) -> None:
+        """Put what is wrong with the whole plan at the input that it names."""
+        self._show(error)
+
+    def clear_plan_errors(self) -> None:
+        """Take away what was wrong with the plan; what is wrong with an input stays until that is mended."""
+        if not self._own_error:
+            self._clear()
+
+    def _show(self, error: Exception) -> None:
+        # "Layout.tp x pp" names several fields: the first that has an input gets the message.
+        fields = getattr(error, "field", "").rpartition(".")[2].split()
+        rows = [self.rows[field] for field in fields if field in self.rows]
+        row = rows[0] if rows else next(iter(self.rows.values()))
+        row.show_error(str(error.args[0] if isinstance(error, KeyError) else error))
+
+    def _clear(self) -> None:
+        for row in dict.fromkeys(self.rows.values()):
+            row.show_error("")
+
+
+def text_input(value: object, label: str, width: str = "auto") -> widgets.Text:
+    """A text box that reports once the person is done (Enter or leaving it), with a name for screen readers."""
+    box = widgets.Text(value=str(value), continuous_update=False, layout=widgets.Layout(width=width), tooltip=label)
+    box.placeholder = ""
+    return box
+
+
+def segments(options: list[tuple[str, Any]], label: str) -> widgets.ToggleButtons:
+    """A few choices side by side, one of them chosen."""
+    buttons = widgets.ToggleButtons(options=options, tooltips=[f"{label}: {name}" for name, _ in options])
+    buttons.style.button_width = "auto"
+    buttons.add_class("ss-seg")
+    return buttons
+
+
+def typed_number(text: str) -> Any:
+    """What a person typed as a whole number if it is one ("4,096"), else the text, for the noun to refuse."""
+    cleaned = text.strip().replace(",", "").replace("_", "").replace(" ", "")
+    try:
+        return int(cleaned)
+    except ValueError:
+        return text

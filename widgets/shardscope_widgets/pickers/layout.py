@@ -1,0 +1,146 @@
+"""Which framework, and its degrees: only choices that can run on this model and these GPUs are offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.frameworks.registry import frameworks
+from shardscope_widgets.pickers.base import Picker, Row, segments
+
+LABELS = {
+    "stage": "ZeRO stage",
+    "replicate": "Replicate",
+    "tp": "Tensor",
+    "pp": "Pipeline",
+    "cp": "Context",
+    "ep": "Experts",
+    "reshard_after_forward": "Reshard",
+    "offload": "Offload",
+    "offload_optimizer": "Optimizer",
+    "offload_params": "Parameters",
+    "sequence_parallel": "Sequence",
+    "distributed_optimizer": "Optimizer",
+}
+WORDS: dict[str, dict[Any, str]] = {
+    "reshard_after_forward": {True: "after forward", False: "after backward"},
+    "offload": {None: "none", "cpu": "CPU"},
+    "offload_optimizer": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
+    "offload_params": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
+    "sequence_parallel": {True: "split", False: "whole"},
+    "distributed_optimizer": {True: "split", False: "whole"},
+}
+
+
+class LayoutPicker(Picker):
+    """A framework and its degrees. ``offer`` says for which model, GPUs and recipe."""
+
+    heading = "Framework"
+
+    def __init__(self, layout: ss.Layout | None = None) -> None:
+        self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
+        layout = layout or ss.Layout.fsdp2()
+        self._layouts[layout.framework] = layout
+        self.framework = widgets.Dropdown(
+            options=[(framework.title, name) for name, framework in frameworks.items()],
+            value=layout.framework,
+            tooltip="Framework",
+        )
+        self._framework_row = Row("Framework", self.framework)
+        self._controls: dict[str, dict[str, Any]] = {name: {} for name in frameworks}
+        self._rows: dict[str, dict[str, Row]] = {name: {} for name in frameworks}
+        for name, framework in frameworks.items():
+            for field, values in framework.layout_class.choices.items():
+                self._add_row(name, field, values)
+        self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
+        self._offering = False
+        self.hint = widgets.HTML()
+        self.hint.add_class("ss-hint")
+        super().__init__({"framework": self._framework_row}, self.hint)
+        self.framework.observe(self.read, "value")
+        self.read()
+
+    def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
+        """Restrict every choice to what can run here; a choice that no longer can falls back to the nearest."""
+        self._situation = (architecture, cluster, recipe)
+        self.read()
+
+    def make(self) -> ss.Layout:
+        """The layout that the inputs describe, fallen back to what can run."""
+        name = self.framework.value
+        if self._situation is None:
+            return self._layouts[name]
+        chosen = {field: control.value for field, control in self._controls[name].items()}
+        return self._layouts[name].fitted(chosen, *self._situation)
+
+    def read(self, change: object = None) -> None:
+        """Take the inputs over and renew what is offered."""
+        if self._offering:
+            return
+        name = self.framework.value
+        self.rows = {"framework": self._framework_row, **self._rows[name]}
+        rows = [self.children[0], self._framework_row, *self._rows[name].values(), self.hint]
+        if list(self.children) != rows:
+            self.children = rows
+        if self._situation is None:
+            self.value = self._layouts[name]
+            return
+        super().read(change)
+        layout = self.value
+        if layout is not None and layout.framework == name:
+            self._layouts[name] = layout
+            self._renew(layout)
+
+    def _renew(self, layout: ss.Layout) -> None:
+        if self._situation is None:
+            return
+        self._offering = True
+        try:
+            for field, values in layout.offered(*self._situation).items():
+                control = self._controls[layout.framework][field]
+                current = getattr(layout, field)
+                if current is None and field == "sequence_parallel":
+                    current = layout.splits_sequence
+                options = [(WORDS.get(field, {}).get(value, str(value)), value) for value in values]
+                if list(control.options) != options:
+                    control.options = options
+                if current in values and control.value != current:
+                    control.value = current
+                self._rows[layout.framework][field].layout.display = "" if len(values) > 1 else "none"
+            self.hint.value = _hint(layout, *self._situation)
+        finally:
+            self._offering = False
+
+    def _add_row(self, name: str, field: str, values: tuple[Any, ...] | None) -> None:
+        label = LABELS[field]
+        options = [(WORDS.get(field, {}).get(value, str(value)), value) for value in values or (1,)]
+        control = (
+            widgets.Dropdown(options=options, tooltip=f"{label} parallel ranks")
+            if values is None
+            else segments(options, label)
+        )
+        control.value = options[0][1]
+        default = getattr(self._layouts[name], field)
+        if default is not None and default in [value for _, value in options]:
+            control.value = default
+        control.observe(self.read, "value")
+        self._controls[name][field] = control
+        self._rows[name][field] = Row(label, control)
+
+
+def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
+    degrees = layout.degrees(architecture, cluster, recipe)
+    parts = [
+        f"{words} {value:,}"
+        for words, value in (
+            ("shard", degrees.shard),
+            ("replicate", degrees.replicate),
+            ("tensor", degrees.tp),
+            ("pipeline", degrees.pp),
+            ("context", degrees.cp),
+        )
+        if value > 1
+    ]
+    return " × ".join(parts) + f" = {cluster.num_gpus:,} ranks" if parts else "one rank"

@@ -1,0 +1,144 @@
+"""The whole bench: four questions on the left, the plan's answers on the right, one sentence above both.
+
+State flows one way: pickers -> ``studio.plan`` -> views.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope.validation import FieldError
+from shardscope_widgets.launch_panel import LaunchPanel
+from shardscope_widgets.memory_view import MemoryView
+from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+from shardscope_widgets.run_view import RunView
+from shardscope_widgets.theme import STYLE
+from shardscope_widgets.trace_view import TraceView
+from shardscope_widgets.words import sentence, verdict
+
+TABS = ("Memory", "Run", "Trace")
+NO_TRACE = "No trace yet: a run that records one shows it here."
+
+
+class Studio(widgets.VBox):
+    """Plan, launch and look inside, in one widget. ``studio.plan`` and ``studio.run`` are what it shows."""
+
+    plan = traitlets.Any(help="The last valid plan.")
+    run = traitlets.Any(allow_none=True, default_value=None, help="The last run that was started here.")
+
+    def __init__(self) -> None:
+        self.architecture = ArchitecturePicker()
+        self.cluster = ClusterPicker()
+        self.recipe = RecipePicker()
+        self.layout_picker = LayoutPicker()
+        self.memory = MemoryView()
+        self.run_view = RunView(on_end=self._run_ended)
+        self.launch_panel = LaunchPanel(self.cluster.machine)
+        self.headline = widgets.HTML()
+        self.headline.add_class("ss-head")
+        self.tabs = widgets.ToggleButtons(options=TABS, tooltips=[f"Show {name.lower()}" for name in TABS])
+        self.tabs.style.button_width = "auto"
+        self.tabs.add_class("ss-tabs")
+        self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
+        self.trace_holder.add_class("ss-trace-tab")
+        self._pages = dict(zip(TABS, (self.memory, self.run_view, self.trace_holder), strict=True))
+        side = widgets.VBox([*self._pickers, self.launch_panel])
+        side.add_class("ss-side")
+        main = widgets.VBox([self.tabs, *self._pages.values()])
+        main.add_class("ss-main")
+        body = widgets.Box([side, main])
+        body.add_class("ss-body")
+        super().__init__([widgets.HTML(f"<style>{STYLE}</style>"), self.headline, body])
+        self.add_class("ss-root")
+        self.add_class("ss-studio")
+        for picker in self._pickers:
+            picker.observe(self._replan, "value")
+        self.tabs.observe(self._show_page, "value")
+        self.launch_panel.button.on_click(self._launch)
+        self._planning = False
+        self._show_page()
+        self._replan()
+
+    @property
+    def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
+        return self.architecture, self.cluster, self.recipe, self.layout_picker
+
+    def _replan(self, change: object = None) -> None:
+        """Make the plan that the pickers describe; while they do not make one, keep the last and say why."""
+        if self._planning:
+            return
+        self._planning = True
+        try:
+            for picker in self._pickers:
+                picker.clear_plan_errors()
+            nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
+            self.layout_picker.offer(*nouns)
+            plan = ss.Plan(*nouns, self.layout_picker.value)
+        except FieldError as error:
+            self._show_error(error)
+            return
+        finally:
+            self._planning = False
+        self.plan = plan
+
+    @traitlets.observe("plan")
+    def _draw(self, change: object) -> None:
+        report = self.plan.memory()
+        kind = "ss-fits" if report.fits else "ss-lacks"
+        self.headline.value = (
+            f"{sentence(self.plan)}<div class='ss-verdict {kind}'>{escape(verdict(self.plan, report))}</div>"
+        )
+        self.memory.show(self.plan, report)
+        self.launch_panel.offer(self.plan, report.fits)
+
+    def _show_error(self, error: FieldError) -> None:
+        owner = error.field.partition(".")[0]
+        picker = {
+            "Architecture": self.architecture,
+            "Cluster": self.cluster,
+            "Recipe": self.recipe,
+        }.get(owner, self.layout_picker)
+        picker.show_plan_error(error)
+
+    def _show_page(self, change: object = None) -> None:
+        for name, page in self._pages.items():
+            page.layout.display = "" if name == self.tabs.value else "none"
+
+    def _launch(self, _: object) -> None:
+        offer = self.launch_panel.current
+        if offer.plan is None:
+            return
+        self.launch_panel.steps_row.show_error("")
+        try:
+            task = self.launch_panel.task()
+        except ValueError as error:
+            self.launch_panel.steps_row.show_error(str(error))
+            return
+        self.launch_panel.button.disabled = True
+        try:
+            run = ss.launch(offer.plan, task)
+        except (ValueError, ImportError, OSError) as error:
+            self.launch_panel.say(str(error), is_error=True)
+            self.launch_panel.button.disabled = False
+            return
+        self.run = run
+        self.trace_holder.children = [_hint("The trace appears here when the run has ended.")]
+        self.run_view.show(run, note=offer.note if offer.is_rehearsal else "")
+        self.tabs.value = "Run"
+
+    def _run_ended(self, run: ss.Run) -> None:
+        self.launch_panel.offer(self.plan, self.plan.memory().fits)
+        try:
+            self.trace_holder.children = [TraceView(run.trace())]
+        except ValueError as error:
+            self.trace_holder.children = [_hint(str(error))]
+
+
+def _hint(words: str) -> widgets.HTML:
+    hint = widgets.HTML(escape(words))
+    hint.add_class("ss-hint")
+    return hint

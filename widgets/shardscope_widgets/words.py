@@ -1,0 +1,79 @@
+"""Catalogue names and plans as people say them."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import TYPE_CHECKING
+
+from shardscope.memory.words import count, gib
+
+if TYPE_CHECKING:
+    import shardscope as ss
+    from shardscope.memory.report import MemoryReport
+
+_SPELLED = {
+    "sxm": "SXM",
+    "pcie": "PCIe",
+    "rtx": "RTX",
+    "pro": "PRO",
+    "gpt": "GPT",
+    "gpt2": "GPT-2",
+    "nvl": "NVL",
+    "deepseek": "DeepSeek",
+    "cpu": "CPU",
+    "xl": "XL",
+    "moe": "MoE",
+}
+
+
+def title(name: str) -> str:
+    """``llama-3.1-8b`` -> ``Llama 3.1 8B``, ``h100-sxm-80gb`` -> ``H100 SXM 80 GB``."""
+    return " ".join(_word(part) for part in re.split(r"[-_ ]", name) if part)
+
+
+def _word(part: str) -> str:
+    if part in _SPELLED:
+        return _SPELLED[part]
+    if match := re.fullmatch(r"(\d+)gb", part):
+        return f"{match[1]} GB"
+    if re.search(r"\d", part):
+        return part.upper()
+    return part[:1].upper() + part[1:]
+
+
+def devices(cluster: ss.Cluster) -> str:
+    """``8 × H100 SXM 80 GB``, ``4 nodes of 8 × ...``, ``2 CPU ranks``."""
+    if cluster.gpu.name == "cpu":
+        return count(cluster.num_gpus, "CPU rank")
+    one_node = f"{cluster.gpus_per_node} × {title(cluster.gpu.name)}"
+    return one_node if cluster.num_nodes == 1 else f"{cluster.num_nodes:,} nodes of {one_node}"
+
+
+def device_count(cluster: ss.Cluster) -> str:
+    """``8 GPUs``, ``1 GPU``, ``2 CPU ranks``."""
+    return count(cluster.num_gpus, "CPU rank" if cluster.gpu.name == "cpu" else "GPU")
+
+
+def sentence(plan: ss.Plan) -> str:
+    """What, on what, with what, as HTML."""
+    method = {"full": "full training", "lora": f"LoRA of rank {plan.recipe.adapter_rank}"}[plan.recipe.method]
+    return (
+        f"<span class='what'><b>{escape(title(plan.architecture.name))}</b> on "
+        f"<b>{escape(devices(plan.cluster))}</b> with <b>{escape(plan.layout.description)}</b>, "
+        f"{method}, {escape(plan.recipe.precision)}</span>"
+    )
+
+
+def verdict(plan: ss.Plan, report: MemoryReport) -> str:
+    """``Fits: 61.3 of 79.1 GiB on each of 8 GPUs`` or ``Does not fit: short by 12.4 GiB ...``."""
+    where = f"on each of {device_count(plan.cluster)}" if plan.world_size > 1 else "on the one " + (
+        "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
+    )
+    if plan.degrees.pp > 1:
+        where = f"on the fullest of {device_count(plan.cluster)} (stage {report.worst_stage.stage})"
+    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
+    if report.fits:
+        return f"Fits: {room} {where}"
+    short = report.peak_bytes - report.usable_bytes
+    return f"Does not fit: short by {gib(short)} GiB ({room} {where})"
