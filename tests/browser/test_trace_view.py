@@ -1,0 +1,380 @@
+"""The trace view in a real browser: its own ES module, and real tiles from Python behind a small page.
+
+A page of our own on the loopback address stands in for JupyterLab, so that the drawing is tested in seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from shardscope.trace import Trace  # noqa: E402
+from shardscope_widgets.trace_view import TraceView  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SHARED = ["viewport_seconds", "search", "selected", "num_matches", "error", "height"]
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+PAGE = """<!doctype html><html><head><meta charset="utf-8">
+<style>body{margin:16px;background:BACKGROUND}</style>
+<link rel="stylesheet" href="/style.css"></head><body><div id="view"></div><script type="module">
+import front from "/index.js";
+const state = await (await fetch("/state")).json();
+const handlers = {};
+const fire = (event, ...rest) => (handlers[event] ?? []).forEach((handler) => handler(...rest));
+let changed = {};
+// One at a time and in order, as a kernel's channel is.
+let queue = Promise.resolve();
+const post = (path, body) => (queue = queue.then(() => deliver(path, body)));
+async function deliver(path, body) {
+  const reply = await (await fetch(path, { method: "POST", body: JSON.stringify(body) })).json();
+  for (const [key, value] of Object.entries(reply.state)) {
+    state[key] = value;
+    fire("change:" + key);
+  }
+  for (const { content, buffers } of reply.messages) {
+    const bytes = buffers.map((text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)));
+    fire("msg:custom", content, bytes.map((part) => new DataView(part.buffer)));
+  }
+}
+const model = {
+  get: (key) => state[key],
+  set: (key, value) => { state[key] = changed[key] = value; fire("change:" + key); },
+  save_changes: () => { post("/state", changed); changed = {}; },
+  send: (content) => post("/message", content),
+  on: (event, handler) => (handlers[event] ??= []).push(handler),
+  off: (event, handler) => { handlers[event] = handlers[event].filter((one) => one !== handler); },
+};
+window.model = model;
+window.handlers = handlers;
+window.close_view = front.render({ model, el: document.getElementById("view") });
+</script></body></html>"""
+
+
+@contextmanager
+def served(view: TraceView, background: str = "white") -> Iterator[str]:
+    """The address of a page that shows ``view`` and passes messages both ways."""
+    sent: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    def keep(content: dict[str, Any], buffers: list[Any] | None = None) -> None:
+        texts = [base64.b64encode(bytes(buffer)).decode() for buffer in buffers or []]
+        sent.append({"content": content, "buffers": texts})
+
+    view.send = keep
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def answer(self, body: str, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_GET(self) -> None:
+            if self.path == "/index.js":
+                self.answer(str(view._esm), "text/javascript")
+            elif self.path == "/style.css":
+                self.answer(str(view._css), "text/css")
+            elif self.path == "/state":
+                self.answer(json.dumps(view.get_state()), "application/json")
+            else:
+                self.answer(PAGE.replace("BACKGROUND", background), "text/html")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                before = view.get_state(SHARED)
+                if self.path == "/state":
+                    view.set_state(body)
+                else:
+                    view._handle_custom_msg(body, [])
+                messages, sent[:] = list(sent), []
+                known = {**before, **body} if self.path == "/state" else before
+                after = view.get_state(SHARED)
+                state = {key: value for key, value in after.items() if value != known[key]}
+            self.answer(json.dumps({"messages": messages, "state": state}), "application/json")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def opened(view: TraceView, *, dark: bool = False, width: int = 1180, scale: float = 1) -> Iterator[Any]:
+    """A browser page that shows ``view``; fails if any request left the machine or any script failed."""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(
+            viewport={"width": width, "height": 800},
+            color_scheme="dark" if dark else "light",
+            device_scale_factor=scale,
+        )
+        failures: list[str] = []
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        abroad: list[str] = []
+        page.on("request", lambda request: abroad.append(request.url))
+        try:
+            with served(view, "#111518" if dark else "white") as address:
+                page.goto(address)
+                page.wait_for_selector(".ss-trace canvas[data-t0]")
+                if len(view.trace):
+                    page.wait_for_function("+document.querySelector('canvas').dataset.slices > 0")
+                page.wait_for_timeout(150)
+                yield page
+                assert not failures, failures
+                assert not [url for url in abroad if not url.startswith(address)]
+        finally:
+            browser.close()
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return Trace.load(FIXTURE)
+
+
+@pytest.fixture
+def view(trace: Trace) -> TraceView:
+    return TraceView(trace)
+
+
+def shown(page: Any) -> tuple[float, float]:
+    data = page.evaluate("({...document.querySelector('.ss-trace canvas').dataset})")
+    return float(data["t0"]), float(data["t1"])
+
+
+def settled(page: Any) -> None:
+    page.wait_for_timeout(400)
+
+
+def middle(page: Any) -> tuple[float, float]:
+    box = page.locator(".ss-trace canvas").bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + 70
+
+
+def place_of(page: Any, view: TraceView, index: int) -> tuple[float, float]:
+    """Pixel in the middle of a slice of the first track, which begins under the ruler and one header."""
+    box = page.locator(".ss-trace canvas").bounding_box()
+    t0, t1 = shown(page)
+    time = (int(view.trace.start_ns[index]) + int(view.trace.duration_ns[index]) / 2) / 1e9
+    x = box["x"] + 152 + (time - t0) / (t1 - t0) * (box["width"] - 152)
+    return x, box["y"] + 24 + 24 + 3 + int(view.trace.depth[index]) * 18 + 9
+
+
+def test_every_slice_of_both_ranks_is_drawn_on_one_axis(view: TraceView) -> None:
+    with opened(view) as page:
+        drawn = int(page.locator("canvas").get_attribute("data-slices"))
+        assert drawn == len(view.trace)
+        assert page.locator(".ss-trace-rank").all_text_contents() == ["rank 0", "rank 1"]
+        assert shown(page) == pytest.approx((0, view.trace.duration_seconds))
+
+
+def test_wheel_zooms_at_the_pointer_and_python_reads_it_back(view: TraceView) -> None:
+    with opened(view) as page:
+        x, y = middle(page)
+        page.mouse.move(x, y)
+        before = shown(page)
+        page.mouse.wheel(0, -400)
+        settled(page)
+        after = shown(page)
+        assert after[1] - after[0] < 0.8 * (before[1] - before[0])
+        assert before[0] < after[0] and after[1] < before[1]
+        assert view.viewport_seconds == pytest.approx(after)
+
+
+def test_drag_pans_without_zooming(view: TraceView) -> None:
+    with opened(view) as page:
+        x, y = middle(page)
+        page.mouse.move(x, y)
+        page.mouse.wheel(0, -1000)
+        settled(page)
+        before = shown(page)
+        page.mouse.down()
+        page.mouse.move(x - 120, y, steps=6)
+        page.mouse.up()
+        settled(page)
+        after = shown(page)
+        assert after[0] > before[0]
+        assert after[1] - after[0] == pytest.approx(before[1] - before[0])
+        assert view.selected is None  # a drag is not a click
+
+
+def test_keys_zoom_pan_and_fit(view: TraceView) -> None:
+    with opened(view) as page:
+        page.locator("canvas").focus()
+        whole = shown(page)
+        page.keyboard.press("w")
+        page.keyboard.press("w")
+        settled(page)
+        zoomed = shown(page)
+        assert zoomed[1] - zoomed[0] == pytest.approx(0.64 * whole[1])
+        page.keyboard.press("d")
+        settled(page)
+        right = shown(page)
+        assert right[0] > zoomed[0]
+        page.keyboard.press("a")
+        settled(page)
+        assert shown(page) == pytest.approx(zoomed)
+        page.keyboard.press("s")
+        settled(page)
+        assert shown(page)[1] - shown(page)[0] == pytest.approx(0.8 * whole[1])
+        page.keyboard.press("0")
+        settled(page)
+        assert shown(page) == pytest.approx(whole)
+
+
+def test_hover_and_click_say_what_a_slice_is(view: TraceView) -> None:
+    index = int(view.trace.duration_ns[: view.trace.tracks[0].num_slices].argmax())
+    name = view.trace.names[view.trace.name_index[index]]
+    with opened(view) as page:
+        page.mouse.move(*place_of(page, view, index))
+        page.wait_for_selector(".ss-trace-tip:not([hidden])")
+        text = page.locator(".ss-trace-tip").text_content()
+        assert name in text and "start" in text and "ms" in text
+        page.mouse.click(*place_of(page, view, index))
+        page.wait_for_selector(".ss-trace-details.ss-on")
+        settled(page)
+        assert view.selected is not None and view.selected["name"] == name
+        assert f"rank {view.selected['rank']}" in page.locator(".ss-trace-details").text_content()
+
+
+def test_search_counts_highlights_and_walks_the_matches(view: TraceView) -> None:
+    with opened(view) as page:
+        pixels = "document.querySelector('canvas').toDataURL()"
+        before = page.evaluate(pixels)
+        page.locator(".ss-trace-search").fill("ADDMM")
+        page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
+        settled(page)
+        assert page.evaluate(pixels) != before  # the others are dimmed
+        assert (
+            f"{view.num_matches} of {len(view.trace):,} slices"
+            in page.locator(".ss-trace-count").text_content()
+        )
+        page.keyboard.press("Enter")
+        settled(page)
+        first = dict(view.selected or {})
+        assert "addmm" in first["name"].lower()
+        assert page.locator(".ss-trace-count").text_content().startswith("match 1 ")
+        page.keyboard.press("Enter")
+        settled(page)
+        assert view.selected is not None and view.selected["start_seconds"] >= first["start_seconds"]
+        page.keyboard.press("Shift+Enter")
+        settled(page)
+        assert view.selected["index"] == first["index"]
+        t0, t1 = shown(page)
+        assert t0 <= first["start_seconds"] <= t1
+
+
+def test_a_rank_folds_into_a_thin_band_from_the_keyboard(view: TraceView) -> None:
+    with opened(view) as page:
+        first, second = page.locator(".ss-trace-rank").all()
+        before = second.bounding_box()["y"] - first.bounding_box()["y"]
+        first.focus()
+        page.keyboard.press("Enter")
+        settled(page)
+        assert first.get_attribute("aria-expanded") == "false"
+        assert second.bounding_box()["y"] - first.bounding_box()["y"] < before / 3
+        page.keyboard.press("Enter")
+        settled(page)
+        assert first.get_attribute("aria-expanded") == "true"
+        assert second.bounding_box()["y"] - first.bounding_box()["y"] == pytest.approx(before)
+
+
+def test_the_table_follows_the_view(view: TraceView) -> None:
+    with opened(view) as page:
+        page.locator(".ss-trace-totals summary").click()
+        page.wait_for_selector(".ss-trace-totals td")
+        first = page.locator(".ss-trace-totals td").first.text_content()
+        assert first == view._tiler.totals(0, view._span_ns)[0]["name"]
+
+
+def test_python_moves_the_view(view: TraceView) -> None:
+    with opened(view) as page:
+        page.evaluate("model.set('viewport_seconds', [0.002, 0.004])")
+        settled(page)
+        assert shown(page) == pytest.approx((0.002, 0.004))
+
+
+def test_dark_and_light_differ_and_follow_jupyterlabs_switch(view: TraceView) -> None:
+    corner = (
+        "[...document.querySelector('canvas').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
+    )
+    with opened(view, dark=True) as page:
+        assert max(page.evaluate(corner)) < 60
+        page.evaluate(
+            "document.body.style.setProperty('--jp-layout-color0', 'white'),"
+            "document.body.setAttribute('data-jp-theme-light', 'true')"
+        )
+        settled(page)
+        assert min(page.evaluate(corner)) > 240
+
+
+def test_a_script_in_a_name_is_text(tmp_path: Path) -> None:
+    name = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+    event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 100.0}
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
+    view = TraceView(tmp_path)
+    with opened(view) as page:
+        page.mouse.move(*place_of(page, view, 0))
+        page.wait_for_selector(".ss-trace-tip:not([hidden])")
+        page.mouse.click(*place_of(page, view, 0))
+        page.locator(".ss-trace-totals summary").click()
+        page.wait_for_selector(".ss-trace-totals td")
+        assert name in page.locator(".ss-trace-tip").text_content()
+        assert page.evaluate("window.hacked") is None
+
+
+def test_an_empty_trace_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
+    with opened(TraceView(tmp_path)) as page:
+        assert "recorded nothing" in page.locator(".ss-trace-empty").text_content()
+
+
+def test_a_bad_message_is_shown_and_the_view_lives_on(view: TraceView) -> None:
+    with opened(view) as page:
+        page.evaluate("model.send({type: 'format the disk', id: 1})")
+        page.wait_for_function("document.querySelector('.ss-trace-error').textContent.includes('allowed')")
+        page.locator("canvas").focus()
+        page.keyboard.press("w")
+        settled(page)
+        assert shown(page)[1] < view.trace.duration_seconds
+
+
+def test_narrow_pages_keep_everything_inside(view: TraceView) -> None:
+    with opened(view, width=320) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+
+
+def test_closing_leaves_no_handler_behind(view: TraceView) -> None:
+    with opened(view) as page:
+        page.evaluate("close_view()")
+        assert page.evaluate("Object.values(handlers).flat().length") == 0

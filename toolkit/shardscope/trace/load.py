@@ -1,0 +1,214 @@
+"""One file of Chrome/Kineto JSON into raw columns. What is odd but readable is counted, not fatal."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardscope.trace.files import read_bytes, refuse_file, trace_files
+
+_NO_ARGS = msgspec.Raw(b"")
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)
+
+
+class Event(msgspec.Struct, gc=False):
+    """One entry of ``traceEvents``; ``args`` stay undecoded bytes: which keeps a million events fast."""
+
+    ph: str = ""
+    name: str = ""
+    cat: str = ""
+    ts: float | None = None
+    dur: float | None = None
+    pid: int | str = ""
+    tid: int | str = ""
+    args: msgspec.Raw = _NO_ARGS
+
+
+class _Document(msgspec.Struct):
+    traceEvents: list[Event] | None = None  # noqa: N815 - Chrome's spelling
+    distributedInfo: msgspec.Raw = _NO_ARGS  # noqa: N815
+    baseTimeNanoseconds: msgspec.Raw = _NO_ARGS  # noqa: N815
+
+
+class _LooseDocument(msgspec.Struct):
+    traceEvents: list[msgspec.Raw] | None = None  # noqa: N815
+    distributedInfo: msgspec.Raw = _NO_ARGS  # noqa: N815
+    baseTimeNanoseconds: msgspec.Raw = _NO_ARGS  # noqa: N815
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """What one file said, before ranks are put on one axis."""
+
+    path: Path
+    rank: int | None
+    """From ``distributedInfo``, else from the file's name; None when neither says."""
+    world_size: int | None
+    base_ns: int
+    """Wall clock of ``ts`` 0, in nanoseconds since 1970; 0 when the file does not say."""
+    slices: list[Event]
+    """Complete events (``ph`` X), in file order."""
+    start_us: npt.NDArray[np.float64]
+    """``ts`` as written, NaN where absent."""
+    duration_us: npt.NDArray[np.float64]
+    """``dur`` as written, NaN where absent."""
+    gpu_processes: set[int | str]
+    """Processes that the metadata calls a GPU."""
+    oddities: Counter[str] = field(default_factory=Counter)
+    """What was left out or mended, with how often."""
+
+
+def read_recordings(source: object) -> list[Recording]:
+    """Every file behind ``source``: a file, a folder of ranks or a Run. Raises ``ValueError`` in words."""
+    return [read_recording(path) for path in trace_files(source)]
+
+
+def read_recording(path: Path) -> Recording:
+    """One file. Raises ``ValueError`` when it is no Chrome trace at all."""
+    oddities: Counter[str] = Counter()
+    document = _decode(path, read_bytes(path), oddities)
+    events = document.traceEvents
+    if events is None:
+        refuse_file(
+            path, "has no traceEvents: it is not a profiler trace", "give what torch.profiler exported"
+        )
+    slices: list[Event] = []
+    gpu_processes: set[int | str] = set()
+    for event in events:
+        if event.ph == "X":
+            # The profiler's own record of its window, not something that the rank did.
+            if event.cat != "Trace":
+                slices.append(event)
+        elif event.ph == "M":
+            if event.name == "process_labels" and b"GPU" in bytes(event.args):
+                gpu_processes.add(event.pid)
+        else:
+            oddities[_OTHER_PHASES.get(event.ph, "events of an unknown kind left out")] += 1
+    info = _value(document.distributedInfo)
+    info = info if isinstance(info, dict) else {}
+    base = _value(document.baseTimeNanoseconds)
+    return Recording(
+        path=path,
+        rank=_rank(info, path),
+        world_size=_small_int(info.get("world_size")),
+        base_ns=base if isinstance(base, int) and 0 <= base < 2**62 else 0,
+        slices=slices,
+        start_us=_numbers(event.ts for event in slices),
+        duration_us=_numbers(event.dur for event in slices),
+        gpu_processes=gpu_processes,
+        oddities=oddities,
+    )
+
+
+_OTHER_PHASES = {
+    "i": "instant events (such as memory records) left out: they have no duration",
+    "I": "instant events (such as memory records) left out: they have no duration",
+    "s": "ends of flow arrows left out",
+    "t": "ends of flow arrows left out",
+    "f": "ends of flow arrows left out",
+    "C": "counter samples left out",
+    "B": "begin/end events left out: only complete slices (ph X) are shown",
+    "E": "begin/end events left out: only complete slices (ph X) are shown",
+}
+
+
+def _decode(path: Path, text: bytes, oddities: Counter[str]) -> _Document:
+    """Fast when every event is well-formed; event by event when one is not."""
+    is_list = text[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+    try:
+        if is_list:
+            return _Document(traceEvents=msgspec.json.decode(text, type=list[Event]))
+        return msgspec.json.decode(text, type=_Document)
+    except _UNREADABLE:
+        pass
+    try:
+        if is_list:
+            loose = _LooseDocument(traceEvents=msgspec.json.decode(text, type=list[msgspec.Raw]))
+        else:
+            loose = msgspec.json.decode(text, type=_LooseDocument)
+    except _UNREADABLE:
+        loose = _decode_lenient(path, text, oddities)
+    events = None if loose.traceEvents is None else _each_event(loose.traceEvents, oddities)
+    return _Document(
+        traceEvents=events,
+        distributedInfo=loose.distributedInfo,
+        baseTimeNanoseconds=loose.baseTimeNanoseconds,
+    )
+
+
+def _each_event(raw_events: list[msgspec.Raw], oddities: Counter[str]) -> list[Event]:
+    decoder = msgspec.json.Decoder(Event, strict=False)  # lax: "12.5" is a number to some exporters
+    events: list[Event] = []
+    for raw in raw_events:
+        try:
+            events.append(decoder.decode(raw))
+        except _UNREADABLE:
+            oddities["malformed events left out"] += 1
+    return events
+
+
+def _decode_lenient(path: Path, text: bytes, oddities: Counter[str]) -> _LooseDocument:
+    """NaN, Infinity and broken UTF-8 are not JSON, yet profilers have written them (pytorch#130622)."""
+    try:
+        data = json.loads(text.decode("utf-8-sig", errors="replace"), strict=False)
+    except json.JSONDecodeError as error:
+        refuse_file(
+            path,
+            f"is not JSON: {error.msg} at line {error.lineno:,}, column {error.colno:,}",
+            "record it again; the rank was probably killed while writing",
+        )
+    except (RecursionError, ValueError) as error:
+        refuse_file(path, f"is not a profiler trace ({error})", "give what torch.profiler exported")
+    oddities["file read leniently: it is not strict JSON"] += 1
+    if isinstance(data, list):
+        data = {"traceEvents": data}
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list | None):
+        refuse_file(
+            path, "holds no traceEvents list: it is not a profiler trace", "give what torch.profiler exported"
+        )
+    events = data.get("traceEvents")
+    return _LooseDocument(
+        traceEvents=None if events is None else [_encoded(event) for event in events],
+        distributedInfo=_encoded(data.get("distributedInfo")),
+        baseTimeNanoseconds=_encoded(data.get("baseTimeNanoseconds")),
+    )
+
+
+def _encoded(value: object) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(msgspec.json.encode(value))
+    except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError):
+        return _NO_ARGS  # decodes to nothing, and is then counted as malformed
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw) if bytes(raw) else None
+    except _UNREADABLE:
+        return None
+
+
+def _rank(info: dict[str, Any], path: Path) -> int | None:
+    rank = _small_int(info.get("rank"))
+    if rank is not None:
+        return rank
+    found = _RANK_IN_NAME.search(path.name)
+    return int(found.group(1)) if found else None
+
+
+def _small_int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**7 else None
+
+
+def _numbers(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
+    return np.array(list(values), dtype=np.float64)

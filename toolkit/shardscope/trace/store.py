@@ -1,0 +1,399 @@
+"""The Trace: all slices of all ranks as numpy columns on one time axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardscope.trace.files import refuse_file
+from shardscope.trace.load import Recording, read_recordings
+from shardscope.trace.nesting import nesting_depth, union_ns
+from shardscope.trace.table import Table
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+GPU_CATEGORIES = frozenset(
+    {
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "gpu_user_annotation",
+        "Kernel",
+        "Memcpy",
+        "Memset",
+        "mtia_ccp_events",
+    }
+)
+"""Categories of work on a device; the capitalised ones are what torch wrote before 1.11."""
+
+WRAPPER_CATEGORIES = frozenset({"user_annotation", "gpu_user_annotation", "python_function", "Trace"})
+"""Slices that stand around work (ProfilerStep, stack frames). They span idle time too: not busy time."""
+
+_EPOCH_NS = 10**18  # the year 2001: a sum above this is a wall clock, one below counts from boot or from zero
+_FAR_NS = 24 * 3600 * 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """One thread or GPU stream of one rank."""
+
+    rank: int
+    process: int | str
+    thread: int | str
+    kind: Literal["cpu", "gpu"]
+    name: str
+    """ "CPU thread 123" or "stream 7". """
+    num_rows: int
+    """Rows that its nested slices need."""
+    num_slices: int
+
+    @property
+    def label(self) -> str:
+        """The name with its rank: "rank 0 · stream 7"."""
+        return f"rank {self.rank} · {self.name}"
+
+
+class Trace:
+    """All slices of all ranks. Sorted by track, row and start: slices of one row never overlap.
+
+    Columns, one entry per slice: ``start_ns`` (from the trace's first slice) and ``duration_ns`` (int64),
+    ``name_index`` into ``names``, ``category_index`` into ``categories``, ``track_index`` into ``tracks``,
+    ``depth`` (row inside its track).
+    """
+
+    def __init__(self, recordings: list[Recording]) -> None:
+        """Built by :meth:`load`."""
+        recordings = _ranked(recordings)
+        self.ranks: list[int] = [_known(recording.rank) for recording in recordings]
+        self.notes: list[str] = []
+        """What was mended, left out or assumed while loading, in words."""
+        self.names: list[str] = []
+        self.categories: list[str] = []
+        self.tracks: list[Track] = []
+        builder = _Builder(self)
+        starts = _on_one_axis(recordings, self.notes)
+        for recording, start_ns in zip(recordings, starts, strict=True):
+            builder.add(recording, start_ns)
+        builder.finish()
+        _note_oddities(recordings, self.notes)
+        _note_missing_ranks(recordings, self.notes)
+        if not len(self):
+            self.notes.append("no slices: the profiler recorded nothing in its active steps")
+
+    start_ns: Int64s
+    duration_ns: Int64s
+    name_index: Int32s
+    category_index: Int32s
+    track_index: Int32s
+    depth: Int32s
+    _args: list[msgspec.Raw]
+
+    @classmethod
+    def load(cls, source: Any) -> Self:
+        """Read a trace file, a folder of ranks, or a run's traces.
+
+        Kineto's microseconds count from ``baseTimeNanoseconds``, so ranks share the wall clock of their
+        hosts; where a file does not say, every rank starts at 0 and ``notes`` tells so. Raises ``ValueError``
+        naming the file, what is wrong and the fix.
+        """
+        return cls(read_recordings(source))
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def __repr__(self) -> str:
+        return f"<Trace: {len(self):,} slices, {len(self.ranks)} ranks, {self.duration_seconds:.3g} s>"
+
+    @property
+    def duration_ns_total(self) -> int:
+        """From the first slice's start to the last slice's end."""
+        return int((self.start_ns + self.duration_ns).max()) if len(self) else 0
+
+    @property
+    def duration_seconds(self) -> float:
+        """From the first slice's start to the last slice's end, over all ranks."""
+        return self.duration_ns_total / 1e9
+
+    def args(self, index: int) -> dict[str, Any]:
+        """What the profiler noted about slice ``index`` (shapes, stream, collective), decoded on request."""
+        try:
+            value = msgspec.json.decode(self._args[index])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def slice(self, index: int) -> dict[str, Any]:
+        """Everything about one slice, as a person reads it; seconds count from the trace's first slice."""
+        track = self.tracks[self.track_index[index]]
+        return {
+            "index": int(index),
+            "name": self.names[self.name_index[index]],
+            "category": self.categories[self.category_index[index]],
+            "rank": track.rank,
+            "track": track.name,
+            "start_seconds": int(self.start_ns[index]) / 1e9,
+            "duration_seconds": int(self.duration_ns[index]) / 1e9,
+            "args": self.args(index),
+        }
+
+    def summary(self) -> Table:
+        """One row per rank: slices, start, span, and how long its CPU and its GPU were busy, in seconds.
+
+        Busy means that at least one operator, runtime call or kernel of that kind was running; annotations
+        and stack frames, which also span idle time, do not count.
+        """
+        wrappers = np.array([name in WRAPPER_CATEGORIES for name in self.categories], dtype=bool)
+        is_gpu = np.array([track.kind == "gpu" for track in self.tracks], dtype=bool)
+        track_rank = np.array([track.rank for track in self.tracks], dtype=np.int64)
+        end_ns = self.start_ns + self.duration_ns
+        rows = Table()
+        for rank in self.ranks:
+            mine = (
+                np.flatnonzero(track_rank[self.track_index] == rank)
+                if len(self)
+                else np.zeros(0, dtype=np.int64)
+            )
+            work = mine[~wrappers[self.category_index[mine]]] if len(mine) else mine
+            gpu = is_gpu[self.track_index[work]] if len(work) else np.zeros(0, dtype=bool)
+            first = int(self.start_ns[mine].min()) if len(mine) else 0
+            last = int(end_ns[mine].max()) if len(mine) else 0
+            rows.append(
+                {
+                    "rank": rank,
+                    "slices": len(mine),
+                    "start_seconds": first / 1e9,
+                    "span_seconds": (last - first) / 1e9,
+                    "cpu_busy_seconds": union_ns(self.start_ns[work[~gpu]], end_ns[work[~gpu]]) / 1e9,
+                    "gpu_busy_seconds": union_ns(self.start_ns[work[gpu]], end_ns[work[gpu]]) / 1e9,
+                }
+            )
+        return rows
+
+
+class _Builder:
+    """Collects columns rank by rank, then sorts them into tracks and rows."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.names: dict[str, int] = {}
+        self.categories: dict[str, int] = {}
+        self.columns: list[tuple[Int64s, Int64s, Int32s, Int32s, Int32s, Int32s]] = []
+        self.args: list[msgspec.Raw] = []
+
+    def add(self, recording: Recording, start_ns: Int64s) -> None:
+        duration_ns, keep = _durations(recording, start_ns)
+        kept = np.flatnonzero(keep)
+        events = [recording.slices[index] for index in kept.tolist()]
+        start_ns, duration_ns = start_ns[kept], duration_ns[kept]
+        names, categories = self.names, self.categories
+        name_index = _int32([names.setdefault(event.name, len(names)) for event in events])
+        category_index = _int32([categories.setdefault(event.cat, len(categories)) for event in events])
+        keys: dict[tuple[int | str, int | str], int] = {}
+        key_index = _int32([keys.setdefault((event.pid, event.tid), len(keys)) for event in events])
+        self._tracks(
+            recording, list(keys), key_index, categories, (start_ns, duration_ns, name_index, category_index)
+        )
+        # Copies, because a Raw view would keep the whole file's text alive.
+        self.args.extend(event.args.copy() for event in events)
+
+    def _tracks(
+        self,
+        recording: Recording,
+        keys: list[tuple[int | str, int | str]],
+        key_index: Int32s,
+        categories: dict[str, int],
+        columns: tuple[Int64s, Int64s, Int32s, Int32s],
+    ) -> None:
+        start_ns, duration_ns, name_index, category_index = columns
+        gpu_categories = [index for name, index in categories.items() if name in GPU_CATEGORIES]
+        on_gpu = np.isin(category_index, gpu_categories)
+        slices = np.bincount(key_index, minlength=len(keys))
+        gpu_share = np.bincount(key_index, weights=on_gpu, minlength=len(keys)) / np.maximum(slices, 1)
+        busy = np.bincount(key_index, weights=duration_ns.astype(np.float64), minlength=len(keys))
+        gpu = [
+            bool(gpu_share[i] > 0.5) or (process in recording.gpu_processes)
+            for i, (process, _) in enumerate(keys)
+        ]
+        devices = {keys[i][0] for i in range(len(keys)) if gpu[i]}
+        processes = {keys[i][0] for i in range(len(keys)) if not gpu[i]}
+        # Threads by how much they did, so the training thread comes first; streams by number.
+        threads = sorted((i for i in range(len(keys)) if not gpu[i]), key=lambda i: -busy[i])
+        streams = sorted((i for i in range(len(keys)) if gpu[i]), key=lambda i: _stream_order(*keys[i]))
+        first = len(self.trace.tracks)
+        track_of_key = np.zeros(len(keys), dtype=np.int32)
+        depth = np.zeros(len(start_ns), dtype=np.int32)
+        end_ns = start_ns + duration_ns
+        for position, key in enumerate(threads + streams):
+            track_of_key[key] = first + position
+            mine = np.flatnonzero(key_index == key)
+            mine = mine[np.lexsort((-duration_ns[mine], start_ns[mine]))]
+            depth[mine] = nesting_depth(start_ns[mine], end_ns[mine])
+            process, thread = keys[key]
+            thread = str(thread).removeprefix("stream ").strip()
+            name = f"stream {thread}" if gpu[key] else f"CPU thread {thread}"
+            if gpu[key] and len(devices) > 1:
+                name = f"GPU {process} {name}"
+            elif not gpu[key] and len(processes) > 1:
+                name = f"process {process} thread {thread}"
+            self.trace.tracks.append(
+                Track(
+                    rank=_known(recording.rank),
+                    process=process,
+                    thread=thread,
+                    kind="gpu" if gpu[key] else "cpu",
+                    name=name,
+                    num_rows=int(depth[mine].max()) + 1,
+                    num_slices=len(mine),
+                )
+            )
+        track_index = track_of_key[key_index] if len(keys) else np.zeros(0, dtype=np.int32)
+        self.columns.append((start_ns, duration_ns, name_index, category_index, track_index, depth))
+
+    def finish(self) -> None:
+        trace = self.trace
+        trace.names, trace.categories = list(self.names), list(self.categories)
+        start, duration, name, category, track, depth = (
+            np.concatenate(column) for column in zip(*self.columns, strict=True)
+        )
+        order = np.lexsort((start, depth, track))
+        origin = start.min() if len(start) else 0
+        trace.start_ns, trace.duration_ns = start[order] - origin, duration[order]
+        trace.name_index, trace.category_index = name[order], category[order]
+        trace.track_index, trace.depth = track[order], depth[order]
+        trace._args = [self.args[index] for index in order.tolist()]
+
+
+def _ranked(recordings: list[Recording]) -> list[Recording]:
+    """Sorted by rank; files that do not say their rank take the free numbers in order of their names."""
+    seen: dict[int, Recording] = {}
+    for recording in recordings:
+        if recording.rank is None:
+            continue
+        if recording.rank in seen:
+            refuse_file(
+                recording.path,
+                f"is of rank {recording.rank}, and so is {seen[recording.rank].path.name}",
+                "keep one file per rank in the folder, or load one file",
+            )
+        seen[recording.rank] = recording
+    free = iter(rank for rank in range(len(recordings)) if rank not in seen)
+    for recording in recordings:
+        if recording.rank is None:
+            recording.rank = next(free)
+            recording.oddities["file that does not say its rank, numbered by order"] += 1
+    return sorted(recordings, key=lambda recording: _known(recording.rank))
+
+
+def _on_one_axis(recordings: list[Recording], notes: list[str]) -> list[Int64s]:
+    """Start of every slice on one clock: the wall clock if all ranks have it and ran at the same time."""
+    starts = [_absolute_ns(recording) for recording in recordings]
+    spans = [
+        (int(start[start != _ABSENT].min()), int(start.max())) for start in starts if np.any(start != _ABSENT)
+    ]
+    if len(spans) < 2:
+        return starts
+    on_wall_clock = all(first > _EPOCH_NS for first, _ in spans)
+    together = max(first for first, _ in spans) <= min(last for _, last in spans)
+    if on_wall_clock and together:
+        return starts
+    notes.append(
+        "ranks were recorded at times that do not overlap: each starts at 0, so skew between them is hidden"
+        if on_wall_clock
+        else "no wall clock in the files: each rank starts at 0, so skew between them is hidden"
+    )
+    return [_from_zero(start) for start in starts]
+
+
+_ABSENT = np.iinfo(np.int64).min
+
+
+def _absolute_ns(recording: Recording) -> Int64s:
+    """Wall clock of each slice's start; absent where ``ts`` is missing or far from all the others."""
+    readable = np.isfinite(recording.start_us) & (np.abs(recording.start_us) < 2**62 / 1e3)
+    start = np.full(len(readable), _ABSENT, dtype=np.int64)
+    if not readable.any():
+        _count(recording, "slices without a readable ts left out", len(readable))
+        return start
+    # Microseconds since 1970 times 1,000 no longer fit a float64, so whole and rest are scaled apart.
+    whole = np.floor(recording.start_us[readable])
+    rest = recording.start_us[readable] - whole
+    start[readable] = (
+        whole.astype(np.int64) * 1000 + np.rint(rest * 1000).astype(np.int64) + recording.base_ns
+    )
+    there = np.sort(start[readable])
+    middle = int(there[(len(there) - 1) // 2])  # of two, one must stay
+    far = readable & (np.abs(start - middle) > _FAR_NS)
+    start[far] = _ABSENT
+    _count(recording, "slices without a readable ts left out", int((~readable).sum()))
+    _count(recording, "slices more than a day from the others left out", int(far.sum()))
+    return start
+
+
+def _from_zero(start: Int64s) -> Int64s:
+    there = start != _ABSENT
+    shifted = start.copy()
+    if there.any():
+        shifted[there] -= start[there].min()
+    return shifted
+
+
+def _durations(recording: Recording, start_ns: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+    """Durations in nanoseconds, and which slices to keep; negative and missing ones become 0, counted."""
+    keep = start_ns != _ABSENT
+    duration = recording.duration_us * 1000
+    absent, negative = np.isnan(duration), duration < 0
+    huge = keep & (duration > _FAR_NS)
+    _count(recording, "slices without dur shown with no length", int((absent & keep).sum()))
+    _count(recording, "slices with a negative dur shown with no length", int((negative & keep).sum()))
+    _count(recording, "slices longer than a day left out", int(huge.sum()))
+    keep &= ~huge
+    readable = np.where(absent | negative | ~keep, 0.0, duration)
+    return np.rint(readable).astype(np.int64), keep
+
+
+def _note_oddities(recordings: list[Recording], notes: list[str]) -> None:
+    for what in dict.fromkeys(what for recording in recordings for what in recording.oddities):
+        ranks = [recording.rank for recording in recordings if recording.oddities[what]]
+        total = sum(recording.oddities[what] for recording in recordings)
+        where = "" if len(ranks) == len(recordings) else f"rank {', '.join(map(str, ranks[:8]))}: "
+        notes.append(f"{where}{total:,} {what}")
+
+
+def _note_missing_ranks(recordings: list[Recording], notes: list[str]) -> None:
+    world = max((recording.world_size or 0 for recording in recordings), default=0)
+    here = {recording.rank for recording in recordings}
+    missing = [rank for rank in range(min(world, 10**6)) if rank not in here]
+    if missing and len(here) > 1:
+        shown = ", ".join(str(rank) for rank in missing[:8]) + (" ..." if len(missing) > 8 else "")
+        notes.append(f"{len(missing):,} of {world:,} ranks are not in the folder: {shown}")
+    elif missing:
+        notes.append(f"one rank of {world:,}")
+
+
+def _stream_order(process: int | str, stream: int | str) -> tuple[str, float, str]:
+    # Before torch 1.11 the thread of a stream read "stream 7".
+    number = str(stream).removeprefix("stream ").strip()
+    return (
+        str(process).zfill(12),
+        float(number) if number.isdigit() and len(number) < 20 else float("inf"),
+        number,
+    )
+
+
+def _count(recording: Recording, what: str, count: int) -> None:
+    if count:
+        recording.oddities[what] += count
+
+
+def _int32(values: list[int]) -> Int32s:
+    return np.array(values, dtype=np.int32)
+
+
+def _known(rank: int | None) -> int:
+    assert rank is not None  # _ranked gave every recording one
+    return rank

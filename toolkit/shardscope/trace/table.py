@@ -1,0 +1,18 @@
+"""A small result: a list of dicts that knows how to become a data frame."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Table(list[dict[str, Any]]):
+    """Rows as dicts, every row with the same keys."""
+
+    def to_frame(self) -> pd.DataFrame:
+        """The same rows as a pandas data frame."""
+        import pandas as pd  # slow to import, and most callers only read the rows
+
+        return pd.DataFrame(list(self))

@@ -1,0 +1,206 @@
+"""What a screen can show of a trace: marks for one stretch of time at one width, as binary columns.
+
+Slices narrower than a pixel are merged into runs, so the width of the screen bounds the marks of a tile, not
+the length of the trace; zooming in asks for the next tile.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
+from shardscope.trace.table import Table
+
+COLUMNS = (
+    ("start", "<f8"),
+    ("duration", "<f8"),
+    ("index", "<u4"),
+    ("name", "<u4"),
+    ("count", "<u4"),
+    ("row_first", "<u4"),
+    ("colour", "u1"),
+    ("density", "u1"),
+    ("match", "u1"),
+)
+"""Name and type of each buffer of a tile, in order; little-endian, as every browser reads them.
+
+Times are nanoseconds from the trace's first slice in float64, exact up to 104 days, where float32 would lose
+sub-microseconds beyond 16 s.
+"""
+
+NUM_HUES = 6
+MUTED, COMMUNICATION, FIRST_HUE = 0, 1, 2
+
+MAX_WIDTH = 16_384
+
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|\bgloo\b|c10d|record_param_comms|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Marks of every row between two times; ``columns`` has one array per entry of :data:`COLUMNS`."""
+
+    t0_ns: float
+    t1_ns: float
+    columns: dict[str, npt.NDArray[Any]]
+
+    @property
+    def num_marks(self) -> int:
+        """Rectangles to draw."""
+        return len(self.columns["start"])
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """The columns' bytes in the order of :data:`COLUMNS`."""
+        return [
+            memoryview(self.columns[name].astype(kind).data).cast("B")
+            if len(self.columns[name])
+            else memoryview(b"")
+            for name, kind in COLUMNS
+        ]
+
+
+class Tiler:
+    """Cuts tiles from one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.end_ns = trace.start_ns + trace.duration_ns
+        self.first_row_of_track = np.concatenate(
+            ([0], np.cumsum([track.num_rows for track in trace.tracks], dtype=np.int64))
+        ).astype(np.int64)
+        self.num_rows = int(self.first_row_of_track[-1])
+        row = (
+            self.first_row_of_track[:-1][trace.track_index] + trace.depth
+            if len(trace)
+            else np.zeros(0, np.int64)
+        )
+        self.row_bounds = np.searchsorted(row, np.arange(self.num_rows + 1))
+        self.row = row.astype(np.int32)
+        self.name_colour = _name_colours(trace)
+
+    def matches(self, text: str) -> npt.NDArray[np.bool_]:
+        """Which slices have ``text`` in their name, whatever the case; none for an empty text."""
+        wanted = text.casefold().strip()
+        if not wanted or not len(self.trace):
+            return np.zeros(len(self.trace), dtype=bool)
+        names = np.array([wanted in name.casefold() for name in self.trace.names], dtype=bool)
+        return np.asarray(names[self.trace.name_index])
+
+    def tile(
+        self, t0_ns: float, t1_ns: float, width: int, matches: npt.NDArray[np.bool_] | None = None
+    ) -> Tile:
+        """Marks that touch ``t0_ns..t1_ns`` when that stretch is ``width`` pixels wide."""
+        index = self._visible(t0_ns, t1_ns)
+        start = self.trace.start_ns[index]
+        duration = self.trace.duration_ns[index]
+        match = matches[index] if matches is not None else np.zeros(len(index), dtype=bool)
+        first = self._mark_starts(index, start, duration, t0_ns, (t1_ns - t0_ns) / width)
+        count = np.diff(first, append=len(index))
+        last = first + count - 1
+        begin = start[first]
+        extent = start[last] + duration[last] - begin
+        busy = np.add.reduceat(duration, first) if len(first) else duration
+        shown = _representatives(duration, match, first, count)
+        name = self.trace.name_index[index[shown]]
+        return Tile(
+            t0_ns=t0_ns,
+            t1_ns=t1_ns,
+            columns={
+                "start": begin,
+                "duration": extent,
+                "index": index[shown],
+                "name": name,
+                "count": count,
+                "row_first": np.searchsorted(self.row[index[first]], np.arange(self.num_rows + 1)),
+                "colour": self.name_colour[name],
+                "density": np.clip(255 * busy / np.maximum(extent, 1), 0, 255),
+                "match": match[shown],
+            },
+        )
+
+    def totals(self, t0_ns: float, t1_ns: float, limit: int = 12) -> Table:
+        """The names with most time between two times, over all ranks: name, slices, seconds inside.
+
+        A caller's time includes what it called.
+        """
+        index = self._visible(t0_ns, t1_ns)
+        inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
+        names = self.trace.name_index[index]
+        size = len(self.trace.names)
+        seconds = np.bincount(names, weights=inside, minlength=size) / 1e9
+        slices = np.bincount(names, minlength=size)
+        order = np.argsort(-seconds, kind="stable")[:limit]
+        return Table(
+            {"name": self.trace.names[i], "slices": int(slices[i]), "seconds": float(seconds[i])}
+            for i in order.tolist()
+            if slices[i]
+        )
+
+    def _visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
+        """Slices that touch the stretch, in store order: within a row both starts and ends ascend."""
+        pieces = []
+        for first, last in zip(self.row_bounds[:-1].tolist(), self.row_bounds[1:].tolist(), strict=True):
+            low = first + int(np.searchsorted(self.end_ns[first:last], t0_ns, side="left"))
+            high = first + int(np.searchsorted(self.trace.start_ns[first:last], t1_ns, side="right"))
+            if low < high:
+                pieces.append(np.arange(low, high, dtype=np.int64))
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+    def _mark_starts(
+        self,
+        index: npt.NDArray[np.int64],
+        start: npt.NDArray[np.int64],
+        duration: npt.NDArray[np.int64],
+        t0_ns: float,
+        pixel_ns: float,
+    ) -> npt.NDArray[np.int64]:
+        """Where new marks begin: a slice of a pixel or more stands alone, smaller ones share a pixel."""
+        if not len(index):
+            return index
+        row = self.row[index]
+        small = duration < pixel_ns
+        pixel = np.floor((start - t0_ns) / pixel_ns)
+        joins = small[1:] & small[:-1] & (row[1:] == row[:-1]) & (pixel[1:] == pixel[:-1])
+        return np.flatnonzero(np.concatenate(([True], ~joins)))
+
+
+def _representatives(
+    duration: npt.NDArray[np.int64],
+    match: npt.NDArray[np.bool_],
+    first: npt.NDArray[np.int64],
+    count: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """The slice that a run is named after: its longest, but one that matches the search before all others."""
+    if not len(first):
+        return first
+    weight = duration + np.where(match, np.int64(2**60), np.int64(0))
+    best = np.maximum.reduceat(weight, first)
+    run = np.repeat(np.arange(len(first)), count)
+    candidates = np.flatnonzero(weight == best[run])[::-1]
+    chosen = np.empty(len(first), dtype=np.int64)
+    chosen[run[candidates]] = candidates  # reversed, so the earliest is written last and stays
+    return chosen
+
+
+def _name_colours(trace: Trace) -> npt.NDArray[np.uint8]:
+    """Colour number of every name: annotations muted, communication its own, else a hue fixed by the name."""
+    wrapper_categories = [i for i, name in enumerate(trace.categories) if name in WRAPPER_CATEGORIES]
+    wrappers = set(np.unique(trace.name_index[np.isin(trace.category_index, wrapper_categories)]).tolist())
+    colours = np.empty(len(trace.names), dtype=np.uint8)
+    for index, name in enumerate(trace.names):
+        if _COMMUNICATION.search(name):
+            colours[index] = COMMUNICATION
+        elif index in wrappers or name.startswith("ProfilerStep"):
+            colours[index] = MUTED
+        else:
+            colours[index] = FIRST_HUE + zlib.crc32(name.encode(errors="replace")) % NUM_HUES
+    return colours

@@ -1,0 +1,91 @@
+// The static parts of the view. Text from a trace only ever enters as textContent.
+
+/** @param {string} tag @param {string} className @param {string} [text] */
+function element(tag, className, text = "") {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.textContent = text;
+  return node;
+}
+
+const HINT =
+  "Click a slice for its details, a rank to fold or unfold it. Wheel or W/S zooms, drag or A/D pans, 0 shows all, / searches.";
+
+/** The static parts, in reading order. @param {HTMLElement} root @param {Scene} scene */
+function buildPage(root, scene) {
+  const bar = element("div", "ss-trace-bar");
+  const search = /** @type {HTMLInputElement} */ (element("input", "ss-trace-search"));
+  Object.assign(search, { type: "search", placeholder: "Search names", maxLength: 500 });
+  search.setAttribute("aria-label", "Search slices by name; Enter goes to the next match, Shift+Enter back");
+  const count = element("span", "ss-trace-count");
+  count.setAttribute("role", "status");
+  const span = element("span", "ss-trace-span");
+  const fit = element("button", "ss-trace-fit", "Show all");
+  bar.append(search, count, span, fit);
+
+  const stage = element("div", "ss-trace-stage");
+  const canvas = /** @type {HTMLCanvasElement} */ (element("canvas", ""));
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "application");
+  canvas.setAttribute(
+    "aria-label",
+    `Trace of ${counted(scene.ranks.length, "rank")}, ${counted(scene.num_slices, "slice")}. ` +
+      "W and S zoom, A and D pan, arrow up and down scroll, 0 shows all, slash searches. " +
+      "The table below lists where the time went.",
+  );
+  const gutter = element("div", "ss-trace-gutter");
+  const tip = element("div", "ss-trace-tip");
+  tip.hidden = true;
+  stage.append(canvas, gutter, tip);
+  if (!scene.num_slices) stage.append(element("div", "ss-trace-empty", "No slices: the profiler recorded nothing."));
+
+  const details = element("div", "ss-trace-details", HINT);
+  details.setAttribute("aria-live", "polite");
+  const error = element("div", "ss-trace-error");
+  error.setAttribute("role", "alert");
+  const totals = /** @type {HTMLDetailsElement} */ (element("details", "ss-trace-totals"));
+  totals.append(element("summary", "", "Where the time went in this view"), element("table", ""));
+  root.append(bar, stage, details, totals);
+  if (scene.notes.length) {
+    const notes = element("details", "ss-trace-notes");
+    const list = element("ul", "");
+    list.append(...scene.notes.map((note) => element("li", "", note)));
+    notes.append(element("summary", "", counted(scene.notes.length, "note") + " from loading"), list);
+    root.append(notes);
+  }
+  root.append(error);
+  return { search, count, span, fit, stage, canvas, gutter, tip, details, error, totals };
+}
+
+/** @param {HTMLElement} table @param {{name: string, slices: number, seconds: number}[]} rows */
+function fillTotals(table, rows) {
+  const line = (/** @type {string} */ tag, /** @type {string[]} */ cells) => {
+    const row = element("tr", "");
+    row.append(...cells.map((cell) => element(tag, "", cell)));
+    row.title = cells[0];
+    return row;
+  };
+  const body = rows.map((row) => [row.name, row.slices.toLocaleString("en"), shownTime(row.seconds * 1e9)]);
+  table.replaceChildren(line("th", ["Name", "Slices", "Total"]), ...body.map((cells) => line("td", cells)));
+}
+
+/** @param {HTMLElement} box @param {any} slice the `selected` trait */
+function fillDetails(box, slice) {
+  box.classList.toggle("ss-on", Boolean(slice));
+  if (!slice) return void (box.textContent = HINT);
+  const start = Math.round(slice.start_seconds * 1e9);
+  const facts = [
+    `rank ${slice.rank} · ${slice.track}`,
+    slice.category || "no category",
+    `start ${shownPoint(start)}`,
+    `duration ${shownPoint(Math.round(slice.duration_seconds * 1e9))}`,
+  ];
+  const args = Object.entries(slice.args ?? {}).map(
+    ([key, value]) => `${key} ${typeof value === "string" ? value : JSON.stringify(value)}`,
+  );
+  box.replaceChildren(
+    element("div", "", slice.name),
+    element("span", "", facts.join(" · ")),
+    element("small", "", args.length ? " · " + args.join(" · ") : ""),
+  );
+}
