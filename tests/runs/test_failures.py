@@ -49,7 +49,13 @@ def test_rank_1_fails_while_rank_0_waits(
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("raises", "LookupError"), ("exits", "sys.exit(3)"), ("killed", "SIGKILL")]
+    ("how", "reason"),
+    [
+        ("raises", "LookupError"),
+        ("exits", "sys.exit(3)"),
+        ("killed", "SIGKILL"),
+        ("exits_as_if_done", "code 0 before"),
+    ],
 )
 def test_a_single_rank_fails(how: str, reason: str, tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.Fail(how, rank=0), folder=tmp_path)

@@ -19,6 +19,7 @@ from run_helpers import StandInPlan, make_plan, processes_of, seconds_until
 
 from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import launch
+from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
@@ -41,7 +42,9 @@ def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     assert settings["use_cpu"] == "1" and settings["python_path"] == os.environ.get("PYTHONPATH")
     assert [m["rank"] for m in run.memory()] == [0, 1]
     assert all(m["peak_memory_bytes"] >= m["memory_bytes"] > 1e7 for m in run.memory())
-    assert run.what_it_was()[1]["engine"]["backend"] == "gloo"
+    engine = run.what_it_was()[1]["engine"]
+    assert engine["backend"] == "gloo"
+    assert engine["threads"] == int(os.environ.get("OMP_NUM_THREADS", max(1, num_cores() // 2)))
     assert run.reason == "the task returned on every rank" and run.error is None
     assert run.folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match=r"no trace.*ctx\.profile"):

@@ -168,7 +168,14 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
     try:
         with folder.supervisor_log.open("ab") as log:
             supervisor = subprocess.Popen(
-                [sys.executable, "-m", "shardscope.runs.supervisor", str(folder.path), *map(str, inherited)],
+                [
+                    sys.executable,
+                    "-P",  # A signal.py beside the notebook must not become the standard library's.
+                    "-m",
+                    "shardscope.runs.supervisor",
+                    str(folder.path),
+                    *map(str, inherited),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import threading
@@ -120,11 +119,12 @@ class Run:
         """Per rank that logged any: rank, step, time, memory_bytes (latest), peak_memory_bytes (highest)."""
         latest: dict[int, dict[str, Any]] = {}
         for record in self.metrics():
-            if "memory_bytes" not in record and "peak_memory_bytes" not in record:
+            now, peak = record.get("memory_bytes"), record.get("peak_memory_bytes")
+            if not isinstance(now, int) and not isinstance(peak, int):
                 continue
-            known = latest.setdefault(record["rank"], {"rank": record["rank"], "peak_memory_bytes": 0})
-            now = record.get("memory_bytes", known.get("memory_bytes"))
-            peak = max(known["peak_memory_bytes"], record.get("peak_memory_bytes", now) or 0)
+            known = latest.setdefault(record["rank"], {"rank": record["rank"], "memory_bytes": None})
+            now = now if isinstance(now, int) else known["memory_bytes"]
+            peak = max(known.get("peak_memory_bytes", 0), peak if isinstance(peak, int) else now)
             known.update(step=record["step"], time=record["time"], memory_bytes=now, peak_memory_bytes=peak)
         return [latest[rank] for rank in sorted(latest)]
 
@@ -178,6 +178,8 @@ class Run:
 
     async def wait_async(self, timeout: float | None = None) -> str:
         """The same without blocking the kernel's event loop."""
+        import asyncio  # Not above: the supervisor imports this package, and starts sooner without.
+
         deadline = None if timeout is None else time.monotonic() + timeout
         while (status := self.status) not in FINAL and (deadline is None or time.monotonic() < deadline):
             await asyncio.sleep(WAIT_SECONDS)

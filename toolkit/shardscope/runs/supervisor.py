@@ -71,7 +71,14 @@ class Supervisor:
     def _start_launcher(self) -> None:
         with self.folder.launcher_log.open("ab") as log:
             self.launcher = subprocess.Popen(
-                [sys.executable, "-m", "shardscope.runs.launcher", str(self.folder.path), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "shardscope.runs.launcher",
+                    str(self.folder.path),
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -180,7 +187,9 @@ class Supervisor:
     def _verdict(self, code: int, failure: Failure | None) -> tuple[Status, str]:
         if self.phase in ("terminate", "kill") and self.stop_reason is not None and not self.a_rank_died:
             return "stopped", self.stop_reason
-        if code == 0 and failure is None:
+        if self.launcher is None and self.stop_reason is not None:
+            return "stopped", f"{self.stop_reason} before any rank started"
+        if code == 0 and self._every_rank_returned():
             if self.stop_reason is None:
                 return "finished", "the task returned on every rank"
             return "stopped", f"{self.stop_reason}: the ranks ended by themselves"
@@ -188,6 +197,10 @@ class Supervisor:
             return "failed", failure.reason
         who = "rank 0" if self.world_size == 1 else "the launcher"
         return "failed", f"{who} {describe_exit(code)}"
+
+    def _every_rank_returned(self) -> bool:
+        """Given that the launcher exited with 0: elastic does so only then, a single rank may os._exit(0)."""
+        return self.world_size > 1 or (read_json(self.folder.rank(0)) or {}).get("exit") == "finished"
 
     def _set_status(self, status: Status, reason: str, **more: Any) -> None:
         try:

@@ -1,0 +1,93 @@
+"""What a task sees of its run, without launching one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import append_line, read_lines
+
+torch = pytest.importorskip("torch")
+
+from shardscope.runs import commands  # noqa: E402
+from shardscope.runs.commands import CommandFeed  # noqa: E402
+from shardscope.runs.context import Context  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    return made
+
+
+def make_context(folder: RunFolder, store: Any = None, rank: int = 0, world_size: int = 1) -> Context:
+    store = store or torch.distributed.HashStore()
+    device = torch.device("cpu")
+    return Context(rank=rank, world_size=world_size, device=device, plan=None, folder=folder, store=store)
+
+
+def test_log_counts_steps_and_takes_one_value_each(folder: RunFolder) -> None:
+    context = make_context(folder)
+    context.log(loss=torch.tensor([1.5]), count=torch.tensor(3), flag=True)
+    context.log(step=10, loss=2)
+    context.log(loss=3)
+    events = read_lines(folder.events(0))
+    assert [event["step"] for event in events] == [0, 10, 11]
+    assert events[0]["loss"] == 1.5 and events[0]["count"] == 3 and events[0]["flag"] is True
+    with pytest.raises(ValueError, match=r"loss is a Tensor.*float\(loss\.mean\(\)\)"):
+        context.log(loss=torch.ones(2))
+    with pytest.raises(ValueError, match="'rank'"):
+        context.log(rank=1)
+    context.close()
+
+
+def test_a_full_disk_costs_metrics_only(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.events(0).symlink_to("/dev/full")
+    context = make_context(folder)
+    context.log(loss=1.0)
+    assert "metrics of step 0 were not written: [Errno 28]" in capsys.readouterr().err
+    context.close()
+    folder.events(0).unlink()
+    context.log(loss=2.0)
+    assert [event["loss"] for event in read_lines(folder.events(0))] == [2.0]
+    context.close()
+
+
+def test_ranks_agree_although_one_runs_ahead(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "FORGET_AFTER", 5)
+    store = torch.distributed.HashStore()
+    ahead, behind = (CommandFeed(folder, store, rank=rank, world_size=2) for rank in (0, 1))
+    seen_ahead = [ahead.poll() for _ in range(3)]
+    append_line(folder.control, {"command": "stop"})
+    # The other one could see the command already at its first poll, but leaves with the first.
+    seen_behind = [behind.poll() for _ in range(3)]
+    assert seen_ahead == seen_behind == [[], [], []]
+    assert behind.poll() == ahead.poll() == [{"command": "stop"}]
+    for _ in range(10):
+        assert ahead.poll() == behind.poll() == []
+    assert store.num_keys() <= 7
+
+
+def test_should_stop_keeps_other_commands(folder: RunFolder) -> None:
+    context = make_context(folder)
+    assert not context.should_stop
+    append_line(folder.control, {"command": "profile", "steps": 3})
+    append_line(folder.control, {"command": "stop", "checkpoint": True})
+    assert context.should_stop and context.should_stop
+    assert [command["command"] for command in context.commands()] == ["profile"]
+    assert context.commands() == []
+
+
+def test_records_are_kept_side_by_side(folder: RunFolder) -> None:
+    context = make_context(folder)
+    context.record("engine", {"shards": 2})
+    context.record("kernels", {"attention": "sdpa"})
+    kept = json.loads(folder.what_it_was(0).read_text())
+    assert kept == {"engine": {"shards": 2}, "kernels": {"attention": "sdpa"}}
+    with pytest.raises(ValueError, match="steps"):
+        context.profile(steps=0)
