@@ -52,6 +52,9 @@ def config_values(architecture: Any) -> dict[str, Any]:
     if "sliding_window" in known and not architecture_has_windows(architecture):
         # Some families default to a window (Mistral's 4,096), which the plan did not count.
         values["sliding_window"] = None
+    if "n_group" in known and values.get("n_routed_experts", 0) % family.n_group:
+        # DeepSeek routes by groups of experts; how many groups changes no size.
+        values |= {"n_group": 1, "topk_group": 1}
     # A family's default ids may lie outside of a small vocabulary; our tokenizer's only special token is 0.
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
