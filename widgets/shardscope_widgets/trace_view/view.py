@@ -12,7 +12,7 @@ import traitlets
 from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS, Tiler
 from shardscope.validation import whole_number
-from shardscope_widgets.trace_view.requests import RequestError, Request, read_request
+from shardscope_widgets.trace_view.requests import Request, RequestError, read_request
 
 MAX_SEARCH_CHARACTERS = 500
 MAX_NAME_CHARACTERS = 400
@@ -46,8 +46,8 @@ class Stretch(traitlets.TraitType[tuple[float, float], Any]):
             start = end = float("nan")
         if not -1e9 < start < end < 1e9:
             raise RefusedError(
-                f"{type(obj).__name__}.{self.name} is {str(value)[:80]}; allowed: two times in seconds, ascending. "
-                "Nearest fix: (0.0, 1.0)."
+                f"{type(obj).__name__}.{self.name} is {str(value)[:80]}; "
+                "allowed: two times in seconds, ascending. Nearest fix: (0.0, 1.0)."
             )
         return start, end
 
@@ -56,8 +56,8 @@ class TraceView(anywidget.AnyWidget):
     """All ranks of a trace on one time axis: threads and streams as tracks, calls nested beneath callers.
 
     ``TraceView(trace)``, ``TraceView(run)`` or ``TraceView(path)``. Wheel or W/S zooms, drag or A/D pans, 0
-    shows all, / searches. ``view.viewport_seconds``, ``view.selected`` and ``view.search`` read back; the first
-    and last can be set. Raises ``ValueError`` when there is no readable trace.
+    shows all, / searches. ``view.viewport_seconds``, ``view.selected`` and ``view.search`` read back; the
+    first and last can be set. Raises ``ValueError`` when there is no readable trace.
     """
 
     _esm = _front_end(*_MODULE_PARTS)

@@ -12,6 +12,8 @@
 
 const RULER = 24;
 const HEADER = 24;
+const GUTTER = 152;
+const NARROW_GUTTER = 96;
 const ROW = 18;
 const TRACK_GAP = 6;
 const FOLD_MARGIN = 4;

@@ -22,7 +22,7 @@ function render({ model, el }) {
   let scroll = 0;
   let width = 0;
   let height = 0;
-  let gutterWidth = 152;
+  let gutterWidth = GUTTER;
   /** @type {Tile | null} */
   let tile = null;
   /** @type {Hit | null} */
@@ -127,8 +127,9 @@ function render({ model, el }) {
     if (zoomTo) span = Math.max(duration * 1.25, MIN_SPAN_NS);
     else span = Math.min(Math.max(span, duration * 1.1), Math.max(duration, MIN_SPAN_NS / 10) * (plot() / 40));
     if (zoomTo || start < t0 || start + duration > t1 || span < t1 - t0) {
-      const middle = start + duration / 2;
-      show(middle - span / 2, middle + span / 2);
+      const centred = start + duration / 2 - span / 2;
+      const from = Math.max(Math.min(centred, scene.span_ns - span), 0); // no empty time beside the trace
+      show(from, from + span);
     }
     const top = places.rowTop[slice.row];
     if (top < scroll || top + ROW > scroll + height - RULER) scrollTo(top - (height - RULER) / 2);
@@ -237,6 +238,7 @@ function render({ model, el }) {
       ctx.fillStyle = theme.panel;
       ctx.fillRect(0, y, width, HEADER);
       ctx.fillStyle = theme.line;
+      ctx.fillRect(0, y, width, 1);
       ctx.fillRect(0, y + HEADER - 1, width, 1);
       const slices = tracks.reduce((sum, track) => sum + track.num_slices, 0);
       ctx.fillStyle = theme.soft;
@@ -257,7 +259,8 @@ function render({ model, el }) {
     for (const { track, top, height: high, tall } of places.bands) {
       const y = RULER + top - scroll;
       if (tall < READABLE_ROW || y > height || y + high < RULER) continue;
-      ctx.fillText(track.name, 24, y + ROW / 2);
+      const isNarrow = gutterWidth === NARROW_GUTTER;
+      ctx.fillText(isNarrow ? track.name.replace("CPU ", "") : track.name, isNarrow ? 8 : 24, y + ROW / 2);
     }
     ctx.restore();
   }
@@ -287,7 +290,7 @@ function render({ model, el }) {
         const x = Math.max(left, gutterWidth - 2);
         const w = Math.min(left + wide, width + 2) - x;
         const dimmed = searching && !match[mark];
-        ctx.globalAlpha = (dimmed ? 0.16 : 1) * (count[mark] > 1 ? 0.45 + (0.55 * density[mark]) / 255 : 1);
+        ctx.globalAlpha = (dimmed ? 0.22 : 1) * (count[mark] > 1 ? 0.45 + (0.55 * density[mark]) / 255 : 1);
         ctx.fillStyle = theme.fills[colour[mark]];
         // A pixel apart, so that neighbours stay two.
         ctx.fillRect(x, y, w > 3 ? w - 1 : w, readable ? tall - 1 : tall);
@@ -561,7 +564,7 @@ function render({ model, el }) {
   // -- what the page does
   const resize = new ResizeObserver(() => {
     [width, height] = [stage.clientWidth, stage.clientHeight];
-    gutterWidth = width < 560 ? 96 : 152;
+    gutterWidth = width < 560 ? NARROW_GUTTER : GUTTER;
     for (const button of buttons) button.style.width = `${gutterWidth}px`;
     const dpr = window.devicePixelRatio || 1;
     [canvas.width, canvas.height] = [Math.round(width * dpr), Math.round(height * dpr)];
