@@ -136,6 +136,8 @@ def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store:
     try:
         # A file store needs no port, so tests of several sessions cannot meet on one.
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        # A rank that refuses at once must not leave while another is still connecting to it.
+        dist.barrier()
         from shardscope.frameworks.registry import frameworks
 
         ctx = StandInContext(
@@ -145,6 +147,7 @@ def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store:
         ctx.engine = getattr(__import__(module, fromlist=[name]), name)(ctx)
         result = body(ctx)
         (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+        dist.barrier()
         dist.destroy_process_group()
     except BaseException:
         (folder / f"rank-{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
