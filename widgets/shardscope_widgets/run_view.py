@@ -14,14 +14,15 @@ import traitlets
 from plotly.subplots import make_subplots
 
 import shardscope as ss
-from shardscope.memory.words import gib
-from shardscope_widgets.theme import RANK_COLOURS, RANK_DASHES, STYLE
+from shardscope_widgets.predicted_peak import PredictedPeak, Unit, predicted_peak
+from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.theme import RANK_COLOURS, RANK_DASHES
 
 POLL_SECONDS = 0.25
 MAX_LINES = 8
 MAX_POINTS = 2000
 LOG_BYTES = 16 * 1024
-PANELS = (("loss", "loss", 1), ("tokens_per_second", "tokens/s per rank", 1), ("peak_memory_bytes", "memory, GiB", 2**30))
+PANELS = (("loss", "loss"), ("tokens_per_second", "tokens/s per rank"), ("peak_memory_bytes", "peak memory"))
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
@@ -36,6 +37,9 @@ class RunView(widgets.VBox):
         self._on_end = on_end
         self._lock = threading.RLock()
         self._seen = (-1, "")
+        self._note = ""
+        self._predicted: PredictedPeak | None = None
+        self._unit = Unit.of(0)
         self.head = widgets.HTML()
         self.stop_button = widgets.Button(description="Stop", tooltip="End this run", disabled=True)
         self.stop_button.add_class("ss-ghost")
@@ -56,7 +60,7 @@ class RunView(widgets.VBox):
             [widgets.HTML("<h2>Log</h2>"), self.rank], layout=widgets.Layout(align_items="center", grid_gap="16px")
         )
         super().__init__([
-            widgets.HTML(f"<style>{STYLE}</style>"),
+            Sheet(),
             top,
             self.error,
             self.figure,
@@ -136,25 +140,16 @@ class RunView(widgets.VBox):
                     line.x, line.y = [], []
                     line.visible = rank < ranks
             self.figure.layout.shapes = []
-        predicted = _predicted_bytes(run)
-        if predicted:
-            with self.figure.batch_update():
-                self.figure.layout.shapes = [
-                    {
-                        "type": "line",
-                        "xref": "x3 domain",
-                        "yref": "y3",
-                        "x0": 0,
-                        "x1": 1,
-                        "y0": predicted / 2**30,
-                        "y1": predicted / 2**30,
-                        "line": {"width": 1, "dash": "dash", "color": "#66707a"},
-                    }
-                ]
+            self._predicted = predicted_peak(run)
+            self._unit = Unit.of(self._predicted.num_bytes if self._predicted else 0)
+            if self._predicted:
+                self.figure.layout.shapes = [_level(self._predicted.num_bytes / self._unit.num_bytes)]
+            self.figure.layout.annotations[2].text = f"{PANELS[2][1]}, {self._unit.name}"
 
     def _draw(self, metrics: list[dict[str, Any]]) -> None:
         with self.figure.batch_update():
-            for panel, (name, _, unit) in enumerate(PANELS):
+            for panel, (name, _) in enumerate(PANELS):
+                unit = self._unit.num_bytes if name.endswith("_bytes") else 1
                 for rank in range(MAX_LINES):
                     points = [
                         (record["step"], record[name] / unit)
@@ -184,7 +179,7 @@ class RunView(widgets.VBox):
         failure = run.error if status == "failed" else None
         self.error.value = note + (f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else "")
         self.what.value = _what_it_was(run)
-        self.table.value = _table(metrics, _predicted_bytes(run))
+        self.table.value = _table(metrics, self._predicted, self._unit)
 
     def _show_log(self) -> None:
         run = self.run
@@ -199,7 +194,7 @@ class RunView(widgets.VBox):
 
 def _empty_figure() -> go.FigureWidget:
     figure = go.FigureWidget(
-        make_subplots(rows=1, cols=len(PANELS), subplot_titles=[title for _, title, _ in PANELS], horizontal_spacing=0.07)
+        make_subplots(rows=1, cols=len(PANELS), subplot_titles=[title for _, title in PANELS], horizontal_spacing=0.07)
     )
     for panel in range(len(PANELS)):
         for rank in range(MAX_LINES):
@@ -225,7 +220,7 @@ def _empty_figure() -> go.FigureWidget:
         showlegend=False,
         transition={"duration": 0},
     )
-    figure.update_xaxes(zeroline=False, showgrid=False, title={"text": "step", "standoff": 4}, rangemode="tozero")
+    figure.update_xaxes(zeroline=False, showgrid=False, title={"text": "step", "standoff": 4, "font": {"size": 12}}, rangemode="tozero")
     figure.update_yaxes(zeroline=False, nticks=5)
     figure.update_yaxes(rangemode="tozero", col=2)
     figure.update_yaxes(rangemode="tozero", col=3)
@@ -234,14 +229,17 @@ def _empty_figure() -> go.FigureWidget:
     return figure
 
 
-def _predicted_bytes(run: ss.Run) -> int | None:
-    """Tensor bytes that the run's plan predicts at its peak; None if it cannot be read."""
-    try:
-        parts = run.plan.memory().components
-    except (ValueError, OSError):
-        return None
-    # What a rank reports is what it allocated: without the libraries' own memory.
-    return sum(value for name, value in parts.items() if name not in ("communication", "runtime", "fragmentation"))
+def _level(height: float) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "x3 domain",
+        "yref": "y3",
+        "x0": 0,
+        "x1": 1,
+        "y0": height,
+        "y1": height,
+        "line": {"width": 1, "dash": "dash", "color": "#66707a"},
+    }
 
 
 def _what_it_was(run: ss.Run) -> str:
@@ -255,7 +253,7 @@ def _what_it_was(run: ss.Run) -> str:
     return f"<div class='ss-hint'>What it really was: {escape(str(words))}</div>"
 
 
-def _table(metrics: list[dict[str, Any]], predicted: int | None) -> str:
+def _table(metrics: list[dict[str, Any]], predicted: PredictedPeak | None, unit: Unit) -> str:
     """The last numbers of each rank: the charts in words."""
     latest: dict[int, dict[str, Any]] = {}
     for record in metrics:
@@ -266,14 +264,14 @@ def _table(metrics: list[dict[str, Any]], predicted: int | None) -> str:
     rows = "".join(
         f"<tr><td>rank {rank}</td><td>{record['step']}</td><td>{_number(record.get('loss'), '.3f')}</td>"
         f"<td>{_number(record.get('tokens_per_second'), ',.0f')}</td>"
-        f"<td>{gib(record['peak_memory_bytes']) if 'peak_memory_bytes' in record else '–'}</td></tr>"
+        f"<td>{unit.show(record['peak_memory_bytes']) if 'peak_memory_bytes' in record else '–'}</td></tr>"
         for rank, record in sorted(latest.items())
     )
-    beside = f" · predicted peak of tensors {gib(predicted)} GiB (dashed)" if predicted else ""
+    beside = f" · dashed: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}" if predicted else ""
     return (
         "<table class='ss-table'><thead><tr><th>latest</th><th>step</th><th>loss</th><th>tokens/s</th>"
-        f"<th>peak GiB</th></tr></thead><tbody>{rows}</tbody><caption style='caption-side:bottom'>"
-        f"Each rank reads its own part of the text{beside}</caption></table>"
+        f"<th>peak {unit.name}</th></tr></thead><tbody>{rows}</tbody></table>"
+        f"<div class='ss-hint'>Each rank reads its own part of the text{beside}</div>"
     )
 
 

@@ -16,7 +16,7 @@ from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
 from shardscope_widgets.run_view import RunView
-from shardscope_widgets.theme import STYLE
+from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.trace_view import TraceView
 from shardscope_widgets.words import sentence, verdict
 
@@ -52,7 +52,7 @@ class Studio(widgets.VBox):
         main.add_class("ss-main")
         body = widgets.Box([side, main])
         body.add_class("ss-body")
-        super().__init__([widgets.HTML(f"<style>{STYLE}</style>"), self.headline, body])
+        super().__init__([Sheet(), self.headline, body])
         self.add_class("ss-root")
         self.add_class("ss-studio")
         for picker in self._pickers:

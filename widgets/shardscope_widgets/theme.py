@@ -34,6 +34,7 @@ font:13px/1.45 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--ss-ink)
 .ss-root .widget-inline-hbox .widget-label{color:var(--ss-soft);text-align:left}
 .ss-root b,.ss-root th{font-weight:600}
 .ss-root h2{font-size:13px;font-weight:600;margin:16px 0 6px;color:var(--ss-ink)}
+.ss-root input,.ss-root select,.ss-root button{font-family:inherit}
 .ss-root input[type=text],.ss-root input[type=number],.ss-root select{color:var(--ss-ink);background-color:var(--ss-bg);
 border:1px solid var(--ss-line);border-radius:5px;font-variant-numeric:tabular-nums}
 .ss-root input:focus-visible,.ss-root select:focus-visible,.ss-root button:focus-visible,.ss-root summary:focus-visible{
@@ -49,14 +50,14 @@ outline:2px solid var(--ss-accent);outline-offset:1px}
 .ss-group{border-bottom:1px solid var(--ss-line);padding:0 0 12px;margin:0 0 12px!important}
 .ss-group:last-child{border-bottom:0;margin-bottom:0!important}
 .ss-group h3{font-size:13px;font-weight:600;margin:0 0 4px;color:var(--ss-ink)}
-.ss-hint{color:var(--ss-soft);font-size:12px;line-height:1.45}
-.ss-error{font-size:12px;line-height:1.45}
+.ss-hint,.ss-root .ss-hint .widget-html-content{color:var(--ss-soft);font-size:12px;line-height:1.45}
+.ss-error,.ss-root .ss-error .widget-html-content{color:var(--ss-bad);font-size:12px;line-height:1.45}
 .ss-main{padding:0 16px 16px;min-width:0}
 .ss-tabs{border-bottom:1px solid var(--ss-line);margin:0 -16px 14px;padding:0 16px}
 .ss-tabs .widget-toggle-button,.ss-tabs button{background:none;border:0;border-bottom:2px solid transparent;border-radius:0;
 box-shadow:none!important;color:var(--ss-soft);width:auto;min-width:0;height:40px;line-height:38px;padding:0 2px;margin:0 16px 0 0;font-size:13px}
 .ss-tabs button.mod-active{background:none;color:var(--ss-ink);border-bottom-color:var(--ss-accent);font-weight:600}
-.ss-seg .widget-toggle-buttons{overflow:visible}
+.ss-seg{flex-wrap:nowrap}.ss-seg .widget-toggle-buttons{overflow:visible}
 .ss-seg .jupyter-button,.ss-seg button{background:var(--ss-bg);color:var(--ss-soft);border:1px solid var(--ss-line);box-shadow:none!important;
 width:auto;min-width:0;flex:1 1 auto;margin:0 0 0 -1px;padding:0 8px;height:28px;line-height:26px;border-radius:0;font-size:12.5px}
 .ss-seg button:first-child{border-radius:5px 0 0 5px;margin-left:0}.ss-seg button:last-child{border-radius:0 5px 5px 0}
@@ -78,8 +79,8 @@ button.ss-link{background:none;border:0;color:var(--ss-accent);padding:0;height:
 .ss-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 .ss-table th,.ss-table td{border-bottom:1px solid var(--ss-line);padding:3px 12px 3px 0;text-align:right;background:none!important;font-size:12.5px}
 .ss-table th:first-child,.ss-table td:first-child{text-align:left}
-.ss-table caption{text-align:left;color:var(--ss-soft);padding:4px 0}
-.ss-log{margin:0;padding:8px 10px;height:200px;overflow:auto;background:var(--ss-panel);border:1px solid var(--ss-line);border-radius:5px;
+.ss-table caption{text-align:left;color:var(--ss-soft);padding:4px 0;white-space:nowrap}
+.ss-root pre.ss-log{margin:0;padding:8px 10px;height:200px;overflow:auto;background:var(--ss-panel);border:1px solid var(--ss-line);border-radius:5px;
 font:12px/1.45 var(--jp-code-font-family,monospace);white-space:pre-wrap;overflow-wrap:anywhere;color:var(--ss-ink)}
 .ss-root .js-plotly-plot text{fill:var(--ss-soft)!important;font-family:var(--jp-ui-font-family,system-ui,sans-serif)!important}
 .ss-root .js-plotly-plot .annotation-text{fill:var(--ss-ink)!important}

@@ -92,6 +92,16 @@ def text_input(value: object, label: str, width: str = "auto") -> widgets.Text:
     return box
 
 
+class Nothing:
+    """Stands for None among choices: to ipywidgets, a value of None means that nothing is chosen."""
+
+    def __repr__(self) -> str:
+        return "none"
+
+
+NOTHING = Nothing()
+
+
 def segments(options: list[tuple[str, Any]], label: str) -> widgets.ToggleButtons:
     """A few choices side by side, one of them chosen."""
     buttons = widgets.ToggleButtons(options=options, tooltips=[f"{label}: {name}" for name, _ in options])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope_widgets.pickers.base import Picker, Row, segments
+from shardscope_widgets.pickers.base import NOTHING, Picker, Row, segments
 
 LABELS = {
     "stage": "ZeRO stage",
@@ -25,7 +26,7 @@ LABELS = {
     "distributed_optimizer": "Optimizer",
 }
 WORDS: dict[str, dict[Any, str]] = {
-    "reshard_after_forward": {True: "after forward", False: "after backward"},
+    "reshard_after_forward": {True: "after forward", False: "no"},
     "offload": {None: "none", "cpu": "CPU"},
     "offload_optimizer": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
     "offload_params": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
@@ -72,7 +73,10 @@ class LayoutPicker(Picker):
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
-        chosen = {field: control.value for field, control in self._controls[name].items()}
+        chosen = {
+            field: None if control.value is NOTHING else control.value
+            for field, control in self._controls[name].items()
+        }
         return self._layouts[name].fitted(chosen, *self._situation)
 
     def read(self, change: object = None) -> None:
@@ -103,11 +107,11 @@ class LayoutPicker(Picker):
                 current = getattr(layout, field)
                 if current is None and field == "sequence_parallel":
                     current = layout.splits_sequence
-                options = [(WORDS.get(field, {}).get(value, str(value)), value) for value in values]
+                options = _options(field, values)
                 if list(control.options) != options:
                     control.options = options
-                if current in values and control.value != current:
-                    control.value = current
+                if current in values:
+                    control.value = NOTHING if current is None else current
                 self._rows[layout.framework][field].layout.display = "" if len(values) > 1 else "none"
             self.hint.value = _hint(layout, *self._situation)
         finally:
@@ -115,19 +119,23 @@ class LayoutPicker(Picker):
 
     def _add_row(self, name: str, field: str, values: tuple[Any, ...] | None) -> None:
         label = LABELS[field]
-        options = [(WORDS.get(field, {}).get(value, str(value)), value) for value in values or (1,)]
+        options = _options(field, values or (1,))
         control = (
             widgets.Dropdown(options=options, tooltip=f"{label} parallel ranks")
             if values is None
             else segments(options, label)
         )
-        control.value = options[0][1]
         default = getattr(self._layouts[name], field)
-        if default is not None and default in [value for _, value in options]:
-            control.value = default
+        offered = [value for _, value in options]
+        control.value = default if default in offered else offered[0]
         control.observe(self.read, "value")
         self._controls[name][field] = control
         self._rows[name][field] = Row(label, control)
+
+
+def _options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    words = WORDS.get(field, {})
+    return [(words.get(value, str(value)), NOTHING if value is None else value) for value in values]
 
 
 def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:

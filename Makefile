@@ -1,0 +1,63 @@
+# Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
+# environment first. The others: check (ruff, mypy), bench (ratios), env, clean.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.ready
+
+# PyTorch's own index of CPU builds, for machines without a GPU whose pip finds none by itself.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+NOTEBOOK ?= notebooks/00_studio.ipynb
+# JupyterLab refuses to run as root unless told that this is meant (containers).
+LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
+
+# Runs a command as root where that needs no password; says so and goes on where it does not.
+AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
+
+.PHONY: lab test check bench env browser clean
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab $(LAB_FLAGS) $(NOTEBOOK)
+
+test: $(STAMP) browser check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) browser
+	$(BIN)/python -m benchmarks
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Shardscope needs Python 3.11 or newer; set PYTHON=... to one. Found: $$($(PYTHON) --version)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(AS_ROOT) apt-get install -y python3-venv || \
+	  { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@if nvidia-smi -L 2>/dev/null | grep -q GPU || [ "$$(uname)" = Darwin ]; then \
+	  echo "Installing with the usual build of torch"; \
+	  $(BIN)/pip install --quiet -e '.[test]'; \
+	else \
+	  echo "No GPU here: installing a CPU build of torch"; \
+	  $(BIN)/pip install --quiet -c constraints-cpu.txt torch 2>/dev/null || \
+	    $(BIN)/pip install --quiet -c constraints-cpu.txt --index-url $(TORCH_CPU_INDEX) torch; \
+	  $(BIN)/pip install --quiet -c constraints-cpu.txt -e '.[test]'; \
+	fi
+	@# JupyterLab's first question, about news from the web, would stand in front of the notebook.
+	@$(BIN)/jupyter labextension disable --level=sys_prefix "@jupyterlab/apputils-extension:announcements" >/dev/null 2>&1
+	@touch $@
+
+# Browser tests drive the system's Chromium; they are skipped where there is none.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  { $(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -y -qq chromium fonts-dejavu-core >/dev/null; } 2>/dev/null || \
+	  echo "Browser tests will be skipped, for there is no Chromium; to run them: sudo apt-get install chromium"
+
+clean:
+	rm -rf $(VENV) dist artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,191 @@
+"""The main job as a person does it: open the notebook, plan, rehearse, stop, rehearse again, look inside."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from conftest import Lab, screenshot
+
+NOTEBOOK = "00_studio.ipynb"
+SHOWN = 60_000
+STEPS_ARRIVE = 120_000
+RUN_ENDS = 240_000
+
+
+def test_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
+    page = browser.new_page(viewport={"width": 1500, "height": 1200})
+    page.set_default_timeout(SHOWN)
+    offline(page)
+    run_all_cells(page, lab)
+    screenshot(page, "studio_first_cell")
+
+    change_the_model_and_see_chart_and_sentence_follow(page)
+    a_bad_input_says_so_and_the_picture_stays(page)
+    screenshot(page, "studio_light")
+
+    start_a_run(page, steps=4000)
+    wait_for_step(page)
+    screenshot(page, "run_under_way")
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector(".ss-status[data-status=stopped]")
+    assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
+
+    start_a_run(page, steps=24)
+    page.wait_for_selector(".ss-status[data-status=finished]", timeout=RUN_ENDS)
+    assert nothing_left_of(lab.folder / "runs"), "a finished run left processes behind"
+    assert losses_fall(lab.folder / "runs")
+    screenshot(page, "run_finished_light")
+
+    page.locator(".ss-tabs button", has_text="Trace").click()
+    see_slices_of_both_ranks(page)
+    screenshot(page, "trace_light")
+
+    use_theme(lab, "JupyterLab Dark")
+    page.reload()
+    # The kernel lives on, so the same widgets come back.
+    page.wait_for_selector(".ss-studio .ss-verdict")
+    page.wait_for_selector('body[data-jp-theme-light="false"]')
+    for tab in ("Memory", "Run", "Trace"):
+        page.locator(".ss-tabs button", has_text=tab).click()
+        page.wait_for_timeout(800)
+        page.locator(".ss-studio").scroll_into_view_if_needed()
+        screenshot(page, f"{tab}_dark")
+    use_theme(lab, "JupyterLab Light")
+    page.close()
+
+
+def run_all_cells(page: Any, lab: Lab) -> None:
+    page.goto(lab.notebook_url(NOTEBOOK))
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    page.keyboard.press("Control+b")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_selector(".ss-studio .ss-verdict")
+    page.wait_for_selector(".ss-studio .ss-memory .barlayer path", state="attached")
+    # The last cell has run when its prompt has a number.
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].every(p => /\\\\d/.test(p.textContent))"
+    )
+    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    page.locator(".ss-studio").scroll_into_view_if_needed()
+
+
+def change_the_model_and_see_chart_and_sentence_follow(page: Any) -> None:
+    sentence, bars = page.locator(".ss-head").inner_text(), chart(page)
+    assert "Llama 3.1 8B" in sentence and "Fits: " in sentence
+    fill(page, "Model", "llama-3.1-70b")
+    page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('70B')")
+    page.wait_for_function(
+        "before => JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) !== before",
+        arg=json.dumps(bars["parameters"]),
+    )
+    after = chart(page)
+    assert "Does not fit: short by" in page.locator(".ss-verdict").inner_text()
+    assert after["parameters"][0] > 8 * bars["parameters"][0]
+    fill(page, "Model", "llama-3.1-8b")
+    page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
+    assert chart(page) == bars
+
+
+def a_bad_input_says_so_and_the_picture_stays(page: Any) -> None:
+    before = page.locator(".ss-head").inner_text(), chart(page)
+    fill(page, "Sequence", "-5")
+    error = page.locator(".ss-side .ss-error [role=alert]")
+    error.wait_for()
+    assert "Recipe.seq_len is -5; allowed: a whole number from 1 to" in error.inner_text()
+    assert (page.locator(".ss-head").inner_text(), chart(page)) == before
+    screenshot(page, "bad_input")
+    fill(page, "Sequence", "4096")
+    error.wait_for(state="detached")
+
+
+def start_a_run(page: Any, steps: int) -> None:
+    fill(page, "Steps", str(steps))
+    button = page.locator(".ss-launch button.ss-button")
+    assert button.inner_text() == "Rehearse on 2 CPU ranks"
+    page.wait_for_function("() => !document.querySelector('.ss-launch button.ss-button').disabled")
+    button.click()
+    page.wait_for_selector(".ss-status[data-status=starting], .ss-status[data-status=running]")
+    assert "A rehearsal" in page.locator(".ss-run .ss-note").inner_text()
+
+
+def wait_for_step(page: Any) -> None:
+    page.wait_for_selector(".ss-status[data-status=running]", timeout=STEPS_ARRIVE)
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.ss-run .ss-table tbody tr')].length === 2", timeout=STEPS_ARRIVE
+    )
+    page.wait_for_function(
+        "() => document.querySelector('.ss-run .js-plotly-plot').data[0].x.length >= 3", timeout=STEPS_ARRIVE
+    )
+
+
+def see_slices_of_both_ranks(page: Any) -> None:
+    canvas = page.locator(".ss-trace canvas").first
+    canvas.wait_for()
+    page.wait_for_function(
+        "() => Number(document.querySelector('.ss-trace canvas[data-slices]')?.dataset.slices) > 100"
+    )
+    before = page.evaluate("() => ({...document.querySelector('.ss-trace canvas[data-slices]').dataset})")
+    canvas.hover(position={"x": 500, "y": 60})
+    page.mouse.wheel(0, -400)
+    page.wait_for_function(
+        "t1 => document.querySelector('.ss-trace canvas[data-slices]').dataset.t1 !== t1", arg=before["t1"]
+    )
+    page.get_by_placeholder("Search names").fill("gloo")
+    page.wait_for_function(
+        "() => Number(document.querySelector('.ss-trace canvas[data-slices]').dataset.matches) > 0"
+    )
+
+
+def chart(page: Any) -> dict[str, list[float]]:
+    """Component -> GiB on each bar, as plotly holds them in the browser."""
+    return page.evaluate(
+        """() => Object.fromEntries(
+            document.querySelector('.ss-memory .js-plotly-plot').data
+                .filter(trace => trace.type === 'bar')
+                .map(trace => [trace.name, [...trace.x]]))"""
+    )
+
+
+def fill(page: Any, label: str, text: str) -> None:
+    """Type into the first input of the row that ``label`` names, and leave it."""
+    row = page.locator(".ss-side .widget-hbox", has=page.get_by_text(label, exact=True)).last
+    box = row.locator("input").first
+    box.fill(text)
+    box.press("Enter")
+    box.press("Tab")
+
+
+def nothing_left_of(runs: Path) -> bool:
+    """Whether no process of any run in ``runs`` is alive, given the few seconds that leaving takes."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not [p for p in psutil.process_iter(["cmdline"]) if any(str(runs) in part for part in p.info["cmdline"] or [])]:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def losses_fall(runs: Path) -> bool:
+    newest = max(runs.iterdir(), key=lambda folder: folder.stat().st_mtime)
+    for rank in (0, 1):
+        lines = (newest / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
+        losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+        if not (len(losses) == 24 and losses[-1] < losses[0] - 0.3):
+            return False
+    return True
+
+
+def use_theme(lab: Lab, name: str) -> None:
+    request = urllib.request.Request(
+        f"{lab.url}/lab/api/settings/@jupyterlab/apputils-extension:themes",
+        data=json.dumps({"raw": json.dumps({"theme": name})}).encode(),
+        method="PUT",
+        headers={"Authorization": f"token {lab.token}", "Content-Type": "application/json"},
+    )
+    urllib.request.urlopen(request, timeout=10).close()
