@@ -104,7 +104,7 @@ def test_a_port_taken_between_choosing_and_binding(ranks: int, tmp_path: Path) -
         if world == "1":
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo")
-        print("up", port, flush=True)
+        os.write(1, f"up {port}\\n".encode())
         dist.destroy_process_group()
 
     thief = socket.socket()

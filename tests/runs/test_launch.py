@@ -21,6 +21,7 @@ from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import launch
 from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
+from shardscope.validation import refuse
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -184,6 +185,10 @@ def test_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
         launch(plan, task, folder=tmp_path)
     with pytest.raises(ValueError, match=r"allowed: a callable f\(ctx\)"):
         launch(plan, 7, folder=tmp_path)
+    task = tasks.Log()
+    task.check = lambda plan: refuse("plan", plan, "none", "another")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="plan is .*allowed: none"):
+        launch(plan, task, folder=tmp_path)
     assert runs(tmp_path) == []
 
 

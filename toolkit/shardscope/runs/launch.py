@@ -36,7 +36,8 @@ def launch(
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
 
     The run lives in ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the time. A name that
-    an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``.
+    an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``. A task with a
+    method ``check(plan)`` may refuse the plan by a ``ValueError``.
 
     Raises ``ValueError`` for a plan this machine cannot run, a task that cannot be pickled (naming what in
     it), or the name of a run that is alive; ``ImportError`` without the extra "train"; ``OSError`` naming a
@@ -45,6 +46,8 @@ def launch(
     flag("launch.outlive_kernel", outlive_kernel)
     _check_extra()
     device = _check_machine(plan)
+    if callable(check := getattr(task, "check", None)):
+        check(plan)
     payload = pack(task, plan)
     run_folder = _make_folder(Path("runs" if folder is None else folder), _checked_name(name))
     try:

@@ -64,7 +64,7 @@ def main(folder: RunFolder) -> int:
             if rank not in known:
                 _write_exit(folder, rank, failure.exitcode)
         return 1
-    except SignalException as error:
+    except SignalException as error:  # The ranks are gone; what follows is only torch tidying up.
         return 128 + int(error.sigval)
     except SystemExit:
         raise  # One rank alone runs in this process; it has written why.
@@ -160,4 +160,9 @@ def _notebook_launcher(
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    sys.exit(main(RunFolder(sys.argv[1])))
+    exit_code = main(RunFolder(sys.argv[1]))
+    if "WORLD_SIZE" in os.environ:  # A single rank ran here; libraries it used may have work left to do.
+        sys.exit(exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # Interpreter shutdown with torch loaded costs up to a second at the end of each run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -42,6 +43,7 @@ def is_alive(pid: int, started: float) -> bool:
     return start_of(pid) == started
 
 
+@functools.cache
 def this_machine() -> str:
     """Names the process table we see: a pid means something only to those who see the same one."""
     try:
