@@ -1,0 +1,60 @@
+"""The README's Python example runs as pasted, and what the README names exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) == 10, "ten lines"
+    done = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    report, explained, outcome, trace = done.stdout.splitlines()
+    assert "fits" in report
+    assert explained.startswith("optimizer, ")
+    status, losses = outcome.split(" ", 1)
+    assert status == "finished"
+    values = [float(loss) for loss in losses.strip("[]").split(",")]
+    assert len(values) == 20
+    assert values[-1] < values[0] - 0.5, "the loss falls"
+    assert "2 ranks" in trace
+    (run,) = (tmp_path / "runs").iterdir()
+    assert {"run.json", "status.jsonl", "events", "logs", "traces", "what_it_was"} <= {
+        entry.name for entry in run.iterdir()
+    }
+
+
+def test_every_extra_has_its_line() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extra in project["optional-dependencies"]:
+        assert f'pip install "shardscope[{extra}]"' in README
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_and_targets_exist(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (REPOSITORY / target).exists(), f"{page} links to {target}"
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`make (\w+)`", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page} names make {target}"
