@@ -1,0 +1,253 @@
+"""The walls of the house, which DESIGN.md says may not move."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.frameworks.registry import frameworks
+
+TOOLKIT = Path(ss.__file__).parent
+WIDGETS = TOOLKIT.parents[1] / "widgets" / "shardscope_widgets"
+
+DRAWING = {"shardscope_widgets", "ipywidgets", "plotly", "IPython", "anywidget"}
+"""What the engine room never imports, not even inside a function."""
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "megatron",
+    "pandas",
+    "plotly",
+    "ipywidgets",
+    "IPython",
+}
+"""What importing and planning never bring along."""
+
+DESIGNED = {
+    *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Pretrain", "Run", "Trace"),
+    *("gpus", "models", "launch", "runs"),
+}
+"""DESIGN.md's public names, as far as they exist. A new one is added here when it is designed, not before."""
+
+DESIGNED_WIDGETS = {"Studio", "MemoryView", "RunView", "TraceView"}
+
+MAY_NAME_A_FRAMEWORK = {
+    "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are DESIGN.md's public constructors: each "
+    "looks its framework up by name",
+    "plan.py": "one rule, LoRA is refused with Megatron-core, that belongs into its layout",
+    "recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one",
+    "memory/activations.py": "the same choice: what the modules of Recipe.kernels keep for backward",
+    "memory/logits.py": "the same choice: the loss of Recipe.kernels",
+    "training/torch_engine.py": "the same choice, refused where plain PyTorch trains",
+    "runs/launch.py": "a package whose version run.json keeps",
+}
+"""Files outside frameworks/ in which a framework's name is an operand of code, and why."""
+
+PLAN = """
+import json, sys
+import shardscope as ss
+plan = ss.Plan(
+    ss.models["llama-3.1-8b"],
+    ss.Cluster.parse("8xh100-sxm-80gb"),
+    ss.Recipe(global_batch_size=64, recompute="selective"),
+    ss.Layout.fsdp2(),
+)
+report = plan.memory()
+report.explain("activations")
+ss.Plan.from_json(plan.to_json())
+ss.Pretrain(num_steps=2)
+ss.Run, ss.launch, ss.runs
+"""
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Modules that are imported anywhere in a file, by statement or by ``import_module("...")``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, node.lineno
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value, node.lineno
+
+
+def run_python(code: str) -> Any:
+    """What ``code`` prints as JSON, in a fresh interpreter that finds what this one finds."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_engine_room_draws_nothing() -> None:
+    files = files_of(TOOLKIT)
+    assert len(files) > 50
+    found = [
+        f"{file.relative_to(TOOLKIT)}:{line} imports {module}"
+        for file in files
+        for module, line in imports_of(ast.parse(file.read_text(encoding="utf-8")))
+        if module.partition(".")[0] in DRAWING
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize("code", ["import json, sys, shardscope\n", PLAN], ids=["import", "planning"])
+def test_importing_and_planning_bring_nothing_heavy(code: str) -> None:
+    loaded = run_python(code + "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))")
+    assert "shardscope" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_the_widgets_bring_no_torch() -> None:
+    loaded = run_python(
+        "import json, sys\nfrom shardscope_widgets import Studio\nStudio()\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    assert "ipywidgets" in loaded
+    assert not {"torch", "transformers", "accelerate"} & set(loaded)
+
+
+def test_the_public_names_are_the_designed_ones() -> None:
+    assert set(ss.__all__) == DESIGNED
+    assert {name for name in ss.__all__ if not hasattr(ss, name)} == set()
+    widgets = importlib.import_module("shardscope_widgets")
+    assert set(widgets.__all__) == DESIGNED_WIDGETS
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match="Architecture, Cluster"):
+        _ = ss.Plann  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", ["shardscope", "shardscope_widgets"])
+def test_public_names_are_documented(module: str) -> None:
+    room = importlib.import_module(module)
+    assert room.__doc__
+    missing = [name for name in room.__all__ if not documented(getattr(room, name))]
+    for name in room.__all__:
+        noun = getattr(room, name)
+        if inspect.isclass(noun):
+            missing += [f"{name}.{member}" for member in undocumented_members(noun)]
+    assert not missing, missing
+
+
+def documented(thing: Any) -> bool:
+    """Functions and classes by docstring; the catalogue's mappings by their class's."""
+    return bool((inspect.getdoc(thing) or "").strip())
+
+
+def undocumented_members(noun: type) -> Iterator[str]:
+    """Public methods and properties that a class defines itself."""
+    for name, member in vars(noun).items():
+        plain = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        is_code = inspect.isfunction(plain) or isinstance(plain, property)
+        if not name.startswith("_") and is_code and not documented(plain):
+            yield name
+
+
+def test_every_module_says_what_it_is() -> None:
+    files = [*files_of(TOOLKIT), *files_of(WIDGETS)] if WIDGETS.is_dir() else files_of(TOOLKIT)
+    silent = [
+        str(file) for file in files if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert not silent, silent
+
+
+def test_only_its_folder_knows_a_framework() -> None:
+    """Adding a framework is adding a folder: code elsewhere does not ask which one it is."""
+    outside = [file for file in files_of(TOOLKIT) if "frameworks" not in file.relative_to(TOOLKIT).parts]
+    if WIDGETS.is_dir():
+        outside += files_of(WIDGETS)
+    found: dict[str, list[str]] = {}
+    for file in outside:
+        lines = list(framework_names_in_code(ast.parse(file.read_text(encoding="utf-8"))))
+        if lines:
+            root = TOOLKIT if file.is_relative_to(TOOLKIT) else WIDGETS
+            found[str(file.relative_to(root))] = lines
+    extra = {name: lines for name, lines in found.items() if name not in MAY_NAME_A_FRAMEWORK}
+    assert not extra, f"a framework is named outside of its folder: {extra}"
+    gone = set(MAY_NAME_A_FRAMEWORK) - set(found)
+    assert not gone, f"these no longer name one; take them off the list: {gone}"
+
+
+def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
+    """A framework's name compared, matched, looked up, chosen as a value or imported: anything but prose."""
+    prose = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in prose and node.value in frameworks:
+            yield f"line {node.lineno}: {node.value!r}"
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.startswith("shardscope.frameworks.") and module.split(".")[2] in frameworks:
+                yield f"line {node.lineno}: imports {module}"
+
+
+def test_frameworks_do_not_import_each_other() -> None:
+    found = []
+    for name in frameworks:
+        for file in files_of(TOOLKIT / "frameworks" / name):
+            for module, line in imports_of(ast.parse(file.read_text(encoding="utf-8"))):
+                parts = module.split(".")
+                others = set(frameworks) - {name}
+                if parts[:2] == ["shardscope", "frameworks"] and len(parts) > 2 and parts[2] in others:
+                    found.append(f"{file.relative_to(TOOLKIT)}:{line} imports {module}")
+    assert not found, found
+
+
+@pytest.mark.parametrize("missing", ["torch", "accelerate", "cloudpickle"])
+def test_launching_without_the_extra_names_the_line_that_brings_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name == missing else real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    plan = ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
+    )
+    with pytest.raises(ImportError) as refused:
+        ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path)
+    assert 'pip install "shardscope[train]"' in str(refused.value)
+    assert missing in str(refused.value)
+    assert not list(tmp_path.iterdir()), "a refused launch leaves no folder"
+
+
+def test_the_walls_see_through_a_hole() -> None:
+    """The scans above find what they look for."""
+    drawn = ast.parse('def f():\n    import plotly.graph_objects\n    import_module("IPython.display")\n')
+    assert [module for module, _ in imports_of(drawn)] == ["plotly.graph_objects", "IPython.display"]
+    branch = ast.parse('"""ddp"""\nif layout.framework == "megatron":\n    pass\n')
+    assert list(framework_names_in_code(branch)) == ["line 2: 'megatron'"]
+    lazy: ModuleType = ss
+    assert documented(lazy.launch)
