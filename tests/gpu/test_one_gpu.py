@@ -1,0 +1,106 @@
+"""One real GPU: the plan of this machine trains on it, and its peak stands beside its prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+
+pytestmark = pytest.mark.gpu
+
+NUM_STEPS = 12
+MEASURED = Path(__file__).parents[1] / "measured" / "own.jsonl"
+NOT_TENSORS = ("communication", "runtime", "fragmentation")
+"""Components outside of torch.cuda.max_memory_allocated()."""
+LAYOUTS = {"ddp": ss.Layout.ddp, "fsdp2": ss.Layout.fsdp2}
+
+
+@pytest.fixture(scope="module")
+def machine() -> ss.Cluster:
+    """This machine's GPUs. Asked here, not at import: collecting the tests must not touch CUDA."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device that torch can use")
+    cluster = ss.Cluster.detect()
+    if cluster.gpu.name == "cpu":
+        pytest.skip("torch sees a CUDA device, but NVML does not, or it is not an NVIDIA one")
+    return cluster
+
+
+@pytest.mark.parametrize("framework", list(LAYOUTS))
+def test_a_small_llama_trains_on_one_gpu(machine: ss.Cluster, framework: str, tmp_path: Path) -> None:
+    plan = ss.Plan(
+        ss.Architecture.of_size("120m"),
+        dataclasses.replace(machine, gpus_per_node=1),
+        ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8),
+        LAYOUTS[framework](),
+    )
+    run = ss.launch(
+        plan, ss.Pretrain(num_steps=NUM_STEPS, learning_rate=5e-4, warmup_steps=2), folder=tmp_path
+    )
+    try:
+        status = run.wait(timeout=300)
+        assert status == "finished", f"{status}: {run.reason}\n{run.error}\n{run.logs(0)}"
+    finally:
+        run.stop()
+
+    losses = [line["loss"] for line in run.metrics()]
+    assert len(losses) == NUM_STEPS
+    assert losses[-1] < losses[0] - 0.5, losses
+
+    made = run.what_it_was()[0]["engine"]
+    assert made["framework"] == framework
+    assert made["device"].startswith("cuda")
+    assert "nccl" in made["backend"]
+    assert made["world_size"] == 1
+
+    (memory,) = run.memory()
+    measured = memory["peak_memory_bytes"]
+    components = plan.memory().components
+    predicted = sum(value for name, value in components.items() if name not in NOT_TENSORS)
+    print(
+        f"\n{framework} on {machine.gpu.name}: predicted tensors {predicted / 2**30:.3f} GiB, "
+        f"measured {measured / 2**30:.3f} GiB, {predicted / measured - 1:+.1%}"
+    )
+    assert components["parameters"] <= measured <= machine.gpu.usable_bytes
+    if os.environ.get("SHARDSCOPE_RECORD") == "1":
+        record(plan, run, predicted, measured, dict(components))
+
+
+def record(plan: ss.Plan, run: ss.Run, predicted: int, measured: int, components: dict[str, int]) -> None:
+    """Append one row: what was run, on what, predicted and measured. No names of hosts, users or paths."""
+    steady = [line["step_seconds"] for line in run.metrics()][NUM_STEPS // 2 :]
+    row: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "gpu": plan.cluster.gpu.name,
+        "num_gpus": 1,
+        "framework": plan.layout.framework,
+        "architecture": plan.architecture.name,
+        "plan": json.loads(plan.to_json()),
+        "predicted_tensor_bytes": predicted,
+        "predicted_components": components,
+        "measured_peak_allocated_bytes": measured,
+        "median_step_seconds": sorted(steady)[len(steady) // 2],
+        "versions": {
+            package: found for package in ("torch", "transformers") if (found := installed(package))
+        },
+    }
+    MEASURED.parent.mkdir(exist_ok=True)
+    with MEASURED.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
