@@ -48,7 +48,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def seconds_until(condition: Callable[[], Any], timeout: float = 30.0) -> float:
+def seconds_until(condition: Callable[[], Any], timeout: float = 60.0) -> float:
     """Wait for ``condition``; how long it took. Fails if it does not come true."""
     start = time.monotonic()
     while not condition():

@@ -187,7 +187,7 @@ def test_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
         launch(plan, 7, folder=tmp_path)
     task = tasks.Log()
     task.check = lambda plan: refuse("plan", plan, "none", "another")  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="plan is .*allowed: none"):
+    with pytest.raises(ValueError, match=r"plan is .*allowed: none"):
         launch(plan, task, folder=tmp_path)
     assert runs(tmp_path) == []
 
