@@ -1,0 +1,1 @@
+"""What Shardscope costs, as ratios measured in one run: ``python -m benchmarks``."""

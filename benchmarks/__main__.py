@@ -1,0 +1,109 @@
+"""``python -m benchmarks``: one table of what Shardscope costs, each line beside its budget.
+
+Training is compared in pairs run alternately, and a line shows the median of the pairwise ratios with their
+range: another load on the machine slows both sides of a pair, so the ratio survives what seconds do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from benchmarks import planning, training
+
+BROWSER_FILE = Path("artifacts/browser_bench.json")
+REDRAW_KEY = "picker_to_redrawn_chart_p90_ms"
+REDRAW_BUDGET_MS = 150
+IMPORT_BUDGET_SECONDS = 0.3
+MEMORY_BUDGET_MICROSECONDS = 200
+FIRST_STEP_BUDGET = 1.3
+STEP_BUDGET = 1.02
+
+
+def row(name: str, value: str, budget: str = "", holds: bool | None = None, note: str = "") -> None:
+    """Print one line of the table."""
+    verdict = "" if holds is None else "ok" if holds else "OVER"
+    print(f"{name:<48}{value:>12}  {budget:>9}  {verdict:<5} {note}".rstrip(), flush=True)
+
+
+def planner() -> None:
+    """Importing and predicting."""
+    seconds, heavy = planning.import_seconds()
+    holds = seconds < IMPORT_BUDGET_SECONDS and not heavy
+    note = f"brings {', '.join(heavy)}" if heavy else "no torch, pandas, plotly or transformers"
+    row("import shardscope", f"{seconds:.3f} s", f"{IMPORT_BUDGET_SECONDS} s", holds, note)
+    for name, (fresh, again) in planning.memory_microseconds().items():
+        row(
+            f"plan.memory()  {name}",
+            f"{fresh:.0f} us",
+            f"{MEMORY_BUDGET_MICROSECONDS} us",
+            fresh < MEMORY_BUDGET_MICROSECONDS,
+            f"on a plan just made; asked again {again:.0f} us",
+        )
+
+
+def trainer(frameworks: list[str], num_pairs: int, num_steps: int) -> None:
+    """Launching and training, against the bare script of the same job."""
+    measures: dict[str, tuple[Callable[[training.Timing], float], float | None]] = {
+        "launch to first step": (lambda timing: timing.first_step_seconds, FIRST_STEP_BUDGET),
+        "steady step": (lambda timing: timing.step_seconds, STEP_BUDGET),
+        "fastest step": (lambda timing: timing.fastest_step_seconds, None),
+    }
+    for framework in frameworks:
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = training.run_pairs(framework, num_pairs, num_steps, Path(folder))
+        for name, (read, budget) in measures.items():
+            ratios = sorted(read(own) / read(bare) for own, bare in pairs)
+            ours, theirs = (median(read(pair[side]) for pair in pairs) for side in (0, 1))
+            row(
+                f"{framework}: {name} / bare torchrun",
+                f"{median(ratios):.3f} x",
+                "" if budget is None else f"{budget} x",
+                None if budget is None else median(ratios) <= budget,
+                f"{ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} pairs; {ours:.3f} and {theirs:.3f} s",
+            )
+
+
+def browser() -> None:
+    """What the browser tests measured, if they ran: names to numbers, of which one has a budget."""
+    if not BROWSER_FILE.exists():
+        note = f"no {BROWSER_FILE}: the browser tests write it"
+        row("picker to redrawn chart, p90", "-", f"{REDRAW_BUDGET_MS} ms", None, note)
+        return
+    for name, value in json.loads(BROWSER_FILE.read_text()).items():
+        shown = f"{value:.1f}" if isinstance(value, float) else str(value)
+        if name == REDRAW_KEY:
+            row(
+                "picker to redrawn chart, p90",
+                f"{shown} ms",
+                f"{REDRAW_BUDGET_MS} ms",
+                value < REDRAW_BUDGET_MS,
+            )
+        else:
+            row(f"browser: {name}", shown)
+
+
+def main() -> None:
+    """Read the arguments and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of runs for each framework (default 3)")
+    parser.add_argument("--steps", type=int, default=25, help="steps in each run (default 25)")
+    parser.add_argument("--frameworks", nargs="*", default=["ddp", "fsdp2"], choices=["ddp", "fsdp2"])
+    arguments = parser.parse_args()
+    if arguments.pairs < 1 or arguments.steps <= training.WARM_STEPS:
+        parser.error(f"--pairs must be at least 1 and --steps more than {training.WARM_STEPS}")
+    cores = os.cpu_count()
+    print(f"{cores} cores, load {os.getloadavg()[0]:.1f}; OVER: more than the budget\n")
+    row("what", "measured", "budget")
+    planner()
+    browser()
+    trainer(arguments.frameworks, arguments.pairs, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

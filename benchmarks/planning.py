@@ -1,0 +1,74 @@
+"""What the planner costs: importing it, and one prediction."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+
+import shardscope as ss
+
+NUM_IMPORTS = 7
+NUM_PREDICTIONS = 300
+
+_IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import shardscope
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted({"torch", "pandas", "plotly", "transformers"} & set(sys.modules))]))
+"""
+
+
+def import_seconds() -> tuple[float, list[str]]:
+    """Seconds that ``import shardscope`` takes in a fresh interpreter, and what heavy it brought along."""
+    runs = []
+    for _ in range(NUM_IMPORTS):
+        done = subprocess.run([sys.executable, "-c", _IMPORT], check=True, capture_output=True, text=True)
+        runs.append(json.loads(done.stdout))
+    return median(seconds for seconds, _ in runs), runs[0][1]
+
+
+def plans() -> dict[str, ss.Plan]:
+    """Three plans a person really makes, from one pipeline stage to sixteen."""
+    recipe = ss.Recipe(seq_len=8192, global_batch_size=1024)
+    return {
+        "llama-3.1-8b, FSDP2 on 8 GPUs": ss.Plan(
+            ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2()
+        ),
+        "llama-3.1-70b, Megatron tp8 pp4": ss.Plan(
+            ss.models["llama-3.1-70b"],
+            ss.Cluster.parse("8x8xh100-sxm-80gb"),
+            recipe,
+            ss.Layout.megatron(tp=8, pp=4),
+        ),
+        "llama-3.1-405b, Megatron tp8 pp16": ss.Plan(
+            ss.models["llama-3.1-405b"],
+            ss.Cluster.parse("128x8xh100-sxm-80gb"),
+            recipe,
+            ss.Layout.megatron(tp=8, pp=16),
+        ),
+    }
+
+
+def memory_microseconds() -> dict[str, tuple[float, float]]:
+    """Median microseconds of ``plan.memory()``: on a plan just made, as under a slider, and asked again."""
+    found = {}
+    for name, plan in plans().items():
+        nouns = (plan.architecture, plan.cluster, plan.recipe, plan.layout)
+        plan.memory()
+        fresh = [ss.Plan(*nouns) for _ in range(NUM_PREDICTIONS)]
+        again = [plan] * NUM_PREDICTIONS
+        found[name] = (_median_microseconds(fresh), _median_microseconds(again))
+    return found
+
+
+def _median_microseconds(plans: list[ss.Plan]) -> float:
+    seconds = []
+    for plan in plans:
+        start = time.perf_counter()
+        plan.memory()
+        seconds.append(time.perf_counter() - start)
+    return 1e6 * median(seconds)
