@@ -49,10 +49,8 @@ MAY_NAME_A_FRAMEWORK = {
     "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are DESIGN.md's public constructors: each "
     "looks its framework up by name",
     "plan.py": "one rule, LoRA is refused with Megatron-core, that belongs into its layout",
-    "recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one",
-    "memory/activations.py": "the same choice: what the modules of Recipe.kernels keep for backward",
-    "memory/logits.py": "the same choice: the loss of Recipe.kernels",
-    "training/torch_engine.py": "the same choice, refused where plain PyTorch trains",
+    "recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one; code "
+    "that compares a value called kernels asks for that, not for the framework, and is let through",
     "runs/launch.py": "a package whose version run.json keeps",
 }
 """Files outside frameworks/ in which a framework's name is an operand of code, and why."""
@@ -203,12 +201,19 @@ def framework_names_in_code(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and _called(node.left) == "kernels":
+            prose |= {id(operand) for operand in node.comparators}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in prose and node.value in frameworks:
             yield f"line {node.lineno}: {node.value!r}"
         if isinstance(node, ast.ImportFrom | ast.Import):
             module = getattr(node, "module", None) or node.names[0].name
             if module.startswith("shardscope.frameworks.") and module.split(".")[2] in frameworks:
                 yield f"line {node.lineno}: imports {module}"
+
+
+def _called(operand: ast.expr) -> str:
+    return str(getattr(operand, "attr", getattr(operand, "id", "")))
 
 
 def test_frameworks_do_not_import_each_other() -> None:
@@ -249,5 +254,6 @@ def test_the_walls_see_through_a_hole() -> None:
     assert [module for module, _ in imports_of(drawn)] == ["plotly.graph_objects", "IPython.display"]
     branch = ast.parse('"""ddp"""\nif layout.framework == "megatron":\n    pass\n')
     assert list(framework_names_in_code(branch)) == ["line 2: 'megatron'"]
+    assert not list(framework_names_in_code(ast.parse('x = recipe.kernels == "megatron"')))
     lazy: ModuleType = ss
     assert documented(lazy.launch)
