@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isqrt
 from types import MappingProxyType
@@ -80,7 +80,7 @@ class Layout(JsonNoun):
     def fitted(
         self, wanted: Mapping[str, Any], architecture: Architecture, cluster: Cluster, recipe: Recipe
     ) -> Layout:
-        """A layout of this framework as near to ``wanted`` as can run, earlier fields of ``choices`` first."""
+        """A layout of this framework as near to ``wanted`` as can run, first fields first."""
         layout = type(self)()
         for field, values in self.choices.items():
             if field not in wanted:
@@ -178,7 +178,7 @@ class Layout(JsonNoun):
         sequence_parallel: bool | None = None,
         distributed_optimizer: bool = True,
     ) -> Layout:
-        """Megatron-core: tensor, pipeline, context and expert parallel. ``sequence_parallel=None``: tp > 1."""
+        """Megatron-core: tensor, pipeline, context, expert parallel. ``sequence_parallel=None``: tp > 1."""
         return _layout_class("megatron")(
             tp=tp,
             pp=pp,
@@ -221,15 +221,17 @@ class Layout(JsonNoun):
         return json.dumps({"shardscope": "Layout", "version": FORMAT_VERSION, **self.to_dict()}, indent=2)
 
 
-def _layout_class(framework: str) -> type[Layout]:
+def _layout_class(framework: str) -> Callable[..., Layout]:
     from shardscope.frameworks.registry import frameworks
 
     return frameworks[framework].layout_class
 
 
-def degree(field: str, value: object) -> int:
-    """``value`` as a parallel degree, 1 to 1,048,576."""
-    return whole_number(field, value, low=1, high=MAX_DEGREE)
+def check_degrees(layout: Layout, *fields: str, low: int = 1, high: int = MAX_DEGREE) -> None:
+    """Refuse fields that are no parallel degree, 1 to 1,048,576; a numpy integer becomes Python's."""
+    for field in fields:
+        number = whole_number(f"Layout.{field}", getattr(layout, field), low=low, high=high)
+        object.__setattr__(layout, field, number)
 
 
 def left_over_ranks(world_size: int, **degrees: int) -> int:
@@ -237,15 +239,14 @@ def left_over_ranks(world_size: int, **degrees: int) -> int:
     taken = 1
     for value in degrees.values():
         taken *= value
-    if world_size % taken == 0:
-        return world_size // taken
-    names = " x ".join(degrees)
-    refuse(
-        f"Layout {names}",
-        " x ".join(str(value) for value in degrees.values()) + f" = {taken}",
-        f"a divisor of the world size, {world_size} GPUs",
-        _shrink_to_divisor(world_size, degrees),
-    )
+    if world_size % taken:
+        refuse(
+            f"Layout {' x '.join(degrees)}",
+            " x ".join(str(value) for value in degrees.values()) + f" = {taken}",
+            f"a divisor of the world size, {world_size} GPUs",
+            _shrink_to_divisor(world_size, degrees),
+        )
+    return world_size // taken
 
 
 def check_heads(architecture: Architecture, tp: int) -> None:

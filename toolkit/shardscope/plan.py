@@ -66,6 +66,11 @@ class Plan(JsonNoun):
         return self.cluster.num_gpus
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether ranks have a GPU; CPU ranks have the host's memory, no CUDA context and other kernels."""
+        return self.cluster.gpu.vendor != "cpu"
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches that each data-parallel rank takes through one optimizer step."""
         return self.recipe.global_batch_size // (self.recipe.micro_batch_size * self.degrees.data_parallel)

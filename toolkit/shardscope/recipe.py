@@ -42,12 +42,11 @@ class Recipe(JsonNoun):
     lora_rank: int | None = None
     """Rank of the adapters, 1 to 4,096; ``None`` is 16. Only with ``method="lora"``."""
     lora_targets: tuple[str, ...] | None = None
-    """Projections that get an adapter, as the model names them; ``None``: all of attention's. Only with LoRA."""
+    """Projections that get an adapter, by the model's names; ``None``: all of attention's. Only with LoRA."""
 
     def __post_init__(self) -> None:
-        whole_number("Recipe.seq_len", self.seq_len, low=1, high=2**24)
-        whole_number("Recipe.micro_batch_size", self.micro_batch_size, low=1, high=2**16)
-        whole_number("Recipe.global_batch_size", self.global_batch_size, low=1, high=2**24)
+        for field, high in (("seq_len", 2**24), ("micro_batch_size", 2**16), ("global_batch_size", 2**24)):
+            self._check_number(field, high)
         one_of("Recipe.method", self.method, get_args(Method))
         one_of("Recipe.precision", self.precision, get_args(Precision))
         one_of("Recipe.optimizer", self.optimizer, get_args(Optimizer))
@@ -63,14 +62,21 @@ class Recipe(JsonNoun):
             )
         self._check_lora()
 
+    def _check_number(self, field: str, high: int) -> None:
+        number = whole_number(f"Recipe.{field}", getattr(self, field), low=1, high=high)
+        # A numpy integer becomes Python's, which JSON can write and which cannot overflow.
+        object.__setattr__(self, field, number)
+
     def _check_lora(self) -> None:
         if self.method != "lora":
             for field in ("lora_rank", "lora_targets"):
                 if getattr(self, field) is not None:
-                    refuse(f"Recipe.{field}", getattr(self, field), 'None unless method="lora"', 'method="lora"')
+                    refuse(
+                        f"Recipe.{field}", getattr(self, field), 'None unless method="lora"', 'method="lora"'
+                    )
             return
         if self.lora_rank is not None:
-            whole_number("Recipe.lora_rank", self.lora_rank, low=1, high=4096)
+            self._check_number("lora_rank", 4096)
         if self.lora_targets is None:
             return
         if isinstance(self.lora_targets, str) or not isinstance(self.lora_targets, tuple | list):

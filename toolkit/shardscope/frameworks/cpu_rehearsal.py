@@ -21,6 +21,8 @@ HEADS = 4
 HEAD_DIM = 32
 LAYERS = 4
 EXPERTS = 4
+DEEPSEEK_EXPERTS = 16
+"""Two in each of the eight groups between which DeepSeek-V3's router first chooses."""
 VOCABULARY = 2048
 """That of the tokenizer that ships with the text."""
 MAX_SEQ_LEN = 128
@@ -58,7 +60,7 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
 
 
 def _small_architecture(arch: Architecture) -> Architecture:
-    """A few layers of the same family: gated or not, tied or not, grouped heads and experts as in the original."""
+    """A few layers of the same family: gated, tied, grouped heads and experts as in the original."""
     grouped = arch.num_key_value_heads < arch.num_attention_heads
     changes: dict[str, Any] = {
         "name": f"tiny {arch.name}",
@@ -76,12 +78,14 @@ def _small_architecture(arch: Architecture) -> Architecture:
         changes["sliding_window_layers"] = LAYERS // 2
     if arch.mixture_of_experts is not None:
         shared = bool(arch.mixture_of_experts.shared_expert_intermediate_size)
+        # Mixtral has one width for both.
+        width = changes["intermediate_size"] if arch.model_type == "mixtral" else HIDDEN_SIZE
         changes["mixture_of_experts"] = replace(
             arch.mixture_of_experts,
-            num_experts=EXPERTS,
+            num_experts=DEEPSEEK_EXPERTS if arch.model_type == "deepseek_v3" else EXPERTS,
             num_experts_per_tok=min(2, arch.mixture_of_experts.num_experts_per_tok),
-            moe_intermediate_size=HIDDEN_SIZE,
-            shared_expert_intermediate_size=HIDDEN_SIZE * shared,
+            moe_intermediate_size=width,
+            shared_expert_intermediate_size=width * shared,
             first_k_dense_replace=min(1, arch.mixture_of_experts.first_k_dense_replace),
             mlp_only_layers=(),
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from shardscope.memory.arithmetic import ceil_div
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -13,22 +16,34 @@ def adapter_targets(architecture: Architecture, recipe: Recipe) -> tuple[str, ..
     """The adapted projections: the recipe's, or all of attention's where it leaves them open."""
     if recipe.lora_targets:
         return recipe.lora_targets
-    attention = {name.split(".")[-2] for group, name, _ in architecture.layer_shapes(0) if group == "attention"}
+    attention = {
+        name.split(".")[-2] for group, name, _ in architecture.layer_shapes(0) if group == "attention"
+    }
     return tuple(target for target, _ in architecture.layer_linears(0) if target in attention)
 
 
 def adapter_parameters(architecture: Architecture, recipe: Recipe) -> int:
     """Trainable weights of all decoder layers: rank x (in + out) for each adapted projection."""
-    targets = adapter_targets(architecture, recipe)
     moe_layers = architecture.num_moe_layers
-    found = 0
-    for moe, layers in ((False, architecture.num_hidden_layers - moe_layers), (True, moe_layers)):
-        if layers:
-            linears = architecture.layer_linears(first_layer(architecture, moe))
-            found += layers * sum(
-                recipe.adapter_rank * sum(shape) for target, shape in linears if target in targets
-            )
-    return found
+    kinds = ((False, architecture.num_hidden_layers - moe_layers), (True, moe_layers))
+    return sum(layers * layer_adapters(architecture, recipe, moe)[0] for moe, layers in kinds if layers)
+
+
+@lru_cache(maxsize=4096)
+def layer_adapters(
+    architecture: Architecture, recipe: Recipe, moe: bool, num_shards: int = 1
+) -> tuple[int, int]:
+    """Adapter weights of one layer, and what the fullest of ``num_shards`` ranks keeps of them.
+
+    A is (rank, in) and B is (out, rank); each is cut along its rows, rounded up.
+    """
+    targets, rank = adapter_targets(architecture, recipe), recipe.adapter_rank
+    whole = part = 0
+    for target, (out, inner) in architecture.layer_linears(first_layer(architecture, moe)):
+        if target in targets:
+            whole += rank * (inner + out)
+            part += ceil_div(rank, num_shards) * inner + ceil_div(out, num_shards) * rank
+    return whole, part
 
 
 def first_layer(architecture: Architecture, moe: bool) -> int:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory import overheads
-from shardscope.memory.activations import LayerActivations, Modules, layer_activations, modules_of
+from shardscope.memory.activations import (
+    LayerActivations,
+    cast_weights,
+    edge_activations,
+    layer_activations,
+    modules_of,
+)
 from shardscope.memory.arithmetic import ceil_div
-from shardscope.memory.lora import first_layer
 from shardscope.memory.logits import logits_per_token
-from shardscope.memory.precision import widths
-from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term, joined, no_bytes
+from shardscope.memory.report import (
+    Component,
+    MemoryReport,
+    Moment,
+    Phase,
+    StageMemory,
+    Term,
+    joined,
+    no_bytes,
+)
 from shardscope.memory.words import count, gib, kib
 
 if TYPE_CHECKING:
@@ -25,11 +38,8 @@ def predict(plan: Plan) -> MemoryReport:
     from shardscope.frameworks.registry import frameworks
 
     model = frameworks[plan.layout.framework].memory_model()
-    on_gpu = plan.cluster.gpu.name != "cpu"
-    shared = _Shared(plan, on_gpu)
-    stages = tuple(
-        shared.stage(stage, model.training_state(plan, stage)) for stage in model.stages(plan)
-    )
+    shared = _Shared(plan)
+    stages = tuple(shared.stage(stage, model.training_state(plan, stage)) for stage in model.stages(plan))
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     low, high = shared.band(worst)
     return MemoryReport(
@@ -40,18 +50,27 @@ def predict(plan: Plan) -> MemoryReport:
     )
 
 
+class _Activations(NamedTuple):
+    """Activations when forward has ended, while the head, its first and its last layer go backward."""
+
+    forward: Term
+    head: Term
+    first: Term
+    last: Term
+
+
 class _Shared:
     """What does not depend on the framework, computed once for all stages of a plan."""
 
-    def __init__(self, plan: Plan, on_gpu: bool) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.on_gpu = on_gpu
-        self.modules: Modules = modules_of(plan)
+        self.on_gpu = plan.on_gpu
+        self.modules = modules_of(plan)
         degrees, recipe = plan.degrees, plan.recipe
         self.tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
         self.splits_sequence = plan.layout.splits_sequence
         self.accumulates = plan.num_micro_batches > 1
-        self.runtime = overheads.runtime(on_gpu)
+        self.runtime = overheads.runtime(plan.on_gpu)
 
     def layer(self, moe: bool) -> LayerActivations:
         plan = self.plan
@@ -61,7 +80,7 @@ class _Shared:
 
     def stage(self, stage: Stage, state: TrainingState) -> StageMemory:
         """All moments of one stage, in the order of a step."""
-        full, last = self._activations(stage)
+        activations = self._activations(stage)
         logits_forward, logits_backward = self._logits(stage)
         communication = overheads.communication(state.group_sizes, self.on_gpu)
         always: dict[Component, Term] = {
@@ -69,23 +88,28 @@ class _Shared:
             "communication": Term(communication.point, lambda: _communication_words(state.group_sizes)),
             "runtime": Term(self.runtime.point, self._runtime_words),
         }
-        resting: dict[Component, Term] = {**always, "optimizer": state.optimizer}
         if state.gradients_stay:
-            resting["gradients"] = state.gradients
+            always["gradients"] = state.gradients
+        resting: dict[Component, Term] = {**always, "optimizer": state.optimizer}
         none_yet = no_bytes("none before backward: freed after the last optimizer step")
         accumulated = state.gradients if self.accumulates or state.gradients_stay else none_yet
-        forward: dict[Component, Term] = {**resting, "gradients": accumulated, "activations": full}
-        backward: dict[Component, Term] = {**resting, "gradients": state.gradients, "activations": last}
+        busy: dict[Component, Term] = {**resting, "gradients": accumulated}
+        forward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_forward}
+        backward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_backward}
+        first: dict[Component, Term] = {**busy, "gather_buffers": state.gather_layer or state.gather_backward}
         moments = (
             Moment.of("initialisation", 0.0, always),
             Moment.of("rest", 0.0, resting),
             self._with_gaps(
-                "forward", 0.33, {**forward, "logits": logits_forward, "gather_buffers": state.gather_forward}
+                "forward", 0.33, {**forward, "activations": activations.forward, "logits": logits_forward}
             ),
             self._with_gaps(
-                "backward", 0.34, {**forward, "logits": logits_backward, "gather_buffers": state.gather_forward}
+                "backward", 0.34, {**forward, "activations": activations.head, "logits": logits_backward}
             ),
-            self._with_gaps("backward", 0.97, {**backward, "gather_buffers": state.gather_backward}),
+            self._with_gaps("backward", 0.36, {**first, "activations": activations.first}),
+            self._with_gaps(
+                "backward", 0.97, {**backward, "activations": activations.last, "gradients": state.gradients}
+            ),
             Moment.of(
                 "optimizer",
                 0.98,
@@ -97,7 +121,7 @@ class _Shared:
             ),
         )
         return StageMemory(
-            stage=stage.index,
+            stage=stage.number,
             num_layers=stage.num_layers,
             moments=moments,
             host_bytes=state.host_bytes,
@@ -116,79 +140,104 @@ class _Shared:
         return low, high
 
     def _with_gaps(self, phase: Phase, fraction: float, terms: dict[Component, Term]) -> Moment:
-        churned = _churned({name: term.num_bytes for name, term in terms.items()})
+        churned = terms["activations"][0] + terms["gather_buffers"][0]
+        if "logits" in terms:
+            churned += terms["logits"][0]
         gaps = overheads.fragmentation(churned, self.on_gpu)
 
         def words() -> str:
             return (
-                f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(churned)} GiB that a step allocates and frees; "
-                f"the band reaches to {overheads.FRAGMENTATION_HIGH_PERCENT} % (assumption, PyTorch caching allocator)"
+                f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(churned)} GiB that a step allocates and "
+                f"frees; the band reaches to {overheads.FRAGMENTATION_HIGH_PERCENT} % (assumption, PyTorch "
+                "caching allocator)"
             )
 
         return Moment.of(phase, fraction, {**terms, "fragmentation": Term(gaps.point, words)})
 
-    def _activations(self, stage: Stage) -> tuple[Term, Term]:
-        """Activations when fullest (end of forward), and when backward is in the stage's first layer."""
-        plan, tokens = self.plan, self.tokens
-        arch = plan.architecture
-        moe_layers = round(stage.num_layers * arch.num_moe_layers / arch.num_hidden_layers)
-        dense_layers = stage.num_layers - moe_layers
-        dense = self.layer(False) if dense_layers else None
-        moe = self.layer(True) if moe_layers else None
-        one_micro_batch = tokens * (
-            dense_layers * (dense.saved if dense else 0) + moe_layers * (moe.saved if moe else 0)
-        )
+    def _activations(self, stage: Stage) -> _Activations:
+        """Activations at the moments of a step at which they can be fullest."""
+        tokens = self.tokens
+        kinds = [
+            (num_layers, self.layer(moe))
+            for moe, num_layers in (
+                (False, stage.num_layers - stage.num_moe_layers),
+                (True, stage.num_moe_layers),
+            )
+            if num_layers
+        ]
+        num_chunks, chunks = in_flight(self.plan, stage.number)
+        chunk = ceil_div(tokens * sum(layers * layer.saved for layers, layer in kinds), num_chunks)
         edges = tokens * self._edge_bytes(stage)
-        num_layers, chunks = in_flight(plan, stage.index)
-        chunk = ceil_div(one_micro_batch, num_layers)
         full = chunk * chunks + edges
-        largest = max((kind for kind in (dense, moe) if kind), key=lambda kind: kind.saved + kind.working)
-        # While backward is in a layer, that layer's own bytes are there beside its gradients; with several
-        # micro-batches in flight the others wait.
-        last = chunk * (chunks - 1) + tokens * (largest.saved + largest.working)
-        weights = self._autocast_copies(stage)
+        busiest = max((layer for _, layer in kinds), key=lambda layer: layer.saved + layer.working)
+        working = tokens * busiest.working
+        # While backward is in the last of its layers, other micro-batches in flight still wait.
+        waiting = chunk * (chunks - 1)
+        cast, cast_again = self._autocast_copies(stage)
 
         def words() -> str:
-            parts = [
-                f"{count(layers, 'layer')} × {count(tokens, 'token')} × ({_layer_words(kind, plan.recipe.recompute)})"
-                for layers, kind in ((dense_layers, dense), (moe_layers, moe))
-                if kind
-            ]
-            flight = f" × {chunks / num_layers:g} micro-batches in flight (1F1B)" if chunks != num_layers else ""
-            casts = f" + {gib(weights)} GiB half-precision copies of weights (autocast)" if weights else ""
-            return (
-                " + ".join(parts)
-                + flight
-                + f" + {gib(edges)} GiB at the ends{casts} · {self.modules.kernels} modules, "
-                + "Korthikanti et al. 2022, eq. 2, operator by operator"
+            recompute = self.plan.recipe.recompute
+            parts = " + ".join(
+                f"{count(layers, 'layer')} × {count(tokens, 'token')} × ({_layer_words(layer, recompute)})"
+                for layers, layer in kinds
             )
+            flight = (
+                f" × {chunks / num_chunks:g} micro-batches in flight (1F1B)" if chunks != num_chunks else ""
+            )
+            return (
+                f"{parts}{flight} + {gib(edges)} GiB at the ends · {self.modules.kernels} modules, "
+                "Korthikanti et al. 2022, eq. 2, operator by operator"
+            )
+
+        def with_casts(num_bytes: int) -> Term:
+            casts = (
+                f"{gib(num_bytes)} GiB half-precision copies of weights (autocast) + " if num_bytes else ""
+            )
+            return Term(full + num_bytes, lambda: casts + words())
 
         def last_words() -> str:
-            waiting = f"{gib(chunk * (chunks - 1))} GiB waiting micro-batches + " if chunks > 1 else ""
+            others = f"{gib(waiting)} GiB waiting micro-batches + " if waiting else ""
             return (
-                f"{waiting}{count(tokens, 'token')} × ({kib(largest.saved)} KiB one layer's own + "
-                f"{kib(largest.working)} KiB gradients in flight and recomputed)"
+                f"{others}{count(tokens, 'token')} × ({kib(busiest.saved)} KiB one layer's own + "
+                f"{kib(busiest.working)} KiB gradients in flight and recomputed)"
             )
 
-        return Term(full + weights, words), Term(last, last_words)
+        return _Activations(
+            forward=with_casts(cast),
+            head=with_casts(cast_again),
+            first=Term(
+                full + cast_again + working,
+                lambda: f"{gib(working)} GiB gradients in flight and recomputed in one layer + {words()}",
+            ),
+            last=Term(waiting + tokens * busiest.saved + working, last_words),
+        )
 
     def _edge_bytes(self, stage: Stage) -> int:
-        """Bytes a token leaves outside the decoder layers: token ids, and the final norm with the head's input."""
-        arch, modules = self.plan.architecture, self.modules
+        """Bytes a token leaves outside the layers: token ids, and the final norm with the head's input."""
         cut = self.plan.degrees.tp if self.splits_sequence else 1
         found = 8 if stage.is_first else 0
         if stage.is_last:
-            found += ceil_div(arch.hidden_size * (4 + 2 * modules.compute) + 4, cut)
+            found += ceil_div(edge_activations(self.plan.architecture, self.modules), cut)
         return found
 
-    def _autocast_copies(self, stage: Stage) -> int:
-        """Half-precision copies of the matrices, which autocast keeps until backward has used them."""
+    def _autocast_copies(self, stage: Stage) -> tuple[int, int]:
+        """Half-precision copies of matrices at the end of forward, and as backward starts.
+
+        Autocast caches copies of trained weights until its block ends, and autograd holds all that it needs;
+        recomputation gives them up layer by layer.
+        """
         if not self.modules.autocast:
-            return 0
-        head = 0
-        if stage.is_last:
-            head = self.plan.architecture.embedding_parameters
-        return (stage.layers + stage.experts + head) * self.modules.compute
+            return 0, 0
+        arch, moe_layers = self.plan.architecture, stage.num_moe_layers
+        dense, moe = (
+            layers * cast_weights(arch, is_moe, self.modules) if layers else 0
+            for is_moe, layers in ((False, stage.num_layers - moe_layers), (True, moe_layers))
+        )
+        head = arch.embedding_parameters * self.modules.compute if stage.is_last else 0
+        everything = dense + moe + head
+        if self.plan.recipe.recompute == "none":
+            return everything, everything
+        return (everything if self.modules.trained else head), head
 
     def _logits(self, stage: Stage) -> tuple[Term, Term]:
         plan = self.plan

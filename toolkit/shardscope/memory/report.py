@@ -56,9 +56,7 @@ class Moment(NamedTuple):
     def components(self) -> Mapping[str, int]:
         """Bytes by name, every component of :data:`COMPONENTS` present."""
         terms = self.terms
-        return MappingProxyType(
-            {name: terms[name].num_bytes if name in terms else 0 for name in COMPONENTS}
-        )
+        return MappingProxyType({name: terms[name].num_bytes if name in terms else 0 for name in COMPONENTS})
 
 
 @dataclass(frozen=True, kw_only=True)

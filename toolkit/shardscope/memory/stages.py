@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.arithmetic import ceil_div
-from shardscope.memory.lora import adapter_parameters, first_layer
+from shardscope.memory.lora import first_layer, layer_adapters
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -17,8 +17,20 @@ if TYPE_CHECKING:
 # (DeepSeek-V2, section 2.1) and the router.
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "mlp.gate.")
 # Column-parallel projections; their biases are cut with them (Shoeybi et al. 2019, section 3).
-_COLUMN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_COLUMN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "c_attn",
+    "q_b_proj",
+    "kv_b_proj",
+    "gate_proj",
+    "up_proj",
+)
 _COLUMN_MLP = ("gate_up_proj", "c_fc")
+# Row-parallel projections are cut along their inputs, the second dimension.
+_ROW = ("o_proj", "down_proj", "c_proj")
 
 
 class Shard(NamedTuple):
@@ -37,8 +49,11 @@ class Shard(NamedTuple):
 class Stage(NamedTuple):
     """One pipeline stage's weights on one rank. Counts, not bytes."""
 
-    index: int
+    number: int
+    """From 0, first to last."""
     num_layers: int
+    num_moe_layers: int
+    """Decoder layers with routed experts among them."""
     is_first: bool
     is_last: bool
     layers: int
@@ -47,6 +62,8 @@ class Stage(NamedTuple):
     """Routed experts of all decoder layers."""
     edges: int
     """Embeddings on the first stage; final norm and output head on the last."""
+    head: int
+    """The output head among them: its gradient is there from the start of backward."""
     shard: int
     """What one sharding rank keeps of layers, experts and edges, rounded up tensor by tensor."""
     largest_layer: int
@@ -91,39 +108,47 @@ def _stage(plan: Plan, index: int, start: int, num_layers: int, vocab_multiple: 
 
     hidden = arch.hidden_size
     vocab = ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple
-    embedding = ceil_div(vocab, degrees.tp) * hidden
-    edges = 0
+    rows = ceil_div(vocab, degrees.tp)
+    edge_shapes = []
     if is_first:
-        edges += embedding + arch.position_embedding_parameters
+        edge_shapes.append((rows, hidden))
+        edge_shapes.append((ceil_div(arch.position_embedding_parameters, hidden), hidden))
     if is_last:
+        edge_shapes += [(hidden, 1)] * (arch.final_norm_parameters // hidden)
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
-        tied_here = arch.tie_word_embeddings and is_first
-        edges += arch.final_norm_parameters + (0 if tied_here else embedding)
+        if not (arch.tie_word_embeddings and is_first):
+            edge_shapes.append((rows, hidden))
+    edges = sum(length * width for length, width in edge_shapes)
     layers = dense_layers * dense.dense + moe_layers * moe.dense
     experts = moe_layers * moe.experts
     shard = (
         dense_layers * dense.dense_padded
         + moe_layers * (moe.dense_padded + moe.experts_padded)
-        + ceil_div(edges, num_shards)
+        + sum(ceil_div(length, num_shards) * width for length, width in edge_shapes)
     )
-    adapters = 0
+    adapters = adapters_shard = 0
     if plan.recipe.method == "lora":
-        whole = adapter_parameters(arch, plan.recipe)
-        adapters = ceil_div(whole * num_layers, arch.num_hidden_layers * degrees.tp)
+        for layers_of_kind, is_moe in ((dense_layers, False), (moe_layers, True)):
+            if layers_of_kind:
+                whole, part = layer_adapters(arch, plan.recipe, is_moe, num_shards)
+                adapters += layers_of_kind * ceil_div(whole, degrees.tp)
+                adapters_shard += layers_of_kind * ceil_div(part, degrees.tp)
     trainable = adapters or layers + experts + edges
     return Stage(
-        index=index,
+        number=index,
         num_layers=num_layers,
+        num_moe_layers=moe_layers,
         is_first=is_first,
         is_last=is_last,
         layers=layers,
         experts=experts,
         edges=edges,
+        head=rows * hidden if is_last else 0,
         shard=shard,
         largest_layer=max(dense.dense, moe.dense + moe.experts),
-        largest_tensor=max(embedding, hidden * arch.intermediate_size // degrees.tp),
+        largest_tensor=max(rows * hidden, hidden * arch.intermediate_size // degrees.tp),
         trainable=trainable,
-        trainable_shard=ceil_div(adapters, num_shards) if adapters else shard,
+        trainable_shard=adapters_shard if adapters else shard,
         adapters=adapters,
     )
 
@@ -144,14 +169,19 @@ def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_sha
         for size in shape:
             numel *= size
         if group == "experts":
-            here = ceil_div(numel, ep * tp)
-            experts += here
-            experts_padded += ceil_div(here, max(1, num_shards // ep))
+            # One row is one expert, so a rank may keep a whole expert, or none.
+            rows, width = ceil_div(shape[0], ep), ceil_div(numel // shape[0], tp)
+            experts += rows * width
+            experts_padded += ceil_div(rows, max(1, num_shards // ep)) * width
             continue
-        here = ceil_div(numel, tp) if _is_cut(name, shape) else numel
-        dense += here
-        rows = max(1, ceil_div(shape[0], tp)) if here != numel else shape[0]
-        dense_padded += ceil_div(rows, num_shards) * (here // rows) if rows else here
+        rows, width = shape[0], numel // shape[0]
+        if _is_cut(name, shape):
+            if any(part in name for part in _ROW):
+                width = ceil_div(width, tp)
+            else:
+                rows = ceil_div(rows, tp)
+        dense += rows * width
+        dense_padded += ceil_div(rows, num_shards) * width
     return Shard(dense, experts, dense_padded, experts_padded)
 
 

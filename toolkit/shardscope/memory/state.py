@@ -20,6 +20,8 @@ class TrainingState(NamedTuple):
     """Gathered parameters and staging at the end of forward, when activations are fullest."""
     gather_backward: Term
     """Gathered parameters, unreduced gradients and staging at the end of backward."""
+    gather_layer: Term | None = None
+    """The same while backward is in its first layer; None: as at the end of backward."""
     optimizer_working: Term = no_bytes("this optimizer step updates in place")
     """Temporaries of the optimizer step, counted as ``optimizer``."""
     gradients_stay: bool = False

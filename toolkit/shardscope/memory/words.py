@@ -12,7 +12,7 @@ def gib(num_bytes: float) -> str:
         return f"{value:.1f}"
     if value >= 0.095 or value == 0:
         return f"{value:.2f}"
-    return f"{value:.3f}" if value >= 0.0005 else f"{value:.1e}"
+    return f"{value:.2g}"
 
 
 def kib(num_bytes: float) -> str:

@@ -24,29 +24,35 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     width = widths[plan.recipe.precision]
     moments = num_moments[plan.recipe.optimizer]
     trained = width.original * stage.trainable
-    # A frozen base needs no fp32 originals: it is loaded in the compute type.
-    parameters = width.compute * stage.base + trained if stage.adapters else width.original * stage.base
+    parameters = width.original * (stage.base + stage.adapters)
 
     def parameter_words() -> str:
         if stage.adapters:
             return (
-                f"{stage.base:,} frozen × {width.compute} bytes + {stage.adapters:,} adapters × "
-                f"{width.original} bytes · whole on every rank (Li et al. 2020)"
+                f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes · whole "
+                "on every rank (Li et al. 2020); autocast casts the base, so it stays in its own type"
             )
-        return f"{count(stage.base, 'parameter')} × {width.original} bytes · whole on every rank (Li et al. 2020)"
+        weights = count(stage.base, "parameter")
+        return f"{weights} × {width.original} bytes · whole on every rank (Li et al. 2020)"
 
     return TrainingState(
         parameters=Term(parameters, parameter_words),
         gradients=Term(
             trained,
-            lambda: f"{count(stage.trainable, 'gradient')} × {width.original} bytes · views of the reduction "
-            "buckets (gradient_as_bucket_view=True)",
+            lambda: (
+                f"{count(stage.trainable, 'gradient')} × {width.original} bytes · views of the reduction "
+                "buckets (gradient_as_bucket_view=True)"
+            ),
         ),
         optimizer=Term(
             moments * trained,
-            lambda: f"{stage.trainable:,} × {moments} × {width.original} bytes · {plan.recipe.optimizer} moments",
+            lambda: (
+                f"{stage.trainable:,} × {moments} × {width.original} bytes · {plan.recipe.optimizer} moments"
+            ),
         ),
         gather_forward=no_bytes("nothing is sharded, so nothing is gathered"),
         gather_backward=no_bytes("gradients are reduced in their buckets"),
         group_sizes=(plan.degrees.data_parallel,),
+        # DDP's reducer makes its buckets when it wraps the model and keeps them for the whole run.
+        gradients_stay=True,
     )

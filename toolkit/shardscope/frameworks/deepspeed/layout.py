@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from shardscope.layout import (
     Degrees,
     Layout,
+    check_degrees,
     check_experts,
     check_heads,
     check_layers,
-    degree,
     left_over_ranks,
 )
-from shardscope.validation import one_of, refuse, whole_number
+from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -52,9 +52,8 @@ class ZeroLayout(Layout):
     """Where the sharded parameters live instead of the GPU; stage 3."""
 
     def __post_init__(self) -> None:
-        whole_number("Layout.stage", self.stage, low=0, high=3)
-        for field in ("tp", "pp", "ep"):
-            degree(f"Layout.{field}", getattr(self, field))
+        check_degrees(self, "stage", low=0, high=3)
+        check_degrees(self, "tp", "pp", "ep")
         for field in ("offload_optimizer", "offload_params"):
             one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
         if self.pp > 1 and self.stage > 1:

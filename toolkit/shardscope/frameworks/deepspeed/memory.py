@@ -57,30 +57,35 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     working = 0 if zero == 0 or not main else FP32 * smallest(part(trained, 1), SUB_GROUP_SIZE)
 
     host = nvme = 0
-    parameter_place = optimizer_place = None
-    if layout.offload_params:
-        parameter_place = layout.offload_params
+    parameter_place = _place(plan, layout.offload_params)
+    optimizer_place = _place(plan, layout.offload_optimizer)
+    if parameter_place:
         host, nvme = _moved(parameters, parameter_place, host, nvme)
-    if layout.offload_optimizer:
-        optimizer_place = layout.offload_optimizer
+    if optimizer_place:
         # The CPU optimizer reads fp32 gradients that wait in pinned host memory.
         host, nvme = _moved(optimizer, optimizer_place, host + FP32 * part(trained, 1), nvme)
     return TrainingState(
         parameters=_device_term(
-            parameters, parameter_place, lambda: f"{weights:,} parameters × {half} bytes{share(3)} (ZeRO-{zero})"
+            parameters,
+            parameter_place,
+            lambda: f"{weights:,} parameters × {half} bytes{share(3)} (ZeRO-{zero})",
         ),
         gradients=Term(
             0 if optimizer_place else gradients,
-            lambda: "copied to the host as they are reduced"
-            if optimizer_place
-            else f"{trained:,} gradients × {half} bytes{share(2)} (ZeRO-{zero})"
-            + (" + an fp32 copy (BF16_Optimizer)" if zero == 0 and half < FP32 else ""),
+            lambda: (
+                "copied to the host as they are reduced"
+                if optimizer_place
+                else f"{trained:,} gradients × {half} bytes{share(2)} (ZeRO-{zero})"
+                + (" + an fp32 copy (BF16_Optimizer)" if zero == 0 and half < FP32 else "")
+            ),
         ),
         optimizer=_device_term(
             optimizer,
             optimizer_place,
-            lambda: f"{trained:,} × {kept} bytes{share(1)} · fp32 main copy and {recipe.optimizer} moments "
-            f"(ZeRO-{zero})",
+            lambda: (
+                f"{trained:,} × {kept} bytes{share(1)} · fp32 main copy and {recipe.optimizer} moments "
+                f"(ZeRO-{zero})"
+            ),
         ),
         gather_forward=_live(stage, zero, half, plan),
         gather_backward=_staging(stage, zero, half),
@@ -91,6 +96,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         host_bytes=host,
         nvme_bytes=nvme,
     )
+
+
+def _place(plan: Plan, wanted: str | None) -> str | None:
+    """Where offloaded state goes; on CPU ranks the host's memory is the rank's own: nothing moves."""
+    return None if wanted == "cpu" and not plan.on_gpu else wanted
 
 
 def _moved(num_bytes: int, place: str, host: int, nvme: int) -> tuple[int, int]:
@@ -111,9 +121,11 @@ def _live(stage: Stage, zero: int, half: int, plan: Plan) -> Term:
     live = smallest(weights, STAGE3_MAX_LIVE_PARAMETERS) + smallest(weights, STAGE3_PREFETCH_BUCKET_SIZE)
     return Term(
         half * live,
-        lambda: f"{live:,} live and prefetched parameters × {half} bytes "
-        f"(stage3_max_live_parameters={STAGE3_MAX_LIVE_PARAMETERS:,}, "
-        f"stage3_prefetch_bucket_size={STAGE3_PREFETCH_BUCKET_SIZE:,})",
+        lambda: (
+            f"{live:,} live and prefetched parameters × {half} bytes "
+            f"(stage3_max_live_parameters={STAGE3_MAX_LIVE_PARAMETERS:,}, "
+            f"stage3_prefetch_bucket_size={STAGE3_PREFETCH_BUCKET_SIZE:,})"
+        ),
     )
 
 
@@ -127,6 +139,8 @@ def _staging(stage: Stage, zero: int, half: int) -> Term:
     live = smallest(stage.base, STAGE3_MAX_LIVE_PARAMETERS) if zero == 3 else 0
     return Term(
         half * (bucket + live),
-        lambda: f"{bucket:,} gradients × {half} bytes (reduce_bucket_size={REDUCE_BUCKET_SIZE:,})"
-        + (f" + {live:,} live parameters × {half} bytes" if live else ""),
+        lambda: (
+            f"{bucket:,} gradients × {half} bytes (reduce_bucket_size={REDUCE_BUCKET_SIZE:,})"
+            + (f" + {live:,} live parameters × {half} bytes" if live else "")
+        ),
     )

@@ -11,12 +11,12 @@ from shardscope.layout import (
     Degrees,
     Layout,
     check_context,
+    check_degrees,
     check_heads,
     check_layers,
-    degree,
     left_over_ranks,
 )
-from shardscope.validation import one_of, refuse, whole_number
+from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -53,11 +53,10 @@ class Fsdp2Layout(Layout):
 
     def __post_init__(self) -> None:
         if self.shard is not None:
-            degree("Layout.shard", self.shard)
-        for field in ("replicate", "tp", "pp", "vpp", "cp"):
-            degree(f"Layout.{field}", getattr(self, field))
+            check_degrees(self, "shard")
+        check_degrees(self, "replicate", "tp", "pp", "vpp", "cp")
         if not isinstance(self.reshard_after_forward, bool):
-            whole_number("Layout.reshard_after_forward", self.reshard_after_forward, low=2, high=2**20)
+            check_degrees(self, "reshard_after_forward", low=2)
         one_of("Layout.offload", self.offload, (None, "cpu"))
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")

@@ -33,18 +33,19 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     moments = num_moments[recipe.optimizer]
     ranks = degrees.shard * degrees.cp
     trained = width.original * stage.trainable_shard
-    parameters = width.compute * stage.shard + trained if stage.adapters else width.original * stage.shard
-    on_host = layout.offload == "cpu"
+    parameters = width.original * stage.shard + (trained if stage.adapters else 0)
+    # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
+    on_host = layout.offload == "cpu" and plan.on_gpu
 
     def parameter_words() -> str:
         if stage.adapters:
             return (
-                f"({stage.base:,} frozen × {width.compute} bytes + {stage.adapters:,} adapters × "
-                f"{width.original} bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard)"
+                f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes / "
+                f"{ranks} ranks, each tensor's rows rounded up (fully_shard keeps the sharded originals)"
             )
         return (
-            f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded up "
-            "(fully_shard keeps the sharded originals)"
+            f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded "
+            "up (fully_shard keeps the sharded originals)"
         )
 
     away = no_bytes("in host memory (CPUOffloadPolicy)")
@@ -54,17 +55,22 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         if on_host
         else Term(
             trained,
-            lambda: f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered",
+            lambda: (
+                f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered"
+            ),
         ),
         optimizer=away
         if on_host
         else Term(
             moments * trained,
-            lambda: f"{stage.trainable:,} × {moments} × {width.original} bytes / {ranks} ranks "
-            f"· {recipe.optimizer} moments of the shards",
+            lambda: (
+                f"{stage.trainable:,} × {moments} × {width.original} bytes / {ranks} ranks "
+                f"· {recipe.optimizer} moments of the shards"
+            ),
         ),
         gather_forward=_gathered_forward(layout, stage, width.compute),
         gather_backward=_gathered_backward(stage, width.compute, width.reduce),
+        gather_layer=_gathered_layer(stage, width.compute, width.reduce),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + moments * trained if on_host else 0,
     )
@@ -77,8 +83,10 @@ def _gathered_forward(layout: Fsdp2Layout, stage: Stage, compute: int) -> Term:
         layers = compute * (stage.layers + stage.experts)
         return Term(
             root + layers,
-            lambda: f"{gib(root)} GiB root group + {gib(layers)} GiB all layers, kept after forward "
-            "(reshard_after_forward=False)",
+            lambda: (
+                f"{gib(root)} GiB root group + {gib(layers)} GiB all layers, kept after forward "
+                "(reshard_after_forward=False)"
+            ),
         )
     layer = compute * stage.largest_layer
     kept = 0
@@ -86,21 +94,37 @@ def _gathered_forward(layout: Fsdp2Layout, stage: Stage, compute: int) -> Term:
         kept = compute * (stage.layers + stage.experts) // layout.reshard_after_forward
     return Term(
         root + layer + kept,
-        lambda: f"{gib(root)} GiB root group (embedding, final norm, head) + {gib(layer)} GiB all-gather of the "
-        "layer that backward needs first" + (f" + {gib(kept)} GiB resharded within the node" if kept else ""),
+        lambda: (
+            f"{gib(root)} GiB root group (embedding, final norm, head) + {gib(layer)} GiB all-gather of the "
+            "layer that backward needs first"
+            + (f" + {gib(kept)} GiB resharded within the node" if kept else "")
+        ),
+    )
+
+
+def _gathered_layer(stage: Stage, compute: int, reduce: int) -> Term:
+    """While backward is in a layer: root group, gradient of the head, two layers, one layer's reduction."""
+    root = compute * stage.edges
+    head = 0 if stage.adapters else compute * stage.head
+    layers = 2 * compute * stage.largest_layer
+    trained_layer = stage.adapters // max(1, stage.num_layers) if stage.adapters else stage.largest_layer
+    reduction = (compute + reduce) * trained_layer
+    return Term(
+        root + head + layers + reduction,
+        lambda: (
+            f"{gib(root)} GiB root group + {gib(head)} GiB gradient of the head + {gib(layers)} GiB two "
+            f"gathered layers + {gib(reduction)} GiB one layer's gradients and their reduce-scatter input"
+        ),
     )
 
 
 def _gathered_backward(stage: Stage, compute: int, reduce: int) -> Term:
-    """At the end of backward: the root's unreduced gradients on top of the last layer's reduction."""
-    root = compute * stage.edges
-    trained_root = 0 if stage.adapters else stage.edges
-    unreduced = (compute + reduce) * trained_root
-    layer = (2 * compute) * stage.largest_layer
-    trained_layer = stage.adapters // max(1, stage.num_layers) if stage.adapters else stage.largest_layer
-    layer_gradients = (compute + reduce) * trained_layer
+    """At the end of backward the root group's gradients are all there, and reduced beside a layer's."""
+    layer = _gathered_layer(stage, compute, reduce)
+    rest = 0 if stage.adapters else compute * (stage.edges - stage.head) + reduce * stage.edges
     return Term(
-        root + unreduced + layer + layer_gradients,
-        lambda: f"{gib(root + unreduced)} GiB root group with its unreduced gradients + {gib(layer)} GiB two "
-        f"gathered layers + {gib(layer_gradients)} GiB one layer's gradients and their reduce-scatter input",
+        layer.num_bytes + rest,
+        lambda: (
+            f"{layer.explain()} + {gib(rest)} GiB the root's other gradients and its reduce-scatter input"
+        ),
     )

@@ -11,13 +11,13 @@ from shardscope.layout import (
     Degrees,
     Layout,
     check_context,
+    check_degrees,
     check_experts,
     check_heads,
     check_layers,
-    degree,
     left_over_ranks,
 )
-from shardscope.validation import flag, refuse
+from shardscope.validation import FieldError, flag, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -58,8 +58,7 @@ class MegatronLayout(Layout):
     """Split the optimizer's state over the data-parallel ranks."""
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "vpp", "cp", "ep"):
-            degree(f"Layout.{field}", getattr(self, field))
+        check_degrees(self, "tp", "pp", "vpp", "cp", "ep")
         flag("Layout.distributed_optimizer", self.distributed_optimizer)
         if self.sequence_parallel is not None:
             flag("Layout.sequence_parallel", self.sequence_parallel)
@@ -102,20 +101,25 @@ class MegatronLayout(Layout):
         126 layers over 16 stages are 7, 14 x 8, 7.
         """
         layers = architecture.num_hidden_layers
-        chunks = degrees.pp * degrees.vpp
+        if degrees.pp == 1:
+            return [layers]
         # The loss weighs more than the embedding, so where one of them is enough it is the loss.
         for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
-            if degrees.pp > 1 and (layers + embedding + loss) % chunks == 0:
+            if (layers + embedding + loss) % (degrees.pp * degrees.vpp) == 0:
                 stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
                 stages[0] -= embedding
                 stages[-1] -= loss
                 if min(stages) > 0:
                     return stages
-        if degrees.pp == 1:
-            return [layers]
-        fitting = [pp for pp in range(1, layers + 1) if any((layers + n) % (pp * self.vpp) == 0 for n in range(3))]
+        raise self._no_split(architecture, degrees)
+
+    def _no_split(self, architecture: Architecture, degrees: Degrees) -> FieldError:
+        layers = architecture.num_hidden_layers
+        fitting = [
+            pp for pp in range(1, layers + 1) if any((layers + n) % (pp * self.vpp) == 0 for n in range(3))
+        ]
         nearest = min(fitting, key=lambda pp: abs(pp - degrees.pp))
-        refuse(
+        return FieldError(
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
             f"stages that divide {architecture.name}'s {layers} layers, or {layers + 1} or {layers + 2} "
@@ -146,5 +150,7 @@ class MegatronLayout(Layout):
     @property
     def description(self) -> str:
         """Megatron-core and the degrees above one."""
-        named = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        named = [
+            f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1
+        ]
         return "Megatron-core" + (f" ({', '.join(named)})" if named else "")

@@ -51,14 +51,20 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         )
 
     return TrainingState(
-        parameters=Term(weights * half, lambda: f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"),
+        parameters=Term(
+            weights * half, lambda: f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"
+        ),
         gradients=Term(
             weights * FP32,
-            lambda: f"{weights:,} × {FP32} bytes · fp32 main gradients in one contiguous buffer, kept all along",
+            lambda: (
+                f"{weights:,} × {FP32} bytes · fp32 main gradients in one contiguous buffer, kept all along"
+            ),
         ),
         optimizer=Term(optimizer, optimizer_words),
         gather_forward=no_bytes("parameters are gathered in place after the optimizer step"),
-        gather_backward=Term(head, lambda: f"{gib(head)} GiB half-precision gradient of the embedding or head"),
+        gather_backward=Term(
+            head, lambda: f"{gib(head)} GiB half-precision gradient of the embedding or head"
+        ),
         group_sizes=(degrees.data_parallel * degrees.cp, degrees.tp, degrees.pp, degrees.ep),
         gradients_stay=True,
     )

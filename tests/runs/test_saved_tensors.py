@@ -1,0 +1,244 @@
+"""What transformers' own modules keep for backward, counted, against the lists in ``memory/modules``.
+
+Counted are storages that live after forward and did not before, in bytes for one token of one layer: the
+difference between three layers and two, and between three sequences and two, so that embeddings, heads and
+tables that all layers share drop out. A part that does not grow with tokens is copies of weights (autocast).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
+from shardscope.memory.activations import (
+    cast_weights,
+    kept_by_selective,
+    saved_tensors,
+)
+from shardscope.memory.lora import adapter_targets
+from shardscope.memory.modules.saved import Modules
+from shardscope.recipe import Recipe
+from shardscope.training.lora import add_adapters
+from shardscope.training.model import build_model
+from shardscope.training.recompute import apply_recompute
+
+SEQ_LEN = 32
+RANK = 4
+SHAPE = {
+    "hidden_size": 168,
+    "intermediate_size": 232,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+}
+"""Widths that differ from each other, so that no tensor is taken for another."""
+
+MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
+LATENT = LatentAttention(
+    q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "mistral": {"head_dim": 32},
+    "mistral with a window": {"head_dim": 32, "sliding_window": 16, "sliding_window_layers": 1},
+    "qwen2": {"head_dim": 28, "attention_bias": True},
+    "qwen3": {"head_dim": 32, "qk_norm": True},
+    "gemma2": {
+        "head_dim": 32,
+        "norms_per_layer": 4,
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "sliding_window_layers": 1,
+    },
+    "phi3": {"head_dim": 28},
+    "mixtral": {"head_dim": 32, "mixture_of_experts": replace(MOE, moe_intermediate_size=232)},
+    "qwen3_moe": {"head_dim": 28, "qk_norm": True, "mixture_of_experts": MOE},
+    "deepseek_v3": {
+        "head_dim": 16,
+        "num_key_value_heads": 6,
+        "latent_attention": LATENT,
+        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=96),
+    },
+    "deepseek_v3 with equal heads": {
+        "head_dim": 16,
+        "num_key_value_heads": 6,
+        "latent_attention": replace(LATENT, v_head_dim=48),
+        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=96),
+    },
+    "gpt2": {
+        "hidden_size": 192,
+        "head_dim": 32,
+        "num_key_value_heads": 6,
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "position_embedding": "learned",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    },
+}
+MODES = ("bf16", "autocast", "fp32")
+
+
+def architecture(family: str, num_layers: int) -> Architecture:
+    fields = {**SHAPE, **FAMILIES[family]}
+    if fields.get("sliding_window_layers"):
+        fields["sliding_window_layers"] = num_layers if family.startswith("mistral") else num_layers // 2
+    model_type = family.split(" ")[0]
+    return Architecture(name=family, model_type=model_type, num_hidden_layers=num_layers, **fields)
+
+
+def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
+    return Modules(
+        kernels="transformers",
+        autocast=mode == "autocast",
+        compute=4 if mode == "fp32" else 2,
+        seq_len=SEQ_LEN,
+        targets=adapter_targets(arch, recipe) if recipe.method == "lora" else None,
+        adapter_rank=recipe.adapter_rank if recipe.method == "lora" else 0,
+        on_gpu=False,
+    )
+
+
+class Alive(TorchDispatchMode):
+    """Follows every tensor that operators make, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def num_bytes(self, without: set[int]) -> int:
+        return sum(n for key, (weak, n) in self.made.items() if not weak.expired() and key not in without)
+
+
+def kept_bytes(arch: Architecture, mode: str, recipe: Recipe, dropout: bool) -> list[int]:
+    """Bytes that forward leaves, weights excluded: with two sequences, and with three."""
+    torch.manual_seed(0)
+    model = build_model(arch)
+    if mode == "bf16":
+        model = model.to(torch.bfloat16)
+    if recipe.method == "lora":
+        model = add_adapters(model, arch, recipe)
+    apply_recompute(model, recipe.recompute)
+    model.train()
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    found = []
+    for rows in (2, 3):
+        ids = torch.randint(1, arch.vocab_size, (rows, SEQ_LEN))
+        casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
+        alive = Alive()
+        with alive, casting:
+            out = model(input_ids=ids, labels=ids)
+        found.append(alive.num_bytes(weights))
+        del out
+    return found
+
+
+class Measured(NamedTuple):
+    per_token: float
+    constant: int
+
+
+def one_layer(family: str, mode: str, recipe: Recipe, dropout: bool = True) -> Measured:
+    two, three = (kept_bytes(architecture(family, layers), mode, recipe, dropout) for layers in (2, 3))
+    layer = [more - fewer for fewer, more in zip(two, three, strict=True)]
+    per_row = layer[1] - layer[0]
+    return Measured(per_row / SEQ_LEN, layer[0] - 2 * per_row)
+
+
+def total(tensors: tuple[Any, ...]) -> int:
+    return sum(tensor.bytes_per_token for tensor in tensors)
+
+
+def is_moe(family: str) -> bool:
+    return "mixture_of_experts" in FAMILIES[family]
+
+
+FULL = Recipe()
+LORA = Recipe(method="lora", lora_rank=RANK)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_keeps_what_the_list_says(family: str, mode: str) -> None:
+    arch = architecture(family, 2)
+    predicted = modules(arch, mode, FULL)
+    measured = one_layer(family, mode, FULL)
+    assert measured.per_token == total(saved_tensors(arch, is_moe(family), predicted))
+    # Beside the copies that autocast makes of matrices there are a few of vectors and of the router.
+    assert abs(measured.constant - cast_weights(arch, is_moe(family), predicted)) <= 20_000
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) -> None:
+    arch = architecture(family, 2)
+    predicted = modules(arch, mode, LORA)
+    measured = one_layer(family, mode, LORA)
+    assert measured.per_token == total(saved_tensors(arch, is_moe(family), predicted))
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek_v3"}))
+def test_selective_recomputation_keeps_products_and_attention(family: str, recipe: Recipe) -> None:
+    arch = architecture(family, 2)
+    recipe = replace(recipe, recompute="selective")
+    # With dropout, and with DeepSeek's narrower values, a CPU rank has no fused attention; a GPU has one all
+    # the same, and the list is a GPU's.
+    measured = one_layer(family, "bf16", recipe, dropout=False)
+    assert measured.per_token == total(kept_by_selective(arch, is_moe(family), modules(arch, "bf16", recipe)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_full_recomputation_keeps_the_input_of_a_layer(family: str, mode: str) -> None:
+    arch = architecture(family, 2)
+    recipe = replace(FULL, recompute="full")
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == arch.hidden_size * modules(arch, mode, recipe).stream
+
+
+def test_llama_by_hand() -> None:
+    """Counted by autograd's own hooks this time, and written out once."""
+    counted = []
+    for layers in (2, 3):
+        arch = architecture("llama", layers)
+        model = build_model(arch).to(torch.bfloat16)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        storages: dict[int, Any] = {}
+
+        def keep(tensor: Any, into: dict[int, Any] = storages) -> Any:
+            into[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        ids = torch.randint(1, arch.vocab_size, (2, SEQ_LEN))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = model(input_ids=ids, labels=ids)
+        counted.append(sum(s.nbytes() for key, s in storages.items() if key not in weights))
+        del out
+    h, ffn, heads, kv = arch.hidden_size, arch.intermediate_size, 6, 2
+    by_hand = 2 * (4 * h + 4 + 2 * h + 2 * h) + 2 * 2 * heads * 32 + 2 * 2 * kv * 32 + 4 * heads + 8 * ffn
+    assert counted[1] - counted[0] == 2 * SEQ_LEN * by_hand
+    assert total(saved_tensors(arch, False, modules(arch, "bf16", FULL))) == by_hand

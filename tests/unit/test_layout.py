@@ -1,0 +1,267 @@
+"""Layouts: their fields, what follows from a cluster, what is offered and fitted, and pipeline splits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, recipes
+
+import shardscope as ss
+from shardscope.architecture import Architecture
+from shardscope.cluster import Cluster
+from shardscope.frameworks.registry import frameworks
+from shardscope.layout import Layout, divisors, even_stages, largest_divisor
+from shardscope.plan import Plan
+from shardscope.recipe import Recipe
+from shardscope.validation import FieldError
+
+MAKERS: dict[str, Any] = {
+    "ddp": Layout.ddp, "fsdp2": Layout.fsdp2, "deepspeed": Layout.zero, "megatron": Layout.megatron,
+}  # fmt: skip
+DEGREES = [
+    (name, field.name)
+    for name, framework in frameworks.items()
+    for field in fields(framework.layout_class)
+    if field.name in ("shard", "replicate", "tp", "pp", "vpp", "cp", "ep")
+]
+EIGHT = Cluster.parse("8xh100-sxm-80gb")
+
+
+def refusal(make: Any, field: str) -> FieldError:
+    with pytest.raises(FieldError) as caught:
+        make()
+    assert caught.value.field == field
+    text = str(caught.value)
+    assert f"{field} is " in text
+    assert "allowed: " in text
+    assert "Nearest fix: " in text
+    return caught.value
+
+
+def test_the_constructors_make_their_frameworks() -> None:
+    assert set(MAKERS) == set(frameworks)
+    for name, make in MAKERS.items():
+        layout = make()
+        assert layout == frameworks[name].layout_class()
+        assert layout.framework == name
+        assert layout.title in ("DDP", "FSDP2", "DeepSpeed ZeRO", "Megatron-core")
+
+
+@pytest.mark.parametrize(("name", "field"), DEGREES)
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 0, 2**20 + 1, 10**30], ids=repr)
+def test_degrees_are_whole_and_in_range(name: str, field: str, value: Any) -> None:
+    if field == "shard" and value is None:
+        assert Layout.fsdp2(shard=None).shard is None  # type: ignore[attr-defined]
+        return
+    error = refusal(lambda: MAKERS[name](**{field: value}), f"Layout.{field}")
+    assert "from 1 to 1,048,576" in error.allowed
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 4], ids=repr)
+def test_zero_stages_are_0_to_3(value: Any) -> None:
+    assert "from 0 to 3" in refusal(lambda: Layout.zero(value), "Layout.stage").allowed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0, 1, -1, "True", None, 1e30])
+def test_reshard_after_forward(value: Any) -> None:
+    refusal(lambda: Layout.fsdp2(reshard_after_forward=value), "Layout.reshard_after_forward")
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", math.nan, math.inf, [], 1e30])
+def test_flags_are_flags(value: Any) -> None:
+    refusal(lambda: Layout.megatron(distributed_optimizer=value), "Layout.distributed_optimizer")
+    refusal(lambda: Layout.megatron(tp=2, sequence_parallel=value), "Layout.sequence_parallel")
+    refusal(lambda: Layout.megatron(distributed_optimizer=None), "Layout.distributed_optimizer")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["CPU", "disk", True, 0, math.nan, b"cpu", ["cpu"]])
+def test_places_to_offload_to(value: Any) -> None:
+    assert "'cpu'" in refusal(lambda: Layout.fsdp2(offload=value), "Layout.offload").allowed
+    for field in ("offload_optimizer", "offload_params"):
+        assert (
+            "'nvme'" in refusal(lambda field=field: Layout.zero(**{field: value}), f"Layout.{field}").allowed
+        )
+    assert refusal(lambda: Layout.fsdp2(offload="nvme"), "Layout.offload").fix  # type: ignore[arg-type]
+
+
+def test_fields_that_exclude_each_other() -> None:
+    refusal(lambda: Layout.zero(2, pp=2), "Layout.stage")
+    refusal(lambda: Layout.zero(0, offload_optimizer="cpu"), "Layout.stage")
+    refusal(lambda: Layout.zero(2, offload_optimizer="nvme"), "Layout.offload_optimizer")
+    refusal(lambda: Layout.zero(2, offload_params="cpu"), "Layout.offload_params")
+    refusal(lambda: Layout.megatron(vpp=2), "Layout.vpp")
+    refusal(lambda: Layout.fsdp2(vpp=2), "Layout.vpp")
+    refusal(lambda: Layout.megatron(sequence_parallel=True), "Layout.sequence_parallel")
+
+
+def test_unknown_fields_are_type_errors() -> None:
+    for make in MAKERS.values():
+        with pytest.raises(TypeError):
+            make(tensor_parallel=2)
+
+
+def test_numpy_degrees_become_pythons() -> None:
+    layout = Layout.megatron(tp=np.int64(2))  # type: ignore[arg-type]
+    assert layout == Layout.megatron(tp=2)
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+def test_a_layout_of_no_framework_has_no_degrees() -> None:
+    with pytest.raises(TypeError, match=r"Layout\.ddp"):
+        Layout().degrees(LLAMA, EIGHT, Recipe())
+
+
+# --------------------------------------------------------------------------------------------- degrees
+
+
+def degrees(layout: Layout, cluster: Cluster = EIGHT, arch: Architecture = LLAMA, **recipe: Any) -> Any:
+    return Plan(arch, cluster, Recipe(**recipe), layout).degrees
+
+
+def test_what_is_left_open_follows_from_the_cluster() -> None:
+    assert degrees(Layout.ddp()).replicate == 8
+    assert degrees(Layout.fsdp2()).shard == 8
+    hybrid = degrees(Layout.fsdp2(replicate=2, tp=2))
+    assert (hybrid.shard, hybrid.replicate, hybrid.data_parallel, hybrid.tp) == (2, 2, 4, 2)
+    assert degrees(Layout.fsdp2(cp=2)).data_parallel == 4
+    zero = degrees(Layout.zero(1, tp=2, pp=2))
+    assert (zero.data_parallel, zero.shard, zero.replicate) == (2, 2, 1)
+    assert degrees(Layout.zero(0)).replicate == 8
+    megatron = degrees(Layout.megatron(tp=2, pp=2, cp=2))
+    assert (megatron.data_parallel, megatron.cp, megatron.shard) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (Layout.fsdp2(shard=4), "Layout.shard"),
+        (Layout.fsdp2(shard=16), "Layout.shard"),
+        (Layout.fsdp2(replicate=3), "Layout replicate x tp x pp x cp"),
+        (Layout.zero(tp=8, ep=2), "Layout.ep"),
+        (Layout.zero(tp=3), "Layout.tp"),
+        (Layout.megatron(tp=2, pp=8), "Layout tp x pp x cp"),
+        (Layout.megatron(tp=16), "Layout tp x pp x cp"),
+        (Layout.megatron(tp=6), "Layout.tp"),
+        (Layout.megatron(pp=64), "Layout.pp"),
+        (Layout.megatron(ep=2), "Layout.ep"),
+        (Layout.fsdp2(reshard_after_forward=3), "Layout.reshard_after_forward"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_plan(layout: Layout, field: str) -> None:
+    error = refusal(lambda: Plan(LLAMA, EIGHT, Recipe(), layout), field)
+    assert error.fix
+
+
+def test_experts_and_sequences_must_divide() -> None:
+    refusal(lambda: degrees(Layout.megatron(ep=16), arch=MOE), "Layout.ep")
+    refusal(lambda: degrees(Layout.megatron(tp=8, ep=2), arch=MOE), "Layout.ep")
+    assert degrees(Layout.megatron(ep=8), arch=MOE).ep == 8
+    refusal(lambda: degrees(Layout.fsdp2(cp=8), seq_len=100), "Layout.cp")
+    refusal(lambda: degrees(Layout.megatron(tp=8), seq_len=100), "Layout.tp")
+    assert degrees(Layout.megatron(tp=8, sequence_parallel=False), seq_len=100).tp == 8
+    deep = replace(LLAMA, num_hidden_layers=16)
+    interleaved = Layout.megatron(pp=8, vpp=2)
+    refusal(lambda: degrees(interleaved, arch=deep, global_batch_size=4), "Recipe.global_batch_size")
+
+
+# ---------------------------------------------------------------------------------------- pipeline stages
+
+
+def test_126_layers_over_16_stages() -> None:
+    cluster = Cluster.parse("16x8xh100-sxm-80gb")
+    plan = Plan(ss.models["llama-3.1-405b"], cluster, Recipe(), Layout.megatron(tp=8, pp=16))
+    assert plan.stage_layers == (7, *[8] * 14, 7)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "stages"),
+    [(32, 4, [8] * 4), (31, 4, [8, 8, 8, 7]), (30, 4, [7, 8, 8, 7]), (126, 9, [14] * 9), (2, 2, [1, 1])],
+)
+def test_megatron_counts_embedding_and_loss_as_a_layer(layers: int, pp: int, stages: list[int]) -> None:
+    arch = replace(LLAMA, num_hidden_layers=layers)
+    plan = Plan(arch, Cluster.parse(f"{pp}xh100-sxm-80gb"), Recipe(), Layout.megatron(pp=pp))
+    assert list(plan.stage_layers) == stages
+
+
+def test_megatron_refuses_other_splits_with_the_nearest_that_works() -> None:
+    arch = replace(LLAMA, num_hidden_layers=29)
+    error = refusal(lambda: Plan(arch, EIGHT, Recipe(), Layout.megatron(pp=8)), "Layout.pp")
+    fixed = int(error.fix.removeprefix("pp="))
+    assert sum(Layout.megatron(pp=fixed).stage_layers(arch, degrees_of(fixed))) == 29
+
+
+def degrees_of(pp: int) -> Any:
+    from shardscope.layout import Degrees
+
+    return Degrees(data_parallel=1, pp=pp)
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_even_stages(layers: int, pp: int) -> None:
+    stages = even_stages(layers, pp)
+    assert sum(stages) == layers
+    assert max(stages) - min(stages) <= 1
+    assert stages == sorted(stages, reverse=True)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_divisors(number: int, at_most: int) -> None:
+    found = divisors(number)
+    assert found == [d for d in range(1, number + 1) if number % d == 0]
+    assert largest_divisor(number, at_most) == max(d for d in found if d <= at_most)
+
+
+# ------------------------------------------------------------------------------------ offered and fitted
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(sorted(frameworks)),
+    st.sampled_from(ARCHITECTURES),
+    st.sampled_from(CLUSTERS),
+    recipes(),
+    st.data(),
+)
+def test_every_offered_value_runs(
+    name: str, arch: Architecture, cluster: Cluster, recipe: Recipe, data: st.DataObject
+) -> None:
+    if name == "megatron":
+        recipe = replace(recipe, method="full", lora_rank=None)
+    layout: Layout = frameworks[name].layout_class()
+    for field in layout.choices:
+        offered = layout.offered(arch, cluster, recipe)
+        assert list(offered) == list(layout.choices)
+        assert all(values for values in offered.values())
+        assert getattr(layout, field) in offered[field] or getattr(layout, field) is None
+        chosen = {before: getattr(layout, before) for before in layout.choices}
+        for value in offered[field]:
+            made = layout.fitted({**chosen, field: value}, arch, cluster, recipe)
+            assert getattr(made, field) == value
+            assert Plan(arch, cluster, recipe, made).memory().peak_bytes > 0
+        wanted = data.draw(st.sampled_from(offered[field]))
+        layout = layout.fitted({**chosen, field: wanted}, arch, cluster, recipe)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(ARCHITECTURES),
+    st.sampled_from(CLUSTERS),
+    recipes(),
+    st.integers(1, 64),
+    st.integers(1, 64),
+)
+def test_fitted_comes_as_near_as_can_run(
+    arch: Architecture, cluster: Cluster, recipe: Recipe, tp: int, pp: int
+) -> None:
+    recipe = replace(recipe, method="full", lora_rank=None)
+    made: Any = Layout.megatron().fitted({"tp": tp, "pp": pp, "ep": 1}, arch, cluster, recipe)
+    assert made.tp <= tp
+    assert made.pp <= pp
+    assert cluster.num_gpus % (made.tp * made.pp) == 0
+    Plan(arch, cluster, recipe, made)

@@ -1,0 +1,432 @@
+"""The memory model: its own laws on random plans, known identities, and one traced run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning import GEMMA, LATENT, LLAMA, MOE, plans
+
+import shardscope as ss
+from shardscope.architecture import Architecture
+from shardscope.frameworks.registry import frameworks
+from shardscope.memory.activations import layer_activations, modules_of, saved_tensors
+from shardscope.memory.lora import layer_adapters
+from shardscope.memory.modules.saved import Modules
+from shardscope.memory.stages import layer_shard
+from shardscope.plan import Plan
+
+GIB = 2**30
+NAMES = (
+    "parameters", "gradients", "optimizer", "activations", "logits", "gather_buffers", "communication",
+    "runtime", "fragmentation",
+)  # fmt: skip
+PHASES = ("rest", "forward", "backward", "optimizer", "initialisation")
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+LLAMA_8B = ss.models["llama-3.1-8b"]
+
+
+def plan(arch: Architecture, layout: Any, cluster: Any = EIGHT, **recipe: Any) -> Plan:
+    return Plan(arch, cluster, ss.Recipe(**recipe), layout)
+
+
+def bytes_of(a_plan: Plan, component: str, phase: str = "optimizer") -> int:
+    return a_plan.memory().at(phase)[component]  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- laws on random plans
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans())
+def test_components_sum_everywhere(a_plan: Plan) -> None:
+    report = a_plan.memory()
+    assert tuple(report.components) == NAMES
+    assert report.peak_bytes == sum(report.components.values())
+    assert report.peak_bytes == max(stage.peak_bytes for stage in report.by_stage)
+    assert len(report.by_stage) == a_plan.degrees.pp
+    assert sum(stage.num_layers for stage in report.by_stage) == a_plan.architecture.num_hidden_layers
+    for stage in report.by_stage:
+        assert stage.peak_bytes == sum(stage.components.values())
+        for moment in stage.moments:
+            assert all(type(v) is int and v >= 0 for v in moment.components.values())
+            assert moment.total == sum(moment.components.values()) <= stage.peak_bytes
+    for phase in PHASES:
+        assert tuple(report.at(phase)) == NAMES
+    assert report.low_bytes <= report.peak_bytes <= report.high_bytes
+    assert report.fits == (report.peak_bytes <= report.usable_bytes)
+    assert report.timeline[0][0] == "initialisation"
+    assert all(tuple(parts) == NAMES for _, _, parts in report.timeline)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_every_component_explains_itself_with_its_number(a_plan: Plan) -> None:
+    report = a_plan.memory()
+    for name, value in report.components.items():
+        text = report.explain(name)
+        assert text.startswith(name)
+        assert len(text) > len(name) + 10
+        if value:
+            shown = float(text.split(",", 1)[1].split(" GiB")[0].replace(",", ""))
+            assert math.isclose(shown, value / GIB, rel_tol=0.06)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
+    again = Plan.from_json(a_plan.to_json())
+    assert again == a_plan
+    assert [s.components for s in again.memory().by_stage] == [s.components for s in a_plan.memory().by_stage]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_more_work_never_takes_less(a_plan: Plan) -> None:
+    peak, recipe = a_plan.memory().peak_bytes, a_plan.recipe
+    doubled = replace(
+        recipe, micro_batch_size=2 * recipe.micro_batch_size, global_batch_size=2 * recipe.global_batch_size
+    )
+    assert replace(a_plan, recipe=doubled).memory().peak_bytes >= peak
+    assert replace(a_plan, recipe=replace(recipe, seq_len=2 * recipe.seq_len)).memory().peak_bytes >= peak
+    arch = a_plan.architecture
+    deeper = replace(arch, num_hidden_layers=2 * arch.num_hidden_layers)
+    assert replace(a_plan, architecture=deeper).memory().peak_bytes >= peak
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_recomputation_keeps_less(a_plan: Plan) -> None:
+    kept = {
+        how: [
+            stage.at("forward").components["activations"]
+            for stage in replace(a_plan, recipe=replace(a_plan.recipe, recompute=how)).memory().by_stage
+        ]
+        for how in ("none", "selective", "full")
+    }
+    assert all(none >= full for none, full in zip(kept["none"], kept["full"], strict=True))
+    if a_plan.recipe.method == "full":
+        # Adapters' own products, which selective recomputation keeps, can outweigh what it drops.
+        assert all(none >= some for none, some in zip(kept["none"], kept["selective"], strict=True))
+    assert all(some >= full for some, full in zip(kept["selective"], kept["full"], strict=True))
+
+
+@given(st.sampled_from((LLAMA, MOE, LATENT, GEMMA)), st.integers(0, 3), st.sampled_from(("full", "lora")))
+@settings(max_examples=40, deadline=None)
+def test_state_does_not_rise_with_more_shards(arch: Architecture, power: int, method: str) -> None:
+    few, many = (ss.Cluster.parse(f"{2**n}xh100-sxm-80gb") for n in (power, power + 1))
+    for layout in (ss.Layout.fsdp2(), *(ss.Layout.zero(stage) for stage in range(4))):
+        for name in ("parameters", "gradients", "optimizer"):
+            smaller, larger = (bytes_of(plan(arch, layout, c, method=method), name) for c in (many, few))
+            assert smaller <= larger
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans("deepspeed"))
+def test_zero_stages_are_ordered(a_plan: Plan) -> None:
+    assume(a_plan.layout.pp == 1)
+    state, resting = [], []
+    for stage in range(4):
+        layout = replace(a_plan.layout, stage=stage, offload_optimizer=None, offload_params=None)
+        report = replace(a_plan, layout=layout).memory()
+        # The optimizer's own temporaries are not state.
+        state.append(report.at("optimizer")["parameters"] + report.at("optimizer")["gradients"])
+        resting.append(report.at("rest")["optimizer"])
+    assert state == sorted(state, reverse=True)
+    assert resting == sorted(resting, reverse=True)
+
+
+# -------------------------------------------------------------------------------------------- identities
+
+
+def per_parameter(a_plan: Plan, num_parameters: int) -> dict[str, float]:
+    rest, done = a_plan.memory().at("rest"), a_plan.memory().at("backward")
+    return {
+        "parameters": rest["parameters"] / num_parameters,
+        "gradients": done["gradients"] / num_parameters,
+        "optimizer": rest["optimizer"] / num_parameters,
+    }
+
+
+def test_ddp_takes_sixteen_bytes_a_parameter() -> None:
+    found = per_parameter(plan(LLAMA, ss.Layout.ddp()), LLAMA.num_parameters)
+    assert found == {"parameters": 4, "gradients": 4, "optimizer": 8}
+    assert (
+        sum(per_parameter(plan(LLAMA, ss.Layout.ddp(), precision="bf16"), LLAMA.num_parameters).values()) == 8
+    )
+    assert (
+        per_parameter(plan(LLAMA, ss.Layout.ddp(), optimizer="sgd"), LLAMA.num_parameters)["optimizer"] == 4
+    )
+
+
+def test_ddp_keeps_its_buckets_all_along() -> None:
+    report = plan(LLAMA, ss.Layout.ddp(), global_batch_size=8).memory()
+    assert {report.at(phase)["gradients"] for phase in PHASES} == {4 * LLAMA.num_parameters}  # type: ignore[arg-type]
+
+
+def test_zero_0_keeps_bf16_and_fp32_gradients() -> None:
+    found = per_parameter(plan(LLAMA, ss.Layout.zero(0)), LLAMA.num_parameters)
+    # 18 bytes with one gradient (fp32); BF16_Optimizer accumulates it beside the half-precision one.
+    assert found == {"parameters": 2, "gradients": 2 + 4, "optimizer": 4 + 8}
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_zero_divides_by_its_ranks(ranks: int) -> None:
+    p, cluster = LLAMA.num_parameters, ss.Cluster.parse(f"{ranks}xh100-sxm-80gb")
+    state = {stage: per_parameter(plan(LLAMA, ss.Layout.zero(stage), cluster), p) for stage in (1, 2, 3)}
+    shared = pytest.approx
+    assert state[1] == {"parameters": 2, "gradients": 2, "optimizer": shared(12 / ranks)}
+    assert state[2] == {"parameters": 2, "gradients": shared(2 / ranks), "optimizer": shared(12 / ranks)}
+    assert state[3] == {
+        "parameters": shared(2 / ranks), "gradients": shared(2 / ranks), "optimizer": shared(12 / ranks),
+    }  # fmt: skip
+
+
+def test_megatron_takes_18_bytes_or_6_and_12_over_dp() -> None:
+    arch = replace(LLAMA, vocab_size=32_000)
+    assert arch.vocab_size % 128 == 0
+    with_it = per_parameter(plan(arch, ss.Layout.megatron()), arch.num_parameters)
+    without = per_parameter(plan(arch, ss.Layout.megatron(distributed_optimizer=False)), arch.num_parameters)
+    assert without == {"parameters": 2, "gradients": 4, "optimizer": 12}
+    assert with_it == {"parameters": 2, "gradients": 4, "optimizer": pytest.approx(12 / 8)}
+
+
+def test_megatron_pads_the_vocabulary_and_copies_a_tied_embedding() -> None:
+    odd = replace(LLAMA, vocab_size=32_001)
+    padded = plan(odd, ss.Layout.megatron(tp=2))
+    per_rank = -(-32_001 // 256) * 256 // 2 * odd.hidden_size
+    even = plan(replace(odd, vocab_size=256 * 125), ss.Layout.megatron(tp=2))
+    grown = bytes_of(padded, "parameters") - bytes_of(even, "parameters")
+    assert grown == 2 * 2 * (per_rank - 16_000 * odd.hidden_size)
+    tied = replace(LLAMA, tie_word_embeddings=True)
+    one = plan(tied, ss.Layout.megatron()).memory().by_stage
+    two = plan(tied, ss.Layout.megatron(pp=2)).memory().by_stage
+    whole = sum(stage.at("rest").components["parameters"] for stage in two)
+    assert whole - one[0].at("rest").components["parameters"] == 2 * tied.embedding_parameters
+
+
+def test_adapters_alone_are_trained() -> None:
+    for layout, weight in ((ss.Layout.ddp(), 4), (ss.Layout.zero(0), 2)):
+        a_plan = plan(LLAMA, layout, method="lora", lora_rank=8)
+        adapters = LLAMA.num_hidden_layers * layer_adapters(LLAMA, a_plan.recipe, False)[0]
+        done = a_plan.memory().at("optimizer")
+        assert done["parameters"] == weight * (LLAMA.num_parameters + adapters)
+        assert done["optimizer"] == (8 if weight == 4 else 12) * adapters
+        assert done["gradients"] == (4 if weight == 4 else 6) * adapters
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "mixtral", "phi3"])
+def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
+    pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    from shardscope.frameworks.cpu_rehearsal import rehearsal_of
+    from shardscope.training.lora import add_adapters
+    from shardscope.training.model import build_model
+
+    named = {
+        "llama": "llama-3.1-8b",
+        "deepseek_v3": "deepseek-v3",
+        "mixtral": "mixtral-8x7b",
+        "phi3": "phi-3-mini",
+    }
+    big = plan(ss.models[named.get(family, family)], ss.Layout.ddp(), seq_len=512, method="lora", lora_rank=4)
+    small = rehearsal_of(big).plan
+    with torch.device("meta"):
+        model = add_adapters(build_model(small.architecture), small.architecture, small.recipe)
+    counted = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert bytes_of(small, "gradients") == 4 * counted
+
+
+# ----------------------------------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 8, 64])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "mixtral-8x7b", "deepseek-v3", "gpt2"])
+def test_fsdp2_shards_as_torch_chunks(name: str, num_shards: int) -> None:
+    torch = pytest.importorskip("torch")
+    arch = ss.models[name]
+    for layer in {0, arch.num_hidden_layers - 1}:
+        worst = 0
+        for _, _, shape in arch.layer_shapes(layer):
+            first = torch.empty(shape, device="meta").chunk(num_shards, dim=0)[0]
+            worst += first.numel()
+        shard = layer_shard(arch, arch.is_moe_layer(layer), 1, 1, num_shards)
+        assert shard.dense_padded + shard.experts_padded == worst
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "gpt2", "mixtral-8x7b"])
+def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: str) -> None:
+    torch = pytest.importorskip("torch")
+    arch, cluster = ss.models[name], ss.Cluster.parse("3xh100-sxm-80gb")
+    a_plan = plan(arch, ss.Layout.fsdp2(), cluster, global_batch_size=63, seq_len=512, method=method)
+    shapes = [shape for _, _, shape in arch.outer_shapes]
+    shapes += [s for i in range(arch.num_hidden_layers) for _, _, s in arch.layer_shapes(i)]
+    weights = sum(torch.empty(shape, device="meta").chunk(3)[0].numel() for shape in shapes)
+    adapters = sum(
+        layer_adapters(arch, a_plan.recipe, arch.is_moe_layer(i), 3)[1] for i in range(arch.num_hidden_layers)
+    )
+    adapters *= method == "lora"
+    assert bytes_of(a_plan, "parameters") == 4 * (weights + adapters)
+    assert bytes_of(a_plan, "gradients") == 4 * (adapters or weights)
+
+
+def test_llama_8b_fsdp2_as_traced() -> None:
+    """torch's FSDPMemTracker, second step (anchors/cpu.md): 46.60 GiB of tensors at the peak."""
+    report = plan(LLAMA_8B, ss.Layout.fsdp2(shard=8), global_batch_size=8).memory()
+    at_head = next(m for m in report.by_stage[0].moments if m.phase == "backward").components
+    gib = {name: value / GIB for name, value in at_head.items()}
+    assert gib["parameters"] == pytest.approx(3.74, abs=0.01)
+    assert gib["optimizer"] == pytest.approx(7.48, abs=0.01)
+    assert gib["gather_buffers"] == pytest.approx(1.96 + 0.41, abs=0.01)
+    # The trace repeated keys and values to all heads; SDPA's grouped queries do not.
+    repeated = 32 * 4096 * 2 * 2 * (4096 - 1024) / GIB
+    assert gib["activations"] + gib["logits"] + repeated == pytest.approx(29.10 + 3.91, abs=0.05)
+    tensors = report.peak_bytes / GIB - gib["communication"] - gib["runtime"] - gib["fragmentation"]
+    assert tensors + repeated == pytest.approx(46.60, abs=0.1)
+
+
+# ------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_megatron_reduces_to_korthikanti(tp: int, sequence_parallel: bool) -> None:
+    """Equations 1, 2 and 4, with flash attention's statistics for 5 a s^2 b, without dropout's masks."""
+    gpt, h, a = ss.models["gpt-3-175b"], 12_288, 96
+    found = layer_activations(
+        gpt, False, Modules("megatron", False, 2, 2048), "none", tp, sequence_parallel
+    ).saved
+    masks, statistics = 2 * h, 4 * a / tp
+    rest = (10 * h - masks) / (tp if sequence_parallel else 1)
+    assert found == rest + 24 * h / tp + statistics
+
+
+def test_megatron_selective_frees_statistics_only() -> None:
+    modules = Modules("megatron", False, 2, 2048)
+    none, some = (
+        layer_activations(LLAMA, False, modules, how, 1, False).saved for how in ("none", "selective")
+    )
+    assert none - some == 4 * LLAMA.num_attention_heads
+
+
+def test_llama_on_a_gpu_keeps_what_was_counted_on_a_cpu() -> None:
+    modules = modules_of(plan(LLAMA_8B, ss.Layout.fsdp2()))
+    h, f, q, kv = 4096, 14_336, 4096, 1024
+    by_hand = 2 * (4 * h + 4 + 2 * h + 2 * h) + 2 * 2 * q + 2 * 2 * kv + 4 * 32 + 8 * f
+    assert sum(t.bytes_per_token for t in saved_tensors(LLAMA_8B, False, modules)) == by_hand
+
+
+def test_attention_without_a_fused_kernel_grows_with_the_square_of_the_sequence() -> None:
+    def attention(arch: Architecture, seq_len: int) -> int:
+        tensors = saved_tensors(arch, False, Modules("transformers", False, 2, seq_len))
+        return seq_len * sum(t.bytes_per_token for t in tensors if t.operator == "attention")
+
+    assert attention(LLAMA, 4096) == 2 * attention(LLAMA, 2048)
+    scores = GEMMA.num_attention_heads * (2 + 4 + 2)
+    assert attention(GEMMA, 4096) - 2 * attention(GEMMA, 2048) == scores * (4096**2 - 2 * 2048**2)
+
+
+def test_experts_trade_tokens_and_do_not_lose_them() -> None:
+    kept = [
+        plan(MOE, ss.Layout.megatron(ep=ep)).memory().by_stage[0].at("forward").components["activations"]
+        for ep in (1, 8)
+    ]
+    assert kept[0] == kept[1]
+    parameters = [bytes_of(plan(MOE, ss.Layout.megatron(ep=ep)), "parameters") for ep in (1, 8)]
+    assert parameters[0] - parameters[1] == 2 * MOE.parameter_groups["experts"] * 7 // 8
+
+
+def test_first_stage_holds_most_micro_batches() -> None:
+    cluster = ss.Cluster.parse("4xh100-sxm-80gb")
+    even = plan(replace(LLAMA, num_hidden_layers=16), ss.Layout.megatron(pp=4), cluster)
+    kept = [s.at("forward").components["activations"] for s in even.memory().by_stage]
+    edge = 8 * even.recipe.seq_len
+    assert [round((kept[0] - edge) / k, 1) for k in (kept[1], kept[2])] == [round(4 / 3, 1), 2.0]
+    interleaved = plan(replace(LLAMA, num_hidden_layers=16), ss.Layout.megatron(pp=4, vpp=2), cluster)
+    more = interleaved.memory().by_stage[0].at("forward").components["activations"]
+    # Narayanan et al. 2021, section 2.2: 1 + (p - 1) / (p v) as much.
+    assert (more - edge) / (kept[0] - edge) == pytest.approx(1 + 3 / 8)
+
+
+def test_405b_over_16_uneven_stages() -> None:
+    cluster = ss.Cluster.parse("128x8xh100-sxm-80gb")
+    report = plan(
+        ss.models["llama-3.1-405b"], ss.Layout.megatron(tp=8, pp=16), cluster, global_batch_size=256
+    ).memory()
+    assert [stage.num_layers for stage in report.by_stage] == [7, *[8] * 14, 7]
+    frame = report.to_frame()
+    assert list(frame.columns) == ["layers", *NAMES, "peak_bytes"]
+    assert (frame[list(NAMES)].sum(axis=1) == frame["peak_bytes"]).all()
+
+
+# ---------------------------------------------------------------------------------- where things live
+
+
+def test_offloading_moves_bytes_to_host_and_nvme() -> None:
+    p = LLAMA.num_parameters
+    here = plan(LLAMA, ss.Layout.zero(3)).memory()
+    assert (here.host_bytes, here.nvme_bytes) == (0, 0)
+    there = plan(LLAMA, ss.Layout.zero(3, offload_optimizer="cpu", offload_params="nvme")).memory()
+    assert there.at("rest")["parameters"] == there.at("rest")["optimizer"] == 0
+    assert there.nvme_bytes == pytest.approx(2 * p / 8, rel=1e-6)
+    assert there.host_bytes == pytest.approx((12 + 4) * p / 8, rel=1e-6)
+    fsdp = plan(LLAMA, ss.Layout.fsdp2(offload="cpu")).memory()
+    assert fsdp.host_bytes == pytest.approx(16 * p / 8, rel=1e-3)
+    assert fsdp.components["optimizer"] == 0
+    assert "host memory" in fsdp.explain("optimizer")
+
+
+def test_cpu_ranks_share_the_host_and_have_no_cuda() -> None:
+    two = ss.Cluster.parse("2xcpu")
+    report = plan(LLAMA, ss.Layout.fsdp2(offload="cpu"), two).memory()
+    assert report.usable_bytes == two.gpu.usable_bytes // 2
+    assert report.components["communication"] == report.components["fragmentation"] == 0
+    assert "CUDA" not in report.explain("runtime")
+    # The host's memory is the ranks' own: offloading moves nothing.
+    assert report.host_bytes == 0
+    assert report.at("rest")["optimizer"] > 0
+
+
+def test_precisions() -> None:
+    for precision, (weight, moment) in {
+        "bf16-mixed": (4, 8), "fp16-mixed": (4, 8), "bf16": (2, 4), "fp32": (4, 8),
+    }.items():  # fmt: skip
+        found = per_parameter(plan(LLAMA, ss.Layout.ddp(), precision=precision), LLAMA.num_parameters)
+        assert (found["parameters"], found["optimizer"]) == (weight, moment)
+
+
+@pytest.mark.parametrize("bad", ["nothing", "", None, 3, "Parameters"])
+def test_unknown_names_are_refused(bad: Any) -> None:
+    report = plan(LLAMA, ss.Layout.ddp()).memory()
+    with pytest.raises(ValueError, match="component is"):
+        report.explain(bad)
+    with pytest.raises(ValueError, match="phase is"):
+        report.at(bad)
+
+
+def test_a_report_reads_as_text_and_html() -> None:
+    report = plan(LLAMA_8B, ss.Layout.fsdp2()).memory()
+    assert "GiB" in repr(report)
+    html = report.to_html()
+    assert "<script" not in html
+    assert all(name.replace("_", " ") in html for name in NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(frameworks))
+def test_a_prediction_is_fast(name: str) -> None:
+    """Microseconds are promised (200 on a quiet machine); ten times that even on a busy one."""
+    import time
+
+    a_plan = plan(LLAMA_8B, frameworks[name].layout_class())
+    a_plan.memory()
+    best = math.inf
+    for _ in range(50):
+        start = time.perf_counter()
+        a_plan.memory()
+        best = min(best, time.perf_counter() - start)
+    assert best < 2e-3

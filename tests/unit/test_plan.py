@@ -1,0 +1,134 @@
+"""Plans: the four nouns together, what cannot run, and the same bytes from every way of making one."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from planning import CLUSTERS, LLAMA, plans
+
+import shardscope as ss
+from shardscope.frameworks.cpu_rehearsal import rehearsal_of
+from shardscope.plan import Plan
+from shardscope.validation import FieldError
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+GOOD = (LLAMA, EIGHT, ss.Recipe(), ss.Layout.fsdp2())
+
+
+def refusal(*nouns: Any) -> FieldError:
+    with pytest.raises(FieldError) as caught:
+        Plan(*nouns)
+    text = str(caught.value)
+    assert text.startswith(f"{caught.value.field} is ")
+    assert "allowed: " in text
+    assert "Nearest fix: " in text
+    return caught.value
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize(
+    "value", [None, 3, "8b", math.nan, {}, True, LLAMA, EIGHT, ss.Recipe(), ss.Layout.ddp()]
+)
+def test_each_noun_stands_in_its_place(position: int, value: Any) -> None:
+    if isinstance(value, type(GOOD[position])) or (position == 3 and isinstance(value, ss.Layout)):
+        return
+    nouns = list(GOOD)
+    nouns[position] = value
+    error = refusal(*nouns)
+    assert error.field == "Plan." + ("architecture", "cluster", "recipe", "layout")[position]
+    assert error.fix.startswith("ss.")
+
+
+def test_the_design_s_own_example() -> None:
+    plan = Plan(*GOOD)
+    assert plan.world_size == 8
+    assert plan.num_micro_batches == 8
+    assert plan.kernels == "transformers"
+    assert plan.stage_layers == (LLAMA.num_hidden_layers,)
+    assert plan.on_gpu
+    assert not replace(plan, cluster=ss.Cluster.parse("2xcpu")).on_gpu
+    assert Plan(LLAMA, EIGHT, ss.Recipe(), ss.Layout.megatron()).kernels == "megatron"
+
+
+@pytest.mark.parametrize("batch", [1, 7, 9, 63, 100])
+def test_the_global_batch_is_a_multiple_of_what_ranks_take_at_once(batch: int) -> None:
+    error = refusal(LLAMA, EIGHT, ss.Recipe(global_batch_size=batch), ss.Layout.ddp())
+    assert error.field == "Recipe.global_batch_size"
+    assert "1 x 8 = 8" in error.allowed
+    fixed = int(error.fix.removeprefix("global_batch_size="))
+    assert Plan(LLAMA, EIGHT, ss.Recipe(global_batch_size=fixed), ss.Layout.ddp())
+
+
+def test_kernels_must_be_the_frameworks() -> None:
+    assert refusal(LLAMA, EIGHT, ss.Recipe(kernels="megatron"), ss.Layout.ddp()).field == "Recipe.kernels"
+    assert (
+        refusal(LLAMA, EIGHT, ss.Recipe(kernels="transformers"), ss.Layout.megatron()).fix == "kernels=None"
+    )
+
+
+def test_adapters_need_projections_that_there_are() -> None:
+    wrong = ss.Recipe(method="lora", lora_targets=("q_project",))
+    error = refusal(LLAMA, EIGHT, wrong, ss.Layout.ddp())
+    assert error.field == "Recipe.lora_targets"
+    assert "q_proj" in error.fix
+    assert refusal(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron()).field == "Recipe.method"
+
+
+def test_learned_positions_end() -> None:
+    error = refusal(ss.models["gpt2"], EIGHT, ss.Recipe(seq_len=4096), ss.Layout.ddp())
+    assert (error.field, error.fix) == ("Recipe.seq_len", "seq_len=1024")
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_a_plan_copies_pickles_and_hashes(plan: Plan) -> None:
+    plan.memory()
+    for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), Plan.from_json(plan.to_json())):
+        assert again == plan
+        assert hash(again) == hash(plan)
+        assert again.degrees == plan.degrees
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_degrees_multiply_to_the_world(plan: Plan) -> None:
+    degrees = plan.degrees
+    assert degrees.shard * degrees.replicate == degrees.data_parallel
+    assert degrees.data_parallel * degrees.tp * degrees.pp * degrees.cp == plan.world_size
+    assert sum(plan.stage_layers) == plan.architecture.num_hidden_layers
+    assert len(plan.stage_layers) == degrees.pp
+    assert plan.num_micro_batches >= 1
+
+
+@pytest.mark.parametrize("name", sorted(ss.models))
+@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2(tp=2)], ids=["ddp", "fsdp2"])
+def test_every_model_of_the_catalogue_has_a_rehearsal(name: str, layout: ss.Layout) -> None:
+    arch = ss.models[name]
+    if any(heads % 2 for heads in (arch.num_attention_heads, arch.num_key_value_heads)):
+        layout = ss.Layout.ddp()
+    big = Plan(arch, EIGHT, ss.Recipe(seq_len=512, recompute="full"), layout)
+    small = rehearsal_of(big)
+    assert small.plan.layout.framework == layout.framework
+    assert small.plan.recipe.recompute == "full"
+    assert not small.plan.on_gpu
+    assert small.plan.memory().fits
+    assert small.differences
+    moe = small.plan.architecture.mixture_of_experts
+    if arch.model_type == "mixtral":
+        assert moe is not None
+        assert moe.moe_intermediate_size == small.plan.architecture.intermediate_size
+    if arch.model_type == "deepseek_v3":
+        assert moe is not None
+        assert moe.num_experts >= 2 * 8
+
+
+def test_every_cluster_of_the_tests_plans() -> None:
+    for cluster in CLUSTERS:
+        recipe = ss.Recipe(global_batch_size=96)
+        assert Plan(LLAMA, cluster, recipe, ss.Layout.fsdp2()).memory().peak_bytes > 0

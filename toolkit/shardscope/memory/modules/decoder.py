@@ -1,0 +1,70 @@
+"""A pre-norm RMSNorm layer of the transformers library: Llama, Mistral, Qwen, Gemma, Phi-3, DeepSeek."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.modules.attention import kernel_tensors, widths
+from shardscope.memory.modules.experts import expert_tensors
+from shardscope.memory.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.precision import FP32
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+
+def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+    """Every tensor that the layer saves."""
+    c, hidden = modules.compute, arch.hidden_size
+    attention_readers, mlp_readers = stream_readers(arch)
+    tensors = [
+        Saved("norms", arch.norms_per_layer * _norm(arch, modules), "sequence"),
+        Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "sequence"),
+        *kernel_tensors(arch, modules),
+        *_query_key_norms(arch, modules),
+        *_latent_ranks(arch, modules),
+    ]
+    if moe:
+        return tensors + expert_tensors(arch, modules)
+    tensors.append(Saved("norms", modules.stream_copies(*mlp_readers) * hidden * c, "sequence"))
+    tensors.append(Saved("mlp", mlp_copies(arch, modules) * arch.intermediate_size * c, "tp"))
+    return tensors
+
+
+def mlp_copies(arch: Architecture, modules: Modules) -> int:
+    """Inner widths that the MLP keeps: gate, silu(gate), up, or the activation's input; and the product."""
+    return (3 if arch.gated_mlp else 1) + modules.inner_copies("down_proj")
+
+
+def _norm(arch: Architecture, modules: Modules) -> int:
+    """RMSNorm upcasts: fp32 input, 1/rms (one number) and, for the weight's gradient, normalised input."""
+    hidden = arch.hidden_size
+    saved = hidden * FP32 + FP32
+    if modules.trained:
+        # Gemma multiplies with its weight before it casts back.
+        saved += hidden * (FP32 if arch.model_type == "gemma2" else modules.stream)
+    return saved
+
+
+def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+    if not arch.qk_norm:
+        return []
+    width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
+    normed = modules.compute if modules.trained else 0
+    return [Saved("attention", (width.query + width.key) * (FP32 + normed) + FP32 * heads, "tp")]
+
+
+def _latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
+    """DeepSeek's compressed query and key-value: each normalised, then projected up."""
+    if arch.latent_attention is None:
+        return []
+    c, saved = modules.compute, 0
+    ranks = (
+        (arch.latent_attention.q_lora_rank, "q_b_proj"),
+        (arch.latent_attention.kv_lora_rank, "kv_b_proj"),
+    )
+    for rank, projection in ranks:
+        if rank:
+            normed = c * modules.trained + c * modules.inner_copies(projection)
+            saved += rank * (FP32 + normed) + FP32
+    return [Saved("attention", saved, "sequence")]

@@ -1,0 +1,55 @@
+"""A dropless mixture in transformers 5: every token goes through its experts and the shared ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.precision import FP32
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+INT64 = 8
+
+
+def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
+    """What the router, the routed and the shared experts save, with tokens evenly routed."""
+    experts = arch.mixture_of_experts
+    if experts is None:
+        raise AssertionError("an expert layer of an architecture without experts")
+    c, hidden, top_k = modules.compute, arch.hidden_size, experts.num_experts_per_tok
+    shared = experts.shared_expert_intermediate_size
+    # Grouped products are not autocast: they run in the weights' own fp32.
+    width = FP32 if modules.autocast else c
+    # Frozen experts need no inputs; the unweighted output stays, for the router's weights get gradients.
+    routed = 2 * hidden * width if modules.trained else hidden * width
+    inner = (3 + modules.trained) * experts.moe_intermediate_size * width
+    readers = (("router",) if modules.trained else ()) + (("gate_proj", "up_proj") if shared else ())
+    tensors = [
+        Saved("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
+        Saved("experts", top_k * routed, "sequence"),
+        Saved("experts", top_k * inner, "tp"),
+        Saved("experts", _router(arch, modules), "sequence"),
+    ]
+    if shared:
+        copies = 3 + modules.inner_copies("down_proj")
+        tensors.append(Saved("mlp", copies * shared * c, "tp"))
+    return tensors
+
+
+def _router(arch: Architecture, modules: Modules) -> int:
+    """Scores of all experts, weights and places of the chosen ones, and the sort that groups tokens."""
+    experts = arch.mixture_of_experts
+    assert experts is not None
+    count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
+    places = 4 * INT64 * top_k
+    if arch.model_type == "qwen3_moe":
+        return count * FP32 + top_k * c + places
+    if arch.model_type == "deepseek_v3":
+        score = c if modules.autocast else FP32
+        upcast = arch.hidden_size * FP32 if modules.trained and not modules.autocast and c < FP32 else 0
+        # Measured: with everything in fp32 one more tensor of scores stays.
+        scores = count * score * (2 if c == FP32 else 1)
+        return scores + score + 2 * top_k * score + places + upcast
+    return count * FP32 + FP32 + 2 * top_k * FP32 + places

@@ -1,0 +1,34 @@
+"""GPT-2's layer in transformers: LayerNorm, one qkv projection, dropout 0.1, gelu in plain operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.modules.attention import kernel_tensors
+from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.precision import FP32
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+
+def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Every tensor that the layer saves. Dropout's mask is a byte a number on a GPU, a number on a CPU."""
+    c, hidden = modules.compute, arch.hidden_size
+    mask = 1 if modules.on_gpu else c
+    # LayerNorm's mean and 1/std: fp32, but on a CPU in the type of its input.
+    statistics = 2 * (FP32 if modules.on_gpu else modules.stream)
+    inputs = modules.stream_copies("c_attn") + modules.stream_copies("c_fc")
+    return [
+        Saved("norms", 2 * (hidden * modules.stream + statistics) + inputs * hidden * c, "sequence"),
+        *kernel_tensors(arch, modules, output_projection="c_proj"),
+        Saved("norms", 2 * hidden * mask, "sequence"),
+        Saved("mlp", (_gelu(modules) + modules.inner_copies("c_proj") * c) * arch.intermediate_size, "tp"),
+    ]
+
+
+def _gelu(modules: Modules) -> int:
+    """0.5 x (1 + tanh(...x^3)): x for its power, 0.5 x, tanh, and 1 + tanh. CUDA autocast powers in fp32."""
+    if modules.autocast and modules.on_gpu:
+        return 3 * FP32 + modules.compute
+    return 4 * modules.compute

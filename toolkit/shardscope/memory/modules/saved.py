@@ -1,0 +1,86 @@
+"""The words of the lists in this folder: one saved tensor, and what decides whether it is saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+Operator = Literal["norms", "attention", "mlp", "experts"]
+Cut = Literal["tp", "sequence", "whole"]
+
+
+class Saved(NamedTuple):
+    """One tensor (or several alike) that forward keeps for backward."""
+
+    operator: Operator
+    bytes_per_token: int
+    cut_by: Cut
+    """``tp``: always divided by it; ``sequence``: only with sequence parallelism; ``whole``: never."""
+
+
+class Modules(NamedTuple):
+    """Whose modules run and in which types: all beside the architecture that changes what they save."""
+
+    kernels: str
+    """``transformers`` or ``megatron``."""
+    autocast: bool
+    """Weights stay fp32 and each matrix product casts its own input (torch.autocast)."""
+    compute: int
+    """Bytes of a number in matrix products."""
+    seq_len: int
+    """Keys that a query meets, where a tensor has one number for each."""
+    targets: tuple[str, ...] | None = None
+    """Adapted projections; None in full training."""
+    adapter_rank: int = 0
+    on_gpu: bool = True
+    """On CPU ranks some kernels save other tensors than on a GPU."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the model's own weights get gradients."""
+        return self.targets is None
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number in the residual stream."""
+        return 4 if self.autocast else self.compute
+
+    def feeds(self, projection: str) -> bool:
+        """Whether a projection keeps its input: its own weight is trained, or an adapter's."""
+        return self.targets is None or projection in self.targets
+
+    def stream_copies(self, *projections: str) -> int:
+        """Copies of one norm's output that the projections reading it keep between them.
+
+        Autocast casts it anew for each of them.
+        """
+        feeding = sum(self.feeds(projection) for projection in projections)
+        return feeding if self.autocast else min(1, feeding)
+
+    def inner_copies(self, projection: str, already_saved: bool = False) -> int:
+        """Copies of an input that is in the compute type already, beside what another operator saved of it.
+
+        peft casts an adapter's input to the adapter's fp32, and autocast casts it back: a copy of its own.
+        """
+        if not self.feeds(projection):
+            return 0
+        recast = self.autocast and not self.trained
+        return 1 if recast or not already_saved else 0
+
+
+def stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The projections that read the attention's norm and the dense MLP's norm."""
+    if arch.model_type == "gpt2":
+        return ("c_attn",), ("c_fc",)
+    if arch.latent_attention is not None:
+        query = "q_a_proj" if arch.latent_attention.q_lora_rank else "q_proj"
+        attention: tuple[str, ...] = (query, "kv_a_proj_with_mqa")
+    elif arch.model_type == "phi3":
+        attention = ("qkv_proj",)
+    else:
+        attention = ("q_proj", "k_proj", "v_proj")
+    if not arch.gated_mlp:
+        return attention, ("up_proj",)
+    return attention, ("gate_up_proj",) if arch.model_type == "phi3" else ("gate_proj", "up_proj")

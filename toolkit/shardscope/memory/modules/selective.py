@@ -1,0 +1,64 @@
+"""What stays with ``recompute="selective"`` over transformers' modules (training/recompute.py).
+
+The layer's input, and the outputs of matrix products and of attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.lora import first_layer
+from shardscope.memory.modules.attention import EAGER, widths
+from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.precision import FP32
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+
+def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+    """Every tensor that one layer keeps; grouped products of experts are recomputed."""
+    c, hidden, attention = modules.compute, arch.hidden_size, widths(arch)
+    tensors = [
+        Saved("norms", hidden * modules.stream, "sequence"),
+        Saved("attention", (_projected(arch) + attention.output) * c, "tp"),
+        Saved("attention", _scores(arch, modules), "tp"),
+        Saved("attention", hidden * c, "sequence"),
+        *_adapters(arch, moe, modules),
+    ]
+    experts = arch.mixture_of_experts
+    width = arch.intermediate_size
+    if moe and experts is not None:
+        score = FP32 if arch.model_type == "deepseek_v3" and not modules.autocast else c
+        tensors.append(Saved("experts", experts.num_experts * score, "sequence"))
+        width = experts.shared_expert_intermediate_size
+    if width:
+        tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
+        tensors.append(Saved("mlp", hidden * c, "sequence"))
+    return tensors
+
+
+def _projected(arch: Architecture) -> int:
+    """Numbers of a token that come out of the products before attention."""
+    latent = arch.latent_attention
+    if latent is None:
+        return widths(arch).inputs
+    heads = arch.num_attention_heads
+    compressed = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
+    return compressed + heads * (latent.qk_head_dim + latent.qk_nope_head_dim + latent.v_head_dim)
+
+
+def _scores(arch: Architecture, modules: Modules) -> int:
+    """Flash attention's statistics; in eager attention the scores are a matrix product's output."""
+    if arch.model_type in EAGER:
+        return arch.num_attention_heads * modules.seq_len * modules.compute
+    return FP32 * arch.num_attention_heads
+
+
+def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+    """Both products of each adapter: the narrow one and the wide one beside the base's own."""
+    if modules.targets is None:
+        return []
+    linears = arch.layer_linears(first_layer(arch, moe))
+    wide = sum(modules.adapter_rank + shape[0] for target, shape in linears if target in modules.targets)
+    return [Saved("attention", wide * modules.compute, "tp")]
