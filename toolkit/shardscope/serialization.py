@@ -47,11 +47,19 @@ class JsonNoun:
 
 def read_envelope(text: str, noun: str) -> dict[str, Any]:
     """The fields inside a versioned JSON text, after checking noun, version and duplicate keys."""
+    given: object = text
+    if not isinstance(given, str):
+        fix = f"{noun}.from_dict" if isinstance(given, Mapping) else f"the text that {noun}.to_json() gives"
+        refuse(f"{noun} JSON", given, "text (a str)", fix)
     try:
         # A byte-order mark is what Windows editors add; it carries no meaning.
         data = json.loads(text.lstrip("\ufeff"), object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(f"{noun} JSON, line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{noun} JSON is nested too deeply; allowed: what {noun}.to_json() gives."
+        ) from error
     if not isinstance(data, dict):
         refuse(f"{noun} JSON", data, "one JSON object", f"the text that {noun}.to_json() gives")
     if data.pop("shardscope", None) != noun:
