@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.memory.lora import adapter_parameters  # noqa: E402
 
 NUM_STEPS = 5
@@ -240,8 +241,11 @@ def refusal(ctx: StandInContext) -> str:
 
 @pytest.mark.parametrize("degree", ["tp", "pp", "cp"])
 def test_fsdp2_refuses_what_it_does_not_run(degree: str, tmp_path: Path) -> None:
-    message = on_ranks(2, tiny_plan("fsdp2", 2, layout={degree: 2}), refusal, tmp_path)[0]
-    assert message.startswith("ValueError") and f"the fsdp2 engine does not run {degree} yet" in message
+    """In the words that were there before any rank."""
+    plan = tiny_plan("fsdp2", 2, layout={degree: 2})
+    words = why_not_trained(plan)
+    assert words is not None and f"does not run {degree} yet" in words
+    assert on_ranks(2, plan, refusal, tmp_path) == [f"FieldError: {words}"] * 2
 
 
 def without_sharding(ctx: StandInContext) -> str:

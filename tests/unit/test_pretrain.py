@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import shardscope as ss
+from shardscope.frameworks.registry import frameworks, why_not_trained
+from shardscope.plan import Plan
 from shardscope.training.pretrain import Pretrain
 
 
@@ -18,6 +23,9 @@ def test_making_one_imports_no_torch() -> None:
     code = (
         "import sys; from shardscope.training.pretrain import Pretrain; import shardscope.frameworks.fsdp2; "
         "import shardscope.frameworks.ddp, shardscope.frameworks.engine; Pretrain(num_steps=3); "
+        "import shardscope as ss; from shardscope.frameworks.registry import why_not_trained; "
+        "plan = ss.Plan(ss.Architecture.of_size('2m'), ss.Cluster.parse('2xcpu'), ss.Recipe(seq_len=64), "
+        "ss.Layout.fsdp2()); Pretrain().check(plan); assert why_not_trained(plan) is None; "
         "heavy = {'torch', 'transformers', 'tokenizers'} & set(sys.modules); sys.exit(bool(heavy))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
@@ -59,15 +67,61 @@ def test_it_crosses_to_the_ranks() -> None:
     assert pickle.loads(pickle.dumps(task)) == task
 
 
+def plan_of(layout: Any = None, cluster: str = "4xcpu", vocab_size: int = 2048, **recipe: Any) -> Plan:
+    arch = replace(ss.Architecture.of_size("2m"), vocab_size=vocab_size, num_hidden_layers=4)
+    fields = {"seq_len": 64, "global_batch_size": 64, **recipe}
+    return Plan(arch, ss.Cluster.parse(cluster), ss.Recipe(**fields), layout or ss.Layout.ddp())
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
-    def plan(vocab_size: int, seq_len: int = 64) -> Any:
-        return SimpleNamespace(
-            architecture=SimpleNamespace(vocab_size=vocab_size), recipe=SimpleNamespace(seq_len=seq_len)
+    Pretrain().check(plan_of())
+    Pretrain().check(plan_of(vocab_size=128_256))
+    with pytest.raises(ValueError, match=r"Architecture.vocab_size is 512; allowed: at least 2,048"):
+        Pretrain().check(plan_of(vocab_size=512))
+    with pytest.raises(ValueError, match=r"Recipe.seq_len is 1; allowed: at least 2"):
+        Pretrain().check(plan_of(seq_len=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            ss.Layout.zero(),
+            "Layout.framework is 'deepspeed'; allowed: 'ddp', 'fsdp2' to train: DeepSpeed ZeRO is planned, "
+            "not trained yet in this version. Nearest fix: Layout.fsdp2().",
+        ),
+        (ss.Layout.megatron(tp=2), "Layout.framework is 'megatron'; allowed: 'ddp', 'fsdp2' to train: "),
+        (
+            ss.Layout.fsdp2(tp=2),
+            "Layout.tp is 2; allowed: 1 to train: the FSDP2 engine runs shard and replicate, and does not "
+            "run tp yet. Nearest fix: tp=1.",
+        ),
+        (ss.Layout.fsdp2(pp=2), "Layout.pp is 2; allowed: 1 to train: "),
+        (ss.Layout.fsdp2(cp=2), "Layout.cp is 2; allowed: 1 to train: "),
+        (ss.Layout.fsdp2(pp=2, vpp=2), "Layout.pp is 2; allowed: 1 to train: "),
+    ],
+    ids=repr,
+)
+def test_what_no_engine_runs_is_refused_before_a_rank_starts(layout: Any, words: str, tmp_path: Path) -> None:
+    plan = plan_of(layout)
+    why = why_not_trained(plan)
+    assert why is not None and why.startswith(words)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ss.launch(plan, Pretrain(), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_engines_run_is_let_through() -> None:
+    for layout in (ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.fsdp2(replicate=2, offload="cpu")):
+        assert why_not_trained(plan_of(layout)) is None
+    for name in frameworks:
+        assert (why_not_trained(plan_of(frameworks[name].layout_class())) is None) == bool(
+            frameworks[name].engine
         )
 
-    Pretrain().check(plan(2048))
-    Pretrain().check(plan(128_256))
-    with pytest.raises(ValueError, match=r"Architecture.vocab_size is 512; allowed: at least 2,048"):
-        Pretrain().check(plan(512))
-    with pytest.raises(ValueError, match=r"Recipe.seq_len is 1; allowed: at least 2"):
-        Pretrain().check(plan(2048, seq_len=1))
+
+def test_adapters_ask_for_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    for layout in (ss.Layout.ddp(), ss.Layout.fsdp2()):
+        why = why_not_trained(plan_of(layout, method="lora"))
+        assert why is not None and why.endswith("Nearest fix: pip install peft.")

@@ -40,7 +40,7 @@ class JsonNoun:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote. Raises ``ValueError`` for other nouns, versions, keys or values."""
+        """Read what :meth:`to_json` wrote; ``ValueError`` for other nouns, versions, keys or values."""
         data = read_envelope(text, cls.__name__)
         return cls.from_dict(data)
 

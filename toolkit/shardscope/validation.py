@@ -33,14 +33,14 @@ def _restored(message: str, field: str, allowed: str, fix: str) -> FieldError:
 
 
 def refuse(field: str, value: object, allowed: str, fix: str) -> NoReturn:
-    """Raise :class:`FieldError` naming ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix."""
+    """Raise :class:`FieldError` with ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix."""
     raise FieldError(field, value, allowed, fix)
 
 
 def whole_number(field: str, value: object, *, low: int, high: int) -> int:
     """``value`` as an int in ``low..high``; bools, text, NaN, infinities and fractions are refused."""
     allowed = f"a whole number from {low:,} to {high:,}"
-    if isinstance(value, bool) or isinstance(value, str | bytes) or value is None:
+    if isinstance(value, bool | str | bytes) or value is None:
         refuse(field, value, allowed, _nearest_number(value, low, high))
     try:
         number = value.__index__()  # type: ignore[attr-defined]

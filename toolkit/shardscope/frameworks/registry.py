@@ -11,6 +11,7 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.layout import Layout
@@ -67,15 +68,39 @@ def engine_name(plan: Plan) -> str | None:
     return frameworks[plan.layout.framework].engine
 
 
+def check_trained(plan: Plan) -> None:
+    """Raise ``ValueError`` if no engine here trains ``plan``, naming what does train. Imports no torch."""
+    framework = frameworks[plan.layout.framework]
+    _engine_path(framework)
+    limits: Any = import_module(f"shardscope.frameworks.{framework.name}.limits")
+    limits.check_plan(plan)
+
+
+def why_not_trained(plan: Plan) -> str | None:
+    """Why no engine here trains ``plan``, in words; None where one does. Imports no torch."""
+    try:
+        check_trained(plan)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
 def engine_for(plan: Plan) -> Callable[[Any], Any]:
     """The engine class that trains ``plan``; raises ``ValueError`` where there is none yet."""
-    framework = frameworks[plan.layout.framework]
-    if framework.engine is None:
-        trained = ", ".join(f.title for f in frameworks.values() if f.engine)
-        raise ValueError(
-            f"Layout.framework is {framework.title}: it is planned, not trained yet in this version. "
-            f"Frameworks that train: {trained}."
-        )
-    module, _, name = framework.engine.partition(":")
+    module, _, name = _engine_path(frameworks[plan.layout.framework]).partition(":")
     engine: Callable[[Any], Any] = getattr(import_module(module), name)
     return engine
+
+
+def _engine_path(framework: Framework) -> str:
+    """``module:Class`` of a framework's engine; ``ValueError`` where it is planned only."""
+    if framework.engine is None:
+        trained = [other for other in frameworks.values() if other.engine]
+        refuse(
+            "Layout.framework",
+            framework.name,
+            f"{', '.join(repr(other.name) for other in trained)} to train: {framework.title} is planned, not "
+            "trained yet in this version",
+            f"Layout.{trained[-1].name}()",
+        )
+    return framework.engine

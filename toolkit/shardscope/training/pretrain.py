@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shardscope.frameworks.registry import check_trained
 from shardscope.training.tokenizer import VOCAB_SIZE
 from shardscope.validation import flag, real_number, refuse, whole_number
 
@@ -107,6 +108,7 @@ class Pretrain:
 
     def check(self, plan: Any) -> None:
         """Raise ``ValueError`` if ``plan`` cannot train on text; cheap, and called again on every rank."""
+        check_trained(plan)
         vocab_size = plan.architecture.vocab_size
         if vocab_size < VOCAB_SIZE:
             refuse(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
+from shardscope.frameworks.registry import check_trained
 from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers
 from shardscope.training.recompute import apply_recompute
 
@@ -34,10 +35,6 @@ class TorchEngine(Engine):
         self._scaler: torch.amp.GradScaler | None = None
 
     # ---- what a framework says for itself
-
-    @abstractmethod
-    def check_plan(self) -> None:
-        """Raise ``ValueError`` for what this engine cannot run, before any work."""
 
     @abstractmethod
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
@@ -64,8 +61,11 @@ class TorchEngine(Engine):
     # ---- Engine
 
     def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
-        self._check_recipe()
-        self.check_plan()
+        if dist.get_world_size() != self.plan.world_size:
+            raise RuntimeError(
+                f"the plan is for {self.plan.world_size} ranks, and this run has {dist.get_world_size()}"
+            )
+        check_trained(self.plan)
         self._module = self.wrap(build_model)
         self._module.train()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -154,19 +154,6 @@ class TorchEngine(Engine):
                 model = lora.add_adapters(model, self.plan.architecture, self.recipe)
         apply_recompute(model, self.recipe.recompute)
         return model
-
-    def _check_recipe(self) -> None:
-        if dist.get_world_size() != self.plan.world_size:
-            raise RuntimeError(
-                f"the plan is for {self.plan.world_size} ranks, and this run has {dist.get_world_size()}"
-            )
-        if self.recipe.kernels == "megatron":
-            raise ValueError(
-                f"Recipe.kernels is 'megatron'; allowed with {self.framework}: None or 'transformers'. "
-                "Nearest fix: 'transformers'."
-            )
-        if self.recipe.method == "lora":
-            lora.check_peft()
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         kind = self.autocast_dtype

@@ -24,9 +24,6 @@ class DdpEngine(TorchEngine):
 
     framework = "ddp"
 
-    def check_plan(self) -> None:
-        """A DDP layout has nothing to refuse: its only degree is the number of ranks."""
-
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         self.model = self.build_on_host(build_model).to(self.ctx.device)
         device = self.ctx.device

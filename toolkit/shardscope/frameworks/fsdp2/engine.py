@@ -33,22 +33,6 @@ class Fsdp2Engine(TorchEngine):
 
     framework = "fsdp2"
 
-    def check_plan(self) -> None:
-        layout = self.plan.layout
-        for degree in ("tp", "pp", "cp"):
-            value = getattr(layout, degree)
-            if value > 1:
-                raise ValueError(
-                    f"Layout.{degree} is {value}; the fsdp2 engine does not run {degree} yet, so allowed: 1. "
-                    f"Nearest fix: {degree}=1."
-                )
-        degrees = self.plan.degrees
-        if degrees.shard * degrees.replicate != self.plan.world_size:
-            raise RuntimeError(
-                f"the plan shards over {degrees.shard} and replicates {degrees.replicate} times, "
-                f"which is not its {self.plan.world_size} ranks"
-            )
-
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         degrees, device = self.plan.degrees, self.ctx.device
         names = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)

@@ -1,0 +1,15 @@
+"""What the DDP engine runs of what can be planned: every layout, for its only degree is the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.limits import check_adapters
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` for what the engine cannot run."""
+    check_adapters(plan.recipe)
