@@ -50,7 +50,9 @@ class Lab:
 
     def kernels(self) -> list[str]:
         """Ids of the kernels that run."""
-        request = urllib.request.Request(f"{self.url}/api/kernels", headers={"Authorization": f"token {self.token}"})
+        request = urllib.request.Request(
+            f"{self.url}/api/kernels", headers={"Authorization": f"token {self.token}"}
+        )
         with urllib.request.urlopen(request, timeout=10) as answer:
             return [kernel["id"] for kernel in json.load(answer)]
 
@@ -73,7 +75,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory, browser: object) -> Iterator[L
     """JupyterLab on a free port of the loopback, with settings and state of its own."""
     home = tmp_path_factory.mktemp("lab")
     folder = home / "notebooks"
-    shutil.copytree(REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints"))
+    shutil.copytree(
+        REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints")
+    )
     token, port = secrets.token_hex(16), _free_port()
     environment = {
         **os.environ,
@@ -125,7 +129,10 @@ def offline() -> Iterator[Callable[[object], None]]:
     def watch(page: object) -> None:
         def note(request: object) -> None:
             address = urlparse(request.url)
-            if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in ("127.0.0.1", "localhost"):
+            if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in (
+                "127.0.0.1",
+                "localhost",
+            ):
                 strayed.append(request.url)
 
         page.on("request", note)

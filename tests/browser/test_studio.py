@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +44,20 @@ def test_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) 
     see_slices_of_both_ranks(page)
     screenshot(page, "trace_light")
 
-    use_theme(lab, "JupyterLab Dark")
-    page.reload()
-    # The kernel lives on, so the same widgets come back.
-    page.wait_for_selector(".ss-studio .ss-verdict")
-    page.wait_for_selector('body[data-jp-theme-light="false"]')
+    use_theme(page, "JupyterLab Dark", light="false")
     for tab in ("Memory", "Run", "Trace"):
         page.locator(".ss-tabs button", has_text=tab).click()
         page.wait_for_timeout(800)
         page.locator(".ss-studio").scroll_into_view_if_needed()
         screenshot(page, f"{tab}_dark")
-    use_theme(lab, "JupyterLab Light")
     page.close()
 
 
 def run_all_cells(page: Any, lab: Lab) -> None:
     page.goto(lab.notebook_url(NOTEBOOK))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    # Cells that are run before the kernel has answered make JupyterLab ask which kernel is meant.
+    page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
     page.keyboard.press("Control+b")
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
@@ -69,9 +65,10 @@ def run_all_cells(page: Any, lab: Lab) -> None:
     page.wait_for_selector(".ss-studio .ss-memory .barlayer path", state="attached")
     # The last cell has run when its prompt has a number.
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].every(p => /\\\\d/.test(p.textContent))"
+        "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].every(p => /\\d/.test(p.textContent))"
     )
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    page.locator(".jp-Notebook .jp-Cell").first.scroll_into_view_if_needed()
     page.locator(".ss-studio").scroll_into_view_if_needed()
 
 
@@ -89,6 +86,10 @@ def change_the_model_and_see_chart_and_sentence_follow(page: Any) -> None:
     assert after["parameters"][0] > 8 * bars["parameters"][0]
     fill(page, "Model", "llama-3.1-8b")
     page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
+    page.wait_for_function(
+        "before => JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) === before",
+        arg=json.dumps(bars["parameters"]),
+    )
     assert chart(page) == bars
 
 
@@ -117,7 +118,8 @@ def start_a_run(page: Any, steps: int) -> None:
 def wait_for_step(page: Any) -> None:
     page.wait_for_selector(".ss-status[data-status=running]", timeout=STEPS_ARRIVE)
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.ss-run .ss-table tbody tr')].length === 2", timeout=STEPS_ARRIVE
+        "() => [...document.querySelectorAll('.ss-run .ss-table tbody tr')].length === 2",
+        timeout=STEPS_ARRIVE,
     )
     page.wait_for_function(
         "() => document.querySelector('.ss-run .js-plotly-plot').data[0].x.length >= 3", timeout=STEPS_ARRIVE
@@ -165,7 +167,11 @@ def nothing_left_of(runs: Path) -> bool:
     """Whether no process of any run in ``runs`` is alive, given the few seconds that leaving takes."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if not [p for p in psutil.process_iter(["cmdline"]) if any(str(runs) in part for part in p.info["cmdline"] or [])]:
+        if not [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if any(str(runs) in part for part in p.info["cmdline"] or [])
+        ]:
             return True
         time.sleep(0.2)
     return False
@@ -181,11 +187,9 @@ def losses_fall(runs: Path) -> bool:
     return True
 
 
-def use_theme(lab: Lab, name: str) -> None:
-    request = urllib.request.Request(
-        f"{lab.url}/lab/api/settings/@jupyterlab/apputils-extension:themes",
-        data=json.dumps({"raw": json.dumps({"theme": name})}).encode(),
-        method="PUT",
-        headers={"Authorization": f"token {lab.token}", "Content-Type": "application/json"},
-    )
-    urllib.request.urlopen(request, timeout=10).close()
+def use_theme(page: Any, name: str, light: str) -> None:
+    """Switch JupyterLab's theme as a person does; the widgets follow without being made anew."""
+    page.get_by_role("menuitem", name="Settings", exact=True).click()
+    page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
+    page.locator(".lm-Menu-itemLabel").get_by_text(name, exact=True).click()
+    page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")

@@ -37,7 +37,10 @@ class LaunchPanel(widgets.VBox):
         self.steps = text_input(40, "Optimizer steps", "64px")
         self.steps.layout.flex = "0 0 auto"
         self.profile = widgets.Checkbox(
-            value=True, description="record a trace", indent=False, tooltip="Profile a few steady steps on every rank"
+            value=True,
+            description="record a trace",
+            indent=False,
+            tooltip="Profile a few steady steps on every rank",
         )
         self.button = widgets.Button(description="Launch")
         self.button.add_class("ss-button")
@@ -77,9 +80,13 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
             label=label,
             note=f"{plan.layout.title} is planned, not trained yet in this version; DDP and FSDP2 train.",
         )
-    missing = [module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)]
+    missing = [
+        module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)
+    ]
     if missing:
-        return Offer(label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"')
+        return Offer(
+            label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
+        )
     if here:
         if not fits:
             return Offer(label=label, note="It does not fit this machine: make more room first.")
@@ -92,5 +99,7 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
         label=label,
         plan=rehearsal.plan,
         is_rehearsal=True,
-        note="A rehearsal: the same framework on this machine, with " + ", ".join(rehearsal.differences) + ".",
+        note="A rehearsal: the same framework on this machine, with "
+        + ", ".join(rehearsal.differences)
+        + ".",
     )

@@ -55,7 +55,13 @@ def empty_figure() -> go.FigureWidget:
             "plot_bgcolor": "rgba(0,0,0,0)",
             "showlegend": False,
             "hoverlabel": {"align": "left"},
-            "xaxis": {"ticksuffix": " GiB", "zeroline": False, "fixedrange": True, "nticks": 9, "anchor": "y"},
+            "xaxis": {
+                "ticksuffix": " GiB",
+                "zeroline": False,
+                "fixedrange": True,
+                "nticks": 9,
+                "anchor": "y",
+            },
             "yaxis": {"fixedrange": True, "showgrid": False, "zeroline": False, "type": "category"},
             "xaxis2": {
                 "fixedrange": True,

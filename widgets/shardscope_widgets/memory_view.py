@@ -47,7 +47,9 @@ def _caption(plan: ss.Plan, report: MemoryReport) -> str:
         alike = f"{num_stages} pipeline stages of {plan.world_size // plan.degrees.pp:,} ranks each"
         alike += f", {num_shown} shown" if num_shown < num_stages else ""
     moment = {
-        "backward": "as backward starts" if report.worst_stage.peak.fraction < 0.5 else "at the end of backward",
+        "backward": "as backward starts"
+        if report.worst_stage.peak.fraction < 0.5
+        else "at the end of backward",
         "forward": "at the end of forward",
         "optimizer": "in the optimizer step",
         "rest": "between steps",

@@ -49,5 +49,6 @@ def predicted_peak(run: ss.Run) -> PredictedPeak | None:
         return PredictedPeak(held, "of parameters, gradients and optimizer")
     libraries = ("communication", "runtime", "fragmentation")
     return PredictedPeak(
-        sum(value for name, value in report.components.items() if name not in libraries), "of tensors at the peak"
+        sum(value for name, value in report.components.items() if name not in libraries),
+        "of tensors at the peak",
     )

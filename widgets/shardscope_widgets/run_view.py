@@ -44,7 +44,9 @@ class RunView(widgets.VBox):
         self.stop_button = widgets.Button(description="Stop", tooltip="End this run", disabled=True)
         self.stop_button.add_class("ss-ghost")
         self.stop_button.on_click(self._stop)
-        self.figure = _empty_figure()
+        # Made with the first run: a FigureWidget sends 5 MB of front end, which planning alone does not need.
+        self.figure: go.FigureWidget | None = None
+        self._figure_place = widgets.VBox()
         self.what = widgets.HTML()
         self.error = widgets.HTML()
         self.rank = widgets.ToggleButtons(options=[("rank 0", 0)], tooltips=["Log of rank 0"])
@@ -57,18 +59,21 @@ class RunView(widgets.VBox):
             layout=widgets.Layout(justify_content="space-between", align_items="center", min_height="44px"),
         )
         log_head = widgets.HBox(
-            [widgets.HTML("<h2>Log</h2>"), self.rank], layout=widgets.Layout(align_items="center", grid_gap="16px")
+            [widgets.HTML("<h2>Log</h2>"), self.rank],
+            layout=widgets.Layout(align_items="center", grid_gap="16px"),
         )
-        super().__init__([
-            Sheet(),
-            top,
-            self.error,
-            self.figure,
-            self.table,
-            self.what,
-            log_head,
-            self.log_text,
-        ])
+        super().__init__(
+            [
+                Sheet(),
+                top,
+                self.error,
+                self._figure_place,
+                self.table,
+                self.what,
+                log_head,
+                self.log_text,
+            ]
+        )
         self.add_class("ss-root")
         self.add_class("ss-run")
         if run is not None:
@@ -132,22 +137,32 @@ class RunView(widgets.VBox):
             self.error.value = _alert(str(error))
 
     def _lay_out_lines(self, run: ss.Run, ranks: int) -> None:
-        """Lines for each rank of this run; lines that are there already are used again."""
-        with self.figure.batch_update():
+        """Lines for each rank of this run; the figure of an earlier run is used again."""
+        if self.figure is None:
+            self.figure = _empty_figure()
+            self._figure_place.children = [self.figure]
+        figure = self.figure
+        with figure.batch_update():
             for panel in range(len(PANELS)):
                 for rank in range(MAX_LINES):
-                    line = self.figure.data[panel * MAX_LINES + rank]
+                    line = figure.data[panel * MAX_LINES + rank]
                     line.x, line.y = [], []
                     line.visible = rank < ranks
-            self.figure.layout.shapes = []
+            figure.layout.shapes = []
             self._predicted = predicted_peak(run)
             self._unit = Unit.of(self._predicted.num_bytes if self._predicted else 0)
             if self._predicted:
-                self.figure.layout.shapes = [_level(self._predicted.num_bytes / self._unit.num_bytes)]
-            self.figure.layout.annotations[2].text = f"{PANELS[2][1]}, {self._unit.name}"
+                figure.layout.shapes = [_level(self._predicted.num_bytes / self._unit.num_bytes)]
+            figure.layout.annotations[2].text = f"{PANELS[2][1]}, {self._unit.name}"
 
     def _draw(self, metrics: list[dict[str, Any]]) -> None:
-        with self.figure.batch_update():
+        figure = self.figure
+        if figure is None:
+            return
+        last = max((record["step"] for record in metrics if isinstance(record.get("step"), int)), default=0)
+        with figure.batch_update():
+            for axis in (figure.layout.xaxis, figure.layout.xaxis2, figure.layout.xaxis3):
+                axis.range = [0, max(10, last)]
             for panel, (name, _) in enumerate(PANELS):
                 unit = self._unit.num_bytes if name.endswith("_bytes") else 1
                 for rank in range(MAX_LINES):
@@ -159,7 +174,7 @@ class RunView(widgets.VBox):
                     if not points:
                         continue
                     stride = -(-len(points) // MAX_POINTS)
-                    line = self.figure.data[panel * MAX_LINES + rank]
+                    line = figure.data[panel * MAX_LINES + rank]
                     line.x = [step for step, _ in points[::stride]]
                     line.y = [value for _, value in points[::stride]]
 
@@ -177,7 +192,9 @@ class RunView(widgets.VBox):
         )
         note = f"<div class='ss-note'>{escape(self._note)}</div>" if self._note else ""
         failure = run.error if status == "failed" else None
-        self.error.value = note + (f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else "")
+        self.error.value = note + (
+            f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else ""
+        )
         self.what.value = _what_it_was(run)
         self.table.value = _table(metrics, self._predicted, self._unit)
 
@@ -194,7 +211,9 @@ class RunView(widgets.VBox):
 
 def _empty_figure() -> go.FigureWidget:
     figure = go.FigureWidget(
-        make_subplots(rows=1, cols=len(PANELS), subplot_titles=[title for _, title in PANELS], horizontal_spacing=0.07)
+        make_subplots(
+            rows=1, cols=len(PANELS), subplot_titles=[title for _, title in PANELS], horizontal_spacing=0.07
+        )
     )
     for panel in range(len(PANELS)):
         for rank in range(MAX_LINES):
@@ -205,7 +224,11 @@ def _empty_figure() -> go.FigureWidget:
                     mode="lines",
                     name=f"rank {rank}",
                     visible=False,
-                    line={"color": RANK_COLOURS[rank], "width": 1.5, "dash": RANK_DASHES[rank % len(RANK_DASHES)]},
+                    line={
+                        "color": RANK_COLOURS[rank],
+                        "width": 1.5,
+                        "dash": RANK_DASHES[rank % len(RANK_DASHES)],
+                    },
                     hovertemplate=f"rank {rank}, step %{{x}}: %{{y:.4g}}<extra></extra>",
                 ),
                 row=1,
@@ -220,7 +243,12 @@ def _empty_figure() -> go.FigureWidget:
         showlegend=False,
         transition={"duration": 0},
     )
-    figure.update_xaxes(zeroline=False, showgrid=False, title={"text": "step", "standoff": 4, "font": {"size": 12}}, rangemode="tozero")
+    figure.update_xaxes(
+        zeroline=False,
+        showgrid=False,
+        title={"text": "step", "standoff": 4, "font": {"size": 12}},
+        rangemode="tozero",
+    )
     figure.update_yaxes(zeroline=False, nticks=5)
     figure.update_yaxes(rangemode="tozero", col=2)
     figure.update_yaxes(rangemode="tozero", col=3)
@@ -248,7 +276,9 @@ def _what_it_was(run: ss.Run) -> str:
     if not record:
         return ""
     words = record.get("sentence") or ", ".join(
-        f"{key.replace('_', ' ')} {value}" for key, value in record.items() if isinstance(value, str | int | float)
+        f"{key.replace('_', ' ')} {value}"
+        for key, value in record.items()
+        if isinstance(value, str | int | float)
     )
     return f"<div class='ss-hint'>What it really was: {escape(str(words))}</div>"
 
@@ -262,17 +292,27 @@ def _table(metrics: list[dict[str, Any]], predicted: PredictedPeak | None, unit:
     if not latest:
         return ""
     rows = "".join(
-        f"<tr><td>rank {rank}</td><td>{record['step']}</td><td>{_number(record.get('loss'), '.3f')}</td>"
+        f"<tr><td>{_swatch(rank)}rank {rank}</td><td>{record['step']}</td><td>{_number(record.get('loss'), '.3f')}</td>"
         f"<td>{_number(record.get('tokens_per_second'), ',.0f')}</td>"
         f"<td>{unit.show(record['peak_memory_bytes']) if 'peak_memory_bytes' in record else '–'}</td></tr>"
         for rank, record in sorted(latest.items())
     )
-    beside = f" · dashed: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}" if predicted else ""
+    beside = (
+        f" · dashed: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}"
+        if predicted
+        else ""
+    )
     return (
         "<table class='ss-table'><thead><tr><th>latest</th><th>step</th><th>loss</th><th>tokens/s</th>"
         f"<th>peak {unit.name}</th></tr></thead><tbody>{rows}</tbody></table>"
         f"<div class='ss-hint'>Each rank reads its own part of the text{beside}</div>"
     )
+
+
+def _swatch(rank: int) -> str:
+    if rank >= MAX_LINES:
+        return ""
+    return f"<i class='ss-swatch' style='background:{RANK_COLOURS[rank]}'></i>"
 
 
 def _number(value: Any, form: str) -> str:

@@ -21,6 +21,7 @@ from shardscope_widgets.trace_view import TraceView
 from shardscope_widgets.words import sentence, verdict
 
 TABS = ("Memory", "Run", "Trace")
+TRACE_PIXELS = 640
 NO_TRACE = "No trace yet: a run that records one shows it here."
 
 
@@ -133,7 +134,7 @@ class Studio(widgets.VBox):
     def _run_ended(self, run: ss.Run) -> None:
         self.launch_panel.offer(self.plan, self.plan.memory().fits)
         try:
-            self.trace_holder.children = [TraceView(run.trace())]
+            self.trace_holder.children = [TraceView(run.trace(), height=TRACE_PIXELS)]
         except ValueError as error:
             self.trace_holder.children = [_hint(str(error))]
 

@@ -28,13 +28,17 @@ STYLE = """
 --ss-soft:var(--jp-ui-font-color2,#66707a);--ss-bg:var(--jp-layout-color0,#fff);--ss-panel:var(--jp-layout-color1,#fafafa);
 --ss-accent:#1f6feb;--ss-on-accent:#fff;--ss-ok:#1a7f37;--ss-bad:#cf222e;
 font:13px/1.45 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--ss-ink);background:var(--ss-bg)}
-[data-jp-theme-light="false"] .ss-root{--ss-accent:#6cb0ff;--ss-on-accent:#0d1117;--ss-ok:#4ac26b;--ss-bad:#ff7b72}
+[data-jp-theme-light="false"] .ss-root{color-scheme:dark;--ss-accent:#6cb0ff;--ss-on-accent:#0d1117;--ss-ok:#4ac26b;--ss-bad:#ff7b72}
 .ss-root .widget-label,.ss-root .widget-html-content,.ss-root input,.ss-root select,.ss-root button{font-size:13px}
 .ss-root .widget-html-content{line-height:1.45;color:var(--ss-ink)}
-.ss-root .widget-inline-hbox .widget-label{color:var(--ss-soft);text-align:left}
+.ss-root .widget-label{color:var(--ss-soft);text-align:left}
+.ss-root .widget-checkbox label{color:var(--ss-ink)}
+.ss-root button:focus:not(:focus-visible){outline:none!important}
 .ss-root b,.ss-root th{font-weight:600}
+.ss-root h2 .ss-hint{font-weight:400;margin-left:8px}
 .ss-root h2{font-size:13px;font-weight:600;margin:16px 0 6px;color:var(--ss-ink)}
 .ss-root input,.ss-root select,.ss-root button{font-family:inherit}
+.ss-root select{appearance:auto;background-image:none!important}
 .ss-root input[type=text],.ss-root input[type=number],.ss-root select{color:var(--ss-ink);background-color:var(--ss-bg);
 border:1px solid var(--ss-line);border-radius:5px;font-variant-numeric:tabular-nums}
 .ss-root input:focus-visible,.ss-root select:focus-visible,.ss-root button:focus-visible,.ss-root summary:focus-visible{
@@ -53,6 +57,7 @@ outline:2px solid var(--ss-accent);outline-offset:1px}
 .ss-hint,.ss-root .ss-hint .widget-html-content{color:var(--ss-soft);font-size:12px;line-height:1.45}
 .ss-error,.ss-root .ss-error .widget-html-content{color:var(--ss-bad);font-size:12px;line-height:1.45}
 .ss-main{padding:0 16px 16px;min-width:0}
+.ss-root .widget-box,.ss-root .js-plotly-plot,.ss-root .plotly{min-width:0;max-width:100%}
 .ss-tabs{border-bottom:1px solid var(--ss-line);margin:0 -16px 14px;padding:0 16px}
 .ss-tabs .widget-toggle-button,.ss-tabs button{background:none;border:0;border-bottom:2px solid transparent;border-radius:0;
 box-shadow:none!important;color:var(--ss-soft);width:auto;min-width:0;height:40px;line-height:38px;padding:0 2px;margin:0 16px 0 0;font-size:13px}
@@ -76,6 +81,7 @@ button.ss-link{background:none;border:0;color:var(--ss-accent);padding:0;height:
 .ss-legend i{width:12px;height:12px;border-radius:2px}
 .ss-legend em{font-style:normal;text-align:right;font-variant-numeric:tabular-nums}.ss-legend em+em{color:var(--ss-soft)}
 .ss-legend p{margin:0 0 6px 22px;color:var(--ss-soft);font-size:12px;overflow-wrap:anywhere}
+.ss-swatch{display:inline-block;width:14px;height:3px;vertical-align:middle;margin-right:6px}
 .ss-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 .ss-table th,.ss-table td{border-bottom:1px solid var(--ss-line);padding:3px 12px 3px 0;text-align:right;background:none!important;font-size:12.5px}
 .ss-table th:first-child,.ss-table td:first-child{text-align:left}

@@ -67,11 +67,13 @@ def sentence(plan: ss.Plan) -> str:
 
 def verdict(plan: ss.Plan, report: MemoryReport) -> str:
     """``Fits: 61.3 of 79.1 GiB on each of 8 GPUs`` or ``Does not fit: short by 12.4 GiB ...``."""
-    where = f"on each of {device_count(plan.cluster)}" if plan.world_size > 1 else "on the one " + (
-        "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
+    where = (
+        f"on each of {device_count(plan.cluster)}"
+        if plan.world_size > 1
+        else "on the one " + ("CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU")
     )
     if plan.degrees.pp > 1:
-        where = f"on the fullest of {device_count(plan.cluster)} (stage {report.worst_stage.stage})"
+        where = f"on the fullest of {device_count(plan.cluster)}, stage {report.worst_stage.stage}"
     room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
     if report.fits:
         return f"Fits: {room} {where}"

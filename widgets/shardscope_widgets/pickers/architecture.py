@@ -43,7 +43,10 @@ class ArchitecturePicker(Picker):
         if text.endswith(".json") or "/" in text or Path(text).is_dir() and text:
             return ss.Architecture.from_hf(text)
         raise FieldError(
-            "model", text, "a name of the catalogue, a size such as 7b, or a config.json", nearest(text, list(ss.models))
+            "model",
+            text,
+            "a name of the catalogue, a size such as 7b, or a config.json",
+            nearest(text, list(ss.models)),
         )
 
     def read(self, change: object = None) -> None:
@@ -52,7 +55,9 @@ class ArchitecturePicker(Picker):
         arch = self.value
         if arch is not None:
             experts = arch.mixture_of_experts
-            mixture = f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
+            mixture = (
+                f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
+            )
             self.hint.value = (
                 f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · {arch.hidden_size:,} wide "
                 f"· {arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}"

@@ -23,7 +23,8 @@ class Row(widgets.VBox):
         self.error = widgets.HTML(layout=widgets.Layout(display="none", margin=f"0 0 0 {LABEL_WIDTH}"))
         self.error.add_class("ss-error")
         line = widgets.HBox(
-            [self.name, *controls], layout=widgets.Layout(align_items="center", min_height="30px", overflow="visible")
+            [self.name, *controls],
+            layout=widgets.Layout(align_items="center", min_height="30px", overflow="visible"),
         )
         super().__init__([line, self.error], layout=widgets.Layout(overflow="visible"))
 
@@ -45,7 +46,9 @@ class Picker(widgets.VBox):
         heading = widgets.HTML(f"<h3>{self.heading}</h3>")
         # A row may answer for several fields; it stands on the screen once.
         unique = list(dict.fromkeys(rows.values()))
-        super().__init__([heading, *unique, *([hint] if hint else [])], layout=widgets.Layout(overflow="visible"))
+        super().__init__(
+            [heading, *unique, *([hint] if hint else [])], layout=widgets.Layout(overflow="visible")
+        )
         self.add_class("ss-group")
 
     def make(self) -> Any:
@@ -87,7 +90,9 @@ class Picker(widgets.VBox):
 
 def text_input(value: object, label: str, width: str = "auto") -> widgets.Text:
     """A text box that reports once the person is done (Enter or leaving it), with a name for screen readers."""
-    box = widgets.Text(value=str(value), continuous_update=False, layout=widgets.Layout(width=width), tooltip=label)
+    box = widgets.Text(
+        value=str(value), continuous_update=False, layout=widgets.Layout(width=width), tooltip=label
+    )
     box.placeholder = ""
     return box
 

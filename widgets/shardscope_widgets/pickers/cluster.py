@@ -20,8 +20,8 @@ class ClusterPicker(Picker):
         self._known = {name: ss.gpus[name] for name in ss.gpus}
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
         self.type = widgets.Dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
-        self.count = text_input(cluster.gpus_per_node, "GPUs in each node", "52px")
-        self.nodes = text_input(cluster.num_nodes, "Nodes", "44px")
+        self.count = text_input(cluster.gpus_per_node, "GPUs in each node", "48px")
+        self.nodes = text_input(cluster.num_nodes, "Nodes", "40px")
         for box in (self.count, self.nodes):
             box.layout.flex = "0 0 auto"
         between, after = widgets.Label("GPUs ×"), widgets.Label("nodes")
@@ -69,7 +69,9 @@ class ClusterPicker(Picker):
         if cluster is None:
             return
         if cluster.gpu.name == "cpu":
-            self.hint.value = f"{device_count(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
+            self.hint.value = (
+                f"{device_count(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
+            )
             return
         inside = cluster.intra_node_link
         words = f"{inside.name}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"

@@ -73,9 +73,11 @@ class LayoutPicker(Picker):
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
+        # Where there was only one choice nobody has made it: the field keeps its default, which may follow others.
         chosen = {
             field: None if control.value is NOTHING else control.value
             for field, control in self._controls[name].items()
+            if len(control.options) > 1
         }
         return self._layouts[name].fitted(chosen, *self._situation)
 

@@ -38,15 +38,17 @@ class RecipePicker(Picker):
             label.layout.flex = "0 0 auto"
         batch = Row("Batch", self.micro, each, self.global_batch, total)
         self._rank_row = Row("LoRA rank", self.lora_rank)
-        super().__init__({
-            "method": Row("Method", self.method),
-            "lora_rank": self._rank_row,
-            "precision": Row("Precision", self.precision),
-            "seq_len": Row("Sequence", self.seq_len),
-            "global_batch_size": batch,
-            "micro_batch_size": batch,
-            "recompute": Row("Recompute", self.recompute),
-        })
+        super().__init__(
+            {
+                "method": Row("Method", self.method),
+                "lora_rank": self._rank_row,
+                "precision": Row("Precision", self.precision),
+                "seq_len": Row("Sequence", self.seq_len),
+                "global_batch_size": batch,
+                "micro_batch_size": batch,
+                "recompute": Row("Recompute", self.recompute),
+            }
+        )
         for control in (
             self.method,
             self.lora_rank,

@@ -1,0 +1,179 @@
+"""The Studio without a browser: what a person would click, set on the widgets' own traits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from ipywidgets import ToggleButtons
+
+import shardscope as ss
+from shardscope.memory.report import COMPONENTS
+from shardscope_widgets import MemoryView, Studio
+from shardscope_widgets.launch_panel import offer_for
+from shardscope_widgets.pickers import LayoutPicker
+from shardscope_widgets.words import device_count, title, verdict
+
+
+@pytest.fixture
+def studio() -> Studio:
+    return Studio()
+
+
+def words(html: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
+
+
+def bars(view: MemoryView) -> dict[str, tuple[float, ...]]:
+    return {trace.name: tuple(trace.x) for trace in view.figure.data if trace.type == "bar"}
+
+
+def test_a_change_of_the_model_changes_sentence_chart_and_table(studio: Studio) -> None:
+    before = words(studio.headline.value), bars(studio.memory), studio.memory.table.value
+    studio.architecture.name.value = "llama-3.1-70b"
+    after = words(studio.headline.value), bars(studio.memory), studio.memory.table.value
+    assert "Llama 3.1 70B" in after[0]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    assert studio.plan.architecture.name == "llama-3.1-70b"
+
+
+def test_bars_are_the_report_to_the_byte(studio: Studio) -> None:
+    report = studio.plan.memory()
+    drawn = bars(studio.memory)
+    for name in COMPONENTS:
+        assert drawn[name.replace("_", " ")] == (report.components[name] / 2**30,)
+
+
+def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
+    figure = studio.memory.figure
+    studio.recipe.seq_len.value = "8192"
+    studio.layout_picker.framework.value = "megatron"
+    assert studio.memory.figure is figure
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "", "1e30", "four", "4096.5", "9" * 40])
+@pytest.mark.parametrize("box", ["seq_len", "micro", "global_batch"])
+def test_bad_numbers_are_named_at_the_input_and_the_plan_stays(studio: Studio, box: str, text: str) -> None:
+    before = studio.plan, words(studio.headline.value)
+    getattr(studio.recipe, box).value = text
+    shown = " ".join(row.error.value for row in studio.recipe.rows.values())
+    assert "allowed: a whole number from 1 to" in shown
+    assert (studio.plan, words(studio.headline.value)) == before
+    assert getattr(studio.recipe, box).value == text, "what was typed is not lost"
+
+
+def test_a_mended_input_takes_its_message_away(studio: Studio) -> None:
+    studio.recipe.seq_len.value = "nan"
+    studio.recipe.seq_len.value = "2048"
+    assert studio.plan.recipe.seq_len == 2048
+    assert not any(row.error.value for row in studio.recipe.rows.values())
+
+
+def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio: Studio) -> None:
+    studio.cluster.count.value = "3"
+    assert "global_batch_size=63" in studio.recipe.rows["global_batch_size"].error.value
+    assert studio.plan.cluster.num_gpus == 8
+    studio.recipe.global_batch.value = "63"
+    assert studio.plan.cluster.num_gpus == 3
+    assert not studio.recipe.rows["global_batch_size"].error.value
+
+
+@pytest.mark.parametrize("name", ["llama-9", "", "/nowhere/config.json", "7q"])
+def test_an_unknown_model_keeps_the_last_one(studio: Studio, name: str) -> None:
+    studio.architecture.name.value = name
+    assert studio.architecture.rows["model"].error.value
+    assert studio.plan.architecture.name == "llama-3.1-8b"
+
+
+def test_a_size_is_a_model(studio: Studio) -> None:
+    studio.architecture.name.value = "1.3b"
+    assert studio.plan.architecture.num_parameters == pytest.approx(1.3e9, rel=0.03)
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("model", ["gpt2", "llama-3.1-405b", "mixtral-8x7b"])
+def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: str) -> None:
+    if model == "gpt2":
+        studio.recipe.seq_len.value = "1024"
+    studio.architecture.name.value = model
+    studio.layout_picker.framework.value = framework
+    picker = studio.layout_picker
+    for field, control in picker._controls[framework].items():
+        for _, value in list(control.options):
+            if value not in [offered for _, offered in control.options]:
+                continue
+            control.value = value
+            assert not any(row.error.value for row in picker.rows.values()), (field, value)
+            assert studio.plan.layout == picker.value
+
+
+def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studio) -> None:
+    studio.layout_picker.framework.value = "megatron"
+    controls = studio.layout_picker._controls["megatron"]
+    controls["tp"].value = 8
+    assert studio.plan.layout.splits_sequence
+    controls["sequence_parallel"].value = False
+    assert not studio.plan.layout.splits_sequence
+
+
+def test_a_smaller_cluster_lowers_degrees_that_no_longer_fit(studio: Studio) -> None:
+    studio.layout_picker.framework.value = "megatron"
+    studio.layout_picker._controls["megatron"]["tp"].value = 8
+    studio.cluster.count.value = "4"
+    assert studio.plan.degrees.tp == 4
+
+
+def test_this_machine_is_a_click_away(studio: Studio) -> None:
+    studio.recipe.global_batch.value = "64"
+    studio.cluster.use_machine.click()
+    assert studio.plan.cluster.gpu.name == studio.cluster.machine.gpu.name
+    assert studio.plan.cluster.num_gpus == studio.cluster.machine.num_gpus
+
+
+def test_the_button_says_what_it_will_do(studio: Studio) -> None:
+    machine = ss.Cluster.parse("2xcpu")
+    here = ss.Plan(
+        ss.Architecture.of_size("2m"), machine, ss.Recipe(seq_len=64, global_batch_size=2), ss.Layout.fsdp2()
+    )
+    assert offer_for(here, machine, fits=True).label == "Launch on 2 CPU ranks"
+    elsewhere = offer_for(studio.plan, machine, fits=True)
+    assert elsewhere.label == "Rehearse on 2 CPU ranks" and elsewhere.is_rehearsal
+    assert elsewhere.plan is not None and elsewhere.plan.layout == studio.plan.layout
+    assert "A rehearsal" in elsewhere.note
+    assert offer_for(here, machine, fits=False).plan is None
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
+def test_what_does_not_train_yet_says_so_and_cannot_be_pressed(studio: Studio, framework: str) -> None:
+    studio.layout_picker.framework.value = framework
+    assert studio.launch_panel.button.disabled
+    assert "not trained yet" in studio.launch_panel.note.value
+
+
+def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
+    for framework, controls in studio.layout_picker._controls.items():
+        studio.layout_picker.framework.value = framework
+        for field, control in controls.items():
+            if isinstance(control, ToggleButtons):
+                assert control.index is not None, (framework, field)
+
+
+def test_pickers_stand_alone() -> None:
+    picker = LayoutPicker(ss.Layout.zero(stage=2))
+    assert picker.value == ss.Layout.zero(stage=2)
+
+
+def test_names_as_people_say_them() -> None:
+    assert title("h100-sxm-80gb") == "H100 SXM 80 GB"
+    assert title("llama-3.1-8b") == "Llama 3.1 8B"
+    assert title("rtx-pro-6000-blackwell-96gb") == "RTX PRO 6000 Blackwell 96 GB"
+    assert device_count(ss.Cluster.parse("2xcpu")) == "2 CPU ranks"
+    assert device_count(ss.Cluster.parse("h200-sxm-141gb")) == "1 GPU"
+
+
+def test_the_verdict_says_by_how_much() -> None:
+    recipe, cluster = ss.Recipe(), ss.Cluster.parse("8xh100-sxm-80gb")
+    fits = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
+    assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each of 8 GPUs", verdict(fits, fits.memory()))
+    lacks = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
+    assert re.match(r"Does not fit: short by [\d,.]+ GiB", verdict(lacks, lacks.memory()))
