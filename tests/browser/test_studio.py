@@ -65,7 +65,8 @@ def run_all_cells(page: Any, lab: Lab) -> None:
     page.wait_for_selector(".ss-studio .ss-memory .barlayer path", state="attached")
     # The last cell has run when its prompt has a number.
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].every(p => /\\d/.test(p.textContent))"
+        "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
+        ".every(prompt => /\\d/.test(prompt.textContent))"
     )
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     page.locator(".jp-Notebook .jp-Cell").first.scroll_into_view_if_needed()

@@ -1,4 +1,4 @@
-"""Where every byte goes: stacked bars against what the card has, one step's course, and a table that explains."""
+"""Where every byte goes: bars against what the card has, one step's course, and a table that explains."""
 
 from __future__ import annotations
 

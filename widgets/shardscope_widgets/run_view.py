@@ -27,7 +27,7 @@ ENDED = ("finished", "stopped", "failed", "lost")
 
 
 class RunView(widgets.VBox):
-    """Shows ``run`` live, at most four times a second, from its folder alone: any number of views may watch."""
+    """Shows ``run`` live, at most four times a second, from its folder alone: any number may watch."""
 
     status = traitlets.Unicode("", help="The run's status as last shown.").tag(sync=False)
     num_steps = traitlets.Int(0, help="Steps that rank 0 has logged.").tag(sync=False)
@@ -292,7 +292,8 @@ def _table(metrics: list[dict[str, Any]], predicted: PredictedPeak | None, unit:
     if not latest:
         return ""
     rows = "".join(
-        f"<tr><td>{_swatch(rank)}rank {rank}</td><td>{record['step']}</td><td>{_number(record.get('loss'), '.3f')}</td>"
+        f"<tr><td>{_swatch(rank)}rank {rank}</td><td>{record['step']}</td>"
+        f"<td>{_number(record.get('loss'), '.3f')}</td>"
         f"<td>{_number(record.get('tokens_per_second'), ',.0f')}</td>"
         f"<td>{unit.show(record['peak_memory_bytes']) if 'peak_memory_bytes' in record else '–'}</td></tr>"
         for rank, record in sorted(latest.items())

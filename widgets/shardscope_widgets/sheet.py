@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 import anywidget
 
-from shardscope_widgets.theme import STYLE
 
-# plotly measures its place once, and afterwards only when the window changes: not when JupyterLab's side bar
-# opens, a tab is shown, or this stylesheet arrives. So a change of the view's own width tells it to look again.
-_FOLLOW_WIDTH = """
-function render({ el }) {
-  el.style.display = "none";
-  let root = null;
-  let width = 0;
-  const observer = new ResizeObserver(() => {
-    const now = root.clientWidth;
-    if (now !== width) {
-      width = now;
-      window.dispatchEvent(new Event("resize"));
-    }
-  });
-  const frame = requestAnimationFrame(() => {
-    root = el.closest(".ss-root");
-    if (root) observer.observe(root);
-    setTimeout(() => window.dispatchEvent(new Event("resize")), 300);
-  });
-  return () => {
-    cancelAnimationFrame(frame);
-    observer.disconnect();
-  };
-}
-export default { render };
-"""
+def _front_end(name: str) -> str:
+    # The text, not the path: a file-backed front end keeps every instance alive (anywidget#929).
+    return (files(__package__) / "front_end" / name).read_text(encoding="utf-8")
 
 
 class Sheet(anywidget.AnyWidget):
     """Put one inside each view that carries the class ``ss-root``."""
 
-    _esm = _FOLLOW_WIDTH
-    _css = STYLE
+    _esm = _front_end("sheet.js")
+    _css = _front_end("style.css")

@@ -1,4 +1,4 @@
-"""The four questions, each a picker that stands alone: ``.value`` is the noun, errors stand at their input."""
+"""Four questions, each a picker that stands alone: ``.value`` is the noun, errors stand at their input."""
 
 from shardscope_widgets.pickers.architecture import ArchitecturePicker
 from shardscope_widgets.pickers.cluster import ClusterPicker

@@ -15,7 +15,7 @@ SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
 
 
 class ArchitecturePicker(Picker):
-    """Type to search the catalogue; "7b" makes a Llama-shaped model of that size; a path reads a config.json."""
+    """Type to search the catalogue; "7b" is a Llama-shaped model of that size; a path reads a config.json."""
 
     heading = "Model"
 
@@ -40,7 +40,7 @@ class ArchitecturePicker(Picker):
             return ss.models[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
-        if text.endswith(".json") or "/" in text or Path(text).is_dir() and text:
+        if text.endswith(".json") or "/" in text or (Path(text).is_dir() and text):
             return ss.Architecture.from_hf(text)
         raise FieldError(
             "model",
@@ -59,6 +59,7 @@ class ArchitecturePicker(Picker):
                 f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
             )
             self.hint.value = (
-                f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · {arch.hidden_size:,} wide "
-                f"· {arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}"
+                f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · "
+                f"{arch.hidden_size:,} wide · "
+                f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}"
             )

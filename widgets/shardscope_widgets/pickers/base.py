@@ -89,7 +89,7 @@ class Picker(widgets.VBox):
 
 
 def text_input(value: object, label: str, width: str = "auto") -> widgets.Text:
-    """A text box that reports once the person is done (Enter or leaving it), with a name for screen readers."""
+    """A text box that reports once the person is done (Enter or leaving it), named for screen readers."""
     box = widgets.Text(
         value=str(value), continuous_update=False, layout=widgets.Layout(width=width), tooltip=label
     )

@@ -64,7 +64,7 @@ class LayoutPicker(Picker):
         self.read()
 
     def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
-        """Restrict every choice to what can run here; a choice that no longer can falls back to the nearest."""
+        """Restrict choices to what can run here; one that no longer can falls back to the nearest."""
         self._situation = (architecture, cluster, recipe)
         self.read()
 
@@ -73,7 +73,7 @@ class LayoutPicker(Picker):
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
-        # Where there was only one choice nobody has made it: the field keeps its default, which may follow others.
+        # Where there was only one choice nobody has made it: the field keeps its default.
         chosen = {
             field: None if control.value is NOTHING else control.value
             for field, control in self._controls[name].items()
