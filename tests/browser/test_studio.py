@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from conftest import Lab, screenshot
+from served import Lab
 
+SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
 NOTEBOOK = "00_studio.ipynb"
 SHOWN = 60_000
 STEPS_ARRIVE = 120_000
@@ -176,6 +177,12 @@ def nothing_left_of(runs: Path) -> bool:
             return True
         time.sleep(0.2)
     return False
+
+
+def screenshot(page: Any, name: str) -> None:
+    """Keep what the page shows as ``artifacts/screenshots/<name>.png``."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=str(SCREENSHOTS / f"{name.lower()}.png"))
 
 
 def losses_fall(runs: Path) -> bool:

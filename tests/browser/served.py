@@ -1,0 +1,135 @@
+"""A real JupyterLab and a real Chromium on this machine, for tests and for the bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+START_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running JupyterLab whose working folder holds a copy of the notebooks."""
+
+    url: str
+    token: str
+    folder: Path
+
+    def notebook_url(self, name: str) -> str:
+        """Where a notebook opens, in a workspace of its own."""
+        return f"{self.url}/lab/workspaces/{secrets.token_hex(4)}/tree/{name}?token={self.token}"
+
+    def kernels(self) -> list[str]:
+        """Ids of the kernels that run."""
+        request = urllib.request.Request(
+            f"{self.url}/api/kernels", headers={"Authorization": f"token {self.token}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return [kernel["id"] for kernel in json.load(answer)]
+
+
+@contextmanager
+def running_chromium() -> Iterator[Any]:
+    """The system's Chromium, driven by playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@contextmanager
+def running_lab(home: Path) -> Iterator[Lab]:
+    """JupyterLab on a free port of the loopback, with settings and state of its own in ``home``."""
+    folder = home / "notebooks"
+    shutil.copytree(
+        REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints")
+    )
+    token, port = secrets.token_hex(16), _free_port()
+    environment = {
+        **os.environ,
+        "JUPYTER_CONFIG_DIR": str(home / "config"),
+        "JUPYTER_DATA_DIR": str(home / "data"),
+        "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+    }
+    with (home / "lab.log").open("wb") as log:
+        server = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "jupyterlab",
+                "--allow-root",
+                "--no-browser",
+                "--ip=127.0.0.1",
+                f"--port={port}",
+                "--ServerApp.port_retries=0",
+                f"--IdentityProvider.token={token}",
+                f"--ServerApp.root_dir={folder}",
+                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
+    lab = Lab(f"http://127.0.0.1:{port}", token, folder)
+    try:
+        _wait_until_up(lab, server, home / "lab.log")
+        yield lab
+    finally:
+        os.killpg(server.pid, signal.SIGINT)
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(10)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_up(lab: Lab, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            lab.kernels()
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+        else:
+            return
+    raise RuntimeError(f"JupyterLab did not come up:\n{log.read_text(errors='replace')[-4000:]}")
