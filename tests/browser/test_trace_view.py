@@ -7,35 +7,21 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from shardscope.trace import Trace
+from shardscope_widgets.trace_view import TraceView
 
-from shardscope.trace import Trace  # noqa: E402
-from shardscope_widgets.trace_view import TraceView  # noqa: E402
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 SHARED = ["viewport_seconds", "search", "selected", "num_matches", "error", "height"]
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 PAGE = """<!doctype html><html><head><meta charset="utf-8">
 <style>body{margin:16px;background:BACKGROUND}</style>
@@ -129,32 +115,38 @@ def served(view: TraceView, background: str = "white") -> Iterator[str]:
         server.server_close()
 
 
+@pytest.fixture
+def opened(browser: Any) -> Callable[..., AbstractContextManager[Any]]:
+    """``with opened(view) as page:`` shows ``view`` in a page of its own."""
+    return partial(_opened, browser)
+
+
 @contextmanager
-def opened(view: TraceView, *, dark: bool = False, width: int = 1180, scale: float = 1) -> Iterator[Any]:
+def _opened(
+    browser: Any, view: TraceView, *, dark: bool = False, width: int = 1180, scale: float = 1
+) -> Iterator[Any]:
     """A browser page that shows ``view``; fails if any request left the machine or any script failed."""
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(
-            viewport={"width": width, "height": 800},
-            color_scheme="dark" if dark else "light",
-            device_scale_factor=scale,
-        )
-        failures: list[str] = []
-        page.on("pageerror", lambda error: failures.append(str(error)))
-        abroad: list[str] = []
-        page.on("request", lambda request: abroad.append(request.url))
-        try:
-            with served(view, "#111518" if dark else "white") as address:
-                page.goto(address)
-                page.wait_for_selector(".ss-trace canvas[data-t0]")
-                if len(view.trace):
-                    page.wait_for_function("+document.querySelector('canvas').dataset.slices > 0")
-                page.wait_for_timeout(150)
-                yield page
-                assert not failures, failures
-                assert not [url for url in abroad if not url.startswith(address)]
-        finally:
-            browser.close()
+    page = browser.new_page(
+        viewport={"width": width, "height": 800},
+        color_scheme="dark" if dark else "light",
+        device_scale_factor=scale,
+    )
+    failures: list[str] = []
+    page.on("pageerror", lambda error: failures.append(str(error)))
+    abroad: list[str] = []
+    page.on("request", lambda request: abroad.append(request.url))
+    try:
+        with served(view, "#111518" if dark else "white") as address:
+            page.goto(address)
+            page.wait_for_selector(".ss-trace canvas[data-t0]")
+            if len(view.trace):
+                page.wait_for_function("+document.querySelector('canvas').dataset.slices > 0")
+            page.wait_for_timeout(150)
+            yield page
+            assert not failures, failures
+            assert not [url for url in abroad if not url.startswith(address)]
+    finally:
+        page.close()
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +182,7 @@ def place_of(page: Any, view: TraceView, index: int) -> tuple[float, float]:
     return x, box["y"] + 24 + 24 + 3 + int(view.trace.depth[index]) * 18 + 9
 
 
-def test_every_slice_of_both_ranks_is_drawn_on_one_axis(view: TraceView) -> None:
+def test_every_slice_of_both_ranks_is_drawn_on_one_axis(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         drawn = int(page.locator("canvas").get_attribute("data-slices"))
         assert drawn == len(view.trace)
@@ -198,7 +190,7 @@ def test_every_slice_of_both_ranks_is_drawn_on_one_axis(view: TraceView) -> None
         assert shown(page) == pytest.approx((0, view.trace.duration_seconds))
 
 
-def test_wheel_zooms_at_the_pointer_and_python_reads_it_back(view: TraceView) -> None:
+def test_wheel_zooms_at_the_pointer_and_python_reads_it_back(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         x, y = middle(page)
         page.mouse.move(x, y)
@@ -211,7 +203,7 @@ def test_wheel_zooms_at_the_pointer_and_python_reads_it_back(view: TraceView) ->
         assert view.viewport_seconds == pytest.approx(after)
 
 
-def test_drag_pans_without_zooming(view: TraceView) -> None:
+def test_drag_pans_without_zooming(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         x, y = middle(page)
         page.mouse.move(x, y)
@@ -228,7 +220,7 @@ def test_drag_pans_without_zooming(view: TraceView) -> None:
         assert view.selected is None  # a drag is not a click
 
 
-def test_keys_zoom_pan_and_fit(view: TraceView) -> None:
+def test_keys_zoom_pan_and_fit(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.locator("canvas").focus()
         whole = shown(page)
@@ -252,7 +244,7 @@ def test_keys_zoom_pan_and_fit(view: TraceView) -> None:
         assert shown(page) == pytest.approx(whole)
 
 
-def test_hover_and_click_say_what_a_slice_is(view: TraceView) -> None:
+def test_hover_and_click_say_what_a_slice_is(opened: Any, view: TraceView) -> None:
     index = int(view.trace.duration_ns[: view.trace.tracks[0].num_slices].argmax())
     name = view.trace.names[view.trace.name_index[index]]
     with opened(view) as page:
@@ -267,7 +259,7 @@ def test_hover_and_click_say_what_a_slice_is(view: TraceView) -> None:
         assert f"rank {view.selected['rank']}" in page.locator(".ss-trace-details").text_content()
 
 
-def test_search_counts_highlights_and_walks_the_matches(view: TraceView) -> None:
+def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         pixels = "document.querySelector('canvas').toDataURL()"
         before = page.evaluate(pixels)
@@ -294,7 +286,7 @@ def test_search_counts_highlights_and_walks_the_matches(view: TraceView) -> None
         assert t0 <= first["start_seconds"] <= t1
 
 
-def test_a_rank_folds_into_a_thin_band_from_the_keyboard(view: TraceView) -> None:
+def test_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         first, second = page.locator(".ss-trace-rank").all()
         before = second.bounding_box()["y"] - first.bounding_box()["y"]
@@ -309,7 +301,7 @@ def test_a_rank_folds_into_a_thin_band_from_the_keyboard(view: TraceView) -> Non
         assert second.bounding_box()["y"] - first.bounding_box()["y"] == pytest.approx(before)
 
 
-def test_the_table_follows_the_view(view: TraceView) -> None:
+def test_the_table_follows_the_view(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.locator(".ss-trace-totals summary").click()
         page.wait_for_selector(".ss-trace-totals td")
@@ -317,14 +309,14 @@ def test_the_table_follows_the_view(view: TraceView) -> None:
         assert first == view._tiler.totals(0, view._span_ns)[0]["name"]
 
 
-def test_python_moves_the_view(view: TraceView) -> None:
+def test_python_moves_the_view(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("model.set('viewport_seconds', [0.002, 0.004])")
         settled(page)
         assert shown(page) == pytest.approx((0.002, 0.004))
 
 
-def test_dark_and_light_differ_and_follow_jupyterlabs_switch(view: TraceView) -> None:
+def test_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: Any, view: TraceView) -> None:
     corner = (
         "[...document.querySelector('canvas').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
     )
@@ -338,7 +330,7 @@ def test_dark_and_light_differ_and_follow_jupyterlabs_switch(view: TraceView) ->
         assert min(page.evaluate(corner)) > 240
 
 
-def test_a_script_in_a_name_is_text(tmp_path: Path) -> None:
+def test_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> None:
     name = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
     event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 100.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
@@ -353,13 +345,13 @@ def test_a_script_in_a_name_is_text(tmp_path: Path) -> None:
         assert page.evaluate("window.hacked") is None
 
 
-def test_an_empty_trace_says_so(tmp_path: Path) -> None:
+def test_an_empty_trace_says_so(opened: Any, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
     with opened(TraceView(tmp_path)) as page:
         assert "recorded nothing" in page.locator(".ss-trace-empty").text_content()
 
 
-def test_a_bad_message_is_shown_and_the_view_lives_on(view: TraceView) -> None:
+def test_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("model.send({type: 'format the disk', id: 1})")
         page.wait_for_function("document.querySelector('.ss-trace-error').textContent.includes('allowed')")
@@ -369,12 +361,12 @@ def test_a_bad_message_is_shown_and_the_view_lives_on(view: TraceView) -> None:
         assert shown(page)[1] < view.trace.duration_seconds
 
 
-def test_narrow_pages_keep_everything_inside(view: TraceView) -> None:
+def test_narrow_pages_keep_everything_inside(opened: Any, view: TraceView) -> None:
     with opened(view, width=320) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
 
-def test_closing_leaves_no_handler_behind(view: TraceView) -> None:
+def test_closing_leaves_no_handler_behind(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("close_view()")
         assert page.evaluate("Object.values(handlers).flat().length") == 0
