@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,9 @@ def test_ddp_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
     assert first["losses"] == second["losses"]
     assert first["engine"]["module"] == "DistributedDataParallel"
     assert first["engine"]["world_size"] == first["engine"]["data_parallel"] == 2
+    assert first["engine"]["sentence"] == (
+        "DDP: DistributedDataParallel over 2 ranks (gloo, cpu), 1 gradient bucket of 1.3 MiB, fp32 compute"
+    )
     whole = 4 * tiny_llama().num_parameters
     assert sum(first["engine"]["bucket_bytes"]) == whole
     assert first["memory"]["parameters"] == first["memory"]["gradients"] == whole
@@ -94,6 +100,9 @@ def test_fsdp2_on_two_ranks(reference: dict[str, Any], tmp_path: Path) -> None:
     assert close(first["losses"], reference["losses"])
     assert abs(first["grad_norm"] - reference["grad_norm"]) < 1e-4
     record = first["engine"]
+    assert record["sentence"] == (
+        "FSDP2: all 21 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), fp32 compute"
+    )
     assert record["mesh_shape"] == [2] and record["shard"] == 2 and record["replicate"] == 1
     assert record["num_sharded_tensors"] == len(record["sharded_names"]) == 21
     assert record["num_weights_here"] + second["engine"]["num_weights_here"] == tiny_llama().num_parameters
@@ -114,6 +123,7 @@ def test_hybrid_sharding_with_accumulation(reference: dict[str, Any], tmp_path: 
     result = on_ranks(2, plan, five_losses, tmp_path)[0]
     assert close(result["losses"], reference["losses"])
     assert result["engine"]["mesh_shape"] == [2, 1]
+    assert "sharded over 1 rank in each of 2 copies (gloo, cpu)" in result["engine"]["sentence"]
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
@@ -160,6 +170,10 @@ def test_other_ways_train_too(
     assert close(result["losses"], reference["losses"], 0.15 if "precision" in fields else 1e-4)
     kept = "bfloat16" if fields.get("precision") == "bf16" else "float32"
     assert result["engine"]["parameter_dtypes"] == [kept]
+    compute = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16": "bf16"}.get(
+        fields.get("precision", ""), "fp32"
+    )
+    assert result["engine"]["sentence"].endswith(f", {compute} compute")
 
 
 def save_and_go_on(ctx: StandInContext) -> dict[str, Any]:
@@ -331,8 +345,10 @@ def test_a_micro_batch_without_labels_is_refused_on_every_rank(tmp_path: Path) -
 def pretrained(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.pretrain import Pretrain
 
-    Pretrain(num_steps=40, learning_rate=3e-3, save_checkpoint=True)(ctx)
-    return {"lines": ctx.lines, "records": ctx.records}
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        Pretrain(num_steps=40, learning_rate=3e-3, save_checkpoint=True)(ctx)
+    return {"lines": ctx.lines, "records": ctx.records, "printed": printed.getvalue().splitlines()}
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
@@ -347,6 +363,14 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
         assert line["tokens_per_second_all_ranks"] == pytest.approx(2 * line["tokens_per_second"])
         assert line["rss_bytes"] > line["peak_memory_bytes"] >= line["memory_bytes"] > 0
         assert line["grad_norm"] > 0
+    what, *told = first["printed"]
+    assert re.fullmatch(
+        r"training tiny \(336,192 parameters\) on moby_dick.txt: [\d,]+ windows of 64 tokens, "
+        r"8 a step on this rank",
+        what,
+    )
+    assert [line.split(":")[0] for line in told] == [f"step {n} of 40" for n in (1, *range(4, 41, 4))]
+    assert re.fullmatch(r"step 40 of 40: loss \d\.\d+, [\d,]+ tokens/s", told[-1])
     seen = [set(result["records"]["data"]["windows_seen"]) for result in (first, second)]
     assert all(len(windows) == 40 * 8 for windows in seen)
     assert not seen[0] & seen[1]

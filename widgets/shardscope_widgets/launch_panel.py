@@ -10,7 +10,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.frameworks.cpu_rehearsal import rehearsal_of
-from shardscope.frameworks.registry import engine_name
+from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope_widgets.pickers.base import Row, text_input, typed_number
 from shardscope_widgets.words import device_count
 
@@ -75,11 +75,6 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
         and (plan.cluster.gpus_per_node <= machine.gpus_per_node or plan.cluster.gpu.name == "cpu")
     )
     label = f"Launch on {device_count(plan.cluster)}" if here else f"Rehearse on {REHEARSAL_RANKS} CPU ranks"
-    if engine_name(plan) is None:
-        return Offer(
-            label=label,
-            note=f"{plan.layout.title} is planned, not trained yet in this version; DDP and FSDP2 train.",
-        )
     missing = [
         module for module in ("torch", "accelerate", "transformers") if not importlib.util.find_spec(module)
     ]
@@ -88,11 +83,13 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
     if here:
-        if not fits:
-            return Offer(label=label, note="It does not fit this machine: make more room first.")
-        return Offer(label=label, plan=plan)
+        refusal = why_not_trained(plan) or (
+            "" if fits else "It does not fit this machine: make more room first."
+        )
+        return Offer(label=label, note=refusal) if refusal else Offer(label=label, plan=plan)
     try:
         rehearsal = rehearsal_of(plan, REHEARSAL_RANKS)
+        check_trained(rehearsal.plan)
     except ValueError as error:
         return Offer(label=label, note=str(error))
     return Offer(

@@ -63,11 +63,6 @@ frameworks: dict[str, Framework] = {
 }
 
 
-def engine_name(plan: Plan) -> str | None:
-    """``module:Class`` of what trains ``plan``; None where it is planned only."""
-    return frameworks[plan.layout.framework].engine
-
-
 def check_trained(plan: Plan) -> None:
     """Raise ``ValueError`` if no engine here trains ``plan``, naming what does train. Imports no torch."""
     framework = frameworks[plan.layout.framework]
