@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -13,7 +16,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages under ``tensors`` on this rank, each storage once (tied weights share one)."""
     storages = {}
     for tensor in tensors:
-        storage = local(tensor.detach()).untyped_storage()
+        storage = local(tensor).untyped_storage()
         storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())
 
@@ -37,11 +40,20 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 def device_bytes(device: torch.device) -> dict[str, int]:
     """What the device says: the caching allocator on CUDA, this process's resident memory on CPU."""
     if device.type == "cuda":
+        # memory_allocated() and its like each flatten all of the allocator's hundred counters.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return {
-            "allocated": int(torch.cuda.memory_allocated(device)),
-            "max_allocated": int(torch.cuda.max_memory_allocated(device)),
-            "reserved": int(torch.cuda.memory_reserved(device)),
+            "allocated": int(allocated["current"]),
+            "max_allocated": int(allocated["peak"]),
+            "reserved": int(reserved["current"]),
         }
+    return {"rss": int(_process(os.getpid()).memory_info().rss)}
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> Any:
+    """This process by its id, which a fork changes; making one reads several files of /proc."""
     import psutil
 
-    return {"rss": int(psutil.Process().memory_info().rss)}
+    return psutil.Process(pid)

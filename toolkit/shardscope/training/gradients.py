@@ -22,19 +22,23 @@ def clip(
     device: torch.device,
     shard_group: Any | None = None,
     max_norm: float = MAX_GRAD_NORM,
-) -> float:
+) -> torch.Tensor:
     """Scale gradients to ``max_norm`` in place; return the norm of the whole model's gradient before that.
+
+    The norm stays on ``device``: reading it here would make the host wait for the device once more a step.
 
     ``shard_group`` is the process group over which gradients are sharded, None if each rank holds them whole.
     ``torch.nn.utils.clip_grad_norm_`` is not used because with CPU-offloaded shards it reduces CPU tensors,
-    which a NCCL-only process group cannot do; here one number travels, on ``device``.
+    which NCCL cannot do; here one number travels, on ``device``.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float32) ** 2 for gradient in gradients]
-    total = sum((square.to(device) for square in squares), torch.zeros((), device=device))
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    total = torch.stack(norms).square().sum().to(device)
     if shard_group is not None:
         dist.all_reduce(total, group=shard_group)
-    norm = float(total.sqrt())
-    if norm > max_norm:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # A look at a number costs nothing on a CPU, and a pass over all gradients does.
+    if device.type != "cpu" or bool(scale < 1):
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return norm

@@ -38,6 +38,7 @@ def train(
     first = engine.num_steps_done
     check_ranks_read_apart(windows, first, ctx.device)
     seen: list[int] = []
+    told = told_steps(first, schedule.num_steps)
     watching = ctx.profile(steps=PROFILED_STEPS, warmup=1, skip=2) if profile else nullcontext()
     with watching as profiler:
         for step in range(first, schedule.num_steps):
@@ -52,12 +53,18 @@ def train(
             loss = engine.step(batch)
             seconds = time.perf_counter() - began
             seen += windows.indices(step)
+            tokens = int(batch["input_ids"].numel())
             if step % log_every == 0 or step == schedule.num_steps - 1:
-                tokens = int(batch["input_ids"].numel())
                 metrics = step_metrics(
                     engine, loss=loss, learning_rate=rate, num_tokens=tokens, seconds=seconds
                 )
                 ctx.log(step=step, **metrics)
+            if step in told:
+                print(
+                    f"step {step + 1:,} of {schedule.num_steps:,}: loss {loss:.4g}, "
+                    f"{tokens / seconds:,.0f} tokens/s",
+                    flush=True,
+                )
             if loss != loss:
                 raise RuntimeError(
                     f"the loss of step {step} is not a number; a lower learning_rate usually helps"
@@ -67,6 +74,12 @@ def train(
     ctx.record("data", _data_record(windows, first, engine.num_steps_done, seen))
     if save_checkpoint:
         engine.save(checkpoint_path(ctx.folder, engine.num_steps_done))
+
+
+def told_steps(first: int, num_steps: int) -> frozenset[int]:
+    """The steps of which a log has a line: the first, the last, and each that ends a tenth of the run."""
+    tenths = (num_steps * tenth // 10 - 1 for tenth in range(1, 11))
+    return frozenset(step for step in (first, *tenths) if first <= step < num_steps)
 
 
 def checkpoint_path(folder: Path, num_steps_done: int) -> Path:

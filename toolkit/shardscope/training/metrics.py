@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.training.accounting import device_bytes
+
 if TYPE_CHECKING:
     from shardscope.training.torch_engine import TorchEngine
 
@@ -18,7 +20,6 @@ def step_metrics(
     have no allocator to ask, the bytes of parameters, gradients and optimizer, and ``rss_bytes`` beside
     them.
     """
-    memory = engine.memory()
     metrics: dict[str, Any] = {
         "loss": loss,
         "learning_rate": learning_rate,
@@ -27,11 +28,12 @@ def step_metrics(
         "tokens_per_second": num_tokens / seconds,
         "tokens_per_second_all_ranks": num_tokens * engine.num_data_ranks / seconds,
     }
-    if "allocated" in memory:
-        metrics["memory_bytes"] = memory["allocated"]
-        metrics["peak_memory_bytes"] = memory["max_allocated"]
+    device = device_bytes(engine.ctx.device)
+    if "allocated" in device:
+        metrics["memory_bytes"] = device["allocated"]
+        metrics["peak_memory_bytes"] = device["max_allocated"]
     else:
-        metrics["memory_bytes"] = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+        metrics["memory_bytes"] = sum(engine.held_after_step.values())
         metrics["peak_memory_bytes"] = engine.peak_accounted_bytes
-        metrics["rss_bytes"] = memory["rss"]
+        metrics["rss_bytes"] = device["rss"]
     return metrics

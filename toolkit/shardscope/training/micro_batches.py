@@ -28,7 +28,7 @@ def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dic
     return [{name: parts[index] for name, parts in chunks.items()} for index in range(num_micro_batches)]
 
 
-def loss_weights(micro_batches: list[dict[str, torch.Tensor]], device: torch.device) -> list[float]:
+def loss_weights(micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
     """What each micro-batch's mean loss is multiplied with before ``backward``.
 
     Frameworks average gradients over ranks, so with tokens ``n_i`` here, ``N`` on all ``R`` ranks, the weight
@@ -40,7 +40,8 @@ def loss_weights(micro_batches: list[dict[str, torch.Tensor]], device: torch.dev
         return [1 / len(micro_batches)] * len(micro_batches)
     # The first label of a row has no token before it: a causal model predicts one token less than it reads.
     counts = [int((micro["labels"][..., 1:] != IGNORED_LABEL).sum()) for micro in micro_batches]
-    totals = torch.tensor([sum(counts), counts.count(0)], dtype=torch.int64, device=device)
+    # In host memory, where every run has gloo: the answer is needed now, and a device would be waited for.
+    totals = torch.tensor([sum(counts), counts.count(0)], dtype=torch.int64)
     dist.all_reduce(totals)
     num_tokens, num_empty = (int(total) for total in totals.tolist())
     if num_empty:

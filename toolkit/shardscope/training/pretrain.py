@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.training.tokenizer import VOCAB_SIZE
+from shardscope.training.tokenizer import SHIPPED_TEXT, VOCAB_SIZE
 from shardscope.validation import flag, real_number, refuse, whole_number
 
 
@@ -96,6 +96,12 @@ class Pretrain:
         )
         warmup = min(100, self.num_steps // 10) if self.warmup_steps is None else self.warmup_steps
         schedule = Schedule(peak=self.learning_rate, num_steps=self.num_steps, warmup_steps=warmup)
+        print(
+            f"training {plan.architecture.name} ({plan.architecture.num_parameters:,} parameters) on "
+            f"{(self.text or SHIPPED_TEXT).name}: {windows.num_windows:,} windows of {windows.seq_len:,} "
+            f"tokens, {windows.rows} a step on this rank",
+            flush=True,
+        )
         train(
             ctx,
             engine,

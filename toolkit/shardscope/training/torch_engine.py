@@ -19,6 +19,8 @@ from shardscope.training.recompute import apply_recompute
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 """What matrices are multiplied in when fp32 originals are kept."""
 
+SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class TorchEngine(Engine):
     """The parts of an engine that plain PyTorch gives; a subclass wraps the model and knows its own rules."""
@@ -32,6 +34,8 @@ class TorchEngine(Engine):
         self.recipe = self.plan.recipe
         self.peak_accounted_bytes = 0
         """Most bytes of parameters, gradients and optimizer seen together (right after an optimizer step)."""
+        self.held_after_step: dict[str, int] = {}
+        """Bytes of parameters, gradients and optimizer as the last step left them."""
         self._scaler: torch.amp.GradScaler | None = None
 
     # ---- what a framework says for itself
@@ -43,6 +47,10 @@ class TorchEngine(Engine):
     @abstractmethod
     def what_it_is(self) -> dict[str, Any]:
         """What was really made, read back from the objects themselves; ``RuntimeError`` if not the plan's."""
+
+    @abstractmethod
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        """What :meth:`what_it_is` found, as one plain sentence; ``where`` is "(gloo, cpu)" or its like."""
 
     @abstractmethod
     def reduce_on(self, last: bool) -> AbstractContextManager[None]:
@@ -57,6 +65,11 @@ class TorchEngine(Engine):
     def autocast_dtype(self) -> torch.dtype | None:
         """The type that autocast computes in; None where the framework casts by itself, or nothing does."""
         return None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What matrices are multiplied in."""
+        return self.autocast_dtype or next(self.model.parameters()).dtype
 
     # ---- Engine
 
@@ -76,10 +89,16 @@ class TorchEngine(Engine):
         if self.recipe.precision == "fp16-mixed":
             # 2^16, torch's default, overflows the first steps of every model; the scaler finds its own scale.
             self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
+        found = self.what_it_is()
+        # dist.get_backend() tells what was asked for; this is the library that sends this device's tensors.
+        backend = dist.group.WORLD._get_backend(self.ctx.device).name()
+        compute = SHORT_NAMES.get(self.compute_dtype, _name(self.compute_dtype))
+        words = self.in_words(found, f"({backend}, {self.ctx.device.type})")
         record = {
+            "sentence": f"{words}, {compute} compute",
             "framework": self.framework,
             "device": str(self.ctx.device),
-            "backend": dist.get_backend(),
+            "backend": backend,
             "world_size": dist.get_world_size(),
             "precision": self.recipe.precision,
             "recompute": self.recipe.recompute,
@@ -88,14 +107,14 @@ class TorchEngine(Engine):
             "num_trained_parameters": sum(parameter.numel() for parameter in trained),
             "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
             "parameter_bytes": accounting.module_bytes(self.model),
-            **self.what_it_is(),
+            **found,
         }
         self.ctx.record("engine", record)
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         device = self.ctx.device
         micros = micro_batches.split(batch, self.plan.num_micro_batches)
-        weights = micro_batches.loss_weights(micros, device)
+        weights = micro_batches.loss_weights(micros)
         total = torch.zeros((), device=device)
         for index, (micro, weight) in enumerate(zip(micros, weights, strict=True)):
             with self.reduce_on(last=index == len(micros) - 1):
@@ -103,11 +122,13 @@ class TorchEngine(Engine):
                 part = self._loss(there) * weight
                 (self._scaler.scale(part) if self._scaler else part).backward()
             total += part.detach().float()
-        self._update()
+        norm = self._update()
         # Summed and divided here: gloo has no average.
         dist.all_reduce(total)
         self.num_steps_done += 1
-        loss: float = total.item() / dist.get_world_size()
+        # The one place of a step at which the host waits for the device.
+        numbers: list[float] = torch.stack([total / dist.get_world_size(), norm]).tolist()
+        loss, self.grad_norm = numbers
         return loss
 
     def save(self, path: str | Path) -> None:
@@ -126,12 +147,7 @@ class TorchEngine(Engine):
             self._scaler.load_state_dict({**state, "scale": float(position["loss_scale"])})
 
     def memory(self) -> dict[str, int]:
-        return {
-            "parameters": accounting.module_bytes(self.model),
-            "gradients": self.gradient_bytes(),
-            "optimizer": accounting.optimizer_bytes(self.optimizer),
-            **accounting.device_bytes(self.ctx.device),
-        }
+        return {**self._accounted(), **accounting.device_bytes(self.ctx.device)}
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients held now."""
@@ -163,20 +179,30 @@ class TorchEngine(Engine):
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         return loss
 
-    def _update(self) -> None:
+    def _update(self) -> torch.Tensor:
+        """Clip, step and free; the gradient's norm, still on the device."""
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        self.grad_norm = gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group)
+        norm = gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group)
         if self._scaler:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
             self.optimizer.step()
-        held = self.memory()
-        total = held["parameters"] + held["gradients"] + held["optimizer"]
-        self.peak_accounted_bytes = max(self.peak_accounted_bytes, total)
+        held = self._accounted()
+        self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(held.values()))
         # Freed here, not before the next backward: the plan counts no gradients during forward.
         self.optimizer.zero_grad(set_to_none=True)
+        self.held_after_step = {**held, "gradients": self.gradient_bytes()}
+        return norm
+
+    def _accounted(self) -> dict[str, int]:
+        """Bytes of the tensors that this rank holds, by walking them."""
+        return {
+            "parameters": accounting.module_bytes(self.model),
+            "gradients": self.gradient_bytes(),
+            "optimizer": accounting.optimizer_bytes(self.optimizer),
+        }
 
 
 def _name(kind: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.engine import BuildModel
+from shardscope.memory.words import count
 from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
 
 BUCKET_CAP_MIB = 25
@@ -54,6 +57,14 @@ class DdpEngine(TorchEngine):
             "gradient_as_bucket_view": bool(module.gradient_as_bucket_view),
             "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
         }
+
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        size = sum(found["bucket_bytes"]) / 2**20
+        return (
+            f"{DdpLayout.title}: {found['module']} over {count(found['data_parallel'], 'rank')} {where}, "
+            f"{count(found['num_buckets'], 'gradient bucket')} of {size:.1f} MiB"
+            + (" in all" if found["num_buckets"] > 1 else "")
+        )
 
     def reduce_on(self, last: bool) -> AbstractContextManager[None]:
         module = self._module

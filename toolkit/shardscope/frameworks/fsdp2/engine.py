@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from shardscope.frameworks.engine import BuildModel
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.fsdp2.materialise import build_on_meta, materialise
+from shardscope.memory.words import count
 from shardscope.training.gradients import local
 from shardscope.training.recompute import decoder_layers
 from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
@@ -104,9 +106,23 @@ class Fsdp2Engine(TorchEngine):
             "sharded_names": sorted(parameters),
             "reshard_after_forward": self.plan.layout.reshard_after_forward,
             "offload": self.plan.layout.offload,
-            "parameters_on": str(self._home),
+            "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
+
+    def in_words(self, found: Mapping[str, Any], where: str) -> str:
+        copies = f" in each of {found['replicate']} copies" if found["replicate"] > 1 else ""
+        home = " and kept in host memory" if found["parameters_on"] != self.ctx.device.type else ""
+        return (
+            f"{Fsdp2Layout.title}: all {found['num_sharded_tensors']} parameter tensors are DTensors, "
+            f"sharded over {count(found['shard'], 'rank')}{copies} {where}{home}"
+        )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What FSDP2 casts gathered parameters to, as its root module says."""
+        policy: MixedPrecisionPolicy = self.model._get_fsdp_state()._mp_policy
+        return policy.param_dtype or super().compute_dtype
 
     @property
     def _planned_mesh(self) -> tuple[int, ...]:
