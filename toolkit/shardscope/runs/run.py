@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from shardscope.runs.records import (
 from shardscope.validation import flag, whole_number
 
 WAIT_SECONDS = 0.05
+LONG_WAIT_SECONDS = 0.2
+"""Between looks once a wait is longer than ``PATIENT_AFTER_SECONDS``: ranks may need the core."""
+PATIENT_AFTER_SECONDS = 3.0
 START_GRACE_SECONDS = 30.0
 """How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
@@ -171,19 +175,21 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait for the end, or ``timeout`` seconds; the status then. An interrupt ends only the wait."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (status := self.status) not in FINAL and (deadline is None or time.monotonic() < deadline):
-            time.sleep(WAIT_SECONDS)
-        return status
+        for seconds in _looks(timeout):
+            if self.status in FINAL:
+                break
+            time.sleep(seconds)
+        return self.status
 
     async def wait_async(self, timeout: float | None = None) -> str:
         """The same without blocking the kernel's event loop."""
         import asyncio  # Not above: the supervisor imports this package, and starts sooner without.
 
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (status := self.status) not in FINAL and (deadline is None or time.monotonic() < deadline):
-            await asyncio.sleep(WAIT_SECONDS)
-        return status
+        for seconds in _looks(timeout):
+            if self.status in FINAL:
+                break
+            await asyncio.sleep(seconds)
+        return self.status
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
@@ -233,6 +239,13 @@ class Run:
         if beat != self._heartbeat[0]:
             self._heartbeat = (beat, time.monotonic())
         return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
+
+
+def _looks(timeout: float | None) -> Iterator[float]:
+    """Seconds to sleep between one look at a run and the next, until ``timeout`` seconds are over."""
+    start = time.monotonic()
+    while timeout is None or time.monotonic() - start < timeout:
+        yield WAIT_SECONDS if time.monotonic() - start < PATIENT_AFTER_SECONDS else LONG_WAIT_SECONDS
 
 
 def runs(folder: str | os.PathLike[str] | None = None) -> list[Run]:
