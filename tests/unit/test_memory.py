@@ -17,6 +17,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations import layer_activations, modules_of, saved_tensors
 from shardscope.memory.lora import layer_adapters
 from shardscope.memory.modules.saved import Modules
+from shardscope.memory.predict import _Shared
 from shardscope.memory.stages import layer_shard
 from shardscope.plan import Plan
 
@@ -430,3 +431,41 @@ def test_a_prediction_is_fast(name: str) -> None:
         a_plan.memory()
         best = min(best, time.perf_counter() - start)
     assert best < 2e-3
+
+
+# ------------------------------------------------------------------------------ many stages, work shared
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.sampled_from((1, 2, 4, 6)), st.sampled_from((1, 2)))
+def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, pp: int, vpp: int) -> None:
+    if "pp" in a_plan.layout.__dataclass_fields__:
+        changes = {"pp": pp} | (
+            {"vpp": vpp} if "vpp" in a_plan.layout.__dataclass_fields__ and pp > 1 else {}
+        )
+        try:
+            a_plan = replace(a_plan, layout=replace(a_plan.layout, **changes))
+        except ValueError:
+            assume(False)
+    model = frameworks[a_plan.layout.framework].memory_model()
+    report = a_plan.memory()
+    for stage, found in zip(model.stages(a_plan), report.by_stage, strict=True):
+        alone = _Shared(a_plan).moments(stage, model.training_state(a_plan, stage))
+        assert [moment.components for moment in found.moments] == [moment.components for moment in alone]
+        for ours, theirs in zip(found.moments, alone, strict=True):
+            assert {name: term.explain() for name, term in ours.terms.items()} == {
+                name: term.explain() for name, term in theirs.terms.items()
+            }
+    assert report.worst_stage is max(report.by_stage, key=lambda stage: stage.peak_bytes)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-v3"])
+def test_each_stage_has_its_own_layers(name: str) -> None:
+    """Stages made from one another's shapes still add up to the whole model."""
+    arch = ss.models[name]
+    a_plan = plan(arch, ss.Layout.fsdp2(pp=16), ss.Cluster.parse("4x8xh100-sxm-80gb"), global_batch_size=64)
+    stages = frameworks["fsdp2"].memory_model().stages(a_plan)
+    assert [stage.number for stage in stages] == list(range(16))
+    assert [stage.num_layers for stage in stages] == list(a_plan.stage_layers)
+    assert sum(stage.num_moe_layers for stage in stages) == arch.num_moe_layers
+    assert sum(stage.base for stage in stages) == arch.num_parameters

@@ -39,11 +39,24 @@ def predict(plan: Plan) -> MemoryReport:
 
     model = frameworks[plan.layout.framework].memory_model()
     shared = _Shared(plan)
-    stages = tuple(shared.stage(stage, model.training_state(plan, stage)) for stage in model.stages(plan))
-    worst = max(stages, key=lambda stage: stage.peak_bytes)
+    states: dict[tuple[int, ...], TrainingState] = {}
+    by_stage, fullest = [], []
+    for stage in model.stages(plan):
+        shape = stage[
+            1:
+        ]  # Everything but its number, by which stages differ in micro-batches in flight only.
+        is_new = shape not in states
+        if is_new:
+            states[shape] = model.training_state(plan, stage)
+        by_stage.append(shared.stage(stage, states[shape]))
+        if is_new:
+            # Of stages of one shape the first has most in flight, so none of the others holds more.
+            fullest.append(by_stage[-1])
+    worst = max(fullest, key=lambda stage: stage.peak_bytes)
     low, high = shared.band(worst)
     return MemoryReport(
-        by_stage=stages,
+        by_stage=tuple(by_stage),
+        worst_stage=worst,
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
         low_bytes=low,
         high_bytes=high,
@@ -79,6 +92,16 @@ class _Shared:
         )
 
     def stage(self, stage: Stage, state: TrainingState) -> StageMemory:
+        """One stage, whose moments are computed when somebody looks."""
+        return StageMemory(
+            stage=stage.number,
+            num_layers=stage.num_layers,
+            find_moments=lambda: self.moments(stage, state),
+            host_bytes=state.host_bytes,
+            nvme_bytes=state.nvme_bytes,
+        )
+
+    def moments(self, stage: Stage, state: TrainingState) -> tuple[Moment, ...]:
         """All moments of one stage, in the order of a step."""
         activations = self._activations(stage)
         logits_forward, logits_backward = self._logits(stage)
@@ -97,7 +120,7 @@ class _Shared:
         forward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_forward}
         backward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_backward}
         first: dict[Component, Term] = {**busy, "gather_buffers": state.gather_layer or state.gather_backward}
-        moments = (
+        return (
             Moment.of("initialisation", 0.0, always),
             Moment.of("rest", 0.0, resting),
             self._with_gaps(
@@ -120,13 +143,6 @@ class _Shared:
                 },
             ),
         )
-        return StageMemory(
-            stage=stage.number,
-            num_layers=stage.num_layers,
-            moments=moments,
-            host_bytes=state.host_bytes,
-            nvme_bytes=state.nvme_bytes,
-        )
 
     def band(self, stage: StageMemory) -> tuple[int, int]:
         """The least and the most that library buffers and the allocator make of a stage's peak."""
@@ -140,6 +156,7 @@ class _Shared:
         return low, high
 
     def _with_gaps(self, phase: Phase, fraction: float, terms: dict[Component, Term]) -> Moment:
+        """The moment of ``terms``, to which what the allocator loses is added."""
         churned = terms["activations"][0] + terms["gather_buffers"][0]
         if "logits" in terms:
             churned += terms["logits"][0]
@@ -152,7 +169,8 @@ class _Shared:
                 "caching allocator)"
             )
 
-        return Moment.of(phase, fraction, {**terms, "fragmentation": Term(gaps.point, words)})
+        terms["fragmentation"] = Term(gaps.point, words)
+        return Moment.of(phase, fraction, terms)
 
     def _activations(self, stage: Stage) -> _Activations:
         """Activations at the moments of a step at which they can be fullest."""

@@ -67,12 +67,17 @@ class StageMemory:
     """Index of the stage, from 0."""
     num_layers: int
     """Decoder layers that it runs."""
-    moments: tuple[Moment, ...]
-    """In the order of a step, initialisation first."""
+    find_moments: Callable[[], tuple[Moment, ...]]
+    """Computes :attr:`moments`: most stages of a long pipeline are never looked at."""
     host_bytes: int = 0
     """Host memory that one rank of this stage takes when offloading."""
     nvme_bytes: int = 0
     """Bytes that one rank of this stage keeps on NVMe when offloading."""
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """In the order of a step, initialisation first."""
+        return self.find_moments()
 
     @cached_property
     def peak(self) -> Moment:
@@ -100,6 +105,8 @@ class MemoryReport:
 
     by_stage: tuple[StageMemory, ...]
     """One entry for each pipeline stage."""
+    worst_stage: StageMemory
+    """The first stage whose peak is highest."""
     usable_bytes: int
     """What the driver leaves of the card to one rank."""
     low_bytes: int
@@ -107,11 +114,6 @@ class MemoryReport:
     high_bytes: int
     """The peak if they take their most."""
     tier: Literal["predicted", "rehearsed", "measured"] = "predicted"
-
-    @cached_property
-    def worst_stage(self) -> StageMemory:
-        """The stage whose peak is highest."""
-        return max(self.by_stage, key=lambda stage: stage.peak_bytes)
 
     @property
     def peak_phase(self) -> Phase:

@@ -88,19 +88,24 @@ def stages_of(plan: Plan, vocab_multiple: int = 1) -> list[Stage]:
 
     ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
     """
+    moe_before = _moe_layers_before(plan.architecture)
+    last = plan.degrees.pp - 1
     start, found = 0, []
+    known: dict[tuple[bool, bool, int, int], Stage] = {}
     for index, num_layers in enumerate(plan.stage_layers):
-        found.append(_stage(plan, index, start, num_layers, vocab_multiple))
+        moe_layers = moe_before[start + num_layers] - moe_before[start]
+        shape = (index == 0, index == last, num_layers, moe_layers)
+        if shape not in known:
+            known[shape] = _stage(plan, index, num_layers, moe_layers, vocab_multiple)
+        found.append(known[shape]._replace(number=index))
         start += num_layers
     return found
 
 
-def _stage(plan: Plan, index: int, start: int, num_layers: int, vocab_multiple: int) -> Stage:
+def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multiple: int) -> Stage:
     arch, degrees = plan.architecture, plan.degrees
     num_shards = degrees.shard * degrees.cp
     is_first, is_last = index == 0, index == degrees.pp - 1
-    moe_before = _moe_layers_before(arch)
-    moe_layers = moe_before[start + num_layers] - moe_before[start]
     dense_layers = num_layers - moe_layers
     nothing = Shard(0, 0, 0, 0)
     dense = layer_shard(arch, False, degrees.tp, degrees.ep, num_shards) if dense_layers else nothing
