@@ -77,7 +77,8 @@ def test_adapters_need_projections_that_there_are() -> None:
     error = refusal(LLAMA, EIGHT, wrong, ss.Layout.ddp())
     assert error.field == "Recipe.lora_targets"
     assert "q_proj" in error.fix
-    assert refusal(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron()).field == "Recipe.method"
+    unable = refusal(LLAMA, EIGHT, ss.Recipe(method="lora"), ss.Layout.megatron())
+    assert (unable.field, unable.allowed) == ("Recipe.method", "'full' with Megatron-core")
 
 
 def test_learned_positions_end() -> None:

@@ -48,7 +48,6 @@ DESIGNED_WIDGETS = {"Studio", "MemoryView", "RunView", "TraceView"}
 MAY_NAME_A_FRAMEWORK = {
     "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are DESIGN.md's public constructors: each "
     "looks its framework up by name",
-    "plan.py": "one rule, LoRA is refused with Megatron-core, that belongs into its layout",
     "recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one; code "
     "that compares a value called kernels asks for that, not for the framework, and is let through",
     "runs/launch.py": "a package whose version run.json keeps",

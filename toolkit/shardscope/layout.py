@@ -55,6 +55,8 @@ class Layout(JsonNoun):
     default_kernels: ClassVar[str] = "transformers"
     """Whose modules run when ``Recipe.kernels`` is None."""
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers",)
+    supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora")
+    """Values of ``Recipe.method`` that the framework can do."""
     mixes_by_autocast: ClassVar[bool] = False
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
 

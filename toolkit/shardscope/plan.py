@@ -111,10 +111,15 @@ class Plan(JsonNoun):
             )
 
     def _check_method(self) -> None:
+        if self.recipe.method not in self.layout.supported_methods:
+            refuse(
+                "Recipe.method",
+                self.recipe.method,
+                f"{', '.join(map(repr, self.layout.supported_methods))} with {self.layout.title}",
+                "Layout.fsdp2()",
+            )
         if self.recipe.method != "lora":
             return
-        if self.layout.framework == "megatron":
-            refuse("Recipe.method", "lora", "'full' with Megatron-core", "Layout.fsdp2()")
         known = {target for target, _ in self.architecture.lora_shapes}
         for target in self.recipe.lora_targets or ():
             if target not in known:

@@ -33,6 +33,7 @@ class MegatronLayout(Layout):
     title: ClassVar[str] = "Megatron-core"
     default_kernels: ClassVar[str] = "megatron"
     supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
+    supported_methods: ClassVar[tuple[str, ...]] = ("full",)
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
