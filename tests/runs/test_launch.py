@@ -144,6 +144,11 @@ def test_profile_writes_traces_of_both_ranks(plan: Any, tmp_path: Path) -> None:
         assert len(named) == 2
     assert all(m["whole"] > 0 for m in run.metrics())
     assert not (run.folder / "tmp").exists()
+    others = {
+        str(file): oct(file.stat().st_mode) for file in run.folder.rglob("*") if file.stat().st_mode & 0o77
+    }
+    assert not others, f"readable by other users: {others}"
+    assert (run.folder / "logs" / "launcher.log").is_file()
 
 
 def test_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardscope.runs.folder import FINAL, RunFolder, unwritable
 from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
-from shardscope.runs.records import write_json
+from shardscope.runs.records import open_log, write_json
 from shardscope.runs.run import Run
 from shardscope.validation import flag, refuse, whole_number
 
@@ -169,7 +169,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
     read_end, write_end = (None, None) if outlive_kernel else open_lease()
     inherited = () if read_end is None else (read_end,)
     try:
-        with folder.supervisor_log.open("ab") as log:
+        with open_log(folder.supervisor_log) as log:
             supervisor = subprocess.Popen(
                 [
                     sys.executable,

@@ -74,5 +74,6 @@ class Profile:
     def _write(self, profiler: Any) -> None:
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
         profiler.export_chrome_trace(str(self._partial))
+        self._partial.chmod(0o600)  # torch leaves it to the umask.
         self._partial.replace(self._path)
         self.written = True

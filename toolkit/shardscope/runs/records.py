@@ -10,7 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -29,6 +29,11 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         os.write(descriptor, encode(record))
     finally:
         os.close(descriptor)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """``path`` for appending what a process prints, readable by this user only. Raises ``OSError``."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

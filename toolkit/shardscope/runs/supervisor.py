@@ -20,7 +20,7 @@ from shardscope.runs import processes
 from shardscope.runs.causes import Failure, describe_exit, died_untimely, first_failure
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder, Status
-from shardscope.runs.records import LineTail, read_json, write_json
+from shardscope.runs.records import LineTail, open_log, read_json, write_json
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
@@ -69,7 +69,7 @@ class Supervisor:
         self._finish()
 
     def _start_launcher(self) -> None:
-        with self.folder.launcher_log.open("ab") as log:
+        with open_log(self.folder.launcher_log) as log:
             self.launcher = subprocess.Popen(
                 [
                     sys.executable,
