@@ -127,6 +127,21 @@ if __name__ == "__main__":
     assert done.stdout.split() == ["stopped", "42"], done.stderr
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_listens_to_other_machines(ranks: int, tmp_path: Path) -> None:
+    run = launch(make_plan(ranks), tasks.Log(count=600, seconds=0.1, polite=True), folder=tmp_path)
+    seconds_until(lambda: {line["rank"] for line in run.metrics()} == set(range(ranks)))
+    addresses = {
+        connection.laddr.ip
+        for process in processes_of(tmp_path)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    run.stop()
+    assert run.wait(30) == "stopped"
+    assert addresses == {"127.0.0.1"}
+
+
 def test_profile_writes_traces_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     import gzip
     import json

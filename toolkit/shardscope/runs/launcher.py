@@ -88,10 +88,8 @@ def on_a_fresh_port(launch: Callable[[int], None], choose_port: Callable[[], int
 
 
 def is_port_taken(error: BaseException) -> bool:
-    """Whether torch could not listen on the port it was given."""
-    if isinstance(error, OSError):
-        return error.errno == errno.EADDRINUSE
-    return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
+    """Whether the store could not listen on the port it was given."""
+    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
 
 
 def watch_ranks(folder: RunFolder, world_size: int) -> None:
@@ -147,6 +145,9 @@ def _notebook_launcher(
 ) -> None:
     from accelerate import notebook_launcher
 
+    from shardscope.runs import loopback
+
+    loopback.register_rendezvous()
     # For one rank the launcher passes nothing on, so the port travels in the arguments as well.
     # mixed_precision is left alone: it has no effect here with several processes.
     notebook_launcher(
@@ -154,7 +155,9 @@ def _notebook_launcher(
         (*arguments, port),
         num_processes=world_size,
         use_port=str(port),
-        master_addr="127.0.0.1",
+        master_addr=loopback.ADDRESS,
+        rdzv_backend=loopback.BACKEND,
+        rdzv_endpoint=f"{loopback.ADDRESS}:{port}",
     )
 
 

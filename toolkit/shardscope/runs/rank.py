@@ -85,6 +85,7 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
     import torch.distributed as dist
 
     from shardscope.runs.context import Context
+    from shardscope.runs.loopback import serve_store
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device_type == "cuda":
@@ -93,7 +94,11 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
         backend = "cpu:gloo,cuda:nccl"  # gloo beside NCCL: checkpoints gather CPU tensors.
     else:
         device, backend = torch.device("cpu"), "gloo"
-    store, _, _ = next(dist.rendezvous("env://"))
+    if world_size == 1:
+        # Several ranks connect to the launcher's store; one has none.
+        store: dist.Store = serve_store(int(os.environ["MASTER_PORT"]), world_size)
+    else:
+        store, _, _ = next(dist.rendezvous("env://"))
     if not dist.is_initialized():
         group_store = dist.PrefixStore("shardscope/group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
