@@ -14,98 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope import parameter_shapes
+from shardscope.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
 from shardscope.serialization import JsonNoun
+from shardscope.size_limits import LIMITS, limited, limited_field
 from shardscope.validation import flag, one_of, refuse, whole_number
+
+__all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureOfExperts"]
 
 MODEL_TYPES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
 )  # fmt: skip
 """Hugging Face's ``model_type`` values whose layers are known exactly."""
 
-LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
-    "hidden_size": (1, 262_144),
-    "intermediate_size": (1, 4_194_304),
-    "num_hidden_layers": (1, 4_096),
-    "num_attention_heads": (1, 4_096),
-    "num_key_value_heads": (1, 4_096),
-    "head_dim": (1, 16_384),
-    "vocab_size": (1, 16_777_216),
-    "max_position_embeddings": (1, 134_217_728),
-    "num_experts": (1, 65_536),
-    "moe_intermediate_size": (1, 4_194_304),
-    "lora_rank": (1, 262_144),
-})  # fmt: skip
-"""Lowest and highest allowed sizes; the highest are some ten times the largest models published."""
-
 Tokens = int | npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureOfExperts(JsonNoun):
-    """The routed feed-forward of the MoE layers. Raises ``ValueError`` for bad values."""
-
-    num_experts: int
-    """Routed experts in each MoE layer."""
-    num_experts_per_tok: int
-    """Routed experts that each token visits."""
-    moe_intermediate_size: int
-    """Inner width of one routed expert."""
-    shared_expert_intermediate_size: int = 0
-    """Inner width of all shared experts together, which every token visits; 0: there are none."""
-    first_k_dense_replace: int = 0
-    """This many first layers keep a dense MLP (DeepSeek)."""
-    decoder_sparse_step: int = 1
-    """Of the layers, only every so-manieth is MoE (Qwen)."""
-    mlp_only_layers: tuple[int, ...] = ()
-    """Layer indices that keep a dense MLP (Qwen)."""
-
-    def __post_init__(self) -> None:
-        experts = _size("MixtureOfExperts", self, "num_experts")
-        whole_number("MixtureOfExperts.num_experts_per_tok", self.num_experts_per_tok, low=1, high=experts)
-        _size("MixtureOfExperts", self, "moe_intermediate_size")
-        for field, low, high in (
-            ("shared_expert_intermediate_size", 0, LIMITS["intermediate_size"][1]),
-            ("first_k_dense_replace", 0, LIMITS["num_hidden_layers"][1]),
-            ("decoder_sparse_step", 1, LIMITS["num_hidden_layers"][1]),
-        ):
-            whole_number(f"MixtureOfExperts.{field}", getattr(self, field), low=low, high=high)
-        if not isinstance(self.mlp_only_layers, tuple | list):
-            refuse("MixtureOfExperts.mlp_only_layers", self.mlp_only_layers, "layer indices", "()")
-        last = LIMITS["num_hidden_layers"][1]
-        layers = (
-            whole_number("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)
-            for layer in self.mlp_only_layers
-        )
-        object.__setattr__(self, "mlp_only_layers", tuple(layers))  # JSON gives lists, hashing needs tuples
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttention(JsonNoun):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Raises ``ValueError`` for bad values."""
-
-    q_lora_rank: int | None
-    """Width of the compressed query; None: queries are projected directly."""
-    kv_lora_rank: int
-    """Width of the compressed key and value, which is all that a cache must keep."""
-    qk_nope_head_dim: int
-    """Width of a head's query and key without position."""
-    qk_rope_head_dim: int
-    """Width of a head's rotated query and key; the key's is shared by all heads."""
-    v_head_dim: int
-    """Width of a head's value."""
-
-    def __post_init__(self) -> None:
-        if self.q_lora_rank is not None:
-            _whole("LatentAttention.q_lora_rank", self.q_lora_rank, "lora_rank")
-        _whole("LatentAttention.kv_lora_rank", self.kv_lora_rank, "lora_rank")
-        for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            _whole(f"LatentAttention.{field}", getattr(self, field), "head_dim")
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of a head's whole query and key."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +93,7 @@ class Architecture(JsonNoun):
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
         ):  # fmt: skip
-            _size("Architecture", self, field)
+            limited_field("Architecture", self, field)
         for field in (
             "tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp",
             "qk_norm",
@@ -188,7 +110,7 @@ class Architecture(JsonNoun):
         layers = self.num_hidden_layers
         whole_number("Architecture.sliding_window_layers", self.sliding_window_layers, low=0, high=layers)
         if self.sliding_window is not None:
-            _whole("Architecture.sliding_window", self.sliding_window, "max_position_embeddings")
+            limited("Architecture.sliding_window", self.sliding_window, "max_position_embeddings")
         elif self.sliding_window_layers:
             allowed = "a whole number of tokens while sliding_window_layers is not 0"
             refuse("Architecture.sliding_window", None, allowed, "sliding_window_layers=0")
@@ -452,17 +374,6 @@ def _count(
         for counts in (everything, matrices if len(shape) > 1 else vectors):
             counts[group] = counts.get(group, 0) + size
     return MappingProxyType(everything), MappingProxyType(matrices), MappingProxyType(vectors)
-
-
-def _size(owner: str, noun: object, field: str) -> int:
-    number = _whole(f"{owner}.{field}", getattr(noun, field), field)
-    object.__setattr__(noun, field, number)  # a numpy integer becomes Python's, which cannot overflow
-    return number
-
-
-def _whole(field: str, value: object, limit: str) -> int:
-    low, high = LIMITS[limit]
-    return whole_number(field, value, low=low, high=high)
 
 
 def _tokens(seq_len: object) -> Any:

@@ -20,7 +20,11 @@ MAX_ARGS = 40
 _FOREIGN_TRAITS = frozenset({"error", "height", "num_matches", "selected", "_scene"})
 
 
-_MODULE_PARTS = ("shapes.js", "colours.js", "words.js", "places.js", "page.js", "view.js")
+_MODULE_PARTS = (
+    "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
+    "ranks.js", "drawing.js", "slices.js", "pointer.js", "keyboard.js", "search.js", "surroundings.js",
+    "view.js",
+)  # fmt: skip
 
 
 def _front_end(*names: str) -> str:

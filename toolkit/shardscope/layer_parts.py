@@ -1,0 +1,76 @@
+"""What a layer may hold beside plain attention and a dense MLP: routed experts, latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardscope.serialization import JsonNoun
+from shardscope.size_limits import LIMITS, limited, limited_field
+from shardscope.validation import refuse, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts(JsonNoun):
+    """The routed feed-forward of the MoE layers. Raises ``ValueError`` for bad values."""
+
+    num_experts: int
+    """Routed experts in each MoE layer."""
+    num_experts_per_tok: int
+    """Routed experts that each token visits."""
+    moe_intermediate_size: int
+    """Inner width of one routed expert."""
+    shared_expert_intermediate_size: int = 0
+    """Inner width of all shared experts together, which every token visits; 0: there are none."""
+    first_k_dense_replace: int = 0
+    """This many first layers keep a dense MLP (DeepSeek)."""
+    decoder_sparse_step: int = 1
+    """Of the layers, only every so-manieth is MoE (Qwen)."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layer indices that keep a dense MLP (Qwen)."""
+
+    def __post_init__(self) -> None:
+        experts = limited_field("MixtureOfExperts", self, "num_experts")
+        whole_number("MixtureOfExperts.num_experts_per_tok", self.num_experts_per_tok, low=1, high=experts)
+        limited_field("MixtureOfExperts", self, "moe_intermediate_size")
+        for field, low, high in (
+            ("shared_expert_intermediate_size", 0, LIMITS["intermediate_size"][1]),
+            ("first_k_dense_replace", 0, LIMITS["num_hidden_layers"][1]),
+            ("decoder_sparse_step", 1, LIMITS["num_hidden_layers"][1]),
+        ):
+            whole_number(f"MixtureOfExperts.{field}", getattr(self, field), low=low, high=high)
+        if not isinstance(self.mlp_only_layers, tuple | list):
+            refuse("MixtureOfExperts.mlp_only_layers", self.mlp_only_layers, "layer indices", "()")
+        last = LIMITS["num_hidden_layers"][1]
+        layers = (
+            whole_number("MixtureOfExperts.mlp_only_layers", layer, low=0, high=last)
+            for layer in self.mlp_only_layers
+        )
+        object.__setattr__(self, "mlp_only_layers", tuple(layers))  # JSON gives lists, hashing needs tuples
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(JsonNoun):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Raises ``ValueError`` for bad values."""
+
+    q_lora_rank: int | None
+    """Width of the compressed query; None: queries are projected directly."""
+    kv_lora_rank: int
+    """Width of the compressed key and value, which is all that a cache must keep."""
+    qk_nope_head_dim: int
+    """Width of a head's query and key without position."""
+    qk_rope_head_dim: int
+    """Width of a head's rotated query and key; the key's is shared by all heads."""
+    v_head_dim: int
+    """Width of a head's value."""
+
+    def __post_init__(self) -> None:
+        if self.q_lora_rank is not None:
+            limited("LatentAttention.q_lora_rank", self.q_lora_rank, "lora_rank")
+        limited("LatentAttention.kv_lora_rank", self.kv_lora_rank, "lora_rank")
+        for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            limited(f"LatentAttention.{field}", getattr(self, field), "head_dim")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's whole query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim

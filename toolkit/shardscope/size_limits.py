@@ -1,0 +1,36 @@
+"""How small and how large each size of a model may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from shardscope.validation import whole_number
+
+LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType({
+    "hidden_size": (1, 262_144),
+    "intermediate_size": (1, 4_194_304),
+    "num_hidden_layers": (1, 4_096),
+    "num_attention_heads": (1, 4_096),
+    "num_key_value_heads": (1, 4_096),
+    "head_dim": (1, 16_384),
+    "vocab_size": (1, 16_777_216),
+    "max_position_embeddings": (1, 134_217_728),
+    "num_experts": (1, 65_536),
+    "moe_intermediate_size": (1, 4_194_304),
+    "lora_rank": (1, 262_144),
+})  # fmt: skip
+"""Lowest and highest allowed sizes; the highest are some ten times the largest models published."""
+
+
+def limited(field: str, value: object, limit: str) -> int:
+    """``value`` as an int within ``LIMITS[limit]``. Raises ``ValueError`` that names ``field``."""
+    low, high = LIMITS[limit]
+    return whole_number(field, value, low=low, high=high)
+
+
+def limited_field(owner: str, noun: object, field: str) -> int:
+    """``noun.field``, checked against its own limits and kept as a Python int. Raises ``ValueError``."""
+    number = limited(f"{owner}.{field}", getattr(noun, field), field)
+    object.__setattr__(noun, field, number)  # a numpy integer becomes Python's, which cannot overflow
+    return number

@@ -1,0 +1,43 @@
+// The search box: what it sends, and the count beside it.
+
+/** @param {View} view */
+function showMatchCount({ model, scene, page, matchNumber }) {
+  const matches = model.get("num_matches");
+  const which = matchNumber ? `match ${matchNumber.toLocaleString("en")} · ` : "";
+  page.count.textContent = model.get("search").trim()
+    ? `${which}${matches.toLocaleString("en")} of ${counted(scene.num_slices, "slice")}`
+    : counted(scene.num_slices, "slice");
+}
+
+/** @param {View} view */
+function sendSearch(view) {
+  const { model, page } = view;
+  clearTimeout(view.searchTimer);
+  if (page.search.value === model.get("search")) return;
+  view.matchNumber = 0;
+  model.set("search", page.search.value);
+  model.save_changes();
+  showMatchCount(view);
+  scheduleDraw(view);
+}
+
+/** @param {View} view */
+function followSearchBox(view) {
+  const { search, canvas } = view.page;
+  search.value = view.model.get("search");
+  listen(view, search, "input", () => {
+    clearTimeout(view.searchTimer);
+    view.searchTimer = setTimeout(() => sendSearch(view), SETTLE_MS);
+  });
+  listen(view, search, "keydown", (/** @type {KeyboardEvent} */ event) => {
+    event.stopPropagation();
+    if (event.key === "Enter") {
+      sendSearch(view);
+      askForMatch(view, event.shiftKey ? -1 : 1);
+    } else if (event.key === "Escape") {
+      search.value = "";
+      sendSearch(view);
+      canvas.focus();
+    }
+  });
+}

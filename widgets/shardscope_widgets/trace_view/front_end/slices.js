@@ -1,0 +1,71 @@
+// The slices of the tile at hand, their names and frames.
+
+/** @param {View} view @returns {number} how many slices the drawn marks stand for */
+function drawSlices(view) {
+  const { ctx, theme, tile, places, hover, t0, t1, width, height, scroll, gutterWidth } = view;
+  if (!tile) return 0;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(gutterWidth, RULER, plotWidth(view), height);
+  ctx.clip();
+  ctx.font = `11px ${theme.font}`;
+  const selected = view.model.get("selected");
+  const searching = Boolean(tile.search.trim());
+  const { row_first: bounds, start, duration, colour, density, match, count, index } = tile.columns;
+  const scale = plotWidth(view) / (t1 - t0);
+  let drawn = 0;
+  for (let row = 0; row < places.rowTop.length; row++) {
+    const y = RULER + places.rowTop[row] - scroll;
+    const tall = places.rowTall[row];
+    if (y > height || y + tall < RULER) continue;
+    const readable = tall >= READABLE_ROW;
+    const last = bounds[row + 1];
+    for (let mark = firstMarkAfter(tile, row, t0); mark < last && start[mark] <= t1; mark++) {
+      const left = gutterWidth + (start[mark] - t0) * scale;
+      const wide = Math.max(duration[mark] * scale, 1);
+      const x = Math.max(left, gutterWidth - 2);
+      const w = Math.min(left + wide, width + 2) - x;
+      const dimmed = searching && !match[mark];
+      ctx.globalAlpha = (dimmed ? 0.22 : 1) * (count[mark] > 1 ? 0.45 + (0.55 * density[mark]) / 255 : 1);
+      ctx.fillStyle = theme.fills[colour[mark]];
+      // A pixel apart, so that neighbours stay two.
+      ctx.fillRect(x, y, w > 3 ? w - 1 : w, readable ? tall - 1 : tall);
+      const isNamed = readable && w > MIN_TEXT_PX && count[mark] === 1;
+      if (isNamed) drawName(view, tile, mark, Math.max(x, gutterWidth), y, x + w);
+      drawn += count[mark];
+      if (selected && index[mark] === selected.index) outline(view, x, y, w, tall, 2);
+      else if (hover && hover.mark === mark) outline(view, x, y, w, tall, 1);
+    }
+  }
+  ctx.restore();
+  return drawn;
+}
+
+/** @param {View} view @param {number} x @param {number} y @param {number} w @param {number} tall
+ * @param {number} line */
+function outline({ ctx, theme }, x, y, w, tall, line) {
+  ctx.globalAlpha = 1;
+  ctx.strokeStyle = line > 1 ? theme.accent : theme.ink;
+  ctx.lineWidth = line;
+  // Thin rows are framed from outside, where there would be nothing left inside.
+  const inset = tall >= READABLE_ROW ? line / 2 : -line / 2;
+  ctx.strokeRect(x + inset, y + inset, Math.max(w - 1 - 2 * inset, 1), Math.max(tall - 1 - 2 * inset, 1));
+}
+
+/** @param {View} view @param {Tile} tile @param {number} mark @param {number} x @param {number} y
+ * @param {number} right */
+function drawName({ ctx, theme, names, textWidths }, { columns }, mark, x, y, right) {
+  const name = names.get(columns.name[mark]);
+  const room = right - x - 9;
+  if (!name || room < 14) return;
+  ctx.fillStyle = theme.texts[columns.colour[mark]];
+  let text = name;
+  let needed = textWidths.get(name);
+  if (needed === undefined) textWidths.set(name, (needed = ctx.measureText(name).width));
+  if (needed > room) {
+    let kept = Math.floor((room / needed) * name.length);
+    while (kept > 1 && ctx.measureText((text = name.slice(0, kept) + "…")).width > room) kept -= 1;
+    if (kept < 2) return;
+  }
+  ctx.fillText(text, x + 4, y + ROW / 2);
+}

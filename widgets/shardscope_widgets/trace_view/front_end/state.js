@@ -1,0 +1,62 @@
+// What one view remembers. A view is this record, and the other parts are functions of it.
+
+/** @param {any} model @param {HTMLElement} root within the document, so that it has its theme
+ * @param {Scene} scene @param {ReturnType<typeof buildPage>} page */
+function openView(model, root, scene, page) {
+  const ctx = /** @type {CanvasRenderingContext2D} */ (page.canvas.getContext("2d"));
+  const [t0, t1] = model.get("viewport_seconds").map((/** @type {number} */ seconds) => seconds * 1e9);
+  const folded = /** @type {Set<number>} */ (new Set());
+  let places = arrange(scene, folded);
+  // Ranks are there to be compared: where they do not fit on two screens, all are shown small first.
+  if (scene.ranks.length > 1 && places.height > 2 * model.get("height")) {
+    for (const rank of scene.ranks) folded.add(rank);
+    places = arrange(scene, folded);
+  }
+  return {
+    model,
+    root,
+    scene,
+    page,
+    ctx,
+    closing: new AbortController(),
+    theme: readTheme(root, ctx),
+    t0,
+    t1,
+    sentViewport: [t0 / 1e9, t1 / 1e9],
+    scroll: 0,
+    width: 0,
+    height: 0,
+    gutterWidth: GUTTER,
+    folded,
+    places,
+    rankButtons: /** @type {HTMLElement[]} */ ([]),
+    tile: /** @type {Tile | null} */ (null),
+    hover: /** @type {Hit | null} */ (null),
+    names: /** @type {Map<number, string>} */ (new Map()),
+    textWidths: /** @type {Map<string, number>} */ (new Map()),
+    matchNumber: 0,
+    // Ids start at random, since every view of this model hears every reply.
+    lastId: Math.floor(Math.random() * 2 ** 40),
+    pending: { tile: 0, since: 0, names: 0, totals: 0, find: 0 },
+    frame: 0,
+    settleTimer: 0,
+    searchTimer: 0,
+  };
+}
+
+/** @typedef {ReturnType<typeof openView>} View */
+
+/** Listens until the view closes. @param {View} view @param {EventTarget} target @param {string} type
+ * @param {any} action @param {AddEventListenerOptions} [options] */
+function listen(view, target, type, action, options = {}) {
+  target.addEventListener(type, action, { signal: view.closing.signal, ...options });
+}
+
+/** @param {View} view */
+const plotWidth = (view) => Math.max(view.width - view.gutterWidth, 1);
+
+/** @param {View} view @param {number} time */
+const xOf = (view, time) => view.gutterWidth + ((time - view.t0) / (view.t1 - view.t0)) * plotWidth(view);
+
+/** @param {View} view @param {number} x */
+const timeAt = (view, x) => view.t0 + ((x - view.gutterWidth) / plotWidth(view)) * (view.t1 - view.t0);
