@@ -15,7 +15,7 @@ import shardscope as ss
 from shardscope.architecture import Architecture
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.activations import layer_activations, modules_of, saved_tensors
-from shardscope.memory.lora import layer_adapters
+from shardscope.memory.lora import adapter_parameters, layer_adapters
 from shardscope.memory.modules.saved import Modules
 from shardscope.memory.predict import _Shared
 from shardscope.memory.stages import layer_shard
@@ -139,6 +139,36 @@ def test_zero_stages_are_ordered(a_plan: Plan) -> None:
         resting.append(report.at("rest")["optimizer"])
     assert state == sorted(state, reverse=True)
     assert resting == sorted(resting, reverse=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(("deepspeed", "megatron", "fsdp2")).flatmap(plans))
+def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
+    fields, recipe = a_plan.layout.__dataclass_fields__, a_plan.recipe
+    here = {name: None for name in ("offload", "offload_optimizer", "offload_params") if name in fields}
+    a_plan = replace(a_plan, layout=replace(a_plan.layout, **here))
+    half = recipe.precision != "fp32"
+    moments = 2 if recipe.optimizer == "adamw" else 1
+    each = moments * 4 + 4 * half
+    if a_plan.layout.framework == "fsdp2":
+        each = moments * (2 if recipe.precision == "bf16" else 4)
+    lora = recipe.method == "lora"
+    trained = adapter_parameters(a_plan.architecture, recipe) if lora else a_plan.architecture.num_parameters
+    ranks = a_plan.world_size // a_plan.degrees.pp
+    held = sum(stage.at("rest").components["optimizer"] for stage in a_plan.memory().by_stage)
+    assert held * ranks >= each * trained
+
+
+def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:
+    mixtral = ss.models["mixtral-8x7b"]
+    for stage in (1, 2):
+        report = plan(mixtral, ss.Layout.zero(stage, ep=8)).memory()
+        experts = mixtral.parameter_groups["experts"]
+        dense = mixtral.num_parameters - experts
+        assert report.at("rest")["optimizer"] == 12 * (-(-dense // 8) + experts // 8)
+        gradients = report.at("backward")["gradients"]
+        assert gradients == 2 * (-(-dense // 8) + experts // 8 if stage == 2 else dense + experts // 8)
+        assert "of experts / 1" in report.worst_stage.at("rest").terms["optimizer"].explain()
 
 
 # -------------------------------------------------------------------------------------------- identities

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 REDUCE_BUCKET_SIZE = 500_000_000
-ALLGATHER_BUCKET_SIZE = 500_000_000
 STAGE3_PREFETCH_BUCKET_SIZE = 50_000_000
 STAGE3_MAX_LIVE_PARAMETERS = 1_000_000_000
 SUB_GROUP_SIZE = 1_000_000_000
@@ -39,22 +38,31 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     # DeepSpeed keeps an fp32 main copy beside half-precision weights; fp32 weights are their own.
     main = FP32 if half < FP32 else 0
     kept = main + num_moments[recipe.optimizer] * FP32
-    trained = stage.trainable
+    trained, weights = stage.trainable, stage.base + stage.adapters
+    trained_experts = 0 if stage.adapters else stage.experts
+    # An expert has fewer replicas than a dense weight: ep of them were spent on other experts.
+    expert_ranks = max(1, ranks // degrees.ep)
 
-    def part(amount: int, from_stage: int) -> int:
-        return ceil_div(amount, ranks) if zero >= from_stage else amount
+    def part(amount: int, experts: int, from_stage: int) -> int:
+        if zero < from_stage:
+            return amount
+        return ceil_div(amount - experts, ranks) + ceil_div(experts, expert_ranks)
 
-    def share(from_stage: int) -> str:
-        return f" / {ranks} ranks" if zero >= from_stage else " on every rank"
+    def share(amount: int, experts: int, from_stage: int) -> str:
+        if zero < from_stage:
+            return f"{amount:,} on every rank"
+        if not experts or degrees.ep == 1:
+            return f"{amount:,} / {ranks} ranks"
+        return f"({amount - experts:,} / {ranks} ranks + {experts:,} of experts / {expert_ranks})"
 
-    weights = stage.base + stage.adapters
-    parameters = half * part(weights, 3)
-    gradients = half * part(trained, 2)
+    parameters = half * part(weights, stage.experts, 3)
+    gradients = half * part(trained, trained_experts, 2)
     if zero == 0 and half < FP32:
         # BF16_Optimizer accumulates an fp32 copy of every gradient beside the half-precision ones.
         gradients += FP32 * trained
-    optimizer = kept * part(trained, 1)
-    working = 0 if zero == 0 or not main else FP32 * smallest(part(trained, 1), SUB_GROUP_SIZE)
+    updated = part(trained, trained_experts, 1)
+    optimizer = kept * updated
+    working = 0 if zero == 0 or not main else FP32 * smallest(updated, SUB_GROUP_SIZE)
 
     host = nvme = 0
     parameter_place = _place(plan, layout.offload_params)
@@ -63,19 +71,19 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         host, nvme = _moved(parameters, parameter_place, host, nvme)
     if optimizer_place:
         # The CPU optimizer reads fp32 gradients that wait in pinned host memory.
-        host, nvme = _moved(optimizer, optimizer_place, host + FP32 * part(trained, 1), nvme)
+        host, nvme = _moved(optimizer, optimizer_place, host + FP32 * updated, nvme)
     return TrainingState(
         parameters=_device_term(
             parameters,
             parameter_place,
-            lambda: f"{weights:,} parameters × {half} bytes{share(3)} (ZeRO-{zero})",
+            lambda: f"{share(weights, stage.experts, 3)} × {half} bytes of parameters (ZeRO-{zero})",
         ),
         gradients=Term(
             0 if optimizer_place else gradients,
             lambda: (
                 "copied to the host as they are reduced"
                 if optimizer_place
-                else f"{trained:,} gradients × {half} bytes{share(2)} (ZeRO-{zero})"
+                else f"{share(trained, trained_experts, 2)} × {half} bytes of gradients (ZeRO-{zero})"
                 + (" + an fp32 copy (BF16_Optimizer)" if zero == 0 and half < FP32 else "")
             ),
         ),
@@ -83,8 +91,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             optimizer,
             optimizer_place,
             lambda: (
-                f"{trained:,} × {kept} bytes{share(1)} · fp32 main copy and {recipe.optimizer} moments "
-                f"(ZeRO-{zero})"
+                f"{share(trained, trained_experts, 1)} × {kept} bytes · fp32 main copy and {recipe.optimizer} "
+                f"moments (ZeRO-{zero})"
             ),
         ),
         gather_forward=_live(stage, zero, half, plan),
