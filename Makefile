@@ -37,7 +37,8 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Shardscope needs Python 3.11 or newer; set PYTHON=... to one. Found: $$($(PYTHON) --version)"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(AS_ROOT) apt-get install -y python3-venv || \
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { $(AS_ROOT) apt-get update -qq && $(AS_ROOT) apt-get install -y -qq python3-venv; } || \
 	  { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@if nvidia-smi -L 2>/dev/null | grep -q GPU || [ "$$(uname)" = Darwin ]; then \
@@ -45,7 +46,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	  $(BIN)/pip install --quiet -e '.[test]'; \
 	else \
 	  echo "No GPU here: installing a CPU build of torch"; \
-	  $(BIN)/pip install --quiet -c constraints-cpu.txt torch 2>/dev/null || \
+	  $(BIN)/pip install --quiet -c constraints-cpu.txt torch || \
 	    $(BIN)/pip install --quiet -c constraints-cpu.txt --index-url $(TORCH_CPU_INDEX) torch; \
 	  $(BIN)/pip install --quiet -c constraints-cpu.txt -e '.[test]'; \
 	fi

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
+from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.memory.lora import adapter_parameters  # noqa: E402
 
@@ -309,6 +310,7 @@ def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.frameworks.fsdp2 import engine
 
     engine.HOST_BUILD_BYTES = 0
+    ctx.engine.fresh_weights = True
     return five_losses(ctx)
 
 
@@ -323,6 +325,52 @@ def test_weights_from_meta_do_not_depend_on_the_world_size(tied: bool, tmp_path:
     assert abs(alone["losses"][0] - 7.62) < 0.1  # ln 2048: fresh weights know nothing
     assert alone["losses"][-1] < alone["losses"][0]
     assert pair["engine"]["num_parameters"] == llama.num_parameters
+
+
+def own_weights(ctx: StandInContext) -> dict[str, Any]:
+    def build() -> Any:
+        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+        for parameter in module.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        return module
+
+    def build_empty() -> Any:
+        with torch.device("meta"):
+            return torch.nn.Linear(8, 8)
+
+    ctx.engine.setup(build)
+    weights = [p.full_tensor() for p in ctx.engine.model.parameters()]
+    other = type(ctx.engine)(ctx)
+    try:
+        other.setup(build_empty)
+    except ValueError as error:
+        words = str(error)
+    return {
+        "values": sorted({value for weight in weights for value in weight.flatten().tolist()}),
+        "built_on": ctx.records["engine"]["built_on"],
+        "words": words,
+    }
+
+
+def test_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
+    """How a model is built hangs on what the task says of its weights, not on the plan's size alone."""
+    plan = tiny_plan("fsdp2", 2, architecture=models["llama-3.2-1b"])
+    for result in on_ranks(2, plan, own_weights, tmp_path):
+        assert result["values"] == [0.5] and result["built_on"] == "host"
+        assert "2 parameters on the meta device" in result["words"]
+
+
+def pretrained_from_meta(ctx: StandInContext) -> str:
+    from shardscope.frameworks.fsdp2 import engine
+    from shardscope.training.pretrain import Pretrain
+
+    engine.HOST_BUILD_BYTES = 0
+    Pretrain(num_steps=1)(ctx)
+    return str(ctx.records["engine"]["built_on"])
+
+
+def test_pretraining_a_large_plan_never_builds_it_whole(tmp_path: Path) -> None:
+    assert on_ranks(2, tiny_plan("fsdp2", 2), pretrained_from_meta, tmp_path) == ["meta"] * 2
 
 
 def no_labels(ctx: StandInContext) -> str:

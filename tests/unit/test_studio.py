@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from pathlib import Path
 
 import pytest
 from ipywidgets import ToggleButtons
 
 import shardscope as ss
 from shardscope.memory.report import COMPONENTS
-from shardscope_widgets import MemoryView, Studio
+from shardscope_widgets import MemoryView, Studio, TraceView
 from shardscope_widgets.launch_panel import offer_for
 from shardscope_widgets.pickers import LayoutPicker
 from shardscope_widgets.words import device_count, title, verdict
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 
 
 @pytest.fixture
@@ -135,12 +140,16 @@ def test_the_button_says_what_it_will_do(studio: Studio) -> None:
     here = ss.Plan(
         ss.Architecture.of_size("2m"), machine, ss.Recipe(seq_len=64, global_batch_size=2), ss.Layout.fsdp2()
     )
-    assert offer_for(here, machine, fits=True).label == "Launch on 2 CPU ranks"
-    elsewhere = offer_for(studio.plan, machine, fits=True)
+    assert offer_for(here, machine, here.memory()).label == "Launch on 2 CPU ranks"
+    elsewhere = offer_for(studio.plan, machine, studio.plan.memory())
     assert elsewhere.label == "Rehearse on 2 CPU ranks" and elsewhere.is_rehearsal
     assert elsewhere.plan is not None and elsewhere.plan.layout == studio.plan.layout
     assert "A rehearsal" in elsewhere.note
-    assert offer_for(here, machine, fits=False).plan is None
+    too_large = ss.Plan(
+        ss.models["llama-3.1-405b"], machine, ss.Recipe(global_batch_size=2), ss.Layout.fsdp2()
+    )
+    refused = offer_for(too_large, machine, too_large.memory())
+    assert refused.plan is None and "It needs at least" in refused.note
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
@@ -177,3 +186,30 @@ def test_the_verdict_says_by_how_much() -> None:
     assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each of 8 GPUs", verdict(fits, fits.memory()))
     lacks = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
     assert re.match(r"Does not fit: short by [\d,.]+ GiB", verdict(lacks, lacks.memory()))
+
+
+def test_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
+    studio.launch_panel.busy = True
+    studio.recipe.seq_len.value = "2048"
+    assert studio.launch_panel.button.disabled
+    assert "under way" in studio.launch_panel.note.value
+    studio.launch_panel.busy = False
+    studio.recipe.seq_len.value = "4096"
+    assert not studio.launch_panel.button.disabled
+
+
+def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
+    studio.architecture.name.value = "meta-llama/Llama-3.1-8B"
+    assert "path of a config.json that exists" in studio.architecture.rows["model"].error.value
+
+
+def test_a_replaced_trace_is_let_go_of(studio: Studio) -> None:
+    alive = weakref.WeakSet()
+    for _ in range(4):
+        view = TraceView(FIXTURE)
+        alive.add(view)
+        studio._show_trace(view)
+        del view
+    gc.collect()
+    assert len(alive) == 1

@@ -11,6 +11,8 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
+from shardscope.memory.report import MemoryReport
+from shardscope.memory.words import gib
 from shardscope_widgets.pickers.base import Row, text_input, typed_number
 from shardscope_widgets.words import device_count
 
@@ -34,6 +36,7 @@ class LaunchPanel(widgets.VBox):
     def __init__(self, machine: ss.Cluster) -> None:
         self.machine = machine
         self.current = Offer(label="Launch")
+        self._busy = False
         self.steps = text_input(40, "Optimizer steps", "64px")
         self.steps.layout.flex = "0 0 auto"
         self.profile = widgets.Checkbox(
@@ -50,12 +53,22 @@ class LaunchPanel(widgets.VBox):
         super().__init__([self.steps_row, self.button, self.note], layout=widgets.Layout(overflow="visible"))
         self.add_class("ss-launch")
 
-    def offer(self, plan: ss.Plan, fits: bool) -> None:
-        """Say on the button what ``plan`` would start here."""
-        self.current = offer_for(plan, self.machine, fits)
+    def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
+        """Say on the button what ``plan`` would start here, once no run is under way."""
+        self.current = offer_for(plan, self.machine, report)
         self.button.description = self.current.label
-        self.button.disabled = self.current.plan is None
-        self.say(self.current.note)
+        self.button.disabled = self.busy or self.current.plan is None
+        self.say("A run is under way: see the Run tab." if self.busy else self.current.note)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run that was started here has not ended yet."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, value: bool) -> None:
+        self._busy = value
+        self.button.disabled = value or self.current.plan is None
 
     def say(self, words: str, is_error: bool = False) -> None:
         """Words under the button."""
@@ -67,7 +80,7 @@ class LaunchPanel(widgets.VBox):
         return ss.Pretrain(num_steps=typed_number(self.steps.value), profile=self.profile.value)
 
 
-def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
+def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer:
     """Launch where the plan's GPUs are here; else rehearse on CPU ranks; else say what is missing."""
     here = (
         plan.cluster.num_nodes == 1
@@ -83,10 +96,10 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
     if here:
-        refusal = why_not_trained(plan) or (
-            "" if fits else "It does not fit this machine: make more room first."
-        )
-        return Offer(label=label, note=refusal) if refusal else Offer(label=label, plan=plan)
+        refusal = why_not_trained(plan) or _cannot_fit(report)
+        if refusal:
+            return Offer(label=label, note=refusal)
+        return Offer(label=label, plan=plan, note=_warning(report))
     try:
         rehearsal = rehearsal_of(plan, REHEARSAL_RANKS)
         check_trained(rehearsal.plan)
@@ -99,4 +112,20 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, fits: bool) -> Offer:
         note="A rehearsal: the same framework on this machine, with "
         + ", ".join(rehearsal.differences)
         + ".",
+    )
+
+
+def _cannot_fit(report: MemoryReport) -> str:
+    """A prediction is a band: only a plan whose least is too much is held back."""
+    if report.low_bytes <= report.usable_bytes:
+        return ""
+    return f"It needs at least {gib(report.low_bytes)} GiB, and {gib(report.usable_bytes)} are usable."
+
+
+def _warning(report: MemoryReport) -> str:
+    if report.high_bytes <= report.usable_bytes:
+        return ""
+    return (
+        f"It may run out of memory: likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB, and "
+        f"{gib(report.usable_bytes)} are usable."
     )

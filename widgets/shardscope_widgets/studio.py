@@ -94,7 +94,7 @@ class Studio(widgets.VBox):
             f"{sentence(self.plan)}<div class='ss-verdict {kind}'>{escape(verdict(self.plan, report))}</div>"
         )
         self.memory.show(self.plan, report)
-        self.launch_panel.offer(self.plan, report.fits)
+        self.launch_panel.offer(self.plan, report)
 
     def _show_error(self, error: FieldError) -> None:
         owner = error.field.partition(".")[0]
@@ -119,24 +119,32 @@ class Studio(widgets.VBox):
         except ValueError as error:
             self.launch_panel.steps_row.show_error(str(error))
             return
-        self.launch_panel.button.disabled = True
+        self.launch_panel.busy = True
         try:
             run = ss.launch(offer.plan, task)
         except (ValueError, ImportError, OSError) as error:
+            self.launch_panel.busy = False
             self.launch_panel.say(str(error), is_error=True)
-            self.launch_panel.button.disabled = False
             return
         self.run = run
-        self.trace_holder.children = [_hint("The trace appears here when the run has ended.")]
+        self._show_trace(_hint("The trace appears here when the run has ended."))
         self.run_view.show(run, note=offer.note if offer.is_rehearsal else "")
         self.tabs.value = "Run"
 
     def _run_ended(self, run: ss.Run) -> None:
-        self.launch_panel.offer(self.plan, self.plan.memory().fits)
+        self.launch_panel.busy = False
+        self.launch_panel.offer(self.plan, self.plan.memory())
         try:
-            self.trace_holder.children = [TraceView(run.trace(), height=TRACE_PIXELS)]
-        except ValueError as error:
-            self.trace_holder.children = [_hint(str(error))]
+            self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
+        except (ValueError, OSError) as error:
+            self._show_trace(_hint(str(error)))
+
+    def _show_trace(self, view: widgets.Widget) -> None:
+        """Put ``view`` into the Trace tab and let go of what was there, a whole trace perhaps."""
+        before = self.trace_holder.children
+        self.trace_holder.children = [view]
+        for old in before:
+            old.close()
 
 
 def _hint(words: str) -> widgets.HTML:

@@ -50,6 +50,12 @@ class Engine(ABC):
     """The name that ``Layout.framework`` has for it."""
     seed: int = 0
     """Seed of the initial weights, the same on every rank. Set it before ``setup``."""
+    fresh_weights: bool = False
+    """Whether ``build_model`` makes a decoder whose weights are random anyway. Set it before ``setup``.
+
+    Engines that shard may then draw them shard by shard from ``seed``, and never hold the model whole. If
+    False, the weights that ``build_model`` gives are kept exactly, and each rank builds them in host memory.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -71,7 +77,10 @@ class Engine(ABC):
 
     @abstractmethod
     def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run."""
+        """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run.
+
+        The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` is set.
+        """
 
     @abstractmethod
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:

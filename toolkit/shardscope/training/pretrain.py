@@ -76,7 +76,7 @@ class Pretrain:
         from shardscope.training.schedule import Schedule
 
         plan, engine = ctx.plan, ctx.engine
-        engine.seed = self.seed
+        engine.seed, engine.fresh_weights = self.seed, True
         engine.setup(
             lambda: build_model(plan.architecture),
             lambda parameters: build_optimizer(

@@ -40,12 +40,13 @@ class ArchitecturePicker(Picker):
             return ss.models[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
-        if text.endswith(".json") or "/" in text or (Path(text).is_dir() and text):
-            return ss.Architecture.from_hf(text)
+        # Only what lies on this machine: a hub id would make the kernel wait for the network.
+        if text and _exists(text):
+            return ss.Architecture.from_hf(Path(text))
         raise FieldError(
             "model",
             text,
-            "a name of the catalogue, a size such as 7b, or a config.json",
+            "a name of the catalogue, a size such as 7b, or the path of a config.json that exists",
             nearest(text, list(ss.models)),
         )
 
@@ -63,3 +64,11 @@ class ArchitecturePicker(Picker):
                 f"{arch.hidden_size:,} wide · "
                 f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}"
             )
+
+
+def _exists(text: str) -> bool:
+    """Whether ``text`` is a path of something; what cannot be a path at all is none."""
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False

@@ -16,6 +16,7 @@ LABELS = {
     "replicate": "Replicate",
     "tp": "Tensor",
     "pp": "Pipeline",
+    "vpp": "Interleave",
     "cp": "Context",
     "ep": "Experts",
     "reshard_after_forward": "Reshard",

@@ -15,14 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardscope.frameworks.engine import BuildModel
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.frameworks.fsdp2.materialise import build_on_meta, materialise
+from shardscope.frameworks.fsdp2.materialise import build_on_meta, check_has_weights, materialise
 from shardscope.memory.words import count
 from shardscope.training.gradients import local
 from shardscope.training.recompute import decoder_layers
 from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
 
 HOST_BUILD_BYTES = 2**30
-"""Models up to this size (in fp32) are built whole on each rank, with DDP's weights; larger ones on meta."""
+"""Fresh models up to this size (in fp32) are built whole on each rank, with DDP's weights; larger ones on
+meta. A model with weights of its own is built whole whatever its size."""
 
 
 class Fsdp2Engine(TorchEngine):
@@ -39,9 +40,11 @@ class Fsdp2Engine(TorchEngine):
         degrees, device = self.plan.degrees, self.ctx.device
         names = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
         self.mesh = init_device_mesh(device.type, self._planned_mesh, mesh_dim_names=names)
-        self._on_meta = 4 * self.plan.architecture.num_parameters > HOST_BUILD_BYTES
+        self._on_meta = self.fresh_weights and 4 * self.plan.architecture.num_parameters > HOST_BUILD_BYTES
         build = build_on_meta if self._on_meta else (lambda make: make())
         model = build(lambda: self.build_on_host(build_model))
+        if not self._on_meta:
+            check_has_weights(model)
         self._shard(model)
         if self._on_meta:
             materialise(model, device=self._home, seed=self.seed, compute=device)

@@ -32,14 +32,24 @@ def build_on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         torch.nn.Module.register_parameter = register
 
 
+def check_has_weights(model: torch.nn.Module) -> None:
+    """Raise ``ValueError`` if ``model`` has parameters without values: it would train on what memory held."""
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise ValueError(
+            f"build_model gives {len(empty)} parameters on the meta device ({', '.join(empty[:3])}), which "
+            "have no values; allowed: real weights. Nearest fix: build without torch.device('meta'), and set "
+            "engine.fresh_weights = True before setup for a decoder from random weights."
+        )
+
+
 def materialise(model: torch.nn.Module, *, device: torch.device, seed: int, compute: torch.device) -> None:
     """Give every sharded parameter memory on ``device`` and initial weights that no world size changes.
 
     Each whole tensor is drawn on ``compute`` from a generator seeded by ``seed`` and its name, and this
     rank keeps its shard: the peak is one whole tensor, and 1 rank or 64 start from the same model. Matrices
     are normal with std 0.02 (``config.initializer_range`` if the model has one), LoRA's B and biases zero,
-    other vectors one. Those are a decoder's rules: a model with others is loaded from a checkpoint, or is
-    small enough to build whole.
+    other vectors one. Those are a decoder's rules, so only tasks that say ``engine.fresh_weights`` come here.
     """
     std = float(getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_STD))
     # A tied weight is one parameter with two homes; `to_empty` would make it two.

@@ -1,0 +1,110 @@
+"""The run view over runs that log whatever they like: it stays alive, and Stop stays in reach."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope_widgets import RunView
+from shardscope_widgets.run_figure import MAX_POINTS
+
+
+class FakeRun:
+    """What the view asks of a run, without processes."""
+
+    name, reason, error = "fake", "because", None
+    world_size = 2
+    folder = Path("runs/fake")
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
+        self.status = "running"
+        self.text = ""
+        self.plan = ss.Plan(
+            ss.Architecture.of_size("2m"),
+            ss.Cluster.parse("2xcpu"),
+            ss.Recipe(seq_len=64, global_batch_size=2),
+            ss.Layout.ddp(),
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return list(self.records)
+
+    def logs(self, rank: int, max_bytes: int) -> str:
+        return self.text
+
+    def what_it_was(self) -> dict[int, Any]:
+        return {}
+
+    def stop(self) -> None:
+        self.status = "stopped"
+
+
+def until(holds: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def record(step: Any = 0, rank: Any = 0, **values: Any) -> dict[str, Any]:
+    return {"step": step, "rank": rank, "time": 0.0, **values}
+
+
+@pytest.mark.parametrize("loss", [None, "n/a", float("nan"), float("inf"), True, [1]])
+def test_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) -> None:
+    odd = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
+    run = FakeRun([odd, record(step=None, loss=1.0)])
+    view = RunView(run)
+    assert until(lambda: view.status == "running")
+    assert not view.stop_button.disabled
+    run.records.append(record(step=1, loss=2.5))
+    assert until(lambda: "2.500" in view.head.value)
+    view.stop_button.click()
+    assert until(lambda: view.status == "stopped")
+
+
+def test_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(run, on_end=ended.append)
+    assert until(lambda: view.status == "running")
+    monkeypatch.setattr(view, "_describe", lambda *_: 1 / 0)
+    run.records.append(record(step=1, loss=1.0))
+    run.status = "finished"
+    assert until(lambda: ended == [run])
+    assert "cannot show the run" in view.error.value
+
+
+def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
+    run = FakeRun([])
+    view = RunView(run)
+    run.text = "<b>hello</b>"
+    assert until(lambda: "&lt;b&gt;hello&lt;/b&gt;" in view.log_text.value)
+    run.status = "finished"
+
+
+def test_points_stay_bounded_and_keep_both_ends() -> None:
+    run = FakeRun([record(step=step, loss=float(step)) for step in range(5 * MAX_POINTS)])
+    view = RunView(run)
+    assert until(lambda: view.num_steps == 5 * MAX_POINTS)
+    line = view.figure.widget.data[0]
+    assert MAX_POINTS // 2 <= len(line.x) <= MAX_POINTS
+    assert line.x[0] == 0 and line.x[-1] > 4.9 * MAX_POINTS
+    run.status = "finished"
+
+
+def test_a_second_run_starts_with_empty_lines() -> None:
+    first, second = FakeRun([record(loss=1.0)]), FakeRun([])
+    view = RunView(first)
+    assert until(lambda: view.num_steps == 1)
+    figure = view.figure
+    view.show(second)
+    assert until(lambda: view.num_steps == 0)
+    assert view.figure is figure and not view.figure.widget.data[0].x
+    first.status = second.status = "finished"

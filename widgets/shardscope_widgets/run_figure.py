@@ -1,0 +1,131 @@
+"""The one figure of the run view: loss, throughput and memory of each rank, extended as records arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from shardscope_widgets.predicted_peak import PredictedPeak, Unit
+from shardscope_widgets.theme import RANK_COLOURS, RANK_DASHES
+
+MAX_LINES = 8
+"""Ranks that get a line of their own."""
+MAX_POINTS = 2000
+"""Points of a line; a longer one is thinned to half of them."""
+PANELS = (("loss", "loss"), ("tokens_per_second", "tokens/s per rank"), ("peak_memory_bytes", "peak memory"))
+
+
+class RunFigure:
+    """A FigureWidget, and for each of its lines the points that it has."""
+
+    def __init__(self) -> None:
+        self.widget = _empty_figure()
+        self._points: list[tuple[list[float], list[float]]] = []
+        self._unit = Unit.of(0)
+        self._last_step = 0.0
+        self.start(0, None, self._unit)
+
+    def start(self, num_ranks: int, predicted: PredictedPeak | None, unit: Unit) -> None:
+        """Empty all lines and show those of ``num_ranks`` ranks, with the prediction as a level."""
+        self._points = [([], []) for _ in self.widget.data]
+        self._unit = unit
+        self._last_step = 10.0
+        with self.widget.batch_update():
+            for index, line in enumerate(self.widget.data):
+                line.x, line.y = [], []
+                line.visible = index % MAX_LINES < num_ranks
+            self.widget.layout.shapes = [_level(predicted.num_bytes / unit.num_bytes)] if predicted else []
+            self.widget.layout.annotations[2].text = f"{PANELS[2][1]}, {unit.name}"
+
+    def extend(self, records: list[dict[str, Any]]) -> None:
+        """Add records that were not there yet, and draw the lines that grew."""
+        grown: set[int] = set()
+        for record in records:
+            step, rank = record.get("step"), record.get("rank")
+            if not isinstance(step, int | float) or not isinstance(rank, int) or rank >= MAX_LINES:
+                continue
+            self._last_step = max(self._last_step, step)
+            for panel, (name, _) in enumerate(PANELS):
+                value = record.get(name)
+                if isinstance(value, int | float):
+                    index = panel * MAX_LINES + rank
+                    self._add(index, step, value / (self._unit.num_bytes if name.endswith("_bytes") else 1))
+                    grown.add(index)
+        if not grown:
+            return
+        layout = self.widget.layout
+        with self.widget.batch_update():
+            for index in grown:
+                self.widget.data[index].x, self.widget.data[index].y = map(list, self._points[index])
+            for axis in (layout.xaxis, layout.xaxis2, layout.xaxis3):
+                axis.range = [0, self._last_step]
+
+    def _add(self, index: int, step: float, value: float) -> None:
+        steps, values = self._points[index]
+        steps.append(step)
+        values.append(value)
+        if len(steps) > MAX_POINTS:
+            self._points[index] = (steps[::2], values[::2])
+
+
+def _empty_figure() -> go.FigureWidget:
+    figure = go.FigureWidget(
+        make_subplots(
+            rows=1, cols=len(PANELS), subplot_titles=[title for _, title in PANELS], horizontal_spacing=0.07
+        )
+    )
+    for panel in range(len(PANELS)):
+        for rank in range(MAX_LINES):
+            figure.add_trace(
+                go.Scatter(
+                    x=[],
+                    y=[],
+                    mode="lines",
+                    name=f"rank {rank}",
+                    visible=False,
+                    line={
+                        "color": RANK_COLOURS[rank],
+                        "width": 1.5,
+                        "dash": RANK_DASHES[rank % len(RANK_DASHES)],
+                    },
+                    hovertemplate=f"rank {rank}, step %{{x}}: %{{y:.4g}}<extra></extra>",
+                ),
+                row=1,
+                col=panel + 1,
+            )
+    figure.update_layout(
+        height=216,
+        autosize=True,
+        margin={"l": 40, "r": 8, "t": 26, "b": 34},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        showlegend=False,
+        transition={"duration": 0},
+    )
+    figure.update_xaxes(
+        zeroline=False,
+        showgrid=False,
+        title={"text": "step", "standoff": 4, "font": {"size": 12}},
+        rangemode="tozero",
+    )
+    figure.update_yaxes(zeroline=False, nticks=5)
+    figure.update_yaxes(rangemode="tozero", col=2)
+    figure.update_yaxes(rangemode="tozero", col=3)
+    figure.update_annotations(font={"size": 12})
+    figure._config = {"displayModeBar": False, "responsive": True}
+    return figure
+
+
+def _level(height: float) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "x3 domain",
+        "yref": "y3",
+        "x0": 0,
+        "x1": 1,
+        "y0": height,
+        "y1": height,
+        "line": {"width": 1, "dash": "dash", "color": "#66707a"},
+    }
