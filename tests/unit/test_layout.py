@@ -95,6 +95,13 @@ def test_fields_that_exclude_each_other() -> None:
     refusal(lambda: Layout.zero(0, offload_optimizer="cpu"), "Layout.stage")
     refusal(lambda: Layout.zero(2, offload_optimizer="nvme"), "Layout.offload_optimizer")
     refusal(lambda: Layout.zero(2, offload_params="cpu"), "Layout.offload_params")
+    for field in ("tp", "ep"):
+        error = refusal(lambda field=field: Layout.zero(3, **{field: 2}), "Layout.stage")
+        assert error.fix == "stage=2"
+        stays = {"offload_params": "cpu", field: 2}
+        assert refusal(lambda stays=stays: Layout.zero(3, **stays), "Layout.stage").fix == f"{field}=1"
+        assert Layout.zero(2, **{field: 2})
+    assert refusal(lambda: Layout.zero(1, tp=2, ep=2), "Layout.ep").fix == "ep=1"
     refusal(lambda: Layout.megatron(vpp=2), "Layout.vpp")
     refusal(lambda: Layout.fsdp2(vpp=2), "Layout.vpp")
     refusal(lambda: Layout.megatron(sequence_parallel=True), "Layout.sequence_parallel")
@@ -143,8 +150,8 @@ def test_what_is_left_open_follows_from_the_cluster() -> None:
         (Layout.fsdp2(shard=4), "Layout.shard"),
         (Layout.fsdp2(shard=16), "Layout.shard"),
         (Layout.fsdp2(replicate=3), "Layout replicate x tp x pp x cp"),
-        (Layout.zero(tp=8, ep=2), "Layout.ep"),
-        (Layout.zero(tp=3), "Layout.tp"),
+        (Layout.zero(2, ep=2), "Layout.ep"),
+        (Layout.zero(2, tp=3), "Layout.tp"),
         (Layout.megatron(tp=2, pp=8), "Layout tp x pp x cp"),
         (Layout.megatron(tp=16), "Layout tp x pp x cp"),
         (Layout.megatron(tp=6), "Layout.tp"),
@@ -246,6 +253,15 @@ def test_every_offered_value_runs(
             assert Plan(arch, cluster, recipe, made).memory().peak_bytes > 0
         wanted = data.draw(st.sampled_from(offered[field]))
         layout = layout.fitted({**chosen, field: wanted}, arch, cluster, recipe)
+
+
+def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
+    assert Layout.zero().stage == 3  # type: ignore[attr-defined]
+    for stage, tp, ep in ((3, [1], [1]), (2, [1, 2, 4, 8], [1, 2, 4, 8])):
+        offered = Layout.zero(stage).offered(MOE, EIGHT, Recipe())
+        assert (offered["stage"], offered["tp"], offered["ep"]) == ([0, 1, 2, 3], tp, ep)
+    assert Layout.zero(2, tp=2).offered(MOE, EIGHT, Recipe())["ep"] == [1]
+    assert Layout.zero().fitted({"stage": 3, "tp": 8, "ep": 8}, MOE, EIGHT, Recipe()) == Layout.zero()
 
 
 @settings(max_examples=60, deadline=None)

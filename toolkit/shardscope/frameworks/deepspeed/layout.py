@@ -41,11 +41,11 @@ class ZeroLayout(Layout):
     stage: int = 3
     """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
     tp: int = 1
-    """Tensor-parallel degree (AutoTP)."""
+    """Tensor-parallel degree (AutoTP); stages 0 to 2."""
     pp: int = 1
     """Pipeline stages; DeepSpeed's pipeline works with stages 0 and 1."""
     ep: int = 1
-    """Ranks that share out the experts."""
+    """Ranks that share out the experts; stages 0 to 2, without tp."""
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     """Where the optimizer's state lives instead of the GPU; stages 1 to 3."""
     offload_params: Literal["cpu", "nvme"] | None = None
@@ -58,6 +58,9 @@ class ZeroLayout(Layout):
             one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
         if self.pp > 1 and self.stage > 1:
             refuse("Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", "stage=1")
+        self._check_stage_3()
+        if self.tp > 1 and self.ep > 1:
+            refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", "ep=1")
         if self.offload_optimizer and self.stage == 0:
             refuse("Layout.stage", self.stage, "1 to 3 with offload_optimizer", "stage=1")
         if self.offload_optimizer == "nvme" and self.stage < 3:
@@ -80,6 +83,16 @@ class ZeroLayout(Layout):
             pp=self.pp,
             ep=self.ep,
         )
+
+    def _check_stage_3(self) -> None:
+        for field, why in (
+            ("tp", "DeepSpeed asserts that AutoTP runs with ZeRO 0 to 2"),
+            ("ep", "DeepSpeed's releases do not support its MoE layers with ZeRO-3"),
+        ):
+            if self.stage == 3 and getattr(self, field) > 1:
+                needs_stage_3 = self.offload_params or self.offload_optimizer == "nvme"
+                fix = f"{field}=1" if needs_stage_3 else "stage=2"
+                refuse("Layout.stage", self.stage, f"0 to 2 with {field} > 1 ({why})", fix)
 
     @property
     def description(self) -> str:
