@@ -309,3 +309,11 @@ def test_supervisor_is_light(plan: Any, tmp_path: Path) -> None:
     assert not [m for m in psutil.Process(supervisor.pid).memory_maps() if "libtorch" in m.path]
     run.stop()
     assert run.wait(10) == "stopped"
+
+
+def test_a_damaged_run_has_the_name(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for file in ("run.json", "status.jsonl"):
+        (tmp_path / "mine" / file).write_text("{")
+    run = launch(make_plan(1), tasks.Log(), name="mine", folder=tmp_path)
+    assert run.wait(60) == "finished" and run.name == "mine-2"

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,53 @@ def test_attaching_to_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run at all"):
         Run.attach(tmp_path)
     assert runs(tmp_path / "none") == []
+
+
+DAMAGED = [
+    '{"world_size": "two", "created": 1.0}',
+    '{"world_size": 1000000000, "created": 1.0}',
+    '{"world_size": NaN}',
+    '{"world_size": true}',
+    '{"created": 1.0}',
+    '{"world_size": 1, "created": "yesterday"}',
+    '{"world_size": 1, "created": NaN}',
+    '{"world_size": 1, "created": 1' + "0" * 400 + "}",
+    "[1]",
+    '{"world_size"',
+    "",
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_run_beside_a_good_one(text: str, tmp_path: Path) -> None:
+    good = _run(tmp_path, None, "finished")
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "run.json").write_text(text)
+    assert [run.name for run in runs(tmp_path)] == ["run"]
+    assert Run.attach(tmp_path).folder == good.folder
+    with pytest.raises(ValueError, match=r"bad/run\.json is damaged: .*Nearest fix"):
+        Run.attach(bad)
+    shutil.rmtree(good.folder)
+    with pytest.raises(ValueError, match=r"it holds: bad \(damaged\)"):
+        Run.attach(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_run_json(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    os.mkfifo(tmp_path / "bad" / "run.json")
+    assert runs(tmp_path) == []
+
+
+@pytest.mark.parametrize("record", [{"pid": "x", "started": 1.0}, {"started": 1.0}])
+def test_a_damaged_supervisor_record_is_no_supervisor(record: dict[str, object], tmp_path: Path) -> None:
+    assert _run(tmp_path, record).status == "lost"
+
+
+@pytest.mark.parametrize("folder", [None, 5, True, float("nan"), [], b"runs", "a\0b"])
+def test_folders_that_are_no_path(folder: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Run\.attach folder is .*allowed: text or a Path"):
+        Run.attach(folder)
+    if folder is not None:
+        with pytest.raises(ValueError, match=r"runs folder is .*allowed: text or a Path"):
+            runs(folder)

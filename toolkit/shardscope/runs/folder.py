@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardscope.runs.records import append_line
+from shardscope.validation import refuse
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
@@ -77,6 +78,14 @@ class RunFolder:
     def set_status(self, status: Status, reason: str, **more: Any) -> None:
         """Append one transition. Raises ``OSError``."""
         append_line(self.status, {"time": time.time(), "status": status, "reason": reason, **more})
+
+
+def checked_path(field: str, value: object) -> Path:
+    """``value`` as a path if it is text or a ``Path`` that can name a folder. Raises ``ValueError``."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        refuse(field, value, "text or a Path, without null bytes", "'runs'")
+    return Path(text)
 
 
 def unwritable(path: Path, error: OSError) -> OSError:

@@ -129,13 +129,22 @@ def _make_folder(parent: Path, name: str | None) -> RunFolder:
                 raise NotADirectoryError(
                     f"folder is {parent}, which is a file; runs need a folder."
                 ) from error
-            if name is not None and folder.status.exists() and Run(folder).status not in FINAL:
+            if name is not None and _is_alive(folder):
                 raise ValueError(
                     f"launch.name is {name!r}, which a run still has in {folder.path}; allowed: "
                     f"another name, or none. Nearest fix: run.stop() of that run, which "
                     f"ss.Run.attach({str(folder.path)!r}) gives."
                 ) from error
     raise FileExistsError(f"{parent} holds 10,000 runs named {stem}; give another name.")
+
+
+def _is_alive(folder: RunFolder) -> bool:
+    if not folder.status.exists():
+        return False
+    try:
+        return Run(folder).status not in FINAL
+    except ValueError:  # Damaged. Nothing in it is touched: the new run gets a number.
+        return False
 
 
 def _description(

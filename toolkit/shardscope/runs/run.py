@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardscope.runs.causes import first_failure
-from shardscope.runs.folder import FINAL, RunFolder, unwritable
+from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
     LineTail,
@@ -20,7 +20,7 @@ from shardscope.runs.records import (
     read_json,
     read_tail_text,
 )
-from shardscope.validation import flag, whole_number
+from shardscope.validation import flag, real_number, whole_number
 
 WAIT_SECONDS = 0.05
 LONG_WAIT_SECONDS = 0.2
@@ -30,6 +30,8 @@ START_GRACE_SECONDS = 30.0
 """How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
 """How long the heartbeat of a supervisor on another machine may stand still before the run counts as lost."""
+MAX_WORLD_SIZE = 16_384
+"""Ranks that a handle follows; a run.json with more is damaged."""
 ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -37,12 +39,13 @@ class Run:
     """One launched run. Everything it tells is read from its folder; it is safe to use from any thread."""
 
     def __init__(self, folder: RunFolder) -> None:
+        """Raises ``ValueError`` if ``run.json`` cannot be read."""
         self._folder = folder
         self._lock = threading.Lock()
         self._statuses = LineTail(folder.status)
         self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
-        self._description = read_json(folder.run_json) or {}
-        self._world_size = int(self._description.get("world_size", 1))
+        self._description = _read_description(folder)
+        self._world_size: int = self._description["world_size"]
         self._events = [LineTail(folder.events(rank)) for rank in range(self._world_size)]
         self._metrics: list[dict[str, Any]] = []
         self._heartbeat = (0.0, time.monotonic())
@@ -51,15 +54,15 @@ class Run:
     def attach(cls, folder: str | os.PathLike[str]) -> Run:
         """The run in ``folder``, stop included. A folder that holds exactly one run stands for that one.
 
-        Raises ``ValueError`` if there is no run, or several.
+        Raises ``ValueError`` if there is no run, or several, or one whose ``run.json`` is damaged.
         """
-        candidate = RunFolder(folder)
+        candidate = RunFolder(checked_path("Run.attach folder", folder))
         if candidate.run_json.is_file():
             return cls(candidate)
-        inside = runs(folder)
+        inside, damaged = _runs_in(candidate.path)
         if len(inside) == 1:
             return inside[0]
-        found = ", ".join(run.name for run in inside) or "no run at all"
+        found = ", ".join([run.name for run in inside] + damaged) or "no run at all"
         raise ValueError(f"folder is {candidate.path}, which is no run folder; it holds: {found}.")
 
     @property
@@ -214,11 +217,12 @@ class Run:
     def _why_supervisor_is_gone(self) -> str | None:
         if not self.folder.is_dir():
             return "its folder is gone"
-        record = read_json(self._folder.supervisor)
-        if record is None or record.get("started") is None:
-            waited = time.time() - float(self._last.get("time", 0))
+        record = read_json(self._folder.supervisor) or {}
+        pid = record.get("pid")
+        if record.get("started") is None or not isinstance(pid, int):
+            since = self._last.get("time")
+            waited = time.time() - (since if isinstance(since, int | float) else 0)
             return "its supervisor never came up" if waited > START_GRACE_SECONDS else None
-        pid = int(record["pid"])
         if record.get("machine") == this_machine():
             if is_alive(pid, record["started"]):
                 return None
@@ -249,7 +253,37 @@ def _looks(timeout: float | None) -> Iterator[float]:
 
 
 def runs(folder: str | os.PathLike[str] | None = None) -> list[Run]:
-    """Every run in ``folder`` (by default ``./runs``), oldest first."""
-    parent = Path("runs" if folder is None else folder)
-    found = [Run(RunFolder(file.parent)) for file in parent.glob("*/run.json")]
-    return sorted(found, key=lambda run: (run._description.get("created", 0), run.name))
+    """Every run in ``folder`` (by default ``./runs``), oldest first.
+
+    Left out are folders whose ``run.json`` is damaged; :meth:`Run.attach` says what is wrong with one.
+    """
+    return _runs_in(Path("runs") if folder is None else checked_path("runs folder", folder))[0]
+
+
+def _runs_in(parent: Path) -> tuple[list[Run], list[str]]:
+    """The runs in ``parent``, oldest first, and the names of the damaged ones."""
+    found, damaged = [], []
+    for file in parent.glob("*/run.json"):
+        try:
+            found.append(Run(RunFolder(file.parent)))
+        except ValueError:
+            damaged.append(f"{file.parent.name} (damaged)")
+    found.sort(key=lambda run: (run._description["created"], run.name))
+    return found, sorted(damaged)
+
+
+def _read_description(folder: RunFolder) -> dict[str, Any]:
+    """``run.json``, with the values a handle relies on checked. Raises ``ValueError`` in words."""
+    # Not read before it is known to be a file: opening a pipe would wait for ever.
+    record = read_json(folder.run_json) if folder.run_json.is_file() else None
+    if record is None:
+        raise ValueError(
+            f"{folder.run_json} is damaged: it is no JSON object. "
+            "Nearest fix: attach another run, or restore the file."
+        )
+    try:
+        world_size = whole_number("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
+        created = real_number("created", record.get("created", 0), low=0, high=1e12)
+    except ValueError as error:
+        raise ValueError(f"{folder.run_json} is damaged: {error}") from error
+    return {**record, "world_size": world_size, "created": created}
