@@ -390,6 +390,53 @@ def test_a_micro_batch_without_labels_is_refused_on_every_rank(tmp_path: Path) -
         assert "no labelled token" in message
 
 
+def classified(ctx: StandInContext) -> list[float]:
+    """Three steps of a classifier whose labels are one class a row, some of them left out."""
+
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+        def forward(self, features: Any, labels: Any) -> Any:
+            scores = self.head(torch.tanh(self.body(features)))
+            return torch.nn.functional.cross_entropy(scores, labels)
+
+    ctx.engine.setup(Classifier, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(8, 8, generator=generator)
+    labels = torch.randint(0, 4, (8,), generator=generator)
+    labels[[1, 4, 6]] = -100
+    share = {
+        name: whole.chunk(ctx.world_size)[ctx.rank]
+        for name, whole in (("features", features), ("labels", labels))
+    }
+    return [ctx.engine.step(share) for _ in range(3)]
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_classifier_weighs_every_label_once(framework: str, num_micro_batches: int, tmp_path: Path) -> None:
+    whole = tiny_plan("ddp", 1, micro_batch_size=8)
+    expected = on_ranks(1, whole, classified, tmp_path / "one")[0]
+    plan = tiny_plan(
+        framework, 2, num_micro_batches=num_micro_batches, micro_batch_size=4 // num_micro_batches
+    )
+    assert close(on_ranks(2, plan, classified, tmp_path / "two")[0], expected, 1e-5)
+
+
+def labelled_singly(ctx: StandInContext) -> list[float]:
+    """One label a row and one row a micro-batch: cutting a label off would leave none."""
+    from shardscope.training.micro_batches import loss_weights
+
+    labels = torch.tensor([3])
+    return loss_weights([{"features": torch.zeros(1, 8), "labels": labels}])
+
+
+def test_a_single_label_is_a_label(tmp_path: Path) -> None:
+    assert on_ranks(2, tiny_plan("ddp", 2), labelled_singly, tmp_path) == [[1.0], [1.0]]
+
+
 def pretrained(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.pretrain import Pretrain
 

@@ -88,7 +88,9 @@ class Engine(ABC):
 
         ``batch`` has ``input_ids`` and ``labels`` of shape ``[num_micro_batches * micro_batch_size,
         seq_len]``; labels are aligned with inputs (the model shifts them) and -100 is not trained on.
-        Returns the mean loss over all labelled tokens of all ranks.
+        A module of one's own may take other tensors of as many rows: labels that have not the shape of
+        ``input_ids`` are not shifted, and all but -100 count. Returns the mean loss over all labels of all
+        ranks.
         """
 
     @abstractmethod

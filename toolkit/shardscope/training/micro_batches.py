@@ -31,6 +31,9 @@ def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dic
 def loss_weights(micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
     """What each micro-batch's mean loss is multiplied with before ``backward``.
 
+    A token here is one label: of text, of a class, of whatever ``labels`` holds. Without ``labels`` every
+    micro-batch counts the same.
+
     Frameworks average gradients over ranks, so with tokens ``n_i`` here, ``N`` on all ``R`` ranks, the weight
     ``n_i * R / N`` makes the sum the mean over all N tokens, however unevenly ``-100`` falls
     (https://huggingface.co/blog/gradient_accumulation tells what equal weights do wrong).
@@ -38,8 +41,7 @@ def loss_weights(micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
     num_ranks = dist.get_world_size()
     if "labels" not in micro_batches[0]:
         return [1 / len(micro_batches)] * len(micro_batches)
-    # The first label of a row has no token before it: a causal model predicts one token less than it reads.
-    counts = [int((micro["labels"][..., 1:] != IGNORED_LABEL).sum()) for micro in micro_batches]
+    counts = [int((_predicted(micro) != IGNORED_LABEL).sum()) for micro in micro_batches]
     # In host memory, where every run has gloo: the answer is needed now, and a device would be waited for.
     totals = torch.tensor([sum(counts), counts.count(0)], dtype=torch.int64)
     dist.all_reduce(totals)
@@ -51,3 +53,12 @@ def loss_weights(micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
             "allowed: at least one each. Nearest fix: drop such samples, or raise seq_len."
         )
     return [count * num_ranks / num_tokens for count in counts]
+
+
+def _predicted(micro: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The labels that go into the model's loss, those of -100 among them."""
+    labels, inputs = micro["labels"], micro.get("input_ids")
+    if labels.ndim >= 2 and inputs is not None and inputs.shape == labels.shape:
+        # The first label of a row has no token before it: a causal model predicts one less than it reads.
+        return labels[..., 1:]
+    return labels
