@@ -255,6 +255,26 @@ def test_every_offered_value_runs(
         layout = layout.fitted({**chosen, field: wanted}, arch, cluster, recipe)
 
 
+def test_megatron_cuts_experts_sequence_first() -> None:
+    error = refusal(
+        lambda: degrees(Layout.megatron(tp=2, sequence_parallel=False), arch=MOE), "Layout.sequence_parallel"
+    )
+    assert error.fix == "sequence_parallel=True"
+    assert degrees(Layout.megatron(tp=2), arch=MOE).tp == 2
+    assert Layout.megatron(tp=2).offered(MOE, EIGHT, Recipe())["sequence_parallel"] == [True]
+
+
+def test_megatron_shares_a_key_value_head_among_ranks() -> None:
+    arch, sixteen = ss.models["llama-3.1-70b"], Cluster.parse("2x8xh100-sxm-80gb")
+    assert (arch.num_attention_heads, arch.num_key_value_heads) == (64, 8)
+    assert degrees(Layout.megatron(tp=16), sixteen, arch).tp == 16
+    refusal(lambda: degrees(Layout.fsdp2(tp=16), sixteen, arch), "Layout.tp")
+    odd = replace(arch, num_key_value_heads=4, num_attention_heads=24, head_dim=128)
+    error = refusal(lambda: degrees(Layout.megatron(tp=6), Cluster.parse("6xcpu"), odd), "Layout.tp")
+    assert "multiple" in error.allowed
+    assert error.fix == "tp=4"
+
+
 def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
     assert Layout.zero().stage == 3  # type: ignore[attr-defined]
     for stage, tp, ep in ((3, [1], [1]), (2, [1, 2, 4, 8], [1, 2, 4, 8])):

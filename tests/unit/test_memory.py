@@ -337,6 +337,19 @@ def test_megatron_reduces_to_korthikanti(tp: int, sequence_parallel: bool) -> No
     assert found == rest + 24 * h / tp + statistics
 
 
+@pytest.mark.parametrize("tp", [1, 8, 16, 64])
+def test_megatron_ranks_hold_at_least_one_key_value_head(tp: int) -> None:
+    arch = ss.models["llama-3.1-70b"]
+    modules = Modules("megatron", False, 2, 2048)
+    found = layer_activations(arch, False, modules, "none", tp, True).attention
+    query_and_output, statistics = 2 * 2 * 64 * 128 // tp, 4 * 64 // tp
+    assert found == query_and_output + statistics + 2 * 2 * max(1, 8 // tp) * 128
+    # linear_qkv itself is cut evenly; its output is gathered where a head lies on several ranks.
+    shard = layer_shard(arch, False, tp, 1, 1)
+    norms = 2 * arch.hidden_size
+    assert (shard.dense - norms) * tp == sum(arch.layer_matrix_parameters(0).values())
+
+
 def test_megatron_selective_frees_statistics_only() -> None:
     modules = Modules("megatron", False, 2, 2048)
     none, some = (

@@ -251,17 +251,21 @@ def left_over_ranks(world_size: int, **degrees: int) -> int:
     return world_size // taken
 
 
-def check_heads(architecture: Architecture, tp: int) -> None:
-    """Refuse a tp that cannot split the heads (query and key/value heads alike) evenly."""
+def check_heads(architecture: Architecture, tp: int, shares_key_value_heads: bool = False) -> None:
+    """Refuse a tp that cannot split the heads (query and key/value heads alike) evenly.
+
+    ``shares_key_value_heads``: several ranks may have the same key/value head.
+    """
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(architecture, field)
+        shares = shares_key_value_heads and field == "num_key_value_heads"
         if architecture.latent_attention is not None and field == "num_key_value_heads":
             continue
-        if heads % tp:
+        if heads % tp and not (shares and tp % heads == 0):
             refuse(
                 "Layout.tp",
                 tp,
-                f"a divisor of {architecture.name}'s {field}={heads}",
+                f"a divisor {'or a multiple ' if shares else ''}of {architecture.name}'s {field}={heads}",
                 f"tp={largest_divisor(heads, tp)}",
             )
 

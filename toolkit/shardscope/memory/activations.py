@@ -56,7 +56,12 @@ def layer_activations(
 ) -> LayerActivations:
     """Bytes one token leaves in one decoder layer, and what its backward needs beside them."""
     saved = saved_tensors(architecture, moe, modules)
-    parts = {"tp": tp, "sequence": tp if splits_sequence else 1, "whole": 1}
+    parts = {
+        "tp": tp,
+        "key_value_heads": min(tp, architecture.num_key_value_heads),
+        "sequence": tp if splits_sequence else 1,
+        "whole": 1,
+    }
 
     def on_rank(tensors: tuple[Saved, ...], *operators: str) -> int:
         return sum(

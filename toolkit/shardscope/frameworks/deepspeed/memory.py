@@ -91,8 +91,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             optimizer,
             optimizer_place,
             lambda: (
-                f"{share(trained, trained_experts, 1)} × {kept} bytes · fp32 main copy and {recipe.optimizer} "
-                f"moments (ZeRO-{zero})"
+                f"{share(trained, trained_experts, 1)} × {kept} bytes · fp32 main copy and "
+                f"{recipe.optimizer} moments (ZeRO-{zero})"
             ),
         ),
         gather_forward=_live(stage, zero, half, plan),

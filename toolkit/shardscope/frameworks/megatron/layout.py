@@ -75,12 +75,12 @@ class MegatronLayout(Layout):
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Data-parallel ranks are what tp, pp and cp leave."""
-        check_heads(architecture, self.tp)
+        check_heads(architecture, self.tp, shares_key_value_heads=True)
         check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
         check_experts(architecture, self.ep, data_parallel * self.cp)
-        self._check_sequence(recipe)
+        self._check_sequence(architecture, recipe)
         degrees = Degrees(
             data_parallel=data_parallel,
             shard=data_parallel if self.distributed_optimizer else 1,
@@ -128,7 +128,14 @@ class MegatronLayout(Layout):
             f"pp={nearest}",
         )
 
-    def _check_sequence(self, recipe: Recipe) -> None:
+    def _check_sequence(self, architecture: Architecture, recipe: Recipe) -> None:
+        if self.tp > 1 and not self.splits_sequence and architecture.num_moe_layers:
+            refuse(
+                "Layout.sequence_parallel",
+                False,
+                "True or None with experts and tp > 1 (megatron-core's MoELayer refuses to train otherwise)",
+                "sequence_parallel=True",
+            )
         if self.splits_sequence and (recipe.seq_len // self.cp) % self.tp:
             refuse(
                 "Layout.tp",

@@ -22,7 +22,14 @@ def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Save
     tensors = [
         # Two norms: each keeps its input; its output feeds a matrix product.
         Saved("norms", 4 * hidden * c, "sequence"),
-        Saved("attention", (attention.inputs + attention.output) * c, "tp"),
+        Saved("attention", (attention.query + attention.output) * c, "tp"),
+        # Where tp exceeds the key/value heads, linear_qkv's output is gathered and each rank keeps one head
+        # (megatron/core/transformer/attention.py, get_query_key_value_tensors).
+        Saved(
+            "attention",
+            (attention.key + attention.value) * c,
+            "tp" if arch.latent_attention else "key_value_heads",
+        ),
         *_statistics(arch),
     ]
     latent = arch.latent_attention

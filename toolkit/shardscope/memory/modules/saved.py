@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
 Operator = Literal["norms", "attention", "mlp", "experts"]
-Cut = Literal["tp", "sequence", "whole"]
+Cut = Literal["tp", "key_value_heads", "sequence", "whole"]
 
 
 class Saved(NamedTuple):
@@ -17,7 +17,8 @@ class Saved(NamedTuple):
     operator: Operator
     bytes_per_token: int
     cut_by: Cut
-    """``tp``: always divided by it; ``sequence``: only with sequence parallelism; ``whole``: never."""
+    """``tp``: always divided by it; ``key_value_heads``: by it, but not below one such head;
+    ``sequence``: only with sequence parallelism; ``whole``: never."""
 
 
 class Modules(NamedTuple):
