@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
-
-class StandInPlan:
-    """What ``launch`` uses of a plan, until there are plans."""
-
-    def __init__(self, ranks: int, gpu: str = "cpu", nodes: int = 1) -> None:
-        self.world_size = ranks * nodes
-        self.cluster = SimpleNamespace(gpu=SimpleNamespace(name=gpu), gpus_per_node=ranks, num_nodes=nodes)
-        self.layout = SimpleNamespace(framework="ddp")
-
-    def to_json(self) -> str:
-        return json.dumps({"stand_in": self.world_size})
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 
 
-def make_plan(ranks: int = 2) -> Any:
-    """A tiny plan for that many CPU ranks here."""
-    try:
-        from shardscope import Architecture, Cluster, Layout, Plan, Recipe
-    except ImportError:
-        return StandInPlan(ranks)
-    cluster = Cluster.parse(f"{ranks}xcpu")
-    return Plan(
-        Architecture.of_size("2m"), cluster, Recipe(seq_len=64, global_batch_size=ranks), Layout.ddp()
-    )
+def make_plan(ranks: int = 2, cluster: str = "") -> Plan:
+    """A tiny plan for that many CPU ranks here, or for ``cluster``."""
+    recipe = Recipe(seq_len=64, global_batch_size=ranks)
+    return Plan(Architecture.of_size("2m"), Cluster.parse(cluster or f"{ranks}xcpu"), recipe, Layout.ddp())
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

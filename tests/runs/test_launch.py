@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import run_tasks as tasks
-from run_helpers import StandInPlan, make_plan, processes_of, seconds_until
+from run_helpers import make_plan, processes_of, seconds_until
 
+from shardscope import Architecture, Plan
 from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import launch
 from shardscope.runs.processes import num_cores
@@ -203,8 +204,6 @@ def test_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
     task.file = (tmp_path / "x").open("w")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"Log.*'file'"):
         launch(plan, task, folder=tmp_path)
-    with pytest.raises(ValueError, match=r"allowed: a callable f\(ctx\)"):
-        launch(plan, 7, folder=tmp_path)
     task = tasks.Log()
     task.check = lambda plan: refuse("plan", plan, "none", "another")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"plan is .*allowed: none"):
@@ -221,18 +220,34 @@ def test_missing_extra(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         launch(plan, tasks.Log(), folder=tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [0, -1, 2.5, 10_000])
-def test_impossible_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"plan\.world_size"):
-        launch(StandInPlan(ranks), tasks.Log(), folder=tmp_path)
+def test_more_ranks_than_the_machine_bears(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"plan\.world_size is 1024; allowed: 1 to"):
+        launch(make_plan(1024), tasks.Log(), folder=tmp_path)
+
+
+@pytest.mark.parametrize("plan", [None, 7, "8xh100", Architecture.of_size("2m"), Plan])
+def test_what_is_no_plan(plan: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"launch\.plan is .*allowed: a Plan"):
+        launch(plan, tasks.Log(), folder=tmp_path)
+
+
+@pytest.mark.parametrize("task", [None, 7, "train", tasks.Log])
+def test_what_is_no_task(task: Any, plan: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"launch\.task is .*allowed: a callable f\(ctx\)"):
+        launch(plan, task, folder=tmp_path)
+
+
+@pytest.mark.parametrize("folder", [5, True, float("nan"), [], b"runs", "a\0b"])
+def test_what_is_no_folder(folder: Any, plan: Any) -> None:
+    with pytest.raises(ValueError, match=r"launch\.folder is .*allowed: text or a Path"):
+        launch(plan, tasks.Log(), folder=folder)
 
 
 def test_several_machines_and_absent_gpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this machine only"):
-        launch(StandInPlan(2, nodes=2), tasks.Log(), folder=tmp_path)
-    pytest.importorskip("shardscope.cluster")
-    with pytest.raises(ValueError, match=r"what is here: .*cpu"):
-        launch(StandInPlan(2, gpu="no-such-gpu"), tasks.Log(), folder=tmp_path)
+        launch(make_plan(4, "2x2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
+    with pytest.raises(ValueError, match=r"what is here: "):
+        launch(make_plan(2, "2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x" * 101, "a\nb", 7])

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.environment import with_toolkit
-from shardscope.runs.folder import FINAL, RunFolder, unwritable
+from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import open_log, write_json
 from shardscope.runs.run import Run
-from shardscope.validation import flag, refuse, whole_number
+from shardscope.validation import flag, refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.runs.context import Context
 
 NEEDED = ("torch", "accelerate", "cloudpickle")
 MAX_NAME_LENGTH = 100
 
 
 def launch(
-    plan: Any,
-    task: Any,
+    plan: Plan,
+    task: Callable[[Context], object],
     name: str | None = None,
     outlive_kernel: bool = False,
     folder: str | os.PathLike[str] | None = None,
@@ -39,17 +45,20 @@ def launch(
     an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``. A task with a
     method ``check(plan)`` may refuse the plan by a ``ValueError``.
 
-    Raises ``ValueError`` for a plan this machine cannot run, a task that cannot be pickled (naming what in
-    it), or the name of a run that is alive; ``ImportError`` without the extra "train"; ``OSError`` naming a
-    folder that cannot be written.
+    Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run, a task that cannot
+    be pickled (naming what in it), or the name of a run that is alive; ``ImportError`` without the extra
+    "train"; ``OSError`` naming a folder that cannot be written.
     """
+    _check_plan(plan)
+    _check_task(task)
     flag("launch.outlive_kernel", outlive_kernel)
+    parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _checked_name(name)
     _check_extra()
     device = _check_machine(plan)
     if callable(check := getattr(task, "check", None)):
         check(plan)
     payload = pack(task, plan)
-    run_folder = _make_folder(Path("runs" if folder is None else folder), _checked_name(name))
+    run_folder = _make_folder(parent, name)
     try:
         write_json(run_folder.run_json, _description(run_folder, plan, task, device, outlive_kernel))
         write_task(run_folder, payload)
@@ -59,6 +68,21 @@ def launch(
         run_folder.task.unlink(missing_ok=True)
         raise unwritable(run_folder.path, error) from error
     return Run(run_folder)
+
+
+def _check_plan(plan: object) -> None:
+    from shardscope.plan import Plan  # Not above: ``import shardscope`` takes milliseconds.
+
+    if not isinstance(plan, Plan):
+        refuse("launch.plan", plan, "a Plan", "ss.Plan(architecture, cluster, recipe, layout)")
+
+
+def _check_task(task: object) -> None:
+    allowed = "a callable f(ctx), such as your own function or ss.Pretrain(...)"
+    if inspect.isclass(task):  # Calling it would only make one, on every rank.
+        refuse("launch.task", task, allowed, f"{task.__name__}(...)")
+    if not callable(task):
+        refuse("launch.task", task, allowed, "def task(ctx): ...")
 
 
 def _check_extra() -> None:
@@ -71,10 +95,9 @@ def _check_extra() -> None:
         raise ValueError("Launching forks its ranks, which this system cannot; use Linux, macOS or WSL 2.")
 
 
-def _check_machine(plan: Any) -> str:
+def _check_machine(plan: Plan) -> str:
     """Refuse what this machine lacks. The device type of the ranks: "cuda" or "cpu"."""
-    world_size = whole_number("plan.world_size", plan.world_size, low=1, high=1_000_000)
-    cluster = plan.cluster
+    world_size, cluster = plan.world_size, plan.cluster
     if cluster.num_nodes > 1:
         refuse(
             "plan.cluster.num_nodes",
@@ -148,7 +171,7 @@ def _is_alive(folder: RunFolder) -> bool:
 
 
 def _description(
-    folder: RunFolder, plan: Any, task: Any, device: str, outlive_kernel: bool
+    folder: RunFolder, plan: Plan, task: object, device: str, outlive_kernel: bool
 ) -> dict[str, Any]:
     """What ``run.json`` keeps. No environment variables and no values of the task: they may be tokens."""
     versions = {"python": platform.python_version()}

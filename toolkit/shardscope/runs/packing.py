@@ -14,11 +14,6 @@ def pack(task: Any, plan: Any) -> bytes:
     """``(task, plan)`` as bytes. Raises ``ValueError`` naming the object that cannot be pickled."""
     import cloudpickle
 
-    if not callable(task):
-        raise ValueError(
-            f"task is a {type(task).__name__}; allowed: a callable f(ctx), such as your own function or "
-            f"ss.Pretrain(...). Nearest fix: def task(ctx): ..."
-        )
     try:
         return bytes(cloudpickle.dumps((task, plan)))
     except Exception as error:
