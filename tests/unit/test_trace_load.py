@@ -18,7 +18,8 @@ from shardscope.trace import files as trace_files
 from shardscope.trace.nesting import nesting_depth, union_ns
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
-REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES", "/work/shared/data/traces"))
+BESIDE_THE_REPOSITORY = Path(__file__).parents[3] / "shared" / "data" / "traces"
+REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES") or BESIDE_THE_REPOSITORY)
 
 
 def event(name: str = "op", ts: Any = 0.0, dur: Any = 10.0, **more: Any) -> dict[str, Any]:
@@ -299,9 +300,9 @@ def test_arguments_are_decoded_on_request(tmp_path: Path) -> None:
     assert trace.args(1) == {}
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="real traces are not on this machine")
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no traces of others in {REAL}: set SHARDSCOPE_REAL_TRACES")
 @pytest.mark.parametrize(
-    "path", [*sorted(REAL.glob("*.json.gz")), REAL / "dlrm_8rank"], ids=lambda path: path.name
+    "path", [*sorted(REAL.glob("*.json.gz")), *REAL.glob("dlrm_8rank")], ids=lambda path: path.name
 )
 def test_real_traces_load(path: Path) -> None:
     trace = Trace.load(path)
