@@ -161,6 +161,12 @@ def test_a_damaged_supervisor_record_is_no_supervisor(record: dict[str, object],
     assert _run(tmp_path, record).status == "lost"
 
 
+def test_a_run_without_a_trace_names_both_causes(tmp_path: Path) -> None:
+    both = "recorded no trace: profile=True was not set, or it ended before the steps that are profiled"
+    with pytest.raises(ValueError, match=both):
+        _run(tmp_path, None, "stopped").trace()
+
+
 @pytest.mark.parametrize("folder", [None, 5, True, float("nan"), [], b"runs", "a\0b"])
 def test_folders_that_are_no_path(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Run\.attach folder is .*allowed: text or a Path"):

@@ -150,8 +150,9 @@ class Run:
         """The :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
         if not any(self._folder.traces.glob("*.json.gz")):
             raise ValueError(
-                f"The run {self.name} recorded no trace. Nearest fix: run some steps inside "
-                "`with ctx.profile(): ...`."
+                f"The run {self.name} recorded no trace: profile=True was not set, or it ended "
+                "before the steps that are profiled. Nearest fix: ss.Pretrain(profile=True), or in a task of "
+                "your own `with ctx.profile(): ...`."
             )
         from shardscope.trace import Trace
 
