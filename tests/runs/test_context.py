@@ -83,6 +83,17 @@ def test_should_stop_keeps_other_commands(folder: RunFolder) -> None:
     assert context.commands() == []
 
 
+def test_commands_that_nobody_reads_do_not_pile_up(folder: RunFolder) -> None:
+    context = make_context(folder)
+    for batch in range(3):
+        for number in range(700):
+            append_line(folder.control, {"command": "profile", "number": 700 * batch + number})
+        assert not context.should_stop
+    assert [command["number"] for command in context.commands()] == list(range(1100, 2100))
+    append_line(folder.control, {"command": "profile", "number": 5000})
+    assert [command["number"] for command in context.commands()] == [5000]
+
+
 def test_records_are_kept_side_by_side(folder: RunFolder) -> None:
     context = make_context(folder)
     context.record("engine", {"shards": 2})

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 RESERVED = ("step", "rank", "time")
+MAX_PENDING = 1000
+"""Commands kept for a task that does not read them; an older one gives way."""
 
 
 class Context:
@@ -45,7 +48,7 @@ class Context:
         """The plan that was launched."""
         self._folder = folder
         self._feed = CommandFeed(folder, store, rank=rank, world_size=world_size)
-        self._pending: list[dict[str, Any]] = []
+        self._pending: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
         self._recorded: dict[str, Any] = {}
         self._stop_asked = False
         self._last_step = -1
@@ -122,10 +125,11 @@ class Context:
         """Commands other than stop that came since the last call, such as ``{"command": "profile", ...}``.
 
         Like ``should_stop``, a look at the control file: every rank must make the same looks in the same
-        order.
+        order. The latest 1000 are kept.
         """
         self._take_commands()
-        taken, self._pending = self._pending, []
+        taken = list(self._pending)
+        self._pending.clear()
         return taken
 
     def record(self, name: str, mapping: Mapping[str, Any]) -> None:
