@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
 
+_CHURNED: tuple[Component, ...] = ("activations", "logits", "gather_buffers")
+
 
 def predict(plan: Plan) -> MemoryReport:
     """The plan's memory, every pipeline stage, from closed formulas."""
@@ -40,26 +42,23 @@ def predict(plan: Plan) -> MemoryReport:
     model = frameworks[plan.layout.framework].memory_model()
     shared = _Shared(plan)
     states: dict[tuple[int, ...], TrainingState] = {}
-    by_stage, fullest = [], []
+    by_stage: list[StageMemory] = []
+    fullest: list[tuple[StageMemory, TrainingState]] = []
     for stage in model.stages(plan):
-        shape = stage[
-            1:
-        ]  # Everything but its number, by which stages differ in micro-batches in flight only.
+        # Everything but its number, by which stages differ in micro-batches in flight only.
+        shape = stage[1:]
         is_new = shape not in states
         if is_new:
             states[shape] = model.training_state(plan, stage)
         by_stage.append(shared.stage(stage, states[shape]))
         if is_new:
             # Of stages of one shape the first has most in flight, so none of the others holds more.
-            fullest.append(by_stage[-1])
-    worst = max(fullest, key=lambda stage: stage.peak_bytes)
-    low, high = shared.band(worst)
+            fullest.append((by_stage[-1], states[shape]))
     return MemoryReport(
         by_stage=tuple(by_stage),
-        worst_stage=worst,
+        worst_stage=max((stage for stage, _ in fullest), key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        low_bytes=low,
-        high_bytes=high,
+        find_band=lambda: shared.band(fullest),
     )
 
 
@@ -144,22 +143,25 @@ class _Shared:
             ),
         )
 
-    def band(self, stage: StageMemory) -> tuple[int, int]:
-        """The least and the most that library buffers and the allocator make of a stage's peak."""
-        peak = stage.peak
-        parts = peak.components
-        tensors = stage.peak_bytes - parts["communication"] - parts["runtime"] - parts["fragmentation"]
-        gaps = overheads.fragmentation(_churned(peak.components), self.on_gpu)
-        scale = parts["communication"]
-        low = tensors + self.runtime.low + scale // 4 + gaps.low
-        high = tensors + self.runtime.high + 2 * scale + gaps.high
+    def band(self, stages: list[tuple[StageMemory, TrainingState]]) -> tuple[int, int]:
+        """The peak if library buffers and the allocator take their least, and if they take their most.
+
+        The peak may then be at another moment: what backward frees leaves gaps, the optimizer's step none.
+        """
+        low = high = 0
+        for stage, state in stages:
+            communication = overheads.communication(state.group_sizes, self.on_gpu)
+            for moment in stage.moments:
+                gaps = overheads.fragmentation(_churned(moment.terms), self.on_gpu)
+                bands = (communication, self.runtime, gaps)
+                tensors = moment.total - sum(band.point for band in bands)
+                low = max(low, tensors + sum(band.low for band in bands))
+                high = max(high, tensors + sum(band.high for band in bands))
         return low, high
 
     def _with_gaps(self, phase: Phase, fraction: float, terms: dict[Component, Term]) -> Moment:
         """The moment of ``terms``, to which what the allocator loses is added."""
-        churned = terms["activations"][0] + terms["gather_buffers"][0]
-        if "logits" in terms:
-            churned += terms["logits"][0]
+        churned = _churned(terms)
         gaps = overheads.fragmentation(churned, self.on_gpu)
 
         def words() -> str:
@@ -297,9 +299,13 @@ def in_flight(plan: Plan, stage: int) -> tuple[int, int]:
     return vpp, min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, micro_batches * vpp)
 
 
-def _churned(components: Mapping[str, int]) -> int:
+def _churned(terms: Mapping[Component, Term]) -> int:
     """Bytes that a step allocates and frees again."""
-    return sum(components.get(name, 0) for name in ("activations", "logits", "gather_buffers"))
+    churned = 0
+    for name in _CHURNED:
+        if name in terms:
+            churned += terms[name][0]
+    return churned
 
 
 def _layer_words(layer: LayerActivations, recompute: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.memory.words import gib
 from shardscope.validation import one_of
@@ -109,11 +109,23 @@ class MemoryReport:
     """The first stage whose peak is highest."""
     usable_bytes: int
     """What the driver leaves of the card to one rank."""
-    low_bytes: int
-    """The peak if library buffers and the allocator take their least."""
-    high_bytes: int
-    """The peak if they take their most."""
+    find_band: Callable[[], tuple[int, int]]
+    """Computes :attr:`low_bytes` and :attr:`high_bytes`: a search looks at peaks only."""
     tier: Literal["predicted", "rehearsed", "measured"] = "predicted"
+
+    @property
+    def low_bytes(self) -> int:
+        """The peak if library buffers and the allocator take their least."""
+        return self._band[0]
+
+    @property
+    def high_bytes(self) -> int:
+        """The peak if they take their most."""
+        return self._band[1]
+
+    @cached_property
+    def _band(self) -> tuple[int, int]:
+        return self.find_band()
 
     @property
     def peak_phase(self) -> Phase:
@@ -217,15 +229,3 @@ def joined(*terms: Term) -> Term:
         sum(term.num_bytes for term in terms),
         lambda: " + ".join(term.explain() for term in terms if term.num_bytes),
     )
-
-
-def as_dict(report: MemoryReport) -> dict[str, Any]:
-    """The peak's components, total and verdict as plain JSON values, for run records."""
-    return {
-        "components": dict(report.components),
-        "peak_bytes": report.peak_bytes,
-        "peak_phase": report.peak_phase,
-        "low_bytes": report.low_bytes,
-        "high_bytes": report.high_bytes,
-        "usable_bytes": report.usable_bytes,
-    }
