@@ -16,7 +16,8 @@ import run_tasks as tasks
 from run_helpers import make_plan, seconds_until
 from test_stop import begun, rank_pid
 
-from shardscope.runs.causes import first_failure, looks_like_peer_lost
+from shardscope.runs import launcher
+from shardscope.runs.causes import died_untimely, first_failure, looks_like_peer_lost
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.launch import launch
@@ -143,6 +144,32 @@ def test_consequences_come_last(tmp_path: Path) -> None:
     append_line(folder.exits, {"time": 2.0, "rank": 1, "code": -9})
     failure = first_failure(folder, 4)
     assert failure is not None and failure.rank == 1 and "SIGKILL" in failure.reason
+
+
+def test_a_rank_that_torch_reaped_first_still_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both the watching thread and torch elastic wait for a rank, and only one of them gets its exit code."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+
+    def reaped(*_: object) -> None:
+        raise ChildProcessError
+
+    monkeypatch.setattr(os, "waitid", reaped)
+    launcher._watch_one(folder, 0, 1)
+    assert died_untimely(folder)
+    failure = first_failure(folder, 2)
+    assert failure is not None and failure.reason.startswith("rank 0 ended before its task returned")
+    # What rank 0's death did to rank 1 comes next; only then does elastic tell how rank 0 ended.
+    append_line(folder.exits, {"time": time.time() + 1, "rank": 1, "code": -6})
+    append_line(folder.exits, {"time": time.time() + 2, "rank": 0, "code": -9})
+    failure = first_failure(folder, 2)
+    assert failure is not None and failure.reason.startswith("rank 0 was killed by SIGKILL")
+    write_json(folder.rank(0), {"exit": "finished", "port": 0})
+    folder.exits.unlink()
+    launcher._watch_one(folder, 0, 1)
+    assert not died_untimely(folder)
 
 
 def test_what_a_lost_peer_looks_like() -> None:

@@ -57,16 +57,18 @@ def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
     """The failure that came first and is no consequence of another; None if nothing failed."""
     failures = [_raised(folder, rank) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
-    for record in read_lines(folder.exits):
-        if record.get("rank") not in raised:
+    for record in _exits(folder):
+        if record["rank"] not in raised:
             failures.append(_died(folder, record))
     failures.append(_launcher_failed(folder))
     found = [failure for failure in failures if failure is not None]
     return min(found, key=lambda failure: (failure.is_consequence, failure.time), default=None)
 
 
-def describe_exit(code: int) -> str:
-    """What an exit code of a process says, in words that follow a name ("rank 1 ...")."""
+def describe_exit(code: int | None) -> str:
+    """What an exit code of a process says, in words that follow a name ("rank 1 ..."); None if unknown."""
+    if code is None:
+        return "ended before its task returned; its exit code is not known"
     if code >= 0:
         return f"exited with code {code} before its task returned (os._exit or a native library)"
     try:
@@ -78,7 +80,7 @@ def describe_exit(code: int) -> str:
 
 def died_untimely(folder: RunFolder) -> bool:
     """Whether some rank process ended other than by returning from its task."""
-    return any(_died(folder, record) is not None for record in read_lines(folder.exits))
+    return any(_died(folder, record) is not None for record in _exits(folder))
 
 
 def looks_like_peer_lost(name: str, text: str) -> bool:
@@ -103,12 +105,22 @@ def _raised(folder: RunFolder, rank: int) -> Failure | None:
     )
 
 
+def _exits(folder: RunFolder) -> list[dict[str, Any]]:
+    """One record per rank that ended: the time of its first one, and the code as soon as one has it."""
+    exits: dict[int, dict[str, Any]] = {}
+    for record in read_lines(folder.exits):
+        rank, code = record.get("rank"), record.get("code")
+        if isinstance(rank, int) and (code is None or isinstance(code, int)):
+            known = exits.setdefault(rank, record)
+            if known.get("code") is None:
+                known["code"] = code
+    return list(exits.values())
+
+
 def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
-    rank, code = record.get("rank"), record.get("code")
-    if not isinstance(rank, int) or not isinstance(code, int):
-        return None
+    rank, code = record["rank"], record["code"]
     marker = read_json(folder.rank(rank)) or {}
-    if code == 0 and marker.get("exit") == "finished":
+    if code in (0, None) and marker.get("exit") == "finished":
         return None
     reason = f"rank {rank} {describe_exit(code)}"
     return Failure(

@@ -59,7 +59,7 @@ def main(folder: RunFolder) -> int:
     try:
         on_a_fresh_port(lambda port: _notebook_launcher(run_rank, arguments, world_size, port))
     except ChildFailedError as error:
-        known = {record.get("rank") for record in read_lines(folder.exits)}
+        known = {record.get("rank") for record in read_lines(folder.exits) if record.get("code") is not None}
         for rank, failure in error.failures.items():
             if rank not in known:
                 _write_exit(folder, rank, failure.exitcode)
@@ -126,12 +126,15 @@ def _watch_one(folder: RunFolder, rank: int, pid: int) -> None:
         # WNOWAIT leaves the exit code for torch elastic.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
+        # torch elastic, which waits as well, was quicker. It tells the code once the other ranks are gone;
+        # told only then, this rank would seem to have ended after those that it took along.
+        _write_exit(folder, rank, None)
         return
     if ended is not None:
         _write_exit(folder, rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
 
-def _write_exit(folder: RunFolder, rank: int, code: int) -> None:
+def _write_exit(folder: RunFolder, rank: int, code: int | None) -> None:
     try:
         append_line(folder.exits, {"time": time.time(), "rank": rank, "code": code})
     except OSError as error:
