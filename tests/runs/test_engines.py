@@ -390,6 +390,61 @@ def test_a_micro_batch_without_labels_is_refused_on_every_rank(tmp_path: Path) -
         assert "no labelled token" in message
 
 
+def stepped_freely(ctx: StandInContext) -> dict[str, Any]:
+    """How far one step of plain SGD goes, clipped as set; its length is the learning rate times the norm."""
+    moved, norms = [], []
+    for longest in (1.0, 0.25, None):
+        ctx.engine = type(ctx.engine)(ctx)
+        assert ctx.engine.max_grad_norm == 1.0
+        ctx.engine.max_grad_norm = longest
+
+        def build() -> Any:
+            class Line(torch.nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.weight = torch.nn.Parameter(torch.zeros(4, 1))
+
+                def forward(self, x: Any) -> Any:
+                    return (x @ self.weight).mean()
+
+            return Line()
+
+        ctx.engine.setup(build, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        ctx.engine.step({"x": torch.full((2, 4), 3.0)})
+        (weight,) = ctx.engine.model.parameters()
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        moved.append(float(whole.norm()))
+        norms.append(ctx.engine.grad_norm)
+    return {"moved": moved, "norms": norms}
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_clipping_can_be_set_and_left_out(framework: str, tmp_path: Path) -> None:
+    result = on_ranks(2, tiny_plan(framework, 2), stepped_freely, tmp_path)[0]
+    assert result["moved"] == pytest.approx([1.0, 0.25, 6.0], rel=1e-4)
+    assert result["norms"] == pytest.approx([6.0] * 3)
+
+
+def saved_beside(ctx: StandInContext) -> int:
+    set_up(ctx)
+    ctx.engine.step(batch_of(ctx, 0))
+    ctx.engine.save("kept/one")
+    again = type(ctx.engine)(ctx)
+    ctx.engine = again
+    set_up(ctx)
+    again.load("kept/one")
+    return int(again.num_steps_done)
+
+
+def test_relative_checkpoints_are_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert on_ranks(2, tiny_plan("fsdp2", 2), saved_beside, tmp_path / "run") == [1, 1]
+    assert (tmp_path / "run" / "kept" / "one" / "position.json").is_file()
+    assert not list(elsewhere.iterdir())
+
+
 def classified(ctx: StandInContext) -> list[float]:
     """Three steps of a classifier whose labels are one class a row, some of them left out."""
 

@@ -56,6 +56,8 @@ class Engine(ABC):
     Engines that shard may then draw them shard by shard from ``seed``, and never hold the model whole. If
     False, the weights that ``build_model`` gives are kept exactly, and each rank builds them in host memory.
     """
+    max_grad_norm: float | None = 1.0
+    """Every step scales the gradient of the whole model down to this norm; None: never."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -79,12 +81,16 @@ class Engine(ABC):
     def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
         """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run.
 
-        The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` is set.
+        The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` is set. Steps clip
+        gradients to ``max_grad_norm``, with an optimizer of one's own too.
         """
 
     @abstractmethod
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Take one optimizer step on this rank's share of a global batch.
+
+        Before the optimizer's step the gradient of the whole model is clipped to ``max_grad_norm``, 1.0
+        unless it was set; ``grad_norm`` says how long it was.
 
         ``batch`` has ``input_ids`` and ``labels`` of shape ``[num_micro_batches * micro_batch_size,
         seq_len]``; labels are aligned with inputs (the model shifts them) and -100 is not trained on.
@@ -95,11 +101,20 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder, all ranks together: aside first, renamed when it is whole."""
+        """Write a checkpoint folder, all ranks together: aside first, renamed when it is whole.
+
+        A relative ``path`` is one in the run folder (``ctx.folder``); an older checkpoint there is replaced.
+        In it are the weights (of LoRA the adapters), the optimizer's state and the number of steps done.
+        """
 
     @abstractmethod
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint of the same model that ``save`` wrote in a run folder of this user."""
+        """Continue from a checkpoint of the same model that ``save`` wrote in a run folder of this user.
+
+        All ranks together, after ``setup``. A relative ``path`` is one in this run's own folder
+        (``ctx.folder``). The number of ranks, and DDP or FSDP2, may differ from those that saved. Raises
+        ``FileNotFoundError`` if there is no whole checkpoint, ``PermissionError`` if it is another user's.
+        """
 
     @abstractmethod
     def memory(self) -> dict[str, int]:

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-MAX_GRAD_NORM = 1.0
-
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's own part of ``tensor``, with no communication."""
@@ -20,10 +18,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def clip(
     parameters: Iterable[torch.nn.Parameter],
     device: torch.device,
-    shard_group: Any | None = None,
-    max_norm: float = MAX_GRAD_NORM,
+    shard_group: Any | None,
+    max_norm: float | None,
 ) -> torch.Tensor:
-    """Scale gradients to ``max_norm`` in place; return the norm of the whole model's gradient before that.
+    """Scale gradients to ``max_norm`` in place (None: leave them); return the whole model's norm before that.
 
     The norm stays on ``device``: reading it here would make the host wait for the device once more a step.
 
@@ -37,6 +35,8 @@ def clip(
     if shard_group is not None:
         dist.all_reduce(total, group=shard_group)
     norm = total.sqrt()
+    if max_norm is None:
+        return norm
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # A look at a number costs nothing on a CPU, and a pass over all gradients does.
     if device.type != "cpu" or bool(scale < 1):

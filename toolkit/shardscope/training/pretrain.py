@@ -132,7 +132,7 @@ class Pretrain:
             return
         if not isinstance(value, str | Path):
             refuse(f"Pretrain.{field}", value, "a path or None", "None")
-        # Ranks do not run in the notebook's folder.
+        # Absolute from here on: the kernel may change folders before it launches, or launch from another.
         path = Path(value).expanduser().absolute()
         kind = "an existing text file" if field == "text" else "an existing checkpoint folder"
         if not (path.is_file() if field == "text" else path.is_dir()):

@@ -137,10 +137,14 @@ class TorchEngine(Engine):
             "num_steps_done": self.num_steps_done,
             "loss_scale": self._scaler.get_scale() if self._scaler else None,
         }
-        checkpoint.save(Path(path), self.model, self.optimizer, position, self.recipe.method == "lora")
+        checkpoint.save(
+            self._in_run(path), self.model, self.optimizer, position, self.recipe.method == "lora"
+        )
 
     def load(self, path: str | Path) -> None:
-        position = checkpoint.load(Path(path), self.model, self.optimizer, self.recipe.method == "lora")
+        position = checkpoint.load(
+            self._in_run(path), self.model, self.optimizer, self.recipe.method == "lora"
+        )
         self.num_steps_done = int(position["num_steps_done"])
         if self._scaler and position["loss_scale"]:
             state = self._scaler.state_dict()
@@ -171,6 +175,10 @@ class TorchEngine(Engine):
         apply_recompute(model, self.recipe.recompute)
         return model
 
+    def _in_run(self, path: str | Path) -> Path:
+        """``path``, from the run folder if it is relative: the ranks' own folder means nothing to anybody."""
+        return Path(self.ctx.folder) / Path(path).expanduser()
+
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         kind = self.autocast_dtype
         casting = torch.autocast(self.ctx.device.type, dtype=kind) if kind else nullcontext()
@@ -183,7 +191,7 @@ class TorchEngine(Engine):
         """Clip, step and free; the gradient's norm, still on the device."""
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        norm = gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group)
+        norm = gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group, self.max_grad_norm)
         if self._scaler:
             self._scaler.step(self.optimizer)
             self._scaler.update()
