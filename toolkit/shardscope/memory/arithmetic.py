@@ -7,13 +7,6 @@ from typing import Any
 import numpy as np
 
 
-def largest(first: Any, second: Any) -> Any:
-    """The larger of two, element by element if either is an array."""
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        return np.maximum(first, second)
-    return first if first >= second else second
-
-
 def smallest(first: Any, second: Any) -> Any:
     """The smaller of two, element by element if either is an array."""
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):

@@ -68,8 +68,6 @@ class Stage(NamedTuple):
     """What one sharding rank keeps of layers, experts and edges, rounded up tensor by tensor."""
     largest_layer: int
     """The largest decoder layer, experts included: what a gather moves."""
-    largest_tensor: int
-    """The largest single weight: no bucket can be smaller."""
     trainable: int
     """Weights that get gradients: all of them, or the adapters."""
     trainable_shard: int
@@ -151,7 +149,6 @@ def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multi
         head=rows * hidden if is_last else 0,
         shard=shard,
         largest_layer=max(dense.dense, moe.dense + moe.experts),
-        largest_tensor=max(rows * hidden, hidden * arch.intermediate_size // degrees.tp),
         trainable=trainable,
         trainable_shard=adapters_shard if adapters else shard,
         adapters=adapters,
