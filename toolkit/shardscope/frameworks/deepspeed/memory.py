@@ -46,7 +46,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     def part(amount: int, experts: int, from_stage: int) -> int:
         if zero < from_stage:
             return amount
-        return ceil_div(amount - experts, ranks) + ceil_div(experts, expert_ranks)
+        held: int = ceil_div(amount - experts, ranks) + ceil_div(experts, expert_ranks)
+        return held
 
     def share(amount: int, experts: int, from_stage: int) -> str:
         if zero < from_stage:
