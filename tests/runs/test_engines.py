@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from run_helpers import seconds_until  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import models  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 from shardscope.memory.lora import adapter_parameters  # noqa: E402
+from shardscope.runs.launch import launch  # noqa: E402
 
 NUM_STEPS = 5
 
@@ -513,13 +517,14 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
         assert line["tokens_per_second_all_ranks"] == pytest.approx(2 * line["tokens_per_second"])
         assert line["rss_bytes"] > line["peak_memory_bytes"] >= line["memory_bytes"] > 0
         assert line["grad_norm"] > 0
-    what, *told = first["printed"]
+    what, *told, saved = first["printed"]
     assert re.fullmatch(
         r"training tiny \(336,192 parameters\) on moby_dick.txt: [\d,]+ windows of 64 tokens, "
         r"8 a step on this rank",
         what,
     )
     assert [line.split(":")[0] for line in told] == [f"step {n} of 40" for n in (1, *range(4, 41, 4))]
+    assert saved == "saved checkpoints/step-000040"
     assert re.fullmatch(r"step 40 of 40: loss \d\.\d+, [\d,]+ tokens/s", told[-1])
     seen = [set(result["records"]["data"]["windows_seen"]) for result in (first, second)]
     assert all(len(windows) == 40 * 8 for windows in seen)
@@ -560,3 +565,54 @@ def stopped_then_resumed(ctx: StandInContext) -> dict[str, Any]:
 def test_a_stopped_run_resumes_where_it_was(tmp_path: Path) -> None:
     result = on_ranks(2, tiny_plan("fsdp2", 2), stopped_then_resumed, tmp_path)[0]
     assert result["parts"] == result["whole"]
+
+
+def steered(ctx: Any) -> None:
+    """Training, and how often this rank looked at the control file."""
+    from shardscope.training.pretrain import Pretrain
+
+    Pretrain(num_steps=100_000, learning_rate=1e-4)(ctx)
+    ctx.log(num_looks=ctx._feed._num_polls)
+
+
+def recorded_steps(run: Any, rank: int) -> int:
+    trace = json.loads(gzip.decompress((run.folder / "traces" / f"rank-{rank}.json.gz").read_bytes()))
+    names = {event["name"] for event in trace["traceEvents"] if "name" in event}
+    return sum(name.startswith("ProfilerStep#") for name in names)
+
+
+@pytest.mark.usefixtures("bounded_time", "nothing_left")
+def test_a_run_obeys_commands(tmp_path: Path) -> None:
+    run = launch(tiny_plan("fsdp2", 2), steered, folder=tmp_path)
+    seconds_until(lambda: len(run.metrics()) > 10 or run.status == "failed")
+    for steps in ("many", 2):
+        run.send("profile", steps=steps)
+    run.send("dance")
+    run.send("checkpoint")
+    checkpoints = run.folder / "checkpoints"
+    seconds_until(lambda: run.status == "failed" or list(checkpoints.glob("step-*/position.json")))
+    seconds_until(lambda: run.status == "failed" or len(list((run.folder / "traces").glob("*.gz"))) == 2)
+    (asked,) = checkpoints.glob("step-*")
+    run.stop(checkpoint=True)
+    assert run.wait(20) == "stopped", run.error
+    assert [recorded_steps(run, rank) for rank in range(2)] == [2, 2]
+    losses = [line["step"] for line in run.metrics() if "loss" in line and line["rank"] == 0]
+    looks = [line["num_looks"] for line in run.metrics() if "num_looks" in line]
+    assert looks == [len(losses) + 1] * 2  # one a step, and the one that saw the stop
+    assert int(asked.name.removeprefix("step-")) < len(losses)
+    assert (checkpoints / f"step-{len(losses):06d}" / "position.json").is_file()
+    for rank in range(2):
+        log = run.logs(rank)
+        assert "ignored a command: profile steps is 'many'; allowed: " in log
+        assert "ignored a command: command is 'dance'; allowed: 'checkpoint', 'profile', 'stop'." in log
+        assert f"saved checkpoints/{asked.name}" in log
+
+
+@pytest.mark.usefixtures("bounded_time", "nothing_left")
+@pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (2, 1), (3, 2)])
+def test_few_steps_are_recorded(num_steps: int, expected: int, tmp_path: Path) -> None:
+    from shardscope.training.pretrain import Pretrain
+
+    run = launch(tiny_plan("ddp", 2), Pretrain(num_steps=num_steps, profile=True), folder=tmp_path)
+    assert run.wait(60) == "finished", run.error
+    assert [recorded_steps(run, rank) for rank in range(2)] == [expected] * 2

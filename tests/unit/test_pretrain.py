@@ -67,6 +67,17 @@ def test_it_crosses_to_the_ranks() -> None:
     assert pickle.loads(pickle.dumps(task)) == task
 
 
+@pytest.mark.parametrize(
+    ("num_left", "expected"),
+    [(1, (0, 0, 1)), (2, (0, 1, 1)), (3, (0, 1, 2)), (4, (0, 1, 3)), (5, (1, 1, 3)), (6, (2, 1, 3))],
+)
+def test_a_short_run_is_recorded_too(num_left: int, expected: tuple[int, int, int]) -> None:
+    from shardscope.training.recording import fit
+
+    assert fit(num_left, 3, 2) == expected
+    assert fit(1000, 3, 2) == (2, 1, 3)
+
+
 def plan_of(layout: Any = None, cluster: str = "4xcpu", vocab_size: int = 2048, **recipe: Any) -> Plan:
     arch = replace(ss.Architecture.of_size("2m"), vocab_size=vocab_size, num_hidden_layers=4)
     fields = {"seq_len": 64, "global_batch_size": 64, **recipe}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardscope.training.commands import look
 from shardscope.training.data import Windows
 from shardscope.training.metrics import step_metrics
+from shardscope.training.recording import Recorder
 from shardscope.training.schedule import Schedule
 from shardscope.training.torch_engine import TorchEngine
 
 PROFILED_STEPS = 3
+SKIPPED_STEPS = 2
+"""Left unrecorded at the start, where there are enough: the first steps allocate what later ones reuse."""
 MAX_RECORDED_WINDOWS = 4096
 
 
@@ -31,20 +34,31 @@ def train(
 ) -> None:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``.
 
-    When ``ctx.should_stop`` turns true, which the context shows to all ranks at the same look, they save a
-    checkpoint and return.
+    Between steps all ranks obey the same commands: asked to stop, they save a checkpoint and return; asked
+    for a checkpoint, they save it and go on; asked for a profile, they record the next steps, the first of
+    them a warm-up. ``profile`` records a few steps without being asked, at least one however few there are.
     Raises ``RuntimeError`` if two ranks would read the same text in one step, or if the loss is not a number.
     """
     first = engine.num_steps_done
     check_ranks_read_apart(windows, first, ctx.device)
     seen: list[int] = []
     told = told_steps(first, schedule.num_steps)
-    watching = ctx.profile(steps=PROFILED_STEPS, warmup=1, skip=2) if profile else nullcontext()
-    with watching as profiler:
+    checkpoint_asked = False
+    with Recorder(ctx) as recorder:
+        if profile:
+            recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
         for step in range(first, schedule.num_steps):
-            if ctx.should_stop:
+            orders = look(ctx, PROFILED_STEPS)
+            if orders.stop:
                 save_checkpoint = True
                 break
+            checkpoint_asked |= orders.checkpoint
+            # Before its first step an optimizer has no state to save, so the checkpoint comes right after.
+            if checkpoint_asked and step:
+                _save(ctx, engine)
+                checkpoint_asked = False
+            if orders.profile_steps:
+                _record_next(recorder, orders.profile_steps, num_left=schedule.num_steps - step)
             rate = schedule.at(step)
             engine.set_learning_rate(rate)
             batch = windows.batch(step)
@@ -69,11 +83,24 @@ def train(
                 raise RuntimeError(
                     f"the loss of step {step} is not a number; a lower learning_rate usually helps"
                 )
-            if profiler is not None:
-                profiler.step()
+            recorder.step()
     ctx.record("data", _data_record(windows, first, engine.num_steps_done, seen))
-    if save_checkpoint:
-        engine.save(checkpoint_path(ctx.folder, engine.num_steps_done))
+    if save_checkpoint or checkpoint_asked:
+        _save(ctx, engine)
+
+
+def _save(ctx: Any, engine: TorchEngine) -> None:
+    path = checkpoint_path(ctx.folder, engine.num_steps_done)
+    engine.save(path)
+    print(f"saved {path.relative_to(ctx.folder)}", flush=True)
+
+
+def _record_next(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
+    if recorder.is_recording:
+        print("ignored a command: profile, while a recording is under way", flush=True)
+        return
+    print(f"recording {min(num_steps, max(1, num_left - 1)):,} steps", flush=True)
+    recorder.start(num_steps, num_left=num_left)
 
 
 def told_steps(first: int, num_steps: int) -> frozenset[int]:

@@ -34,7 +34,7 @@ class Pretrain:
     text: Path | None = None
     """A UTF-8 text file; None is *Moby-Dick*, which ships with Shardscope."""
     profile: bool = False
-    """Record a few steady steps on every rank with torch.profiler."""
+    """Record a few steady steps on every rank with torch.profiler; of a short run, the last."""
     log_every: int = 1
     """Steps between lines of metrics; the last step is always logged."""
     save_checkpoint: bool = False

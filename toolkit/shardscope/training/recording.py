@@ -1,0 +1,67 @@
+"""Which steps of a run are recorded with torch.profiler: some that are left, whenever somebody asks."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+
+def fit(num_left: int, num_steps: int, skip: int) -> tuple[int, int, int]:
+    """Steps to skip, to warm up in and to record, of the ``num_left`` to come.
+
+    Where there are too few, steps are skipped first, then recorded, less; the warm-up stays, since the
+    profiler's own start would be in the first recorded step. A single step is recorded without.
+    """
+    warmup = 1 if num_left > 1 else 0
+    recorded = min(num_steps, num_left - warmup)
+    return min(skip, num_left - warmup - recorded), warmup, recorded
+
+
+class Recorder:
+    """At most one recording at a time; as a context manager it ends what is under way."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self._watching: Any = None
+        self._profiler: Any = None
+        self._num_left = 0
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a recording is under way, its skipped steps included."""
+        return self._watching is not None
+
+    def start(self, num_steps: int, *, num_left: int, skip: int = 0) -> None:
+        """Record ``num_steps`` of the ``num_left`` steps to come, or as many as there are."""
+        if num_left < 1:
+            return
+        skip, warmup, recorded = fit(num_left, num_steps, skip)
+        self._watching = self._ctx.profile(steps=recorded, warmup=warmup, skip=skip)
+        self._profiler = self._watching.__enter__()
+        self._num_left = skip + warmup + recorded
+
+    def step(self) -> None:
+        """One training step is over."""
+        if not self.is_recording:
+            return
+        if self._profiler is not None:
+            self._profiler.step()
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._end(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self.is_recording:
+            self._end(kind, error, where)
+
+    def _end(self, *error: Any) -> None:
+        watching, self._watching, self._profiler = self._watching, None, None
+        watching.__exit__(*error)
