@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,4 +136,8 @@ def test_adapters_ask_for_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     for layout in (ss.Layout.ddp(), ss.Layout.fsdp2()):
         why = why_not_trained(plan_of(layout, method="lora"))
-        assert why is not None and why.endswith("Nearest fix: pip install peft.")
+        assert why is not None and why.endswith('Nearest fix: pip install "shardscope[train]".')
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extra = project["project"]["optional-dependencies"]["train"]
+    assert any(requirement.startswith("peft>=") for requirement in extra)

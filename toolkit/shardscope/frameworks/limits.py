@@ -18,5 +18,5 @@ def check_adapters(recipe: Recipe) -> None:
             "Recipe.method",
             recipe.method,
             "'full', or 'lora' once peft, through which adapters train, is installed",
-            "pip install peft",
+            'pip install "shardscope[train]"',
         )
