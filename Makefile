@@ -19,7 +19,7 @@ AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null &
 .PHONY: lab test check bench env browser clean
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab $(LAB_FLAGS) $(NOTEBOOK)
+	$(BIN)/jupyter lab $(LAB_FLAGS) --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(NOTEBOOK)
 
 test: $(STAMP) browser check
 	$(BIN)/python -m pytest

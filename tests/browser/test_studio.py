@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from served import Lab
 
 SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
@@ -41,6 +42,7 @@ def test_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) 
     assert losses_fall(lab.folder / "runs")
     screenshot(page, "run_finished_light")
 
+    reload_and_find_everything_as_it_was(page)
     page.locator(".ss-tabs button", has_text="Trace").click()
     see_slices_of_both_ranks(page)
     screenshot(page, "trace_light")
@@ -126,6 +128,24 @@ def wait_for_step(page: Any) -> None:
     page.wait_for_function(
         "() => document.querySelector('.ss-run .js-plotly-plot').data[0].x.length >= 3", timeout=STEPS_ARRIVE
     )
+
+
+def reload_and_find_everything_as_it_was(page: Any) -> None:
+    bars = chart(page)
+    page.get_by_role("menuitem", name="File", exact=True).click()
+    page.get_by_text("Save Notebook", exact=True).click()
+    page.wait_for_timeout(1500)
+    # On a busy machine ipywidgets gives up on a kernel that takes over four seconds to tell its state.
+    for _ in range(3):
+        page.reload()
+        try:
+            page.wait_for_selector(".ss-studio .ss-verdict", timeout=20_000)
+            break
+        except PlaywrightTimeout:
+            continue
+    page.wait_for_selector(".ss-status[data-status=finished]", state="attached")
+    page.wait_for_selector(".ss-memory .barlayer path", state="attached")
+    assert chart(page) == bars
 
 
 def see_slices_of_both_ranks(page: Any) -> None:

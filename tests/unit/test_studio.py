@@ -149,7 +149,7 @@ def test_the_button_says_what_it_will_do(studio: Studio) -> None:
         ss.models["llama-3.1-405b"], machine, ss.Recipe(global_batch_size=2), ss.Layout.fsdp2()
     )
     refused = offer_for(too_large, machine, too_large.memory())
-    assert refused.plan is None and "It needs at least" in refused.note
+    assert refused.is_rehearsal and refused.note.startswith("This machine has")
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
@@ -213,3 +213,27 @@ def test_a_replaced_trace_is_let_go_of(studio: Studio) -> None:
         del view
     gc.collect()
     assert len(alive) == 1
+
+
+def test_while_an_input_is_wrong_nothing_can_be_started(studio: Studio) -> None:
+    studio.architecture.name.value = "nonsense"
+    assert studio.launch_panel.button.disabled and "red" in studio.launch_panel.note.value
+    assert "ss-stale" in studio._dom_classes
+    studio.architecture.name.value = "llama-3.1-8b"
+    assert not studio.launch_panel.button.disabled
+    assert "ss-stale" not in studio._dom_classes
+
+
+@pytest.mark.parametrize("steps", ["abc", "0", "2.5", "-1", ""])
+def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
+    studio.launch_panel.steps.value = steps
+    assert "Pretrain.num_steps" in studio.launch_panel.steps_row.error.value
+    assert studio.launch_panel.button.disabled
+
+
+def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> None:
+    studio.architecture.name.value = "llama-3.1-70b"
+    state = studio.memory.figure.get_state(["_widget_data", "_widget_layout"])
+    drawn = bars(studio.memory)["parameters"]
+    assert tuple(state["_widget_data"][0]["x"]) == drawn
+    assert state["_widget_layout"]["height"] == studio.memory.figure.layout.height

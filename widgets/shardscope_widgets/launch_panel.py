@@ -37,6 +37,7 @@ class LaunchPanel(widgets.VBox):
         self.machine = machine
         self.current = Offer(label="Launch")
         self._busy = False
+        self._blocked = ""
         self.steps = text_input(40, "Optimizer steps", "64px")
         self.steps.layout.flex = "0 0 auto"
         self.profile = widgets.Checkbox(
@@ -52,13 +53,14 @@ class LaunchPanel(widgets.VBox):
         self.steps_row = Row("Steps", self.steps, self.profile)
         super().__init__([self.steps_row, self.button, self.note], layout=widgets.Layout(overflow="visible"))
         self.add_class("ss-launch")
+        self.steps.observe(self._update, "value")
+        self.profile.observe(self._update, "value")
 
     def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Say on the button what ``plan`` would start here, once no run is under way."""
         self.current = offer_for(plan, self.machine, report)
         self.button.description = self.current.label
-        self.button.disabled = self.busy or self.current.plan is None
-        self.say("A run is under way: see the Run tab." if self.busy else self.current.note)
+        self._update()
 
     @property
     def busy(self) -> bool:
@@ -68,7 +70,31 @@ class LaunchPanel(widgets.VBox):
     @busy.setter
     def busy(self, value: bool) -> None:
         self._busy = value
-        self.button.disabled = value or self.current.plan is None
+        self._update()
+
+    @property
+    def blocked(self) -> str:
+        """Why nothing may be started just now; empty when it may."""
+        return self._blocked
+
+    @blocked.setter
+    def blocked(self, value: str) -> None:
+        self._blocked = value
+        self._update()
+
+    def _update(self, change: object = None) -> None:
+        """The button and the words under it, from what is offered and what stands against it."""
+        self.steps_row.show_error("")
+        try:
+            self.task()
+        except ValueError as error:
+            self.steps_row.show_error(str(error))
+            wrong_steps = True
+        else:
+            wrong_steps = False
+        against = self.blocked or ("A run is under way: see the Run tab." if self.busy else "")
+        self.button.disabled = bool(against) or wrong_steps or self.current.plan is None
+        self.say(against or self.current.note)
 
     def say(self, words: str, is_error: bool = False) -> None:
         """Words under the button."""
@@ -95,11 +121,15 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer
         return Offer(
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
-    if here:
-        refusal = why_not_trained(plan) or _cannot_fit(report)
-        if refusal:
-            return Offer(label=label, note=refusal)
-        return Offer(label=label, plan=plan, note=_warning(report))
+    too_large = _cannot_fit(report) if here else ""
+    if here and not too_large:
+        refusal = why_not_trained(plan)
+        return (
+            Offer(label=label, note=refusal)
+            if refusal
+            else Offer(label=label, plan=plan, note=_warning(report))
+        )
+    label = f"Rehearse on {REHEARSAL_RANKS} CPU ranks"
     try:
         rehearsal = rehearsal_of(plan, REHEARSAL_RANKS)
         check_trained(rehearsal.plan)
@@ -109,7 +139,8 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer
         label=label,
         plan=rehearsal.plan,
         is_rehearsal=True,
-        note="A rehearsal: the same framework on this machine, with "
+        note=too_large
+        + "A rehearsal: the same framework on this machine, with "
         + ", ".join(rehearsal.differences)
         + ".",
     )
@@ -119,7 +150,9 @@ def _cannot_fit(report: MemoryReport) -> str:
     """A prediction is a band: only a plan whose least is too much is held back."""
     if report.low_bytes <= report.usable_bytes:
         return ""
-    return f"It needs at least {gib(report.low_bytes)} GiB, and {gib(report.usable_bytes)} are usable."
+    return (
+        f"This machine has {gib(report.usable_bytes)} GiB, and at least {gib(report.low_bytes)} are needed. "
+    )
 
 
 def _warning(report: MemoryReport) -> str:

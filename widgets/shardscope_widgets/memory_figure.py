@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from shardscope.memory.report import COMPONENTS, MemoryReport, StageMemory
 from shardscope.memory.words import gib
+from shardscope_widgets.figures import survive_reload
 from shardscope_widgets.theme import COMPONENT_COLOURS
 
 GIB = 2**30
@@ -59,7 +60,7 @@ def empty_figure() -> go.FigureWidget:
                 "ticksuffix": " GiB",
                 "zeroline": False,
                 "fixedrange": True,
-                "nticks": 9,
+                "nticks": 7,
                 "anchor": "y",
             },
             "yaxis": {"fixedrange": True, "showgrid": False, "zeroline": False, "type": "category"},
@@ -78,7 +79,7 @@ def empty_figure() -> go.FigureWidget:
         },
     )
     figure._config = {"displayModeBar": False, "responsive": True}
-    return figure
+    return survive_reload(figure)
 
 
 def draw(figure: go.FigureWidget, report: MemoryReport) -> None:
@@ -107,7 +108,7 @@ def draw(figure: go.FigureWidget, report: MemoryReport) -> None:
         layout.yaxis2.range = [0, max(fullest, capacity) * 1.08]
         layout.shapes = [*_capacity_lines(capacity), *_phase_lines()]
         layout.annotations = [
-            *(_total(label, stage, report) for label, stage in zip(labels, stages, strict=True)),
+            *(_total(label, stage) for label, stage in zip(labels, stages, strict=True)),
             _course_note(capacity),
             _peak_note(report),
         ]
@@ -164,10 +165,8 @@ def _phase_lines() -> list[dict[str, Any]]:
     ]
 
 
-def _total(label: str, stage: StageMemory, report: MemoryReport) -> dict[str, Any]:
+def _total(label: str, stage: StageMemory) -> dict[str, Any]:
     text = f"<b>{gib(stage.peak_bytes)}</b> GiB"
-    if len(report.by_stage) == 1:
-        text += f" ± {gib(max(report.high_bytes - report.peak_bytes, report.peak_bytes - report.low_bytes))}"
     return {
         "x": 1,
         "xref": "paper",

@@ -7,6 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from shardscope_widgets.figures import survive_reload
 from shardscope_widgets.predicted_peak import PredictedPeak, Unit
 from shardscope_widgets.theme import RANK_COLOURS, RANK_DASHES
 
@@ -14,7 +15,7 @@ MAX_LINES = 8
 """Ranks that get a line of their own."""
 MAX_POINTS = 2000
 """Points of a line; a longer one is thinned to half of them."""
-PANELS = (("loss", "loss"), ("tokens_per_second", "tokens/s per rank"), ("peak_memory_bytes", "peak memory"))
+PANELS = (("loss", "loss"), ("tokens_per_second", "tokens/s per rank"), ("peak_memory_bytes", "memory"))
 
 
 class RunFigure:
@@ -115,7 +116,7 @@ def _empty_figure() -> go.FigureWidget:
     figure.update_yaxes(rangemode="tozero", col=3)
     figure.update_annotations(font={"size": 12})
     figure._config = {"displayModeBar": False, "responsive": True}
-    return figure
+    return survive_reload(figure)
 
 
 def _level(height: float) -> dict[str, Any]:

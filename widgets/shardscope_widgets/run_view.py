@@ -35,6 +35,7 @@ class RunView(widgets.VBox):
         self._seen = (0, "")
         self._latest: dict[int, dict[str, Any]] = {}
         self._note = ""
+        self._total_steps: int | None = None
         self._predicted: PredictedPeak | None = None
         self._unit = Unit.of(0)
         self.head = widgets.HTML()
@@ -71,10 +72,14 @@ class RunView(widgets.VBox):
         else:
             self.head.value = "<span class='ss-hint'>No run yet: Launch or Rehearse starts one.</span>"
 
-    def show(self, run: ss.Run, note: str = "") -> None:
-        """Watch ``run`` from now on; ``note`` stays above the charts (what a rehearsal leaves out)."""
+    def show(self, run: ss.Run, note: str = "", total_steps: int | None = None) -> None:
+        """Watch ``run`` from now on.
+
+        ``note`` stays above the charts (what a rehearsal leaves out); ``total_steps`` is where it is going.
+        """
         with self._lock:
             self.run = run
+            self._total_steps = total_steps
             self._note = note
             self._seen = (0, "")
             self._latest = {}
@@ -144,7 +149,10 @@ class RunView(widgets.VBox):
         last = self._latest.get(0)
         numbers = ""
         if last:
-            numbers = f" · step {_number(last.get('step'), ',')} · loss {_number(last.get('loss'), '.3f')}"
+            of = f" of {self._total_steps - 1:,}" if self._total_steps else ""
+            numbers = (
+                f" · step {_number(last.get('step'), ',')}{of} · loss {_number(last.get('loss'), '.3f')}"
+            )
             if "tokens_per_second" in last:
                 numbers += f" · {_number(last['tokens_per_second'], ',.0f')} tokens/s per rank"
         colour = {"failed": "ss-lacks", "lost": "ss-lacks", "finished": "ss-fits"}.get(status, "")
@@ -157,8 +165,9 @@ class RunView(widgets.VBox):
         self.error.value = note + (
             f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else ""
         )
-        self.what.value = _what_it_was(run)
-        self.table.value = _table(self._latest, self._predicted, self._unit)
+        record = run.what_it_was().get(0, {})
+        self.what.value = _what_it_was(record)
+        self.table.value = _table(self._latest, self._predicted, self._unit, "engine" in record)
 
     def _show_log(self) -> None:
         run = self.run
@@ -171,13 +180,15 @@ class RunView(widgets.VBox):
         )
 
 
-def _what_it_was(run: ss.Run) -> str:
+def _what_it_was(record: dict[str, Any]) -> str:
     """One sentence on what the engine of rank 0 really made."""
-    words = run.what_it_was().get(0, {}).get("engine", {}).get("sentence")
+    words = record.get("engine", {}).get("sentence")
     return f"<div class='ss-hint'>What it really was: {escape(str(words))}</div>" if words else ""
 
 
-def _table(latest: dict[int, dict[str, Any]], predicted: PredictedPeak | None, unit: Unit) -> str:
+def _table(
+    latest: dict[int, dict[str, Any]], predicted: PredictedPeak | None, unit: Unit, has_engine: bool
+) -> str:
     """The last numbers of each rank: the charts in words."""
     if not latest:
         return ""
@@ -188,15 +199,14 @@ def _table(latest: dict[int, dict[str, Any]], predicted: PredictedPeak | None, u
         f"<td>{_number(record.get('peak_memory_bytes'), '', unit)}</td></tr>"
         for rank, record in sorted(latest.items())
     )
-    beside = (
-        f" · dashed: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}"
-        if predicted
-        else ""
-    )
+    # A task of one's own that does not use the engine has nothing to do with the plan's model.
+    beside = ""
+    if has_engine and predicted:
+        beside = f"Dashed: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}."
     return (
         "<table class='ss-table'><thead><tr><th>latest</th><th>step</th><th>loss</th><th>tokens/s</th>"
-        f"<th>peak {unit.name}</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"<div class='ss-hint'>Each rank reads its own part of the text{beside}</div>"
+        f"<th>memory, {unit.name}</th></tr></thead><tbody>{rows}</tbody></table>"
+        f"<div class='ss-hint'>{beside}</div>"
     )
 
 

@@ -58,6 +58,7 @@ class Studio(widgets.VBox):
         self.add_class("ss-studio")
         for picker in self._pickers:
             picker.observe(self._replan, "value")
+            picker.observe(self._show_staleness, "is_wrong")
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(self._launch)
         self._planning = False
@@ -84,7 +85,14 @@ class Studio(widgets.VBox):
             return
         finally:
             self._planning = False
+            self._show_staleness()
         self.plan = plan
+
+    def _show_staleness(self, change: object = None) -> None:
+        """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
+        wrong = any(picker.is_wrong for picker in self._pickers)
+        (self.add_class if wrong else self.remove_class)("ss-stale")
+        self.launch_panel.blocked = "Mend the input marked in red first." if wrong else ""
 
     @traitlets.observe("plan")
     def _draw(self, change: object) -> None:
@@ -113,12 +121,7 @@ class Studio(widgets.VBox):
         offer = self.launch_panel.current
         if offer.plan is None:
             return
-        self.launch_panel.steps_row.show_error("")
-        try:
-            task = self.launch_panel.task()
-        except ValueError as error:
-            self.launch_panel.steps_row.show_error(str(error))
-            return
+        task = self.launch_panel.task()
         self.launch_panel.busy = True
         try:
             run = ss.launch(offer.plan, task)
@@ -128,7 +131,7 @@ class Studio(widgets.VBox):
             return
         self.run = run
         self._show_trace(_hint("The trace appears here when the run has ended."))
-        self.run_view.show(run, note=offer.note if offer.is_rehearsal else "")
+        self.run_view.show(run, note=offer.note if offer.is_rehearsal else "", total_steps=task.num_steps)
         self.tabs.value = "Run"
 
     def _run_ended(self, run: ss.Run) -> None:

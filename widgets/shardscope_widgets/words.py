@@ -37,8 +37,10 @@ def _word(part: str) -> str:
         return _SPELLED[part]
     if match := re.fullmatch(r"(\d+)gb", part):
         return f"{match[1]} GB"
-    if re.search(r"\d", part):
+    if re.fullmatch(r"[a-z]{0,3}\d[\d.]*[a-z]?", part):
         return part.upper()
+    if re.fullmatch(r"\d+x\d+b", part):
+        return part[:-1] + "B"
     return part[:1].upper() + part[1:]
 
 
@@ -76,6 +78,9 @@ def verdict(plan: ss.Plan, report: MemoryReport) -> str:
         where = f"on the fullest of {device_count(plan.cluster)}, stage {report.worst_stage.stage}"
     room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
     if report.fits:
-        return f"Fits: {room} {where}"
+        tight = report.high_bytes > report.usable_bytes
+        return f"Fits: {room} {where}" + (
+            f", barely: up to {gib(report.high_bytes)} is likely" if tight else ""
+        )
     short = report.peak_bytes - report.usable_bytes
     return f"Does not fit: short by {gib(short)} GiB ({room} {where})"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.validation import FieldError, nearest
+from shardscope.validation import FieldError
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
@@ -47,7 +48,7 @@ class ArchitecturePicker(Picker):
             "model",
             text,
             "a name of the catalogue, a size such as 7b, or the path of a config.json that exists",
-            nearest(text, list(ss.models)),
+            next(iter(get_close_matches(text.lower(), list(ss.models), n=1, cutoff=0.5)), "7b"),
         )
 
     def read(self, change: object = None) -> None:

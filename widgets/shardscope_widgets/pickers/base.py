@@ -38,6 +38,7 @@ class Picker(widgets.VBox):
     """Rows that make one noun. ``value`` changes only when all rows are valid together."""
 
     value = traitlets.Any(help="The noun, last valid one while an input is wrong.")
+    is_wrong = traitlets.Bool(False, help="Whether a message stands at an input.")
     heading = ""
 
     def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
@@ -81,9 +82,12 @@ class Picker(widgets.VBox):
         fields = getattr(error, "field", "").rpartition(".")[2].split()
         rows = [self.rows[field] for field in fields if field in self.rows]
         row = rows[0] if rows else next(iter(self.rows.values()))
+        self._clear()
+        self.is_wrong = True
         row.show_error(str(error.args[0] if isinstance(error, KeyError) else error))
 
     def _clear(self) -> None:
+        self.is_wrong = False
         for row in dict.fromkeys(self.rows.values()):
             row.show_error("")
 

@@ -56,6 +56,13 @@ class Stretch(traitlets.TraitType[tuple[float, float], Any]):
         return start, end
 
 
+def _trace_of(source: Any) -> Trace:
+    """``source`` itself, a run's own trace (which says why there may be none), or what a path holds."""
+    if isinstance(source, Trace):
+        return source
+    return source.trace() if hasattr(source, "trace") else Trace.load(source)
+
+
 class TraceView(anywidget.AnyWidget):
     """All ranks of a trace on one time axis: threads and streams as tracks, calls nested beneath callers.
 
@@ -87,7 +94,7 @@ class TraceView(anywidget.AnyWidget):
     _scene = traitlets.Dict().tag(sync=True)
 
     def __init__(self, trace: Any, *, height: int = 480) -> None:
-        self.trace = trace if isinstance(trace, Trace) else Trace.load(trace)
+        self.trace = _trace_of(trace)
         self._tiler = Tiler(self.trace)
         self._match = np.zeros(len(self.trace), dtype=bool)
         self._span_ns = max(self.trace.duration_ns_total, 1000)

@@ -33,6 +33,7 @@ class ZeroLayout(Layout):
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "stage": (0, 1, 2, 3),
         "tp": None,
+        "pp": None,
         "ep": None,
         "offload_optimizer": (None, "cpu", "nvme"),
         "offload_params": (None, "cpu", "nvme"),

@@ -30,9 +30,14 @@ class Fsdp2Layout(Layout):
 
     framework: ClassVar[str] = "fsdp2"
     title: ClassVar[str] = "FSDP2"
-    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType(
-        {"replicate": None, "tp": None, "reshard_after_forward": (True, False), "offload": (None, "cpu")}
-    )
+    choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
+        "replicate": None,
+        "tp": None,
+        "pp": None,
+        "cp": None,
+        "reshard_after_forward": (True, False),
+        "offload": (None, "cpu"),
+    })  # fmt: skip
 
     shard: int | None = None
     """Ranks that share one copy of the state; ``None``: all that the other degrees leave."""

@@ -37,6 +37,7 @@ class MegatronLayout(Layout):
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
+        "vpp": None,
         "cp": None,
         "ep": None,
         "sequence_parallel": (True, False),
