@@ -10,6 +10,11 @@ import pytest
 from served import CHROMIUM, Lab, running_chromium, running_lab
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Browser tests come last: playwright keeps an event loop running, in which asyncio.run() is refused."""
+    items.sort(key=lambda item: "browser" in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """The system's Chromium; without one the browser tests are skipped."""

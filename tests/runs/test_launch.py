@@ -109,6 +109,8 @@ def train(ctx):
         __import__("time").sleep(0.05)
 
 if __name__ == "__main__":
+    # As a kernel has it; a test run in the background is started with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = dict(os.environ)
     run = launch(make_plan(), train, folder={str(tmp_path / "runs")!r}, name="mine")
     assert "torch" not in sys.modules and dict(os.environ) == before
