@@ -486,10 +486,10 @@ def test_a_classifier_weighs_every_label_once(framework: str, num_micro_batches:
 
 def labelled_singly(ctx: StandInContext) -> list[float]:
     """One label a row and one row a micro-batch: cutting a label off would leave none."""
-    from shardscope.training.micro_batches import loss_weights
+    from shardscope.training.micro_batches import LossWeights
 
     labels = torch.tensor([3])
-    return loss_weights([{"features": torch.zeros(1, 8), "labels": labels}])
+    return [LossWeights([{"features": torch.zeros(1, 8), "labels": labels}])[0]]
 
 
 def test_a_single_label_is_a_label(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def split(batch: Mapping[str, torch.Tensor], num_micro_batches: int) -> list[dic
     return [{name: parts[index] for name, parts in chunks.items()} for index in range(num_micro_batches)]
 
 
-def loss_weights(micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
+class LossWeights:
     """What each micro-batch's mean loss is multiplied with before ``backward``.
 
     A token here is one label: of text, of a class, of whatever ``labels`` holds. Without ``labels`` every
@@ -37,22 +37,35 @@ def loss_weights(micro_batches: list[dict[str, torch.Tensor]]) -> list[float]:
     Frameworks average gradients over ranks, so with tokens ``n_i`` here, ``N`` on all ``R`` ranks, the weight
     ``n_i * R / N`` makes the sum the mean over all N tokens, however unevenly ``-100`` falls
     (https://huggingface.co/blog/gradient_accumulation tells what equal weights do wrong).
+
+    Counting starts when this is made and is waited for when the first weight is asked for, so that the first
+    forward hides it: ranks that met here first would wait for the slowest twice a step.
     """
-    num_ranks = dist.get_world_size()
-    if "labels" not in micro_batches[0]:
-        return [1 / len(micro_batches)] * len(micro_batches)
-    counts = [int((_predicted(micro) != IGNORED_LABEL).sum()) for micro in micro_batches]
-    # In host memory, where every run has gloo: the answer is needed now, and a device would be waited for.
-    totals = torch.tensor([sum(counts), counts.count(0)], dtype=torch.int64)
-    dist.all_reduce(totals)
-    num_tokens, num_empty = (int(total) for total in totals.tolist())
-    if num_empty:
-        # The mean over no token is NaN. Every rank raises, so none is left waiting in a collective.
-        raise ValueError(
-            f"{num_empty} micro-batches of this step have no labelled token (all are {IGNORED_LABEL}); "
-            "allowed: at least one each. Nearest fix: drop such samples, or raise seq_len."
-        )
-    return [count * num_ranks / num_tokens for count in counts]
+
+    def __init__(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
+        self._counts = [
+            int((_predicted(micro) != IGNORED_LABEL).sum()) for micro in micro_batches if "labels" in micro
+        ]
+        self._equal = 1 / len(micro_batches)
+        # In host memory, where every run has gloo: a device would be waited for.
+        self._totals = torch.tensor([sum(self._counts), self._counts.count(0)], dtype=torch.int64)
+        self._counting = dist.all_reduce(self._totals, async_op=True) if self._counts else None
+
+    def __getitem__(self, index: int) -> float:
+        """The weight of one micro-batch. Raises ``ValueError`` on every rank if one anywhere has no label."""
+        if not self._counts:
+            return self._equal
+        if self._counting is not None:
+            self._counting.wait()
+            self._counting = None
+        num_tokens, num_empty = (int(total) for total in self._totals.tolist())
+        if num_empty:
+            # The mean over no token is NaN. Every rank raises, so none is left waiting in a collective.
+            raise ValueError(
+                f"{num_empty} micro-batches of this step have no labelled token (all are {IGNORED_LABEL}); "
+                "allowed: at least one each. Nearest fix: drop such samples, or raise seq_len."
+            )
+        return float(self._counts[index] * dist.get_world_size() / num_tokens)
 
 
 def _predicted(micro: Mapping[str, torch.Tensor]) -> torch.Tensor:

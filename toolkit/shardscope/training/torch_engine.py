@@ -114,17 +114,18 @@ class TorchEngine(Engine):
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         device = self.ctx.device
         micros = micro_batches.split(batch, self.plan.num_micro_batches)
-        weights = micro_batches.loss_weights(micros)
+        weights = micro_batches.LossWeights(micros)
         total = torch.zeros((), device=device)
-        for index, (micro, weight) in enumerate(zip(micros, weights, strict=True)):
+        for index, micro in enumerate(micros):
             with self.reduce_on(last=index == len(micros) - 1):
                 there = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
-                part = self._loss(there) * weight
+                part = self._loss(there) * weights[index]
                 (self._scaler.scale(part) if self._scaler else part).backward()
             total += part.detach().float()
+        # Summed, and divided here: gloo has no average. The optimizer's update hides it.
+        summing = dist.all_reduce(total, async_op=True)
         norm = self._update()
-        # Summed and divided here: gloo has no average.
-        dist.all_reduce(total)
+        summing.wait()
         self.num_steps_done += 1
         # The one place of a step at which the host waits for the device.
         numbers: list[float] = torch.stack([total / dist.get_world_size(), norm]).tolist()
