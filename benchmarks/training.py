@@ -1,4 +1,8 @@
-"""What launching and training through Shardscope costs against a bare torchrun script of the same job."""
+"""What launching and training through Shardscope costs against a bare torchrun script of the same job.
+
+Both sides train with AdamW; ours asks torch for its fused kernel, the script takes torch's default, as such
+scripts do.
+"""
 
 from __future__ import annotations
 

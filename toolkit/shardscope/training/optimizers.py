@@ -10,6 +10,8 @@ DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1
 ADAM_BETAS = (0.9, 0.95)
 """Llama (arXiv:2302.13971 section 2.3) and most since."""
+FUSED_DEVICES = ("cuda", "cpu")
+"""Where ``torch.optim.AdamW(fused=True)`` has a kernel that we have run."""
 SGD_MOMENTUM = 0.9
 """One moment a weight, which is what the planner counts for "sgd"."""
 
@@ -27,7 +29,8 @@ def build_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adamw":
-        fused = all(parameter.device.type == "cuda" for parameter in parameters)
+        # One kernel for all weights where torch has it; its default on a CPU makes ten passes over memory.
+        fused = all(parameter.device.type in FUSED_DEVICES for parameter in parameters)
         return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=fused)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM)

@@ -94,11 +94,9 @@ class Picker(widgets.VBox):
 
 def text_input(value: object, label: str, width: str = "auto") -> widgets.Text:
     """A text box that reports once the person is done (Enter or leaving it), named for screen readers."""
-    box = widgets.Text(
+    return widgets.Text(
         value=str(value), continuous_update=False, layout=widgets.Layout(width=width), tooltip=label
     )
-    box.placeholder = ""
-    return box
 
 
 class Nothing:
