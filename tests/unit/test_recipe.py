@@ -15,13 +15,19 @@ from shardscope.recipe import Recipe
 from shardscope.validation import FieldError
 
 NUMBERS = {"seq_len": 2**24, "micro_batch_size": 2**16, "global_batch_size": 2**24}
-CHOICES = {
-    "method": ("full", "lora"),
-    "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
-    "optimizer": ("adamw", "sgd"),
-    "recompute": ("none", "selective", "full"),
-    "kernels": ("transformers", "megatron", None),
+REALS = {"dropout": (0, 0.99), "expert_imbalance": (1, 1024), "expert_capacity_factor": (0.1, 1024)}
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "method": ("full", "lora", "qlora"),
+    "precision": ("bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"),
+    "optimizer": (
+        *("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "sgd", "lion", "muon"),
+    ),
+    "recompute": ("none", "selective", "full", "offload"),
+    "kernels": ("transformers", "liger", "megatron", "compiled", None),
+    "attention": ("eager", "sdpa", "flash", None),
+    "loss": ("full", "chunked", "fused", None),
 }
+OPEN = {field for field, values in CHOICES.items() if None in values}
 RAGGED = (
     "",
     "FULL",
@@ -94,7 +100,7 @@ def test_choices_are_listed(field: str, value: Any) -> None:
     assert error.fix.strip("'") in CHOICES[field]
 
 
-@pytest.mark.parametrize("field", sorted(set(CHOICES) - {"kernels"}))
+@pytest.mark.parametrize("field", sorted(set(CHOICES) - OPEN))
 def test_a_choice_is_not_none(field: str) -> None:
     refusal(field, None)
 
@@ -105,6 +111,9 @@ def test_a_choice_is_not_none(field: str) -> None:
         ("method", "LoRa", "'lora'"),
         ("precision", "bf16_mixed", "'bf16-mixed'"),
         ("optimizer", "adam", "'adamw'"),
+        ("optimizer", "adamw8bit", "'adamw_8bit'"),
+        ("method", "QLoRA", "'qlora'"),
+        ("precision", "fp8_mixed", "'fp8-mixed'"),
     ],
 )
 def test_a_misspelt_choice_gets_the_nearest(field: str, value: str, near: str) -> None:
@@ -151,6 +160,57 @@ def test_numpy_integers_are_numbers_and_become_pythons() -> None:
     assert recipe == Recipe(seq_len=512, global_batch_size=8)
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert type(recipe.seq_len) is int
+
+
+@pytest.mark.parametrize("field", REALS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "0.1", b"1", [1], {}, -1, 10**30])
+def test_reals_are_finite_and_in_range(field: str, value: Any) -> None:
+    low, high = REALS[field]
+    error = refusal(field, value)
+    assert f"a number from {low:g} to {high:g}" in error.allowed
+    Recipe(**{field: float(error.fix)})
+
+
+def test_reals_become_floats() -> None:
+    recipe = Recipe(dropout=0, expert_imbalance=np.float64(2), expert_capacity_factor=1)
+    assert [type(value) for value in (recipe.dropout, recipe.expert_imbalance)] == [float, float]
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", None])
+def test_packing_is_a_flag(value: Any) -> None:
+    refusal("packing", value)
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, 0, 4097], ids=repr)
+def test_recompute_interval(value: Any) -> None:
+    refusal("recompute_interval", value, recompute="full")
+
+
+def test_an_interval_needs_recomputation() -> None:
+    assert refusal("recompute_interval", 2).fix == 'recompute="full"'
+    assert Recipe(recompute_interval=2, recompute="offload").recompute_interval == 2
+
+
+def test_only_a_frozen_base_is_quantised() -> None:
+    for value in RAGGED:
+        refusal("quantization", value, method="lora")
+    assert refusal("quantization", "nf4").fix == 'method="lora"'
+    refusal("quantization", "int8", method="qlora")
+    assert Recipe(method="qlora").base_quantization == "nf4"
+    assert Recipe(method="lora").base_quantization is None
+    assert Recipe(method="lora", quantization="int8").base_quantization == "int8"
+    assert Recipe(method="qlora").has_adapters
+    assert refusal("precision", "fp8-mixed", method="lora").fix == 'precision="bf16-mixed"'
+    assert 'method="lora"' in refusal("lora_dropout", 0.1).fix
+
+
+def test_json_of_before_these_fields_still_reads() -> None:
+    """Version 0.1 wrote ten fields."""
+    written = """{"shardscope": "Recipe", "version": 1, "seq_len": 2048, "micro_batch_size": 1,
+        "global_batch_size": 64, "method": "lora", "precision": "bf16-mixed", "optimizer": "adamw",
+        "recompute": "none", "kernels": null, "lora_rank": 8, "lora_targets": null}"""
+    assert Recipe.from_json(written) == Recipe(seq_len=2048, method="lora", lora_rank=8)
 
 
 def test_keyword_only_and_frozen() -> None:

@@ -54,9 +54,18 @@ class Layout(JsonNoun):
     """The name that people read."""
     default_kernels: ClassVar[str] = "transformers"
     """Whose modules run when ``Recipe.kernels`` is None."""
+    # What the framework can run of a recipe, and the memory model has a formula for (shardscope.support).
     supported_kernels: ClassVar[tuple[str, ...]] = ("transformers",)
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora")
-    """Values of ``Recipe.method`` that the framework can do."""
+    supported_precisions: ClassVar[tuple[str, ...]] = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")
+    supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
+    supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full")
+    supported_attention: ClassVar[tuple[str, ...]] = ()
+    supported_losses: ClassVar[tuple[str, ...]] = ("full",)
+    supported_quantization: ClassVar[tuple[str, ...]] = ()
+    supports_packing: ClassVar[bool] = False
+    supports_expert_capacity: ClassVar[bool] = False
+    """Whether experts can have room for so many tokens only; otherwise they are dropless."""
     mixes_by_autocast: ClassVar[bool] = False
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
 

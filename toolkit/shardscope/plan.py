@@ -12,10 +12,12 @@ from shardscope.cluster import Cluster
 from shardscope.layout import Degrees, Layout
 from shardscope.recipe import Recipe
 from shardscope.serialization import JsonNoun
+from shardscope.support import check_supported
 from shardscope.validation import known_keys, nearest, refuse
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
+    from shardscope.planner.repairs import Repair
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Plan(JsonNoun):
             value = getattr(self, field)
             if not isinstance(value, noun):
                 refuse(f"Plan.{field}", value, f"a {noun.__name__}", _how_to_make[noun])
-        self._check_kernels()
-        self._check_method()
+        check_supported(self)
+        self._check_targets()
         self._check_batch()
         self._check_sequence()
 
@@ -86,6 +88,16 @@ class Plan(JsonNoun):
 
         return predict(self)
 
+    def repairs(self) -> list[Repair]:
+        """Single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
+        bytes_won, seconds_lost)`` each; empty if it fits already.
+
+        Where no single change is enough, those that win most: ``plan.memory().fits`` of each says so.
+        """
+        from shardscope.planner.repairs import repairs
+
+        return repairs(self)
+
     def to_dict(self) -> dict[str, Any]:
         """The four nouns in full, so that a stored plan does not depend on the catalogue."""
         return {noun: getattr(self, noun).to_dict() for noun in _nouns}
@@ -101,27 +113,11 @@ class Plan(JsonNoun):
             made[name] = noun.from_dict(data[name])
         return cls(**made)
 
-    def _check_kernels(self) -> None:
-        if self.recipe.kernels and self.recipe.kernels not in self.layout.supported_kernels:
-            refuse(
-                "Recipe.kernels",
-                self.recipe.kernels,
-                ", ".join(map(repr, (None, *self.layout.supported_kernels))) + f" with {self.layout.title}",
-                "kernels=None",
-            )
-
-    def _check_method(self) -> None:
-        if self.recipe.method not in self.layout.supported_methods:
-            refuse(
-                "Recipe.method",
-                self.recipe.method,
-                f"{', '.join(map(repr, self.layout.supported_methods))} with {self.layout.title}",
-                "Layout.fsdp2()",
-            )
-        if self.recipe.method != "lora":
+    def _check_targets(self) -> None:
+        if not self.recipe.lora_targets:
             return
         known = {target for target, _ in self.architecture.lora_shapes}
-        for target in self.recipe.lora_targets or ():
+        for target in self.recipe.lora_targets:
             if target not in known:
                 refuse(
                     "Recipe.lora_targets",

@@ -6,21 +6,41 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardscope.serialization import JsonNoun
-from shardscope.validation import one_of, refuse, whole_number
+from shardscope.validation import flag, one_of, real_number, refuse, whole_number
 
-Method = Literal["full", "lora"]
-Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
-Optimizer = Literal["adamw", "sgd"]
-Recompute = Literal["none", "selective", "full"]
-Kernels = Literal["transformers", "megatron"]
+Method = Literal["full", "lora", "qlora"]
+Quantization = Literal["int8", "nf4"]
+Precision = Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"]
+Optimizer = Literal[
+    "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "sgd", "lion", "muon"
+]
+Recompute = Literal["none", "selective", "full", "offload"]
+Kernels = Literal["transformers", "liger", "megatron", "compiled"]
+Attention = Literal["eager", "sdpa", "flash"]
+Loss = Literal["full", "chunked", "fused"]
 DEFAULT_LORA_RANK = 16
+CHOICES: dict[str, tuple[str, ...]] = {
+    "method": get_args(Method),
+    "precision": get_args(Precision),
+    "optimizer": get_args(Optimizer),
+    "recompute": get_args(Recompute),
+}
+"""Fields that always have a value, and which values."""
+OPEN_CHOICES: dict[str, tuple[str, ...]] = {
+    "quantization": get_args(Quantization),
+    "kernels": get_args(Kernels),
+    "attention": get_args(Attention),
+    "loss": get_args(Loss),
+}
+"""Fields that may stay open (None)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(JsonNoun):
     """What to train. Every field is optional.
 
-    Raises ``ValueError`` naming the field, its value, what is allowed and the nearest fix.
+    Raises ``ValueError`` naming the field, its value, what is allowed and the nearest fix. What a framework
+    cannot run of it is refused when the ``Plan`` is made.
     """
 
     seq_len: int = 4096
@@ -30,29 +50,68 @@ class Recipe(JsonNoun):
     global_batch_size: int = 64
     """Sequences in one optimizer step over all ranks, 1 to 16,777,216."""
     method: Method = "full"
-    """``full`` trains every weight; ``lora`` trains low-rank adapters over a frozen base (Hu et al. 2021)."""
+    """``full`` trains every weight; ``lora`` trains low-rank adapters over a frozen base (Hu et al. 2021);
+    ``qlora`` is the same over a base in NF4 with double quantisation (Dettmers et al. 2023, section 3)."""
     precision: Precision = "bf16-mixed"
-    """``bf16-mixed``/``fp16-mixed`` keep fp32 originals; ``bf16`` and ``fp32`` keep one copy in that type."""
+    """``bf16-mixed``/``fp16-mixed`` keep fp32 originals; ``fp8-mixed`` is ``bf16-mixed`` whose large products
+    run in 8 bits (Micikevicius et al. 2022); ``bf16`` and ``fp32`` keep one copy in that type."""
     optimizer: Optimizer = "adamw"
-    """``adamw`` keeps two moments a weight (Loshchilov & Hutter 2019), ``sgd`` one momentum."""
+    """``adamw`` keeps two moments a weight (Loshchilov & Hutter 2019), ``adamw_8bit`` the same in blocks of 8
+    bits (Dettmers et al. 2022), ``paged_...`` in memory that can move to the host, ``adafactor`` a row and a
+    column (Shazeer & Stern 2018), ``sgd`` and ``lion`` (Chen et al. 2023) one momentum, ``muon`` one momentum
+    for hidden matrices and AdamW for the rest (Jordan et al. 2024)."""
     recompute: Recompute = "none"
-    """Activations recomputed in backward: none, all but matrix products and attention, or whole layers."""
+    """Activations recomputed in backward: none, all but matrix products and attention, or whole layers;
+    ``offload`` keeps them all, in host memory."""
+    recompute_interval: int = 1
+    """Every so-manieth layer is recomputed or offloaded, 1 to 4,096; others keep their activations."""
     kernels: Kernels | None = None
-    """Whose modules run: ``transformers`` or ``megatron``; ``None`` is what the framework uses."""
+    """Whose modules run: ``transformers``, the same with Liger kernels, the same compiled, or ``megatron``;
+    ``None`` is what the framework uses."""
+    attention: Attention | None = None
+    """Attention in plain operations (``eager``), PyTorch's fused one (``sdpa``) or FlashAttention's own
+    (``flash``); ``None`` is what the modules use by themselves."""
+    loss: Loss | None = None
+    """Whether logits of all tokens exist at once (``full``), of a chunk at a time (``chunked``), or never
+    outside a kernel that makes their gradient at once (``fused``); ``None`` is what the kernels bring."""
+    dropout: float = 0.0
+    """Probability of every dropout that the model's family has, 0 to 0.99."""
+    packing: bool = False
+    """Several documents in one sequence, which attention keeps apart: no padding is trained on."""
+    quantization: Quantization | None = None
+    """Type of the frozen base under adapters: LLM.int8 (Dettmers et al. 2022) or NF4; None: unquantised, or
+    NF4 with ``method="qlora"``."""
     lora_rank: int | None = None
-    """Rank of the adapters, 1 to 4,096; ``None`` is 16. Only with ``method="lora"``."""
+    """Rank of the adapters, 1 to 4,096; ``None`` is 16. Only with adapters."""
     lora_targets: tuple[str, ...] | None = None
-    """Projections that get an adapter, by the model's names; ``None``: all of attention's. Only with LoRA."""
+    """Projections that get an adapter, by the model's names; ``None``: all of attention's. Only with
+    adapters."""
+    lora_dropout: float = 0.0
+    """Probability of dropout before an adapter, 0 to 0.99. Only with adapters."""
+    expert_imbalance: float = 1.0
+    """Tokens of the fullest rank's experts over an even share, 1 (even) to 1,024."""
+    expert_capacity_factor: float | None = None
+    """Room of an expert over an even share, beyond which tokens are dropped (Fedus et al. 2021), 0.1 to
+    1,024; None: dropless."""
 
     def __post_init__(self) -> None:
-        for field, high in (("seq_len", 2**24), ("micro_batch_size", 2**16), ("global_batch_size", 2**24)):
+        for field, high in (
+            ("seq_len", 2**24),
+            ("micro_batch_size", 2**16),
+            ("global_batch_size", 2**24),
+            ("recompute_interval", 4096),
+        ):
             self._check_number(field, high)
-        one_of("Recipe.method", self.method, get_args(Method))
-        one_of("Recipe.precision", self.precision, get_args(Precision))
-        one_of("Recipe.optimizer", self.optimizer, get_args(Optimizer))
-        one_of("Recipe.recompute", self.recompute, get_args(Recompute))
-        if self.kernels is not None:
-            one_of("Recipe.kernels", self.kernels, get_args(Kernels))
+        for field, choices in CHOICES.items():
+            one_of(f"Recipe.{field}", getattr(self, field), choices)
+        for field, choices in OPEN_CHOICES.items():
+            if getattr(self, field) is not None:
+                one_of(f"Recipe.{field}", getattr(self, field), choices)
+        flag("Recipe.packing", self.packing)
+        self._check_real("dropout", 0, 0.99)
+        self._check_real("lora_dropout", 0, 0.99)
+        self._check_real("expert_imbalance", 1, 1024)
+        self._check_real("expert_capacity_factor", 0.1, 1024)
         if self.micro_batch_size > self.global_batch_size:
             refuse(
                 "Recipe.global_batch_size",
@@ -60,19 +119,39 @@ class Recipe(JsonNoun):
                 f"at least micro_batch_size={self.micro_batch_size}",
                 f"global_batch_size={self.micro_batch_size}",
             )
-        self._check_lora()
+        self._check_recompute()
+        self._check_adapters()
+        self._check_quantization()
 
     def _check_number(self, field: str, high: int) -> None:
         number = whole_number(f"Recipe.{field}", getattr(self, field), low=1, high=high)
         # A numpy integer becomes Python's, which JSON can write and which cannot overflow.
         object.__setattr__(self, field, number)
 
-    def _check_lora(self) -> None:
-        if self.method != "lora":
-            for field in ("lora_rank", "lora_targets"):
-                if getattr(self, field) is not None:
+    def _check_real(self, field: str, low: float, high: float) -> None:
+        value = getattr(self, field)
+        if value is None and field == "expert_capacity_factor":
+            return
+        object.__setattr__(self, field, real_number(f"Recipe.{field}", value, low=low, high=high))
+
+    def _check_recompute(self) -> None:
+        if self.recompute == "none" and self.recompute_interval > 1:
+            refuse(
+                "Recipe.recompute_interval",
+                self.recompute_interval,
+                '1 with recompute="none", which recomputes no layer',
+                'recompute="full"',
+            )
+
+    def _check_adapters(self) -> None:
+        if not self.has_adapters:
+            for field, unset in (("lora_rank", None), ("lora_targets", None), ("lora_dropout", 0.0)):
+                if getattr(self, field) != unset:
                     refuse(
-                        f"Recipe.{field}", getattr(self, field), 'None unless method="lora"', 'method="lora"'
+                        f"Recipe.{field}",
+                        getattr(self, field),
+                        f'{unset} unless method="lora" or "qlora"',
+                        'method="lora"',
                     )
             return
         if self.lora_rank is not None:
@@ -88,6 +167,36 @@ class Recipe(JsonNoun):
                 refuse("Recipe.lora_targets", target, "names of projections", "'q_proj'")
         # JSON gives lists; equality after a round trip needs one type.
         object.__setattr__(self, "lora_targets", tuple(dict.fromkeys(self.lora_targets)))
+
+    def _check_quantization(self) -> None:
+        """Only a frozen base is quantised, and 8-bit products want weights of their own."""
+        if self.quantization and not self.has_adapters:
+            refuse(
+                "Recipe.quantization",
+                self.quantization,
+                'None unless method="lora" or "qlora": weights that train are not quantised',
+                'method="lora"',
+            )
+        if self.method == "qlora" and self.quantization == "int8":
+            refuse("Recipe.quantization", "int8", '"nf4" or None with method="qlora"', 'method="lora"')
+        if self.has_adapters and self.precision == "fp8-mixed":
+            refuse(
+                "Recipe.precision",
+                "fp8-mixed",
+                '"bf16-mixed", "fp16-mixed", "bf16" or "fp32" with adapters: neither torchao nor Transformer '
+                "Engine runs peft's adapters in fp8",
+                'precision="bf16-mixed"',
+            )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters train, over a base that is frozen."""
+        return self.method in ("lora", "qlora")
+
+    @property
+    def base_quantization(self) -> Quantization | None:
+        """The frozen base's type in force; None where it is not quantised."""
+        return "nf4" if self.method == "qlora" else self.quantization
 
     @property
     def adapter_rank(self) -> int:

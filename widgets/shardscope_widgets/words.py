@@ -59,7 +59,9 @@ def device_count(cluster: ss.Cluster) -> str:
 
 def sentence(plan: ss.Plan) -> str:
     """What, on what, with what, as HTML."""
-    method = {"full": "full training", "lora": f"LoRA of rank {plan.recipe.adapter_rank}"}[plan.recipe.method]
+    rank = plan.recipe.adapter_rank
+    methods = {"full": "full training", "lora": f"LoRA of rank {rank}", "qlora": f"QLoRA of rank {rank}"}
+    method = methods[plan.recipe.method]
     return (
         f"<span class='what'><b>{escape(title(plan.architecture.name))}</b> on "
         f"<b>{escape(devices(plan.cluster))}</b> with <b>{escape(plan.layout.description)}</b>, "

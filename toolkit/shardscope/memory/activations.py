@@ -38,7 +38,7 @@ class LayerActivations(NamedTuple):
 def modules_of(plan: Plan) -> Modules:
     """Which modules a plan runs."""
     recipe = plan.recipe
-    lora = recipe.method == "lora"
+    lora = recipe.has_adapters
     return Modules(
         kernels=plan.kernels,
         autocast=plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed"),

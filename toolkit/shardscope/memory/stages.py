@@ -130,7 +130,7 @@ def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multi
         + sum(ceil_div(length, num_shards) * width for length, width in edge_shapes)
     )
     adapters = adapters_shard = 0
-    if plan.recipe.method == "lora":
+    if plan.recipe.has_adapters:
         for layers_of_kind, is_moe in ((dense_layers, False), (moe_layers, True)):
             if layers_of_kind:
                 whole, part = layer_adapters(arch, plan.recipe, is_moe, num_shards)

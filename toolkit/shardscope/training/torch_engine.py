@@ -138,14 +138,10 @@ class TorchEngine(Engine):
             "num_steps_done": self.num_steps_done,
             "loss_scale": self._scaler.get_scale() if self._scaler else None,
         }
-        checkpoint.save(
-            self._in_run(path), self.model, self.optimizer, position, self.recipe.method == "lora"
-        )
+        checkpoint.save(self._in_run(path), self.model, self.optimizer, position, self.recipe.has_adapters)
 
     def load(self, path: str | Path) -> None:
-        position = checkpoint.load(
-            self._in_run(path), self.model, self.optimizer, self.recipe.method == "lora"
-        )
+        position = checkpoint.load(self._in_run(path), self.model, self.optimizer, self.recipe.has_adapters)
         self.num_steps_done = int(position["num_steps_done"])
         if self._scaler and position["loss_scale"]:
             state = self._scaler.state_dict()
@@ -171,7 +167,7 @@ class TorchEngine(Engine):
             model = build_model()
             if self.recipe.precision == "bf16":
                 model = model.to(torch.bfloat16)
-            if self.recipe.method == "lora":
+            if self.recipe.has_adapters:
                 model = lora.add_adapters(model, self.plan.architecture, self.recipe)
         apply_recompute(model, self.recipe.recompute)
         return model

@@ -10,7 +10,7 @@ import shardscope as ss
 from shardscope.recipe import Method, Precision, Recompute
 from shardscope_widgets.pickers.base import Picker, Row, segments, text_input, typed_number
 
-METHODS = {"full": "full", "lora": "LoRA"}
+METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 class RecipePicker(Picker):
@@ -63,7 +63,7 @@ class RecipePicker(Picker):
 
     def make(self) -> ss.Recipe:
         """The recipe that the inputs describe."""
-        lora = self.method.value == "lora"
+        lora = self.method.value != "full"
         return ss.Recipe(
             method=self.method.value,
             precision=self.precision.value,
@@ -76,5 +76,5 @@ class RecipePicker(Picker):
 
     def read(self, change: object = None) -> None:
         """Take the inputs over; the rank is asked for only with LoRA."""
-        self._rank_row.layout.display = "" if self.method.value == "lora" else "none"
+        self._rank_row.layout.display = "" if self.method.value != "full" else "none"
         super().read(change)

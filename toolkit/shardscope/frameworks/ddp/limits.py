@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import check_adapters
+from shardscope.frameworks.limits import check_recipe
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what the engine cannot run."""
-    check_adapters(plan.recipe)
+    check_recipe(plan.recipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.limits import check_adapters
+from shardscope.frameworks.limits import check_recipe
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -23,4 +23,4 @@ def check_plan(plan: Plan) -> None:
                 "yet",
                 f"{degree}=1",
             )
-    check_adapters(plan.recipe)
+    check_recipe(plan.recipe)

@@ -1,0 +1,112 @@
+"""Which recipes a framework can run: its layout class lists them, a Plan that is not among them is refused.
+
+What is listed has a formula in the memory model; what has none yet is refused here by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.validation import nearest, refuse
+
+if TYPE_CHECKING:
+    from shardscope.layout import Layout
+    from shardscope.plan import Plan
+
+SUPPORT = {
+    "method": "supported_methods",
+    "precision": "supported_precisions",
+    "optimizer": "supported_optimizers",
+    "recompute": "supported_recompute",
+    "kernels": "supported_kernels",
+    "attention": "supported_attention",
+    "loss": "supported_losses",
+    "quantization": "supported_quantization",
+}
+"""Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
+
+WITHOUT_FORMULA: dict[str, object] = {
+    "recompute_interval": 1,
+    "dropout": 0.0,
+    "lora_dropout": 0.0,
+    "packing": False,
+    "expert_imbalance": 1.0,
+}
+"""Fields of which the memory model knows one value only yet."""
+
+
+def supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
+    """The values of a recipe's field that ``layout`` can run; ``()`` for a field it has no list of."""
+    found: tuple[Any, ...] = getattr(layout, SUPPORT[field]) if field in SUPPORT else ()
+    return found
+
+
+def check_supported(plan: Plan) -> None:
+    """Raise ``ValueError`` naming the first field of the recipe that the framework cannot run."""
+    for field in SUPPORT:
+        value = getattr(plan.recipe, field)
+        if value is not None and value not in supported(plan.layout, field):
+            _refuse_unsupported(plan, field, value)
+    for field, known in WITHOUT_FORMULA.items():
+        if getattr(plan.recipe, field) != known:
+            refuse(
+                f"Recipe.{field}",
+                getattr(plan.recipe, field),
+                f"{known}: the memory model has no formula for others yet",
+                f"{field}={known}",
+            )
+    _check_experts(plan)
+    _check_interval(plan)
+    _check_packing(plan)
+
+
+def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
+    values = supported(plan.layout, field)
+    open_field = field in ("kernels", "attention", "loss", "quantization")
+    allowed = ", ".join(map(repr, (None, *values) if open_field else values))
+    if field == "method":
+        fix = "Layout.fsdp2()"
+    elif open_field:
+        fix = f"{field}=None"
+    else:
+        fix = f"{field}={nearest(value, list(values))!r}"
+    refuse(f"Recipe.{field}", value, f"{allowed} with {plan.layout.title}", fix)
+
+
+def _check_experts(plan: Plan) -> None:
+    recipe, layout = plan.recipe, plan.layout
+    dense = not plan.architecture.num_moe_layers
+    if recipe.expert_imbalance != 1.0 and dense:
+        refuse(
+            "Recipe.expert_imbalance",
+            recipe.expert_imbalance,
+            f"1.0 with {plan.architecture.name}, which has no experts",
+            "expert_imbalance=1.0",
+        )
+    if recipe.expert_capacity_factor is not None and (dense or not layout.supports_expert_capacity):
+        why = f"{plan.architecture.name} has no experts" if dense else f"{layout.title} is dropless"
+        refuse(
+            "Recipe.expert_capacity_factor",
+            recipe.expert_capacity_factor,
+            f"None: {why}",
+            "expert_capacity_factor=None",
+        )
+
+
+def _check_interval(plan: Plan) -> None:
+    """Where dense and expert layers alternate, it would matter which of them every k-th layer is."""
+    experts = plan.architecture.mixture_of_experts
+    if experts is None or plan.recipe.recompute_interval == 1:
+        return
+    if experts.decoder_sparse_step > 1 or experts.mlp_only_layers:
+        refuse(
+            "Recipe.recompute_interval",
+            plan.recipe.recompute_interval,
+            f"1 with {plan.architecture.name}, whose dense and expert layers alternate",
+            "recompute_interval=1",
+        )
+
+
+def _check_packing(plan: Plan) -> None:
+    if plan.recipe.packing and not plan.layout.supports_packing:
+        refuse("Recipe.packing", True, f"False with {plan.layout.title}", "packing=False")
