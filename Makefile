@@ -1,5 +1,6 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: check (ruff, mypy), bench (ratios), env, clean.
+# environment first. The others: check (ruff, mypy), bench (ratios), accuracy (predictions against
+# measured runs), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -16,7 +17,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test check bench env browser clean
+.PHONY: lab test check bench accuracy env browser clean
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab $(LAB_FLAGS) --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(NOTEBOOK)
@@ -31,6 +32,9 @@ check: $(STAMP)
 
 bench: $(STAMP) browser
 	$(BIN)/python -m benchmarks
+
+accuracy: $(STAMP)
+	$(BIN)/python -m tests.accuracy --kind memory
 
 env: $(STAMP)
 

@@ -1,0 +1,1 @@
+"""Scores predictions against what others and we have measured: ``python -m tests.accuracy``."""

@@ -1,0 +1,46 @@
+"""``python -m tests.accuracy --kind memory|time [--rows FILE ...]``: scores, prints, writes docs/accuracy.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.accuracy.rows import ROOT, default_files, read
+from tests.accuracy.scoring import overall_line, score_memory
+from tests.accuracy.writing import memory_report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Scores one kind of prediction. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.accuracy", description=__doc__)
+    parser.add_argument("--kind", choices=("memory", "time"), default="memory")
+    parser.add_argument(
+        "--rows", type=Path, nargs="+", metavar="FILE", help="rows in the form of measured.jsonl"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="where the report goes (default: docs/accuracy.md, unless --rows)"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.kind == "time":
+        print(
+            "There is no step model yet (plan.step does not exist), so no step time can be scored.",
+            file=sys.stderr,
+        )
+        return 2
+    missing = [path for path in chosen.rows or () if not path.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(map(str, missing))}")
+    score = score_memory(read(chosen.rows or default_files()))
+    report = memory_report(score)
+    print(report)
+    target = chosen.write or (None if chosen.rows else ROOT / "docs" / "accuracy.md")
+    if target is not None:
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(report, encoding="utf-8")
+    print(overall_line(score))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What each way of measuring memory is compared with."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from tests.accuracy.rows import Row, text
+
+from shardscope.memory import overheads
+from shardscope.memory.report import MemoryReport, Moment, StageMemory
+
+GIB = 2**30
+Kind = Literal["allocated", "reserved", "nvidia-smi", "unknown"]
+_BESIDE_TENSORS = ("runtime", "communication", "fragmentation")
+_CHURNED = ("activations", "logits", "gather_buffers")
+
+
+class Compared(NamedTuple):
+    """Bytes that the row's figure is held against."""
+
+    low: int
+    point: int
+    high: int
+    components: dict[str, int]
+    """At the moment of the point."""
+
+
+def kind(row: Row) -> Kind:
+    """What the row's peak counts."""
+    said = text(row, "memory_kind")
+    if "reserved" in said:
+        return "reserved"
+    if "alloc" in said or "active" in said:
+        return "allocated"
+    if "nvidia" in said or "smi" in said or "device" in said:
+        return "nvidia-smi"
+    return "unknown"
+
+
+def measured_bytes(row: Row) -> float:
+    """The row's peak: GiB as its field is called, or GB where the row says that its GB are decimal."""
+    said = text(row, "notes", "memory_kind")
+    decimal = "unit gb in" in said
+    return float(row["peak_memory_gib"]) * (1e9 if decimal else GIB)
+
+
+def compared(row: Row, report: MemoryReport) -> Compared:
+    """The predicted bytes of the row's own kind, on the ranks that it speaks of."""
+    stages = report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
+    what = kind(row)
+    if what == "allocated":
+        point, moment = max(_tensors(stages), key=lambda found: found[0])
+        return Compared(point, point, point, dict(moment.components))
+    if what == "reserved":
+        low, point, high, moment = _with_gaps(stages)
+        return Compared(low, point, high, dict(moment.components))
+    low, point, high, moment = _with_everything(stages)
+    if what == "unknown":
+        # Most frameworks print what is allocated; a person may have read nvidia-smi.
+        point, moment = max(_tensors(stages), key=lambda found: found[0])
+        low = point
+    return Compared(low, point, high, dict(moment.components))
+
+
+def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, Moment]]:
+    return [(_tensor_bytes(moment), moment) for stage in stages for moment in stage.moments]
+
+
+def _tensor_bytes(moment: Moment) -> int:
+    return sum(term[0] for name, term in moment.terms.items() if name not in _BESIDE_TENSORS)
+
+
+def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
+    low = high = 0
+    for stage in stages:
+        for moment in stage.moments:
+            gaps = overheads.fragmentation(_churned(moment), True)
+            tensors = _tensor_bytes(moment)
+            low, high = max(low, tensors + gaps.low), max(high, tensors + gaps.high)
+    moments = [moment for stage in stages for moment in stage.moments]
+    fullest = max(moments, key=_with_fragmentation)
+    return low, _with_fragmentation(fullest), high, fullest
+
+
+def _with_fragmentation(moment: Moment) -> int:
+    gaps = moment.terms.get("fragmentation")
+    return _tensor_bytes(moment) + (gaps[0] if gaps else 0)
+
+
+def _with_everything(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
+    low, _, high, _ = _with_gaps(stages)
+    fullest = max((moment for stage in stages for moment in stage.moments), key=lambda moment: moment.total)
+    runtime = overheads.runtime(True)
+    point = fullest.components["communication"]
+    # The communicators' band is a quarter to twice its point (overheads.communication).
+    return low + runtime.low + point // 4, fullest.total, high + runtime.high + 2 * point, fullest
+
+
+def _churned(moment: Moment) -> int:
+    return sum(moment.terms[name][0] for name in _CHURNED if name in moment.terms)  # type: ignore[index]

@@ -1,0 +1,65 @@
+"""One row -> one Plan, or the reason why there is none."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.accuracy.layouts import Framework, framework, layout
+from tests.accuracy.machines import cluster
+from tests.accuracy.models import architecture
+from tests.accuracy.recipes import recipe
+from tests.accuracy.rows import Row, number
+from tests.accuracy.unmapped import UnmappedError
+
+import shardscope as ss
+
+
+class Mapped(NamedTuple):
+    """A row and its plan."""
+
+    row: Row
+    plan: ss.Plan
+    framework: str
+    """As the report groups rows."""
+    assumed: tuple[str, ...]
+    """What the row leaves open and the plan had to say."""
+
+
+def mapped(row: Row) -> Mapped:
+    """The plan that the row describes. Raises ``UnmappedError`` with the reason where there is none."""
+    kind = framework(row)
+    arch, about_model = architecture(row)
+    machines = cluster(row)
+    spread, about_layout = layout(row, kind, arch.num_hidden_layers)
+    what, about_recipe = recipe(row, kind, _data_parallel(row, kind, machines.num_gpus))
+    try:
+        plan = ss.Plan(arch, machines, what, spread)
+        plan.memory()
+    except ValueError as error:
+        raise UnmappedError(f"refused: {_short(error)}") from None
+    _check_data_parallel(row, plan)
+    return Mapped(row, plan, kind.name, (*about_model, *about_layout, *about_recipe))
+
+
+def _data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:
+    taken = 1
+    for key in ("tp", "pp", "cp"):
+        taken *= number(row, key) or 1
+    if num_gpus % taken:
+        raise UnmappedError("degrees do not divide the GPUs")
+    return num_gpus // taken
+
+
+def _check_data_parallel(row: Row, plan: ss.Plan) -> None:
+    stated = number(row, "dp")
+    # FSDP's tables count context-parallel ranks among those that shard, or not.
+    if stated is not None and stated not in (
+        plan.degrees.data_parallel,
+        plan.degrees.data_parallel * plan.degrees.cp,
+    ):
+        raise UnmappedError("degrees contradict the number of GPUs")
+
+
+def _short(error: ValueError) -> str:
+    """``Recipe.precision is 'fp8-mixed'`` of a refusal's whole sentence."""
+    return str(error).split("; allowed")[0][:90]

@@ -1,0 +1,89 @@
+"""Rows of measured runs: reading them, their grade, and the fixed sample of sources that would swamp the rest."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "tests" / "measured"
+SHARED = ROOT.parent / "shared" / "data" / "measured.jsonl"
+LARGEST_SOURCE = 150
+"""Rows of one source that are scored: of more, a fixed sample."""
+
+
+def default_files() -> list[Path]:
+    """The rows that come with the project, and a wider collection where there is one beside it."""
+    kept = sorted(path for path in MEASURED.glob("*.jsonl") if path.name != "own.jsonl")
+    return kept + ([SHARED] if SHARED.is_file() else [])
+
+
+def read(files: Iterable[Path]) -> list[Row]:
+    """Every row of the files; of several with one id the first. Raises ``ValueError`` for no JSON object."""
+    found: dict[str, Row] = {}
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{path.name}, line {number}: a row is one JSON object")
+            found.setdefault(str(row.get("id", f"{path.name}:{number}")), row)
+    return list(found.values())
+
+
+def source(row: Row) -> str:
+    """Who published the row."""
+    return str(row.get("source") or "source not stated")
+
+
+def is_scored(row: Row) -> bool:
+    """Whether the row's configuration is nearly complete; a row that does not say counts as such."""
+    return str(row.get("quality") or "A").upper().startswith("A")
+
+
+def says_memory(row: Row) -> bool:
+    """Whether the row has a peak, or says that there was not enough."""
+    return row.get("peak_memory_gib") is not None or status(row) == "oom"
+
+
+def status(row: Row) -> str | None:
+    """``ok`` or ``oom``; None where other failures are mixed in, or nothing is said."""
+    said = str(row.get("status") or "").lower()
+    if said in ("ok", "oom"):
+        return said
+    return "ok" if not said and row.get("peak_memory_gib") is not None else None
+
+
+def sampled(rows: Iterable[Row]) -> list[Row]:
+    """All rows, but of a large source a sample that is the same on every machine and in every order."""
+    by_source: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_source[source(row)].append(row)
+    kept: list[Row] = []
+    for name in sorted(by_source):
+        group = sorted(by_source[name], key=lambda row: str(row.get("id")))
+        if len(group) > LARGEST_SOURCE:
+            chosen = random.Random(f"accuracy {name}").sample(range(len(group)), LARGEST_SOURCE)
+            group = [group[index] for index in sorted(chosen)]
+        kept += group
+    return kept
+
+
+def text(row: Row, *keys: str) -> str:
+    """The named fields as one lower-case text, missing ones left out."""
+    return " ".join(str(row[key]) for key in keys if row.get(key) is not None).lower()
+
+
+def number(row: Row, key: str) -> int | None:
+    """A whole number that the row has, or None."""
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        return None
+    return int(value) if float(value).is_integer() and value > 0 else None

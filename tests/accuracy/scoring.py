@@ -1,0 +1,128 @@
+"""Errors of one kind of prediction, source by source."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from tests.accuracy.kinds import GIB, Compared, compared, kind, measured_bytes
+from tests.accuracy.mapping import Mapped, mapped
+from tests.accuracy.rows import Row, is_scored, sampled, says_memory, source, status
+from tests.accuracy.unmapped import UnmappedError
+
+
+class Scored(NamedTuple):
+    """One row with a measured peak, and what was predicted for it."""
+
+    mapped: Mapped
+    measured: float
+    predicted: Compared
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted.point / self.measured - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured peak lies in the predicted band."""
+        return self.predicted.low <= self.measured <= self.predicted.high
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Source and kind of memory: what is scored apart."""
+        return source(self.mapped.row), kind(self.mapped.row)
+
+
+class Fit(NamedTuple):
+    """One row that says whether it ran or ran out of memory."""
+
+    mapped: Mapped
+    ran: bool
+    predicted: bool
+
+
+class MemoryScore(NamedTuple):
+    """All rows of one scoring."""
+
+    scored: tuple[Scored, ...]
+    fits: tuple[Fit, ...]
+    unmapped: tuple[tuple[Row, str], ...]
+    """Rows that say something about memory and have no plan, with the reason."""
+    num_rows: int
+    """Rows that say something about memory: scored, fits-or-not only, and unmapped."""
+
+    @property
+    def groups(self) -> dict[tuple[str, str], list[Scored]]:
+        """Scored rows by source and kind."""
+        found: dict[tuple[str, str], list[Scored]] = defaultdict(list)
+        for row in self.scored:
+            found[row.group].append(row)
+        return dict(sorted(found.items()))
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Reason -> unmapped rows."""
+        return Counter(reason for _, reason in self.unmapped)
+
+
+def score_memory(rows: Iterable[Row]) -> MemoryScore:
+    """Scores every row of grade A that says something about memory."""
+    chosen = sampled(row for row in rows if is_scored(row) and says_memory(row))
+    scored: list[Scored] = []
+    fits: list[Fit] = []
+    unmapped: list[tuple[Row, str]] = []
+    for row in chosen:
+        try:
+            found = mapped(row)
+        except UnmappedError as reason:
+            unmapped.append((row, str(reason)))
+            continue
+        report = found.plan.memory()
+        # A row that ran out of memory may print the peak it had before: not the one it needed.
+        if row.get("peak_memory_gib") is not None and status(row) != "oom":
+            scored.append(Scored(found, measured_bytes(row), compared(row, report)))
+        if status(row) is not None:
+            fits.append(Fit(found, status(row) == "ok", report.fits))
+    return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
+
+
+def absolute(rows: Sequence[Scored]) -> list[float]:
+    """Absolute relative errors, smallest first."""
+    return sorted(abs(row.error) for row in rows)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that ``share`` of all are not above. ``values`` is sorted and not empty."""
+    index = max(0, -(-int(share * 1000 * len(values)) // 1000) - 1)
+    return values[min(index, len(values) - 1)]
+
+
+def summary(groups: dict[tuple[str, str], list[Scored]]) -> tuple[float, float] | None:
+    """Median of the sources' medians, and the 90th percentile over all their rows; None without rows."""
+    if not groups:
+        return None
+    medians = [median(absolute(rows)) for rows in groups.values()]
+    return median(medians), percentile(
+        sorted(error for rows in groups.values() for error in absolute(rows)), 0.9
+    )
+
+
+def overall_line(score: MemoryScore) -> str:
+    """The one line that ends the report of a kind."""
+    groups = score.groups
+    found = summary(groups)
+    sources = len({name for name, _ in groups})
+    words = (
+        "no row scored"
+        if found is None
+        else (f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %")
+    )
+    return f"overall memory: {sources} sources, {len(score.scored)} of {score.num_rows} rows, {words}"
+
+
+def gib(num_bytes: float) -> str:
+    """``num_bytes`` in GiB with two decimals."""
+    return f"{num_bytes / GIB:.2f}"
