@@ -535,19 +535,7 @@ def test_pretraining_learns_real_text(framework: str, tmp_path: Path) -> None:
 def stopped_then_resumed(ctx: StandInContext) -> dict[str, Any]:
     from shardscope.training.pretrain import Pretrain
 
-    looks = 0
-
-    class Stopping(StandInContext):
-        @property  # type: ignore[override]
-        def should_stop(self) -> bool:
-            nonlocal looks
-            looks += 1
-            return looks == 4
-
-        @should_stop.setter
-        def should_stop(self, _: bool) -> None: ...
-
-    stopping = Stopping(ctx.rank, ctx.world_size, ctx.plan, ctx.folder, ctx.device)
+    stopping = StandInContext(ctx.rank, ctx.world_size, ctx.plan, ctx.folder, ctx.device, stop_at_look=4)
     stopping.engine = type(ctx.engine)(stopping)
     Pretrain(num_steps=6)(stopping)
     ctx.engine = type(ctx.engine)(ctx)

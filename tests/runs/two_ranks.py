@@ -70,12 +70,17 @@ class StandInContext:
     folder: Path
     device: Any = None
     engine: Any = None
-    should_stop: bool = False
+    stop_at_look: int | None = None
+    num_looks: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
     records: dict[str, Any] = field(default_factory=dict)
 
     def log(self, step: int | None = None, **metrics: Any) -> None:
         self.lines.append({"step": step, **metrics})
+
+    def look(self) -> tuple[bool, list[dict[str, Any]]]:
+        self.num_looks += 1
+        return self.num_looks == self.stop_at_look, []
 
     def record(self, name: str, mapping: Any) -> None:
         self.records[name] = json.loads(json.dumps(dict(mapping)))

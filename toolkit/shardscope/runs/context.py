@@ -127,10 +127,14 @@ class Context:
         Like ``should_stop``, a look at the control file: every rank must make the same looks in the same
         order. The latest 1000 are kept.
         """
+        return self.look()[1]
+
+    def look(self) -> tuple[bool, list[dict[str, Any]]]:
+        """``should_stop`` and ``commands()`` in one look: each look is a round trip to the ranks' store."""
         self._take_commands()
         taken = list(self._pending)
         self._pending.clear()
-        return taken
+        return self._stop_asked, taken
 
     def record(self, name: str, mapping: Mapping[str, Any]) -> None:
         """Keep what an engine really made (shards, stage, groups) for ``run.what_it_was()``."""

@@ -28,12 +28,7 @@ def look(ctx: Any, profile_steps: int) -> Orders:
     ``{"command": "checkpoint"}``, and ``{"command": "profile", "steps": n}``, whose ``steps`` default to
     ``profile_steps``. Whatever else came is ignored with a line in the log: a slip must not end a training.
     """
-    stop = bool(ctx.should_stop)
-    # ``ctx.commands()`` would look once more, and each look is a round trip to the store of the ranks; what
-    # ``should_stop`` has just read beside a stop lies here.
-    pending = getattr(ctx, "_pending", [])
-    commands: list[dict[str, Any]] = list(pending)
-    pending.clear()
+    stop, commands = ctx.look()
     checkpoint, num_steps = False, 0
     for command in commands:
         try:
