@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
+    from shardscope.timing.traffic import StateTraffic
 
 
 class MemoryModel(Protocol):
@@ -28,6 +29,13 @@ class MemoryModel(Protocol):
 
     def training_state(self, plan: Plan, stage: Stage) -> TrainingState:
         """Bytes of parameters, gradients, optimizer and staging on one rank of a stage."""
+
+
+class TimingModel(Protocol):
+    """What every framework's ``timing.py`` offers."""
+
+    def state_traffic(self, plan: Plan) -> StateTraffic:
+        """What one rank sends for parameters, gradients and optimizer in one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,11 @@ class Framework:
     def memory_model(self) -> MemoryModel:
         """The framework's own part of the memory model."""
         found: Any = import_module(f"shardscope.frameworks.{self.name}.memory")
+        return found  # type: ignore[no-any-return]
+
+    def timing_model(self) -> TimingModel:
+        """The framework's own part of the time estimate."""
+        found: Any = import_module(f"shardscope.frameworks.{self.name}.timing")
         return found  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,211 @@
+"""The changes that mend a plan: all valid, the cheapest first; and the time they are ordered by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from planning import plans
+
+import shardscope as ss
+from shardscope.planner.changes import ladders
+from shardscope.planner.repairs import in_words
+from shardscope.timing.collectives import seconds
+from shardscope.timing.estimate import estimate, flops_per_rank
+from shardscope.timing.traffic import Transfer
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+def plan_of(
+    model: str = "llama-3.1-8b",
+    cluster: str = "8xh100-sxm-80gb",
+    layout: ss.Layout | None = None,
+    **recipe: object,
+) -> ss.Plan:
+    return ss.Plan(
+        ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout or ss.Layout.fsdp2()
+    )  # type: ignore[arg-type]
+
+
+def differences(one: ss.Plan, other: ss.Plan) -> set[str]:
+    """Fields of recipe and layout in which two plans differ; another framework counts as one."""
+    found = {
+        f.name for f in fields(one.recipe) if getattr(one.recipe, f.name) != getattr(other.recipe, f.name)
+    }
+    if type(one.layout) is not type(other.layout):
+        return found | {"framework"}
+    return found | {
+        f.name for f in fields(one.layout) if getattr(one.layout, f.name) != getattr(other.layout, f.name)
+    }
+
+
+def test_a_plan_that_fits_needs_no_repair() -> None:
+    assert plan_of().memory().fits
+    assert plan_of().repairs() == []
+
+
+def test_a_repair_unpacks_and_says_what_it_wins() -> None:
+    plan = plan_of(micro_batch_size=4, seq_len=8192)
+    found = plan.repairs()
+    assert found
+    for change, mended, bytes_won, seconds_lost in found:
+        assert change and mended.memory().fits
+        assert bytes_won == plan.memory().peak_bytes - mended.memory().peak_bytes > 0
+        assert math.isfinite(seconds_lost)
+    lost = [repair.seconds_lost for repair in found]
+    assert lost == sorted(lost)
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"),
+    [
+        (plan_of(micro_batch_size=2), "recompute"),
+        (plan_of(micro_batch_size=4, seq_len=2048), "micro_batch_size"),
+        (
+            plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(replicate=8), recompute="full"),
+            "replicate",
+        ),
+        (plan_of("llama-3.1-8b", layout=ss.Layout.zero(stage=0), recompute="full"), "stage"),
+        (plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full"), "framework"),
+        (plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "offload"),
+        (plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full"), "method"),
+        (plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "pp"),
+        (plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=2)), "tp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_kind_of_change_is_found_where_it_mends(plan: ss.Plan, field: str) -> None:
+    assert not plan.memory().fits
+    mends = [repair for repair in plan.repairs() if differences(plan, repair.plan) == {field}]
+    assert mends, [(repair.change, differences(plan, repair.plan)) for repair in plan.repairs()]
+    assert all(repair.plan.memory().fits for repair in mends)
+
+
+def test_the_smallest_step_that_is_enough_is_told() -> None:
+    plan = plan_of(micro_batch_size=8, seq_len=2048)
+    assert not plan.memory().fits
+    (mend,) = [r for r in plan.repairs() if differences(plan, r.plan) == {"micro_batch_size"}]
+    doubled = replace(
+        mend.plan, recipe=replace(mend.plan.recipe, micro_batch_size=2 * mend.plan.recipe.micro_batch_size)
+    )
+    assert not doubled.memory().fits
+
+
+def test_where_nothing_is_enough_the_best_are_told_and_say_so() -> None:
+    plan = plan_of("llama-3.1-405b", micro_batch_size=8)
+    found = plan.repairs()
+    assert 0 < len(found) <= 6
+    assert not any(repair.plan.memory().fits for repair in found)
+    won = [repair.bytes_won for repair in found]
+    assert won == sorted(won, reverse=True)
+    assert all("not enough alone" in in_words(plan, repair) for repair in found)
+
+
+def test_what_does_not_fit_the_host_mends_nothing() -> None:
+    plan = plan_of("llama-3.1-8b", "h100-sxm-80gb", recompute="full")
+    offloads = {r.change for r in plan.repairs() if "host" in r.change}
+    assert offloads
+    small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**34))
+    assert not offloads & {r.change for r in small.repairs()}
+
+
+def test_the_words_of_a_button() -> None:
+    plan = plan_of(micro_batch_size=2)
+    words = [in_words(plan, repair) for repair in plan.repairs()]
+    selective = next(text for text in words if text.startswith("Recompute selectively: saves "))
+    assert selective.endswith(("slower", "as fast")) and " GiB, about " in selective
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans())
+def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
+    for ladder in ladders(plan):
+        for change in ladder:
+            assert change.words
+            changed = differences(plan, change.plan) - {"shard"}
+            assert len(changed) == 1, (change.words, changed)
+            assert change.plan.world_size == plan.world_size
+            assert change.plan.architecture == plan.architecture
+
+
+# ------------------------------------------------------------------------------ the first-order time
+
+
+def test_recomputation_costs_its_flops_and_no_more() -> None:
+    """Full recomputation repeats a third of the layers' model FLOPs: 4/3 of a step without its head."""
+    plain, again = plan_of(), plan_of(recompute="full")
+    tokens = plain.recipe.global_batch_size * plain.recipe.seq_len / plain.world_size
+    head = 6.0 * plain.architecture.vocab_size * plain.architecture.hidden_size
+    model = plain.architecture.flops_per_token(plain.recipe.seq_len)
+    assert flops_per_rank(plain) == pytest.approx(tokens * model)
+    assert flops_per_rank(again) == pytest.approx(tokens * (model + (model - head) / 3))
+
+
+def test_recompute_none_selective_full_are_ordered_in_time() -> None:
+    none, selective, full = (
+        estimate(plan_of(recompute=how)).seconds for how in ("none", "selective", "full")
+    )
+    assert none < selective < full
+
+
+def test_a_ring_moves_what_the_textbook_says() -> None:
+    link = EIGHT.intra_node_link
+    bandwidth, share = link.bandwidth_bytes_per_second, 0.8
+    gather = Transfer("all_gather", 8e9, 8, 1, 1)
+    expected = 7 / 8 * 8e9 / (bandwidth * share) + 7 * link.latency_seconds
+    assert seconds(gather, EIGHT) == pytest.approx(expected)
+    assert seconds(gather._replace(collective="all_reduce"), EIGHT) == pytest.approx(2 * expected)
+    assert seconds(gather._replace(ranks=1), EIGHT) == 0
+
+
+def test_between_nodes_the_slower_link_counts() -> None:
+    two = ss.Cluster.parse("2x8xh100-sxm-80gb")
+    whole = seconds(Transfer("all_gather", 1e10, 16, 1, 1), two)
+    # Sixteen ranks cross through eight cards at once; two ranks of different nodes through one.
+    pairs = seconds(Transfer("all_gather", 1e10, 2, 8, 1), two)
+    inside = seconds(Transfer("all_gather", 1e10, 8, 1, 1), two)
+    assert inside < whole < pairs
+    card = two.inter_node_link.bandwidth_bytes_per_second * 0.8
+    assert pairs == pytest.approx(1e10 / 2 / card, rel=0.01)
+
+
+def test_what_is_not_known_is_no_number() -> None:
+    assert math.isnan(estimate(plan_of("llama-3.1-8b", "2xcpu")).seconds)
+    plan = plan_of("llama-3.1-8b", "2xcpu")
+    assert all(math.isnan(repair.seconds_lost) for repair in plan.repairs())
+    assert "time unknown" in in_words(plan, plan.repairs()[0])
+
+
+def test_published_runs_are_within_a_sixth() -> None:
+    """Tokens/s a GPU of runs that catalog/efficiency.toml names; the estimate only ever compares plans."""
+    a100 = "8x8xa100-sxm-80gb"
+    rows = [
+        (plan_of("llama-3.1-70b", a100, seq_len=8192, recompute="full"), 331),
+        (
+            ss.Plan(
+                ss.Architecture.of_size("6.7b"),
+                EIGHT,
+                ss.Recipe(seq_len=2048, micro_batch_size=6, global_batch_size=48),
+                ss.Layout.fsdp2(),
+            ),
+            10_643,
+        ),
+        *(
+            (
+                ss.Plan(
+                    ss.Architecture.of_size("175b"),
+                    ss.Cluster.parse(a100),
+                    ss.Recipe(seq_len=2048, recompute=how),  # type: ignore[arg-type]
+                    ss.Layout.megatron(tp=8, pp=8),
+                ),
+                measured,
+            )
+            for how, measured in (("full", 112.96), ("selective", 148.95))
+        ),
+    ]
+    for plan, measured in rows:
+        tokens = plan.recipe.global_batch_size * plan.recipe.seq_len
+        assert tokens / estimate(plan).seconds / plan.world_size == pytest.approx(measured, rel=1 / 6)

@@ -1,0 +1,1 @@
+"""What to do about a plan: the changes that mend it."""
