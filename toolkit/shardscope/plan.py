@@ -17,6 +17,7 @@ from shardscope.validation import known_keys, nearest, refuse
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
+    from shardscope.rehearsal.process import Progress
     from shardscope.planner.repairs import Repair
 
 
@@ -97,6 +98,17 @@ class Plan(JsonNoun):
         from shardscope.planner.repairs import repairs
 
         return repairs(self)
+
+    def rehearse(self, progress: Progress | None = None, timeout: float = 600.0) -> MemoryReport:
+        """The same bytes from the framework's own code, on fake tensors in a process of its own; no GPU.
+
+        ``progress(words, fraction)`` is called as it goes on; an exception in it ends the process. Raises
+        ``TimeoutError`` after ``timeout`` seconds and ``ValueError`` for what cannot be rehearsed; see
+        :func:`shardscope.rehearsal.process.rehearse`. Needs the ``train`` extra.
+        """
+        from shardscope.rehearsal.process import rehearse
+
+        return rehearse(self, progress, timeout)
 
     def to_dict(self) -> dict[str, Any]:
         """The four nouns in full, so that a stored plan does not depend on the catalogue."""

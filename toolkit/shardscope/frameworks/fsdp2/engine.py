@@ -35,11 +35,18 @@ class Fsdp2Engine(TorchEngine):
     """
 
     framework = "fsdp2"
+    mesh: Any = None
+    """The ranks by copy and shard; made when wrapping, unless there is one already."""
+
+    def make_mesh(self) -> Any:
+        """The plan's ranks as a device mesh; every rank of the world takes part."""
+        names = ("replicate", "shard") if self.plan.degrees.replicate > 1 else ("shard",)
+        return init_device_mesh(self.ctx.device.type, self._planned_mesh, mesh_dim_names=names)
 
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
-        degrees, device = self.plan.degrees, self.ctx.device
-        names = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
-        self.mesh = init_device_mesh(device.type, self._planned_mesh, mesh_dim_names=names)
+        device = self.ctx.device
+        if self.mesh is None:
+            self.mesh = self.make_mesh()
         self._on_meta = self.fresh_weights and 4 * self.plan.architecture.num_parameters > HOST_BUILD_BYTES
         build = build_on_meta if self._on_meta else (lambda make: make())
         model = build(lambda: self.build_on_host(build_model))

@@ -1,0 +1,39 @@
+"""FSDP2 rehearsed: ``fully_shard`` itself over fake tensors, one rank of any mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.limits import check_plan
+from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
+from shardscope.rehearsal.world import fake_ranks, fake_tensors
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.rehearsal.result import RehearsedStage
+    from shardscope.rehearsal.torch_step import NoteProgress
+
+_COLLECTIVES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+
+def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
+    """The one stage of ``plan``. Raises ``ValueError`` for what the engine does not run."""
+    check_plan(plan)
+    with fake_ranks(plan.world_size):
+        engine = Fsdp2Engine(FakeContext(plan))
+        # The mesh is made of real numbers, so before tensors stop having any.
+        engine.mesh = engine.make_mesh()
+        with fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}) as tracker:
+
+            def whole_gradients(group: Any) -> None:
+                """Autograd made them; they wait for their reduce-scatter."""
+                for parameter in group.fsdp_params:
+                    whole = getattr(parameter, "_unsharded_param", None)
+                    if whole is not None and whole.grad is not None:
+                        tracker.label([whole.grad], "gather_buffers")
+
+            with labelled_methods(tracker, FSDPParamGroup, _COLLECTIVES, before=whole_gradients):
+                return [play(engine, tracker, note_progress)]

@@ -1,0 +1,43 @@
+"""The process that rehearses: a plan comes in by standard input, JSON lines go out by standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+from typing import Any
+
+
+def main() -> None:
+    """Answer one plan. Every line is an object with ``progress``, ``stages`` or ``error``."""
+    from shardscope.runs.processes import die_with_parent
+
+    die_with_parent(int(sys.argv[1]))
+    # What libraries print must not get between the lines of the answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(**line: Any) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    try:
+        from shardscope.plan import Plan
+
+        plan = Plan.from_json(sys.stdin.read())
+        say(progress=["starting PyTorch", 0.02])
+        import torch
+
+        torch.set_num_threads(1)
+        framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearse")
+        stages = framework.rehearse(plan, lambda words, fraction: say(progress=[words, fraction]))
+        say(stages=[stage.to_dict() for stage in stages])
+    except BaseException as problem:
+        say(error=f"{type(problem).__name__}: {problem}", traceback=traceback.format_exc())
+        raise SystemExit(1) from problem
+
+
+if __name__ == "__main__":
+    main()

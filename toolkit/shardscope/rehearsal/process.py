@@ -1,0 +1,148 @@
+"""Starts the process that rehearses, listens to it, and ends it when asked, late or too large."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from shardscope.rehearsal.result import RehearsedStage, report_of
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.memory.report import MemoryReport
+    from shardscope.plan import Plan
+
+Progress = Callable[[str, float], Any]
+"""Called with words and the share that is done, 0 to 1."""
+
+MAX_BYTES = 4 * 2**30
+"""What the process may hold; fake tensors have no memory, so only torch and the framework's code do."""
+LOOK_SECONDS = 0.5
+
+
+class RehearsalError(RuntimeError):
+    """The framework's own code could not play this plan; the message ends with what it said."""
+
+
+def rehearse(plan: Plan, progress: Progress | None = None, timeout: float = 600.0) -> MemoryReport:
+    """Play one training step of ``plan`` on fake tensors, in a process of its own.
+
+    ``progress(words, fraction)`` is called on this thread; an exception in it, KeyboardInterrupt included,
+    ends the process and is passed on. Raises ``TimeoutError`` after ``timeout`` seconds, ``MemoryError`` past
+    4 GiB, ``RehearsalError`` with the framework's own words, and ``ValueError`` for what cannot be rehearsed.
+    """
+    return report_of(plan, rehearsed_stages(plan, progress, timeout))
+
+
+def rehearsed_stages(
+    plan: Plan, progress: Progress | None = None, timeout: float = 600.0
+) -> list[RehearsedStage]:
+    """The tensors alone, without the overheads that a report adds. Raises as :func:`rehearse` does."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
+        refuse("timeout", timeout, "seconds, more than 0 and at most 86,400", "timeout=600.0")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-m", "shardscope.rehearsal.child", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        encoding="utf-8",
+    )
+    try:
+        return _listen(child, plan, progress, timeout)
+    finally:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def _listen(
+    child: subprocess.Popen[str], plan: Plan, progress: Progress | None, timeout: float
+) -> list[RehearsedStage]:
+    assert child.stdin and child.stdout and child.stderr
+    complaints: list[str] = []
+    lines: queue.Queue[str | None] = queue.Queue()
+    for target, argument in ((_read_lines, (child.stdout, lines)), (_keep_tail, (child.stderr, complaints))):
+        threading.Thread(target=target, args=argument, daemon=True).start()
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(plan.to_json())
+        child.stdin.close()
+    for line in _lines_until(child, lines, time.monotonic() + timeout, timeout):
+        if not line.startswith("{"):
+            continue
+        said = json.loads(line)
+        if "progress" in said and progress is not None:
+            progress(str(said["progress"][0]), float(said["progress"][1]))
+        elif "stages" in said:
+            if progress is not None:
+                progress("done", 1.0)
+            return [RehearsedStage.from_dict(stage) for stage in said["stages"]]
+        elif "error" in said:
+            if str(said["error"]).startswith("ValueError: "):
+                raise ValueError(said["error"].removeprefix("ValueError: "))
+            raise RehearsalError(f"{plan.layout.title}: {said['error']}\n{said.get('traceback', '')}")
+    tail = "".join(complaints[-20:])
+    raise RehearsalError(f"the rehearsing process ended with {child.wait()} and no answer\n{tail}")
+
+
+def _lines_until(
+    child: subprocess.Popen[str], lines: queue.Queue[str | None], deadline: float, timeout: float
+) -> Iterator[str]:
+    """Lines as they come; raises when the time is up or the process too large."""
+    while True:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the rehearsal took longer than {timeout:g} seconds")
+        try:
+            line = lines.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            held = _resident_bytes(child.pid)
+            if held > MAX_BYTES:
+                raise MemoryError(f"the rehearsal held {held / 2**30:.1f} GiB, more than 4") from None
+            continue
+        if line is None:
+            return
+        yield line
+
+
+def _resident_bytes(pid: int) -> int:
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _read_lines(pipe: Any, lines: queue.Queue[str | None]) -> None:
+    with contextlib.suppress(ValueError, OSError):
+        for line in pipe:
+            lines.put(line)
+    lines.put(None)
+
+
+def _keep_tail(pipe: Any, kept: list[str]) -> None:
+    with contextlib.suppress(ValueError, OSError):
+        for line in pipe:
+            kept.append(line)
+            del kept[:-200]

@@ -1,0 +1,144 @@
+"""What a rehearsal brings back: bytes by component at the peaks of a step, as JSON and as a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from shardscope.memory import overheads
+from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+TENSOR_COMPONENTS: tuple[Component, ...] = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "gather_buffers",
+)
+"""What is made of tensors, so what a rehearsal can see."""
+_CHURNED = ("activations", "logits", "gather_buffers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedMoment:
+    """One instant of the rehearsed step."""
+
+    phase: Phase
+    fraction: float
+    """Place in the step, 0 to 1, by operators and not by seconds."""
+    components: Mapping[str, int]
+    """Bytes by name of ``TENSOR_COMPONENTS``; those of none are left out."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedStage:
+    """The rehearsed rank of one pipeline stage."""
+
+    stage: int
+    num_layers: int
+    moments: tuple[RehearsedMoment, ...]
+    """In the order of a step, the peak of each part of it."""
+    note: str = ""
+    """What differs from the plan itself, in words; empty: nothing."""
+    host_bytes: int = 0
+    """Host memory of the rank when offloading."""
+
+    @property
+    def peak(self) -> RehearsedMoment:
+        """The moment with most bytes."""
+        return max(self.moments, key=lambda moment: moment.num_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RehearsedStage:
+        """What :meth:`to_dict` described; ``ValueError`` if it is not that."""
+        try:
+            moments = tuple(
+                RehearsedMoment(
+                    phase=cast(Phase, str(moment["phase"])),
+                    fraction=float(moment["fraction"]),
+                    components={str(name): int(value) for name, value in moment["components"].items()},
+                )
+                for moment in data["moments"]
+            )
+            return cls(
+                stage=int(data["stage"]),
+                num_layers=int(data["num_layers"]),
+                moments=moments,
+                note=str(data["note"]),
+                host_bytes=int(data["host_bytes"]),
+            )
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"this is no rehearsed stage: {problem!r}") from problem
+
+
+def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
+    """The rehearsal in the same words as the prediction, with the overheads that no tensor shows."""
+    predicted = plan.memory()
+    if not rehearsed:
+        raise ValueError("a rehearsal of no stage")
+    by_stage = tuple(_stage(plan, stage, predicted) for stage in rehearsed)
+    return MemoryReport(
+        by_stage=by_stage,
+        worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
+        usable_bytes=plan.cluster.usable_bytes_per_gpu,
+        find_band=lambda: _band(plan, predicted, rehearsed),
+        tier="rehearsed",
+    )
+
+
+def _beside(predicted: MemoryReport, number: int) -> dict[Component, Term]:
+    """Communication and runtime of one stage, which do not change over a step."""
+    terms = predicted.by_stage[min(number, len(predicted.by_stage) - 1)].moments[0].terms
+    return {name: terms[name] for name in ("communication", "runtime") if name in terms}
+
+
+def _stage(plan: Plan, stage: RehearsedStage, predicted: MemoryReport) -> StageMemory:
+    beside = _beside(predicted, stage.stage)
+    note = f" · {stage.note}" if stage.note else ""
+    title = plan.layout.title
+
+    def moment(seen: RehearsedMoment) -> Moment:
+        terms = dict(beside)
+        for name in TENSOR_COMPONENTS:
+            if seen.components.get(name):
+                words = f"counted storage by storage while {title}'s own code ran on fake tensors{note}"
+                terms[name] = Term(seen.components[name], lambda words=words: words)  # type: ignore[misc]
+        if seen.phase in ("forward", "backward"):
+            gaps = overheads.fragmentation(_churned(seen), plan.on_gpu)
+            percent = overheads.FRAGMENTATION_PERCENT
+            terms["fragmentation"] = Term(
+                gaps.point, lambda: f"{percent} % of what a step allocates and frees"
+            )
+        return Moment.of(seen.phase, seen.fraction, terms)
+
+    return StageMemory(
+        stage=stage.stage,
+        num_layers=stage.num_layers,
+        find_moments=lambda: tuple(moment(seen) for seen in stage.moments),
+        host_bytes=stage.host_bytes,
+    )
+
+
+def _band(plan: Plan, predicted: MemoryReport, rehearsed: list[RehearsedStage]) -> tuple[int, int]:
+    """The band of the prediction around the tensors that were seen."""
+    spread = predicted.high_bytes - predicted.peak_bytes, predicted.peak_bytes - predicted.low_bytes
+    peak = max(_stage(plan, stage, predicted).peak_bytes for stage in rehearsed)
+    return peak - max(0, spread[1]), peak + max(0, spread[0])
+
+
+def _churned(moment: RehearsedMoment) -> int:
+    return sum(moment.components.get(name, 0) for name in _CHURNED)

@@ -1,0 +1,123 @@
+"""One rank of an engine over plain PyTorch (DDP, FSDP2) taking two optimizer steps on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardscope.memory.report import Phase
+from shardscope.rehearsal.result import RehearsedStage
+from shardscope.training import gradients, optimizers
+from shardscope.training.gradients import local
+from shardscope.training.model import build_model
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.rehearsal.tracker import Tracker
+    from shardscope.training.torch_engine import TorchEngine
+
+NoteProgress = Callable[[str, float], None]
+NUM_STEPS = 2
+"""The first step makes the optimizer's state; the second is what all others are like."""
+MAX_MICRO_BATCHES = 2
+"""The first leaves gradients and the second adds to them; more of them repeat the second."""
+
+
+class FakeContext:
+    """What an engine needs of a rank's context, without a run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rank = 0
+        self.world_size = plan.world_size
+        self.device = torch.device("cpu")
+        self.folder = Path()
+
+    def log(self, step: int | None = None, **metrics: Any) -> None:
+        """Metrics of fake tensors are nothing to keep."""
+
+    def record(self, name: str, mapping: Mapping[str, Any]) -> None:
+        """Nor is what was made."""
+
+
+def play(engine: TorchEngine, tracker: Tracker, note_progress: NoteProgress) -> RehearsedStage:
+    """Wrap the plan's model, take two optimizer steps, and tell what the second one held."""
+    plan = engine.plan
+    note_progress("building the model", 0.1)
+    engine.fresh_weights = True
+    module = engine._module = engine.wrap(lambda: build_model(plan.architecture))
+    module.train()
+    tracker.label(engine.model.parameters(), "parameters")
+    tracker.label(engine.model.buffers(), "parameters")
+    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    optimizer = engine.optimizer = optimizers.build_optimizer(plan.recipe.optimizer, trained)
+    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            tracker.restart()
+        for index in range(num_micro_batches):
+            done = 0.3 + 0.6 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
+            note_progress(f"step {step + 1} of {NUM_STEPS}", done)
+            last = index == num_micro_batches - 1
+            _micro_batch(engine, tracker, plan, last=last, weight=1 / num_micro_batches)
+            tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+        with tracker.phase("optimizer"):
+            gradients.clip(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
+            optimizer.step()
+            values = (value for state in optimizer.state.values() for value in state.values())
+            tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
+            optimizer.zero_grad(set_to_none=True)
+    note_progress("adding up", 0.95)
+    return tracker.stage(0, plan.architecture.num_hidden_layers, note=_note(plan))
+
+
+def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: bool, weight: float) -> None:
+    shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
+    with engine.reduce_on(last=last):
+        with tracker.phase("forward"):
+            batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+            loss = engine._loss(batch) * weight
+        with tracker.phase("backward"):
+            loss.backward()
+
+
+def _note(plan: Plan) -> str:
+    if plan.num_micro_batches <= MAX_MICRO_BATCHES:
+        return ""
+    return f"{MAX_MICRO_BATCHES} of the plan's {plan.num_micro_batches} micro-batches, the others are alike"
+
+
+def labelled_methods(
+    tracker: Tracker, owner: type, names: tuple[str, ...], before: Callable[[Any], None] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """While this lasts, what ``owner``'s methods make is staging; ``before`` sees the object first."""
+
+    @contextlib.contextmanager
+    def lasting():  # type: ignore[no-untyped-def]
+        originals = {name: getattr(owner, name) for name in names}
+
+        def wrapped(original: Any) -> Any:
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if before is not None:
+                    before(self)
+                with tracker.labelling("gather_buffers"):
+                    return original(self, *args, **kwargs)
+
+            return method
+
+        for name, original in originals.items():
+            setattr(owner, name, wrapped(original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(owner, name, original)
+
+    return lasting()
+
+
+__all__ = ["FakeContext", "NoteProgress", "Phase", "labelled_methods", "local", "play"]

@@ -1,0 +1,101 @@
+"""The world of one rehearsed rank: process groups that answer at once, and tensors without memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.rehearsal.conversion import converting_by_replacing
+from shardscope.rehearsal.gpu_operators import GpuOperators
+from shardscope.rehearsal.tracker import Tracker
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be rank ``rank`` of ``world_size``: collectives return at once and move nothing."""
+    # Shapes of collectives, for fake tensors.
+    import_module("torch.distributed._tools.fake_collectives")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors(on_gpu: bool = True, logit_widths: Iterable[int] = ()) -> Iterator[Tracker]:
+    """Tensors that have a shape and no memory, followed by the :class:`Tracker` that this yields."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tracker = Tracker(logit_widths)
+    operators = GpuOperators() if on_gpu else contextlib.nullcontext()
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        converting_by_replacing(),
+        _transformers_as_on_real_tensors(),
+        _shapes_of_dtensors_unseen(tracker),
+        tracker,
+        operators,
+    ):
+        yield tracker
+
+
+@contextlib.contextmanager
+def _transformers_as_on_real_tensors() -> Iterator[None]:
+    """transformers asks whether a tensor is fake, and then keeps masks that a real run leaves out.
+
+    With such a mask SDPA's grouped queries are off too, and keys and values are repeated over all heads: a
+    real step does neither (``masking_utils.py``, ``integrations/sdpa_attention.py``).
+    """
+    from transformers import masking_utils
+    from transformers.utils import import_utils
+
+    patches: list[tuple[Any, str, Any]] = [
+        (module, "is_tracing", _never)
+        for module in (import_utils, masking_utils)
+        if hasattr(module, "is_tracing")
+    ]
+    # It reads positions to see whether a row holds several texts, which ours does not.
+    patches.append((masking_utils, "find_packed_sequence_indices", _not_packed))
+    before = [getattr(module, name) for module, name, _ in patches]
+    for module, name, stand_in in patches:
+        setattr(module, name, stand_in)
+    try:
+        yield
+    finally:
+        for (module, name, _), was in zip(patches, before, strict=True):
+            setattr(module, name, was)
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    return None
+
+
+def _never(tensor: Any = None) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _shapes_of_dtensors_unseen(tracker: Tracker) -> Iterator[None]:
+    """DTensor works out shapes on whole fake tensors, which are no memory that any rank would have."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    before = getattr(ShardingPropagator, name)
+
+    def unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with tracker.paused():
+            return before(self, *args, **kwargs)
+
+    setattr(ShardingPropagator, name, unseen)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, before)
