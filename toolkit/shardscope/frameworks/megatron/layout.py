@@ -105,18 +105,22 @@ class MegatronLayout(Layout):
         layers = architecture.num_hidden_layers
         if degrees.pp == 1:
             return [layers]
+        embedding, loss = self.counted_ends(layers, degrees)
+        stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
+        stages[0] -= embedding
+        stages[-1] -= loss
+        return stages
+
+    def counted_ends(self, num_layers: int, degrees: Degrees) -> tuple[int, int]:
+        """Whether embedding and loss count as a layer each, 0 or 1, so that the stages come out even."""
         # The loss weighs more than the embedding, so where one of them is enough it is the loss.
         for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
-            if (layers + embedding + loss) % (degrees.pp * degrees.vpp) == 0:
-                stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
-                stages[0] -= embedding
-                stages[-1] -= loss
-                if min(stages) > 0:
-                    return stages
-        raise self._no_split(architecture, degrees)
+            whole = num_layers + embedding + loss
+            if whole % (degrees.pp * degrees.vpp) == 0 and whole // degrees.pp > max(embedding, loss):
+                return embedding, loss
+        raise self._no_split(num_layers, degrees)
 
-    def _no_split(self, architecture: Architecture, degrees: Degrees) -> FieldError:
-        layers = architecture.num_hidden_layers
+    def _no_split(self, layers: int, degrees: Degrees) -> FieldError:
         fitting = [
             pp for pp in range(1, layers + 1) if any((layers + n) % (pp * self.vpp) == 0 for n in range(3))
         ]
@@ -124,7 +128,7 @@ class MegatronLayout(Layout):
         return FieldError(
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
-            f"stages that divide {architecture.name}'s {layers} layers, or {layers + 1} or {layers + 2} "
+            f"stages that divide {layers} layers, or {layers + 1} or {layers + 2} "
             "with loss and embedding counted as a layer each",
             f"pp={nearest}",
         )

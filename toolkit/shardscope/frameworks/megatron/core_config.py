@@ -1,0 +1,145 @@
+"""A plan in megatron-core's own words: ``TransformerConfig``'s and ``GPTModel``'s arguments as plain values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.memory.arithmetic import ceil_div
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
+"""Megatron-LM's default for ``--make-vocab-size-divisible-by``, times tp."""
+
+
+def padded_vocab_size(vocab_size: Any, tp: Any) -> Any:
+    """Rows of the embedding once padded to a multiple of 128 x tp (megatron/training/tokenizer)."""
+    multiple = MAKE_VOCAB_SIZE_DIVISIBLE_BY * tp
+    return ceil_div(vocab_size, multiple) * multiple
+
+
+def check_rehearsed(plan: Plan) -> None:
+    """Refuse by name what megatron-core's GPT cannot build, or needs CUDA for."""
+    arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
+    if arch.norms_per_layer != 2:
+        refuse(
+            "Architecture.norms_per_layer",
+            arch.norms_per_layer,
+            "2 in a rehearsal: megatron-core's TransformerLayer has no norms after attention and MLP",
+            "plan.memory()",
+        )
+    if degrees.cp > 1:
+        refuse(
+            "Layout.cp",
+            degrees.cp,
+            "1 in a rehearsal: context parallelism is Transformer Engine's, which needs CUDA",
+            "plan.memory()",
+        )
+    if recipe.precision == "fp8-mixed":
+        refuse(
+            "Recipe.precision",
+            recipe.precision,
+            "16 or 32 bits in a rehearsal: fp8 is Transformer Engine's, which needs CUDA",
+            'precision="bf16-mixed"',
+        )
+    if recipe.optimizer not in ("adamw", "sgd"):
+        refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", 'optimizer="adamw"')
+
+
+def transformer_config(plan: Plan) -> dict[str, Any]:
+    """Arguments of ``TransformerConfig`` (``MLATransformerConfig`` with latent attention), but dtypes."""
+    arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
+    biases = arch.attention_output_bias or arch.mlp_bias or arch.model_type == "gpt2"
+    config: dict[str, Any] = {
+        "num_layers": arch.num_hidden_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.intermediate_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": arch.num_key_value_heads,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm" if arch.norm == "rmsnorm" else "LayerNorm",
+        "gated_linear_unit": arch.gated_mlp,
+        "add_bias_linear": biases,
+        "add_qkv_bias": arch.attention_bias,
+        "qk_layernorm": arch.qk_norm or arch.latent_attention is not None,
+        "hidden_dropout": recipe.dropout,
+        "attention_dropout": recipe.dropout,
+        "tensor_model_parallel_size": degrees.tp,
+        "pipeline_model_parallel_size": degrees.pp,
+        "virtual_pipeline_model_parallel_size": degrees.vpp if degrees.vpp > 1 else None,
+        "sequence_parallel": plan.layout.splits_sequence,
+        "expert_model_parallel_size": degrees.ep,
+        "bias_activation_fusion": arch.gated_mlp or biases,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": arch.latent_attention is None,
+        "gradient_accumulation_fusion": True,
+        "cross_entropy_loss_fusion": recipe.loss == "fused",
+        "deallocate_pipeline_outputs": True,
+        **_recompute(plan),
+        **_experts(plan),
+        **_split(plan),
+    }
+    latent = arch.latent_attention
+    if latent is not None:
+        config |= {
+            "q_lora_rank": latent.q_lora_rank,
+            "kv_lora_rank": latent.kv_lora_rank,
+            "qk_head_dim": latent.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+            "v_head_dim": latent.v_head_dim,
+            "rope_type": "rope",
+            "multi_latent_attention": True,
+        }
+    return config
+
+
+def _recompute(plan: Plan) -> dict[str, Any]:
+    recipe = plan.recipe
+    if recipe.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if recipe.recompute == "full":
+        if recipe.recompute_interval == 1:
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        layers = max(plan.stage_layers) // plan.degrees.vpp
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": ceil_div(layers, recipe.recompute_interval),
+        }
+    return {}
+
+
+def _experts(plan: Plan) -> dict[str, Any]:
+    arch, recipe = plan.architecture, plan.recipe
+    experts = arch.mixture_of_experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.num_experts_per_tok,
+        "moe_ffn_hidden_size": experts.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": experts.shared_expert_intermediate_size or None,
+        "moe_layer_freq": [int(arch.is_moe_layer(index)) for index in range(arch.num_hidden_layers)],
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        # Fake tensors have no values, so no routing: every expert gets its share, in a padded batch.
+        "moe_expert_capacity_factor": float(recipe.expert_capacity_factor or recipe.expert_imbalance),
+        "moe_pad_expert_input_to_capacity": True,
+    }
+
+
+def _split(plan: Plan) -> dict[str, Any]:
+    """The flags that give the plan's stages (``MegatronLayout.stage_layers``)."""
+    layers, degrees = plan.architecture.num_hidden_layers, plan.degrees
+    assert isinstance(plan.layout, MegatronLayout)
+    if degrees.pp == 1:
+        return {}
+    embedding, loss = plan.layout.counted_ends(layers, degrees)
+    return {
+        "account_for_embedding_in_pipeline_split": bool(embedding),
+        "account_for_loss_in_pipeline_split": bool(loss),
+    }
