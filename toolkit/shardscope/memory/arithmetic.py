@@ -17,3 +17,10 @@ def smallest(first: Any, second: Any) -> Any:
 def ceil_div(amount: Any, parts: Any) -> Any:
     """``amount / parts`` rounded up: what the fullest of ``parts`` ranks holds."""
     return -(-amount // parts)
+
+
+def where(condition: Any, then: Any, otherwise: Any) -> Any:
+    """``then`` where the condition holds, element by element if it is an array."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, then, otherwise)
+    return then if condition else otherwise

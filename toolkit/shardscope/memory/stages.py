@@ -109,25 +109,14 @@ def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multi
     dense = layer_shard(arch, False, degrees.tp, degrees.ep, num_shards) if dense_layers else nothing
     moe = layer_shard(arch, True, degrees.tp, degrees.ep, num_shards) if moe_layers else nothing
 
-    hidden = arch.hidden_size
-    vocab = ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple
-    rows = ceil_div(vocab, degrees.tp)
-    edge_shapes = []
-    if is_first:
-        edge_shapes.append((rows, hidden))
-        edge_shapes.append((ceil_div(arch.position_embedding_parameters, hidden), hidden))
-    if is_last:
-        edge_shapes += [(hidden, 1)] * (arch.final_norm_parameters // hidden)
-        # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
-        if not (arch.tie_word_embeddings and is_first):
-            edge_shapes.append((rows, hidden))
-    edges = sum(length * width for length, width in edge_shapes)
+    edge_shapes = outer_shapes(plan, is_first, is_last, vocab_multiple)
+    edges = sum(length * width for _, length, width in edge_shapes)
     layers = dense_layers * dense.dense + moe_layers * moe.dense
     experts = moe_layers * moe.experts
     shard = (
         dense_layers * dense.dense_padded
         + moe_layers * (moe.dense_padded + moe.experts_padded)
-        + sum(ceil_div(length, num_shards) * width for length, width in edge_shapes)
+        + sum(ceil_div(length, num_shards) * width for _, length, width in edge_shapes)
     )
     adapters = adapters_shard = 0
     if plan.recipe.has_adapters:
@@ -146,13 +135,40 @@ def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multi
         layers=layers,
         experts=experts,
         edges=edges,
-        head=rows * hidden if is_last else 0,
+        head=vocab_rows(plan, vocab_multiple) * arch.hidden_size if is_last else 0,
         shard=shard,
         largest_layer=max(dense.dense, moe.dense + moe.experts),
         trainable=trainable,
         trainable_shard=adapters_shard if adapters else shard,
         adapters=adapters,
     )
+
+
+def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
+    """Rows of the embedding or head on one tensor-parallel rank, padding included."""
+    vocab = ceil_div(plan.architecture.vocab_size, vocab_multiple) * vocab_multiple
+    rows: int = ceil_div(vocab, plan.degrees.tp)
+    return rows
+
+
+def outer_shapes(
+    plan: Plan, is_first: bool, is_last: bool, vocab_multiple: int = 1
+) -> list[tuple[str, int, int]]:
+    """(group, rows, columns) of each tensor outside the layers on one rank of a stage."""
+    arch, rows = plan.architecture, vocab_rows(plan, vocab_multiple)
+    hidden = arch.hidden_size
+    found: list[tuple[str, int, int]] = []
+    if is_first:
+        found.append(("embedding", rows, hidden))
+        positions: int = ceil_div(arch.position_embedding_parameters, hidden)
+        if positions:
+            found.append(("embedding", positions, hidden))
+    if is_last:
+        found += [("norm", hidden, 1)] * (arch.final_norm_parameters // hidden)
+        # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
+        if not (arch.tie_word_embeddings and is_first):
+            found.append(("lm_head", rows, hidden))
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -166,25 +182,51 @@ def _moe_layers_before(architecture: Architecture) -> tuple[int, ...]:
 def layer_shard(architecture: Architecture, moe: bool, tp: int, ep: int, num_shards: int) -> Shard:
     """One decoder layer's weights on one rank, dense (``moe=False``) or with routed experts."""
     dense = experts = dense_padded = experts_padded = 0
+    for group, _, copies, rows, columns in rank_shapes(architecture, moe, tp, ep):
+        if group == "experts":
+            # One row is one expert, so a rank may keep a whole expert, or none.
+            experts += copies * rows * columns
+            experts_padded += ceil_div(copies, max(1, num_shards // ep)) * rows * columns
+            continue
+        dense += rows * columns
+        dense_padded += ceil_div(rows, num_shards) * columns
+    return Shard(dense, experts, dense_padded, experts_padded)
+
+
+class RankShape(NamedTuple):
+    """One tensor of a decoder layer on one rank, after tp and ep."""
+
+    group: str
+    name: str
+    copies: int
+    """Experts in it; 1 for others."""
+    rows: int
+    columns: int
+    """1 for vectors."""
+
+
+@lru_cache(maxsize=4096)
+def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tuple[RankShape, ...]:
+    """Every tensor of one decoder layer on one rank."""
+    found = []
     for group, name, shape in architecture.layer_shapes(first_layer(architecture, moe)):
         numel = 1
         for size in shape:
             numel *= size
         if group == "experts":
-            # One row is one expert, so a rank may keep a whole expert, or none.
-            rows, width = ceil_div(shape[0], ep), ceil_div(numel // shape[0], tp)
-            experts += rows * width
-            experts_padded += ceil_div(rows, max(1, num_shards // ep)) * width
+            # tp cuts each expert's inner width; which side that is does not change the count.
+            rows = shape[1] if len(shape) > 2 else 1
+            columns = ceil_div(numel // shape[0] // rows, tp)
+            found.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
             continue
-        rows, width = shape[0], numel // shape[0]
+        rows, columns = shape[0], numel // shape[0]
         if _is_cut(name, shape):
             if any(part in name for part in _ROW):
-                width = ceil_div(width, tp)
+                columns = ceil_div(columns, tp)
             else:
                 rows = ceil_div(rows, tp)
-        dense += rows * width
-        dense_padded += ceil_div(rows, num_shards) * width
-    return Shard(dense, experts, dense_padded, experts_padded)
+        found.append(RankShape(group, name, 1, rows, columns))
+    return tuple(found)
 
 
 def _is_cut(name: str, shape: tuple[int, ...]) -> bool:

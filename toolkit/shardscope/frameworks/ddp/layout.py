@@ -20,6 +20,10 @@ class DdpLayout(Layout):
     framework: ClassVar[str] = "ddp"
     title: ClassVar[str] = "DDP"
     mixes_by_autocast: ClassVar[bool] = True
+    supported_optimizers: ClassVar[tuple[str, ...]] = (
+        *("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "sgd", "lion", "muon"),
+    )
+    """All: a replica's tensors are plain ones. 8-bit and paged are bitsandbytes'."""
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """All ranks hold a replica."""

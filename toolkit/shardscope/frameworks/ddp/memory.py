@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.precision import num_moments, widths
+from shardscope.memory.optimizer_state import optimizer_bytes
+from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, stages_of
 from shardscope.memory.state import TrainingState
@@ -22,8 +23,8 @@ def stages(plan: Plan) -> list[Stage]:
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
     width = widths[plan.recipe.precision]
-    moments = num_moments[plan.recipe.optimizer]
     trained = width.original * stage.trainable
+    optimizer = optimizer_bytes(plan, stage, width.original, num_shards=1, library="bitsandbytes")
     parameters = width.original * (stage.base + stage.adapters)
 
     def parameter_words() -> str:
@@ -44,12 +45,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
                 "buckets (gradient_as_bucket_view=True)"
             ),
         ),
-        optimizer=Term(
-            moments * trained,
-            lambda: (
-                f"{stage.trainable:,} × {moments} × {width.original} bytes · {plan.recipe.optimizer} moments"
-            ),
-        ),
+        optimizer=optimizer.state,
+        optimizer_working=optimizer.working,
+        host_bytes=optimizer.host_bytes,
         gather_forward=no_bytes("nothing is sharded, so nothing is gathered"),
         gather_backward=no_bytes("gradients are reduced in their buckets"),
         group_sizes=(plan.degrees.data_parallel,),

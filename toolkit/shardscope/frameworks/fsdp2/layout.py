@@ -30,6 +30,9 @@ class Fsdp2Layout(Layout):
 
     framework: ClassVar[str] = "fsdp2"
     title: ClassVar[str] = "FSDP2"
+    # 8-bit is torchao's: bitsandbytes knows no DTensor, torch.optim.Adafactor refuses sharded ones, and Muon
+    # gathers whole matrices as DTensor sees fit, for which there is no formula.
+    supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "adamw_8bit", "sgd", "lion")
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.precision import num_moments, widths
+from shardscope.memory.optimizer_state import optimizer_bytes
+from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, stages_of
 from shardscope.memory.state import TrainingState
@@ -30,8 +31,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     width = widths[recipe.precision]
-    moments = num_moments[recipe.optimizer]
     ranks = degrees.shard * degrees.cp
+    optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
     parameters = width.original * stage.shard + (trained if stage.adapters else 0)
     # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
@@ -59,20 +60,13 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
                 f"{stage.trainable:,} gradients × {width.original} bytes / {ranks} ranks, reduce-scattered"
             ),
         ),
-        optimizer=away
-        if on_host
-        else Term(
-            moments * trained,
-            lambda: (
-                f"{stage.trainable:,} × {moments} × {width.original} bytes / {ranks} ranks "
-                f"· {recipe.optimizer} moments of the shards"
-            ),
-        ),
+        optimizer=away if on_host else optimizer.state,
+        optimizer_working=away if on_host else optimizer.working,
         gather_forward=_gathered_forward(layout, stage, width.compute),
         gather_backward=_gathered_backward(stage, width.compute, width.reduce),
         gather_layer=_gathered_layer(stage, width.compute, width.reduce),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
-        host_bytes=parameters + trained + moments * trained if on_host else 0,
+        host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
     )
 
 
