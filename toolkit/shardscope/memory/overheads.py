@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 MIB = 2**20
@@ -10,9 +11,17 @@ COMMUNICATOR_OF_TWO = 544 * MIB
 COMMUNICATOR_OF_MORE = 688 * MIB
 """A NCCL communicator's buffers on NVLink: measured on 4 x A100, NVIDIA/nccl#964."""
 
+COMMUNICATOR_AT_MOST = 1_600_000_000
+"""One communicator after its first all-reduce, about 6 GB for three or more: NVIDIA/nccl#864. Megatron on
+8 x H100 with experts had 7 to 10 GB in all: verl-project/verl#6266."""
+
 CUDA_CONTEXT = 512 * MIB
-"""CUDA context with lazily loaded kernels and the cuBLAS workspace: 300 to 700 MiB are reported
-(pytorch/pytorch#107667, #28113); the point is their middle."""
+CUDA_CONTEXT_AT_LEAST = 287_047_680
+CUDA_CONTEXT_AT_MOST = 1_057_161_216
+"""CUDA context with lazily loaded kernels: 287 MB (pytorch/pytorch#86509) to 426 MiB
+(unslothai/unsloth-zoo#1053), to which a run's kernels and cuBLAS's workspaces come (8 MiB, 32 MiB on Hopper;
+aten/src/ATen/cuda/CublasHandlePool.cpp). Before CUDA 11.7 all kernels were loaded at once: 1,008 MiB
+(pytorch/pytorch#28394, #107667)."""
 
 CPU_RANK = 450 * MIB
 """Resident Python, torch and transformers of one CPU rank, measured by our own runs on Linux."""
@@ -36,18 +45,26 @@ def communication(group_sizes: tuple[int, ...], on_gpu: bool) -> Band:
     """Buffers of one communicator for each group of more than one rank."""
     if not on_gpu:
         return Band(0, 0, 0)
-    point = sum(
-        COMMUNICATOR_OF_TWO if size == 2 else COMMUNICATOR_OF_MORE for size in group_sizes if size > 1
-    )
-    # Buffers scale with NCCL's channels: fewer over PCIe, more once all-to-all opens them (nccl#1685).
-    return Band(point // 4, point, 2 * point)
+    sizes = communicators(group_sizes)
+    point = sum(COMMUNICATOR_OF_TWO if size == 2 else COMMUNICATOR_OF_MORE for size in sizes)
+    # Buffers scale with NCCL's channels: fewer over PCIe, more once all-to-all opens them (nccl#986, #1685).
+    return Band(point // 4, point, COMMUNICATOR_AT_MOST * len(sizes))
+
+
+def communicators(group_sizes: tuple[int, ...]) -> list[int]:
+    """Ranks in each communicator: those of the given groups, and where they are several the one of all ranks.
+
+    In that one barriers run, and the gradient's norm and the loss are summed.
+    """
+    sizes = [size for size in group_sizes if size > 1]
+    return [*sizes, math.prod(sizes)] if len(sizes) > 1 else sizes
 
 
 def runtime(on_gpu: bool) -> Band:
     """What one rank takes before it makes its first tensor."""
     if not on_gpu:
         return Band(CPU_RANK * 3 // 4, CPU_RANK, CPU_RANK * 3 // 2)
-    return Band(300 * MIB, CUDA_CONTEXT, 700 * MIB)
+    return Band(CUDA_CONTEXT_AT_LEAST, CUDA_CONTEXT, CUDA_CONTEXT_AT_MOST)
 
 
 def fragmentation(allocated_and_freed: int, on_gpu: bool) -> Band:

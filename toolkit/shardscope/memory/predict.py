@@ -281,7 +281,7 @@ class _Shared:
 
     def _runtime_words(self) -> str:
         if self.on_gpu:
-            return "CUDA context and cuBLAS workspace, 300 to 700 MiB seen (pytorch#107667, #28113)"
+            return "CUDA context, kernels and cuBLAS workspace, 274 to 1,008 MiB seen (pytorch#86509, #28394)"
         return "resident Python, torch and transformers of one CPU rank, measured by our own runs"
 
 
@@ -319,7 +319,7 @@ def _layer_words(layer: LayerActivations, recompute: str) -> str:
 
 
 def _communication_words(group_sizes: tuple[int, ...]) -> str:
-    groups = [size for size in group_sizes if size > 1]
+    groups = overheads.communicators(group_sizes)
     if not groups:
         return "one rank needs no communicator"
     sizes = ", ".join(str(size) for size in groups)
