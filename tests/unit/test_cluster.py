@@ -157,10 +157,11 @@ def test_usable_memory_cannot_exceed_the_cards_and_a_price_has_its_day() -> None
     with pytest.raises(ValueError, match=r"Gpu\.usable_bytes"):
         dataclasses.replace(H100, usable_bytes=H100.memory_bytes + 1)
     with pytest.raises(ValueError, match=r"Gpu\.price_date is None"):
-        dataclasses.replace(H100, price_per_hour_usd=2.0)
+        dataclasses.replace(H100, price_per_hour_usd=2.0, price_date=None)
     priced = dataclasses.replace(H100, price_per_hour_usd=2.0, price_date="2026-11-20")
     assert Cluster.of(priced, 8, 4).price_per_hour_usd == 64.0
-    assert CLUSTER.price_per_hour_usd is None
+    unpriced = dataclasses.replace(H100, price_per_hour_usd=None, price_date=None)
+    assert Cluster.of(unpriced, 8, 4).price_per_hour_usd is None
 
 
 @pytest.mark.parametrize("field", ["bandwidth_bytes_per_second", "latency_seconds"])
@@ -246,10 +247,10 @@ def test_takes_the_largest_group_of_equal_cards(monkeypatch: pytest.MonkeyPatch)
 def test_an_unknown_card_is_described_by_its_driver_and_nothing_is_invented(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pretend_driver(monkeypatch, [("NVIDIA GeForce RTX 5090", 34_190_917_632)] * 2)
+    pretend_driver(monkeypatch, [("NVIDIA GeForce RTX 5080", 34_190_917_632)] * 2)
     found = Cluster.detect()
     assert found.gpu == Gpu(
-        name="nvidia-geforce-rtx-5090",
+        name="nvidia-geforce-rtx-5080",
         vendor="nvidia",
         architecture="blackwell",
         memory_bytes=34_190_917_632,

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardscope.architecture import MODEL_TYPES, Architecture
-from shardscope.catalog import NOT_FIELDS, entries, models
+from shardscope.catalog import config_of, models
 from shardscope.hf_config import FAMILIES
+from shardscope.parameter_names import names_of
 
 LLAMA = {
     "model_type": "llama",
@@ -26,6 +27,20 @@ LLAMA = {
     "vocab_size": 100,
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    """The sizes without which a config of ``family`` is refused."""
+    if family == "gpt2":
+        return GPT2
+    sizes: dict[str, Any] = {**LLAMA, "model_type": family}
+    if family == "falcon":
+        del sizes["intermediate_size"]
+    if family == "nemotron":
+        sizes["num_key_value_heads"] = 4
+    if family == "deepseek_v2":
+        sizes["num_experts_per_tok"] = 2
+    return sizes
 
 
 def meta_model(config: dict[str, Any]) -> Any:
@@ -44,7 +59,7 @@ def meta_model(config: dict[str, Any]) -> Any:
 def assert_same(config: dict[str, Any]) -> None:
     arch = Architecture.from_hf(config)
     theirs = {name: tuple(parameter.shape) for name, parameter in meta_model(config).named_parameters()}
-    prefix = "transformer.h" if arch.model_type == "gpt2" else "model.layers"
+    prefix = names_of(arch).layers
     ours = {name: shape for _, name, shape in arch.outer_shapes}
     for index in range(arch.num_hidden_layers):
         ours |= {f"{prefix}.{index}.{name}": shape for _, name, shape in arch.layer_shapes(index)}
@@ -55,7 +70,7 @@ def assert_same(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", list(models))
 def test_every_catalogue_model_has_transformers_own_parameters(name: str) -> None:
-    assert_same({key: value for key, value in entries("models")[name].items() if key not in NOT_FIELDS})
+    assert_same(config_of(name))
 
 
 @pytest.mark.parametrize(
@@ -71,15 +86,80 @@ def test_every_catalogue_model_has_transformers_own_parameters(name: str) -> Non
         ("deepseek-v3", 671_026_404_352),
         ("gpt2", 124_439_808),
         ("phi-3-mini", 3_821_079_552),
+        ("llama-2-13b", 13_015_864_320),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-14b", 14_768_307_200),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("gemma-2b", 2_506_172_416),
+        ("gemma-7b", 8_537_680_896),
+        ("gemma-3-1b", 999_885_952),
+        ("phi-2", 2_779_683_840),
+        ("phi-4", 14_659_507_200),
+        ("phi-4-mini", 3_836_021_760),
+        ("deepseek-v2", 235_741_434_880),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("gpt2-large", 774_030_080),
+        ("gpt-neox-20b", 20_554_567_680),
+        ("pythia-70m", 70_426_624),
+        ("pythia-12b", 11_846_072_320),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("olmo-2-7b", 7_298_617_344),
+        ("smollm2-1.7b", 1_711_376_384),
+        ("falcon-7b", 6_921_720_704),
+        ("falcon-40b", 41_303_293_952),
+        ("falcon-180b", 179_522_565_120),
+        ("starcoder2-3b", 3_030_371_328),
+        ("starcoder2-15b", 15_957_889_024),
+        ("glm-4-9b", 9_399_951_360),
     ],
 )
 def test_published_counts(name: str, published: int) -> None:
     assert models[name].num_parameters == published
 
 
+LATENT = ("deepseek_v2", "deepseek_v3")
+BIASED = ("gemma", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "granite", "glm", "glm4", "nemotron")
+WITHOUT_HEAD_DIM = (*LATENT, "gpt_neox", "falcon", "phi")
+"""Families whose heads have the width that is left for them; phi only with qk_layernorm."""
+FLAGS = {
+    "qkv_bias": ("qwen2_moe",),
+    "use_bias": ("starcoder2",),
+    "qk_layernorm": ("phi",),
+    "use_parallel_residual": ("gpt_neox",),
+    "bias": ("falcon",),
+    "alibi": ("falcon",),
+    "use_sliding_window": ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+}
+EXPERTS = {
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
+
+
 @st.composite
-def small_configs(draw: st.DrawFn) -> dict[str, Any]:
-    family = draw(st.sampled_from(MODEL_TYPES))
+def falcon_heads(draw: st.DrawFn, heads: int, kv_heads: int) -> dict[str, Any]:
+    """The three layouts of heads, and the norms that each can have."""
+    layout = draw(st.sampled_from(["new", "multi-query", "plain"]))
+    if layout == "new":
+        norms = draw(st.sampled_from([None, 1, 2]))
+        return {"new_decoder_architecture": True, "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
+    return {
+        "multi_query": layout == "multi-query",
+        "parallel_attn": draw(st.booleans()),
+        "ffn_hidden_size": draw(st.none() | st.integers(1, 99)),
+    }
+
+
+@st.composite
+def small_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     tied = draw(st.booleans())
     if family == "gpt2":
         heads = draw(st.sampled_from([1, 2, 4]))
@@ -104,24 +184,30 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         "vocab_size": draw(st.integers(1, 300)),
         "tie_word_embeddings": tied,
     }
-    if family != "deepseek_v3" and draw(st.booleans()):
+    if family not in WITHOUT_HEAD_DIM and draw(st.booleans()):
         config["head_dim"] = draw(st.integers(1, 16)) * 2
-    if family in ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma2", *LATENT, *BIASED):
         config["attention_bias"] = draw(st.booleans())
-    if family == "llama":
+    if family in ("llama", "granite", "nemotron", "deepseek_v2"):
         config["mlp_bias"] = draw(st.booleans())
-    if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
-        key = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}
+    for flag, families in FLAGS.items():
+        if family in families:
+            config[flag] = draw(st.booleans())
+    if family == "falcon":
+        config |= draw(falcon_heads(heads, kv_heads))
+    if family in EXPERTS:
         config |= {
-            key[family]: draw(st.sampled_from([2, 4, 8])),
+            EXPERTS[family]: draw(st.sampled_from([2, 4, 8])),
             "num_experts_per_tok": draw(st.integers(1, 2)),
         }
-    if family in ("qwen3_moe", "deepseek_v3"):
+    if family in ("qwen3_moe", "qwen2_moe", *LATENT):
         config["moe_intermediate_size"] = draw(st.integers(1, 40))
-    if family == "qwen3_moe":
+    if family == "qwen2_moe":
+        config["shared_expert_intermediate_size"] = draw(st.integers(1, 40))
+    if family in ("qwen3_moe", "qwen2_moe"):
         config["decoder_sparse_step"] = draw(st.integers(1, 3))
         config["mlp_only_layers"] = draw(st.lists(st.integers(0, 3), unique=True))
-    if family == "deepseek_v3":
+    if family in LATENT:
         config |= {
             "first_k_dense_replace": draw(st.integers(0, 5)),
             "n_shared_experts": draw(st.integers(1, 3)),
@@ -135,22 +221,42 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(small_configs())
-@example({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
-def test_any_small_config_has_transformers_own_parameters(config: dict[str, Any]) -> None:
-    assert_same(config)
+@pytest.mark.parametrize("family", MODEL_TYPES)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_small_config_has_transformers_own_parameters(family: str, data: st.DataObject) -> None:
+    assert_same(data.draw(small_configs(family)))
+
+
+def test_a_llama_with_every_bias_has_transformers_own_parameters() -> None:
+    assert_same({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data: st.DataObject) -> None:
+    """The way back: ``training.model`` spells an architecture in the family's own config."""
+    pytest.importorskip("transformers", minversion="5.0", reason="names are those of transformers 5")
+    from shardscope.training.model import config_values
+
+    arch = Architecture.from_hf(data.draw(small_configs(family)))
+    built = meta_model({"model_type": family, **config_values(arch)})
+    assert sum(p.numel() for p in built.parameters()) == arch.num_parameters
+    kinds = getattr(built.config, "layer_types", None) or ()
+    if arch.sliding_window_layers and kinds:
+        assert list(kinds).count("sliding_attention") == arch.sliding_window_layers
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_missing_keys_take_the_familys_own_defaults(family: str) -> None:
-    sizes = GPT2 if family == "gpt2" else {**LLAMA, "hidden_size": 128, "num_attention_heads": 32}
-    assert_same({**sizes, "model_type": family})
+    wide = {} if family == "gpt2" else {"hidden_size": 128, "num_attention_heads": 32}
+    assert_same({**sizes_of(family), **wide})
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_each_missing_size_is_refused_by_name(family: str) -> None:
-    sizes = {**(GPT2 if family == "gpt2" else LLAMA), "model_type": family}
+    sizes = sizes_of(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is None"):
             Architecture.from_hf({k: v for k, v in sizes.items() if k != key})
@@ -159,7 +265,7 @@ def test_each_missing_size_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("bad", [0, -1, 1e30, 10**30, float("nan"), float("inf"), True, "64", [64], 64.5])
 def test_each_absurd_size_is_refused_by_name(family: str, bad: object) -> None:
-    sizes = {**(GPT2 if family == "gpt2" else LLAMA), "model_type": family}
+    sizes = sizes_of(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is .*allowed: .*Nearest fix: "):
             Architecture.from_hf({**sizes, key: bad})
@@ -167,7 +273,9 @@ def test_each_absurd_size_is_refused_by_name(family: str, bad: object) -> None:
 
 @pytest.mark.parametrize("bad", ["bert", "Llama", "", None, 7, ["llama"], "llama4_text"])
 def test_an_unknown_model_type_lists_the_known_ones(bad: object) -> None:
-    with pytest.raises(ValueError, match=r"known architectures: llama, mistral.*Nearest fix"):
+    with pytest.raises(
+        ValueError, match=r"known architectures: llama, mistral.*Nearest fix.*plan\.rehearse\(\)"
+    ):
         Architecture.from_hf({**LLAMA, "model_type": bad})
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardscope import parameter_shapes
+from shardscope.family_rules import check_family
 from shardscope.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
 from shardscope.serialization import JsonNoun
@@ -24,6 +25,8 @@ __all__ = ["LIMITS", "MODEL_TYPES", "Architecture", "LatentAttention", "MixtureO
 
 MODEL_TYPES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
+    "qwen2_moe", "gemma", "gemma3_text", "phi", "deepseek_v2", "gpt_neox", "gpt_oss", "olmo2", "granite",
+    "glm", "glm4", "falcon", "starcoder2", "nemotron",
 )  # fmt: skip
 """Hugging Face's ``model_type`` values whose layers are known exactly."""
 
@@ -71,11 +74,17 @@ class Architecture(JsonNoun):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """``layernorm`` has a bias beside its weight."""
     norms_per_layer: int = 2
-    """Norms of hidden_size in each layer: 2, or Gemma 2's 4."""
+    """Norms of hidden_size in each layer: 2, 1 where both halves read the same one (Phi-2, Falcon-7B), or 4
+    where what each half puts out is normalised as well (Gemma 2 and 3, GLM-4)."""
+    parallel_residual: bool = False
+    """Whether attention and MLP read the same stream side by side (GPT-NeoX, Falcon, Phi-2)."""
+    new_decoder_architecture: bool = False
+    """Falcon's grouped heads (40B and later), which its attention repeats for all queries."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised over head_dim, one weight for all heads (Qwen 3)."""
-    position_embedding: Literal["rope", "learned"] = "rope"
-    """``learned`` positions are parameters and bound the sequence length."""
+    """Whether queries and keys are normalised, over head_dim with one weight for all heads (Qwen 3), or over
+    all heads together (OLMo 2)."""
+    position_embedding: Literal["rope", "learned", "alibi"] = "rope"
+    """``learned`` positions are parameters and bound the sequence length; ``alibi`` is Falcon-RW's."""
     sliding_window: int | None = None
     """Tokens that a sliding-window layer attends to, itself included; None: every layer attends to all."""
     sliding_window_layers: int = 0
@@ -96,15 +105,15 @@ class Architecture(JsonNoun):
             limited_field("Architecture", self, field)
         for field in (
             "tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp",
-            "qk_norm",
+            "qk_norm", "parallel_residual", "new_decoder_architecture",
         ):  # fmt: skip
             flag(f"Architecture.{field}", getattr(self, field))
         one_of("Architecture.norm", self.norm, ("rmsnorm", "layernorm"))
-        one_of("Architecture.norms_per_layer", self.norms_per_layer, (2, 4))
-        one_of("Architecture.position_embedding", self.position_embedding, ("rope", "learned"))
+        one_of("Architecture.norms_per_layer", self.norms_per_layer, (2, 1, 4))
         self._check_window()
         self._check_heads()
         self._check_parts()
+        check_family(self)
 
     def _check_window(self) -> None:
         layers = self.num_hidden_layers
@@ -121,10 +130,6 @@ class Architecture(JsonNoun):
             fix = max(d for d in range(1, min(kv_heads, heads) + 1) if heads % d == 0)
             allowed = f"a divisor of num_attention_heads={heads}"
             refuse("Architecture.num_key_value_heads", kv_heads, allowed, f"num_key_value_heads={fix}")
-        if self.model_type == "gpt2" and (kv_heads != heads or heads * self.head_dim != self.hidden_size):
-            allowed = "num_attention_heads x head_dim, with as many key and value heads, in a gpt2"
-            fix_text = f"num_attention_heads={math.gcd(self.hidden_size, heads)} and head_dim to match"
-            refuse("Architecture.hidden_size", self.hidden_size, allowed, fix_text)
 
     def _check_parts(self) -> None:
         for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
@@ -134,9 +139,6 @@ class Architecture(JsonNoun):
         moe = self.mixture_of_experts
         if moe is None:
             return
-        if self.model_type in ("gpt2", "phi3"):
-            allowed = f"None in a {self.model_type}, which has no routed experts"
-            refuse("Architecture.mixture_of_experts", moe, allowed, "None")
         layers = self.num_hidden_layers
         whole_number("MixtureOfExperts.first_k_dense_replace", moe.first_k_dense_replace, low=0, high=layers)
 
@@ -247,8 +249,8 @@ class Architecture(JsonNoun):
 
     @cached_property
     def lm_head_parameters(self) -> int:
-        """Parameters of the output projection; 0 when tied to the embedding."""
-        return 0 if self.tie_word_embeddings else self.embedding_parameters
+        """Parameters of the output projection, less its matrix when that is the embedding's."""
+        return sum(math.prod(p.shape) for p in self.outer_shapes if p.group == "lm_head")
 
     @cached_property
     def parameter_groups(self) -> Mapping[str, int]:
@@ -369,10 +371,10 @@ def _count(
     everything: dict[str, int] = {}
     matrices: dict[str, int] = {}
     vectors: dict[str, int] = {}
-    for group, _, shape in parameters:
-        size = math.prod(shape)
-        for counts in (everything, matrices if len(shape) > 1 else vectors):
-            counts[group] = counts.get(group, 0) + size
+    for parameter in parameters:
+        size = math.prod(parameter.shape)
+        for counts in (everything, vectors if parameter_shapes.is_vector(parameter) else matrices):
+            counts[parameter.group] = counts.get(parameter.group, 0) + size
     return MappingProxyType(everything), MappingProxyType(matrices), MappingProxyType(vectors)
 
 

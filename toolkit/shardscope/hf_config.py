@@ -1,53 +1,22 @@
-"""Hugging Face's config.json, one small adapter for each ``model_type``.
-
-Each adapter gives the fields that the family's own ``configuration_*.py`` and ``modeling_*.py`` in
-transformers 5 build parameters from; defaults are theirs, except for sizes, which must be given: a model
-made of default sizes is never the model that somebody meant.
-"""
+"""Hugging Face's config.json, from wherever it lies; ``hf_families`` knows what its keys mean."""
 
 from __future__ import annotations
 
 import json
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardscope.architecture import LIMITS, MODEL_TYPES, Architecture
+from shardscope.architecture import Architecture
+from shardscope.hf_families import FAMILIES
+from shardscope.hf_families.common import HfConfig
 from shardscope.serialization import _no_duplicates
-from shardscope.validation import flag, nearest, refuse, whole_number
+from shardscope.validation import nearest, refuse
 
 MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""
-
-Fields = dict[str, Any]
-
-
-class HfConfig:
-    """The keys of one config.json; null stands for a missing key, as in transformers."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = data
-
-    def get(self, *keys: str, default: Any = None) -> Any:
-        """The first of ``keys`` that is there (later ones are the family's aliases), else ``default``."""
-        return next((self.data[key] for key in keys if self.data.get(key) is not None), default)
-
-    def size(self, *keys: str, limit: str, default: int | None = None) -> int:
-        """A size in its allowed range; refused if missing without a ``default``."""
-        low, high = LIMITS[limit]
-        key = next((key for key in keys if self.data.get(key) is not None), None)
-        if key is None and default is None:
-            refuse(
-                f"config.json {keys[0]}", None, f"a whole number from {low:,} to {high:,}", f"add {keys[0]!r}"
-            )
-        value = default if key is None else self.data[key]
-        return whole_number(f"config.json {key or keys[0]}", value, low=low, high=high)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or False."""
-        return flag(f"config.json {key}", self.get(key, default=default))
 
 
 def load(config: str | Path | Mapping[str, Any]) -> Architecture:
@@ -118,7 +87,10 @@ def from_dict(data: Mapping[str, Any], name: str | None) -> Architecture:
             if isinstance(data.get(part), Mapping):
                 fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
                 refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-        fix = f"{nearest(family, list(FAMILIES))!r} if its layers are the same"
+        fix = (
+            f"{nearest(family, list(FAMILIES))!r} if its layers are the same; plan.rehearse() runs any "
+            "transformers model's own code on fake tensors"
+        )
         refuse("config.json model_type", family, f"known architectures: {known}", fix)
     config = HfConfig(data)
     called = name or config.get("_name_or_path") or family
@@ -150,195 +122,3 @@ def _from_hub(hub_id: str) -> Path:
         raise ValueError(
             f"config.json of {hub_id!r} could not be had from the hub: {reason} Fix: {fix}."
         ) from error
-
-
-# ------------------------------------------------------------------------------------------- families
-
-
-def _sizes(c: HfConfig, *, kv_heads: int | None, positions: int) -> Fields:
-    """What all families but GPT-2 spell alike; ``kv_heads`` None: as many as query heads."""
-    hidden = c.size("hidden_size", limit="hidden_size")
-    heads = c.size("num_attention_heads", limit="num_attention_heads")
-    default_kv = heads if kv_heads is None or _given_null(c, "num_key_value_heads") else kv_heads
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": c.size("intermediate_size", limit="intermediate_size"),
-        "num_hidden_layers": c.size("num_hidden_layers", limit="num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": c.size("num_key_value_heads", limit="num_key_value_heads", default=default_kv),
-        "head_dim": c.size("head_dim", limit="head_dim", default=max(1, hidden // heads)),
-        "vocab_size": c.size("vocab_size", limit="vocab_size"),
-        "max_position_embeddings": c.size(
-            "max_position_embeddings", limit="max_position_embeddings", default=positions
-        ),
-        "tie_word_embeddings": c.flag("tie_word_embeddings", False),
-    }
-
-
-def _given_null(c: HfConfig, key: str) -> bool:
-    return key in c.data and c.data[key] is None
-
-
-def _even_heads(fields: Fields) -> Fields:
-    """LlamaConfig, Gemma2Config and GPT2Attention refuse a width that the heads do not divide."""
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    if hidden % heads:
-        refuse("config.json hidden_size", hidden, f"a multiple of num_attention_heads={heads}",
-               f"{max(1, round(hidden / heads)) * heads}")  # fmt: skip
-    return fields
-
-
-def _window(c: HfConfig, fields: Fields, *, default: int | None, layers: Callable[[int], int]) -> Fields:
-    """``default`` holds only while the key is missing: null switches the window off."""
-    value = c.data.get("sliding_window", default)
-    if value is None:
-        return fields
-    window = c.size("sliding_window", limit="max_position_embeddings", default=value)
-    types = c.get("layer_types")
-    total = fields["num_hidden_layers"]
-    count = layers(total)
-    if isinstance(types, list | tuple):
-        count = sum(kind == "sliding_attention" for kind in types[:total])
-    return {**fields, "sliding_window": window if count else None, "sliding_window_layers": count}
-
-
-def _bias(c: HfConfig) -> Fields:
-    bias = c.flag("attention_bias", False)
-    return {"attention_bias": bias, "attention_output_bias": bias}
-
-
-def llama(c: HfConfig) -> Fields:
-    """LlamaConfig: Llama 1 to 3.3 and the many models that share its layers."""
-    fields = _even_heads(_sizes(c, kv_heads=None, positions=2_048))
-    return {**fields, **_bias(c), "mlp_bias": c.flag("mlp_bias", False)}
-
-
-def mistral(c: HfConfig) -> Fields:
-    """MistralConfig: a window of 4096 unless the key says null."""
-    fields = _sizes(c, kv_heads=8, positions=131_072)
-    return _window(c, fields, default=4_096, layers=lambda total: total)
-
-
-def mixtral(c: HfConfig) -> Fields:
-    """MixtralConfig: ``intermediate_size`` is that of one expert; every layer is MoE."""
-    fields = _sizes(c, kv_heads=8, positions=131_072)
-    fields["mixture_of_experts"] = {
-        "num_experts": c.size("num_local_experts", "num_experts", limit="num_experts", default=8),
-        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=2),
-        "moe_intermediate_size": fields["intermediate_size"],
-    }
-    return _window(c, fields, default=None, layers=lambda total: total)
-
-
-def _qwen_window(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
-    if not c.flag("use_sliding_window", False):
-        return fields
-    first = c.get("max_window_layers", default=28)
-    first = whole_number("config.json max_window_layers", first, low=0, high=LIMITS["num_hidden_layers"][1])
-    return _window(
-        c, fields, default=4_096, layers=lambda total: max(0, total - first) if from_layer else total
-    )
-
-
-def qwen2(c: HfConfig) -> Fields:
-    """Qwen2Config (Qwen 2 and 2.5): query, key and value always have biases; head_dim may be overridden."""
-    fields = {**_sizes(c, kv_heads=32, positions=32_768), "attention_bias": True}
-    return _qwen_window(c, fields, from_layer=True)
-
-
-def qwen3(c: HfConfig) -> Fields:
-    """Qwen3Config: head_dim is 128 unless given, whatever the width; queries and keys are normalised."""
-    fields = {**_sizes(c, kv_heads=32, positions=32_768), **_bias(c), "qk_norm": True}
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
-    return _qwen_window(c, fields, from_layer=True)
-
-
-def qwen3_moe(c: HfConfig) -> Fields:
-    """Qwen3MoeConfig: some layers may stay dense."""
-    fields = {**_sizes(c, kv_heads=4, positions=32_768), **_bias(c), "qk_norm": True}
-    fields["mixture_of_experts"] = {
-        "num_experts": c.size("num_experts", "num_local_experts", limit="num_experts", default=128),
-        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=8),
-        "moe_intermediate_size": c.size("moe_intermediate_size", limit="moe_intermediate_size", default=768),
-        "decoder_sparse_step": c.get("decoder_sparse_step", default=1),
-        "mlp_only_layers": c.get("mlp_only_layers", default=()),
-    }
-    return _qwen_window(c, fields, from_layer=False)
-
-
-def gemma2(c: HfConfig) -> Fields:
-    """Gemma2Config: four norms in each layer, tied by default, every other layer windowed from the first."""
-    fields = {**_even_heads(_sizes(c, kv_heads=4, positions=8_192)), **_bias(c), "norms_per_layer": 4}
-    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
-    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
-    return _window(c, fields, default=4_096, layers=lambda total: (total + 1) // 2)
-
-
-def phi3(c: HfConfig) -> Fields:
-    """Phi3Config: fused projections, no biases."""
-    fields = _sizes(c, kv_heads=None, positions=4_096)
-    return _window(c, fields, default=None, layers=lambda total: total)
-
-
-def deepseek_v3(c: HfConfig) -> Fields:
-    """DeepseekV3Config: latent attention; the multi-token-prediction module is not in ``ForCausalLM``."""
-    fields = {**_sizes(c, kv_heads=None, positions=4_096), **_bias(c)}
-    inner = c.size("moe_intermediate_size", limit="moe_intermediate_size", default=2_048)
-    shared = whole_number(
-        "config.json n_shared_experts", c.get("n_shared_experts", default=1), low=0, high=1_024
-    )
-    rank = c.data.get("q_lora_rank", 1_536)
-    latent = {
-        "q_lora_rank": rank,
-        "kv_lora_rank": c.get("kv_lora_rank", default=512),
-        "qk_nope_head_dim": c.get("qk_nope_head_dim", default=128),
-        "qk_rope_head_dim": c.size("qk_rope_head_dim", limit="head_dim", default=64),
-        "v_head_dim": c.get("v_head_dim", default=128),
-    }
-    dense = c.get("first_k_dense_replace", default=3)
-    most = fields["num_hidden_layers"]
-    if isinstance(dense, int) and not isinstance(dense, bool):
-        dense = min(dense, most)  # a small test model of three layers simply has no MoE layer
-    fields["mixture_of_experts"] = {
-        "num_experts": c.size("n_routed_experts", "num_local_experts", limit="num_experts", default=256),
-        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=8),
-        "moe_intermediate_size": inner,
-        "shared_expert_intermediate_size": inner * shared,
-        "first_k_dense_replace": dense,
-    }
-    return {**fields, "head_dim": latent["qk_rope_head_dim"], "latent_attention": latent}
-
-
-def gpt2(c: HfConfig) -> Fields:
-    """GPT2Config: its own spelling, fused and biased Conv1D projections, learned positions, tied."""
-    if c.flag("add_cross_attention", False):
-        refuse("config.json add_cross_attention", True, "False: a decoder alone", "False")
-    hidden = c.size("n_embd", "hidden_size", limit="hidden_size")
-    heads = c.size("n_head", "num_attention_heads", limit="num_attention_heads")
-    _even_heads({"hidden_size": hidden, "num_attention_heads": heads})
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": c.size("n_inner", limit="intermediate_size", default=4 * hidden),
-        "num_hidden_layers": c.size("n_layer", "num_hidden_layers", limit="num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
-        "vocab_size": c.size("vocab_size", limit="vocab_size"),
-        "max_position_embeddings": c.size(
-            "n_positions", "max_position_embeddings", limit="max_position_embeddings", default=1_024
-        ),
-        "tie_word_embeddings": c.flag("tie_word_embeddings", True),
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-        "gated_mlp": False,
-        "norm": "layernorm",
-        "position_embedding": "learned",
-    }
-
-
-FAMILIES: Mapping[str, Callable[[HfConfig], Fields]] = {
-    adapter.__name__: adapter
-    for adapter in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, phi3, deepseek_v3, gpt2)
-}
-assert tuple(FAMILIES) == MODEL_TYPES

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.parameter_names import mlp_inputs, names_of, norm_names
+
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
@@ -38,15 +40,16 @@ def layer_parameters(arch: Architecture, moe: bool) -> tuple[Parameter, ...]:
 
 def outer_parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """The parameters outside the decoder layers, by full name; a tied ``lm_head`` is not there twice."""
-    wide = (arch.vocab_size, arch.hidden_size)
-    gpt2 = arch.model_type == "gpt2"
-    found = [Parameter("embedding", "transformer.wte.weight" if gpt2 else "model.embed_tokens.weight", wide)]
+    wide, names = (arch.vocab_size, arch.hidden_size), names_of(arch)
+    found = [Parameter("embedding", f"{names.embedding}.weight", wide)]
     if arch.position_embedding == "learned":
         positions = (arch.max_position_embeddings, arch.hidden_size)
         found.append(Parameter("position_embedding", "transformer.wpe.weight", positions))
-    found += _norm(arch, "transformer.ln_f" if gpt2 else "model.norm", arch.hidden_size)
+    found += _norm(arch, names.final_norm, arch.hidden_size)
     if not arch.tie_word_embeddings:
         found.append(Parameter("lm_head", "lm_head.weight", wide))
+    if arch.model_type == "phi":  # a tied head still has a bias of its own
+        found.append(Parameter("lm_head", "lm_head.bias", (arch.vocab_size,)))
     return tuple(found)
 
 
@@ -61,6 +64,11 @@ def lora_target(parameter: Parameter, gpt2: bool) -> tuple[str, tuple[int, int]]
     return parameter.name.split(".")[-2], (second, first) if gpt2 else (first, second)
 
 
+def is_vector(parameter: Parameter) -> bool:
+    """Norms and biases, the biases of all experts together included; they multiply no token."""
+    return len(parameter.shape) == 1 or parameter.name.endswith("_bias")
+
+
 def _linear(group: str, name: str, out: int, inner: int, bias: bool) -> list[Parameter]:
     weight = Parameter(group, f"{name}.weight", (out, inner))
     return [weight, Parameter(group, f"{name}.bias", (out,))] if bias else [weight]
@@ -72,26 +80,27 @@ def _norm(arch: Architecture, name: str, size: int) -> list[Parameter]:
 
 
 def _norms(arch: Architecture) -> list[Parameter]:
-    names: tuple[str, ...] = (
-        ("ln_1", "ln_2") if arch.model_type == "gpt2" else ("input_layernorm", "post_attention_layernorm")
-    )
-    if arch.norms_per_layer == 4:  # Gemma 2 also normalises what each half of the layer puts out
-        names += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    return [parameter for name in names for parameter in _norm(arch, name, arch.hidden_size)]
+    return [parameter for name in norm_names(arch) for parameter in _norm(arch, name, arch.hidden_size)]
 
 
 def _attention(arch: Architecture) -> list[Parameter]:
-    hidden, head_dim = arch.hidden_size, arch.head_dim
+    hidden, head_dim, names = arch.hidden_size, arch.head_dim, names_of(arch)
     query, key = arch.num_attention_heads * head_dim, arch.num_key_value_heads * head_dim
+    prefix, bias = names.attention, arch.attention_bias
     found: list[Parameter] = []
-    if arch.model_type == "phi3":
-        found += _linear("attention", "self_attn.qkv_proj", query + 2 * key, hidden, arch.attention_bias)
+    if names.fused_qkv:
+        found += _linear("attention", f"{prefix}.{names.fused_qkv}", query + 2 * key, hidden, bias)
     else:
         for name, size in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-            found += _linear("attention", f"self_attn.{name}", size, hidden, arch.attention_bias)
-    found += _linear("attention", "self_attn.o_proj", hidden, query, arch.attention_output_bias)
+            found += _linear("attention", f"{prefix}.{name}", size, hidden, bias)
+    found += _linear("attention", f"{prefix}.{names.output}", hidden, query, arch.attention_output_bias)
     if arch.qk_norm:
-        found += _norm(arch, "self_attn.q_norm", head_dim) + _norm(arch, "self_attn.k_norm", head_dim)
+        # OLMo 2 normalises all heads together, the others each head with one weight for all.
+        whole = arch.model_type == "olmo2"
+        for name, width in zip(names.query_key_norms, (query, key), strict=True):
+            found += _norm(arch, f"{prefix}.{name}", width if whole else head_dim)
+    if arch.model_type == "gpt_oss":
+        found.append(Parameter("attention", f"{prefix}.sinks", (arch.num_attention_heads,)))
     return found
 
 
@@ -118,29 +127,37 @@ def _latent_attention(arch: Architecture) -> list[Parameter]:
 
 
 def _mlp(arch: Architecture, group: str, name: str, size: int) -> list[Parameter]:
-    hidden, bias = arch.hidden_size, arch.mlp_bias
-    if not arch.gated_mlp:
-        up = _linear(group, f"{name}.up_proj", size, hidden, bias)
-    elif arch.model_type == "phi3":
-        up = _linear(group, f"{name}.gate_up_proj", 2 * size, hidden, bias)
-    else:
-        up = _linear(group, f"{name}.gate_proj", size, hidden, bias)
-        up += _linear(group, f"{name}.up_proj", size, hidden, bias)
-    return up + _linear(group, f"{name}.down_proj", hidden, size, bias)
+    hidden, bias, names = arch.hidden_size, arch.mlp_bias, names_of(arch)
+    up: list[Parameter] = []
+    for projection in mlp_inputs(arch):
+        out = 2 * size if projection == names.fused_gate_up else size
+        up += _linear(group, f"{name}.{projection}", out, hidden, bias)
+    return up + _linear(group, f"{name}.{names.down}", hidden, size, bias)
 
 
 def _experts(arch: Architecture) -> list[Parameter]:
-    moe = arch.mixture_of_experts
+    moe, names = arch.mixture_of_experts, names_of(arch)
     assert moe is not None
     hidden, size, count = arch.hidden_size, moe.moe_intermediate_size, moe.num_experts
-    found = [
-        Parameter("router", "mlp.gate.weight", (count, hidden)),
+    found = [Parameter("router", f"{names.router}.weight", (count, hidden))]
+    if arch.model_type == "gpt_oss":
+        return [
+            *found,
+            Parameter("router", f"{names.router}.bias", (count,)),
+            Parameter("experts", "mlp.experts.gate_up_proj", (count, hidden, 2 * size)),
+            Parameter("experts", "mlp.experts.gate_up_proj_bias", (count, 2 * size)),
+            Parameter("experts", "mlp.experts.down_proj", (count, size, hidden)),
+            Parameter("experts", "mlp.experts.down_proj_bias", (count, hidden)),
+        ]
+    found += [
         Parameter("experts", "mlp.experts.gate_up_proj", (count, 2 * size, hidden)),
         Parameter("experts", "mlp.experts.down_proj", (count, hidden, size)),
     ]
     if moe.shared_expert_intermediate_size:
         shared = moe.shared_expert_intermediate_size
-        found += _mlp(arch, "shared_experts", "mlp.shared_experts", shared)
+        found += _mlp(arch, "shared_experts", names.shared_experts, shared)
+    if arch.model_type == "qwen2_moe":
+        found += _linear("shared_experts", "mlp.shared_expert_gate", 1, hidden, False)
     return found
 
 

@@ -87,9 +87,11 @@ def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
 
 
 def nearest(value: object, options: list[Any]) -> Any:
-    """The option spelled most like ``value``; the first one if nothing is close."""
-    texts = [str(option) for option in options]
-    close = difflib.get_close_matches(str(value).lower(), texts, n=1, cutoff=0.3)
+    """An option that begins as ``value`` does, or the one spelled most like it; else the first one."""
+    texts, wanted = [str(option) for option in options], str(value).lower()
+    # "h200" means h200-sxm-141gb, though h20-96gb is nearer by letters.
+    begins = [text for text in texts if wanted and text.startswith(f"{wanted}-")]
+    close = begins or difflib.get_close_matches(wanted, texts, n=1, cutoff=0.3)
     return options[texts.index(close[0])] if close else options[0]
 
 

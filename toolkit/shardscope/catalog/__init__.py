@@ -16,8 +16,8 @@ from shardscope.validation import nearest
 Noun = TypeVar("Noun")
 
 NOT_FIELDS = frozenset({
-    "source", "usable_source", "latency_source", "host_source", "usable_gib", "nvml_names",
-    "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
+    "source", "nulls", "price_source", "usable_source", "latency_source", "host_source", "usable_gib",
+    "nvml_names", "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
 })  # fmt: skip
 """Keys of an entry that describe it, or the cluster it usually stands in, and not the noun itself."""
 
@@ -58,9 +58,15 @@ def entries(kind: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(resources.files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
 
 
-def _model(name: str, entry: dict[str, Any]) -> Architecture:
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a model of the catalogue, as far as its entry keeps it."""
+    entry = entries("models")[name]
     config = {key: value for key, value in entry.items() if key not in NOT_FIELDS}
-    return Architecture.from_hf({**config, "_name_or_path": name})
+    return config | dict.fromkeys(entry.get("nulls", ()))
+
+
+def _model(name: str, entry: dict[str, Any]) -> Architecture:
+    return Architecture.from_hf({**config_of(name), "_name_or_path": name})
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> Gpu:

@@ -62,14 +62,13 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
 
 def _small_architecture(arch: Architecture) -> Architecture:
     """A few layers of the same family: gated, tied, grouped heads and experts as in the original."""
-    grouped = arch.num_key_value_heads < arch.num_attention_heads
     changes: dict[str, Any] = {
         "name": f"tiny {arch.name}",
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 4 * HIDDEN_SIZE if not arch.gated_mlp else 3 * HIDDEN_SIZE,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS // 2 if grouped else HEADS,
+        "num_key_value_heads": _small_groups(arch),
         "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": min(arch.max_position_embeddings, 4 * MAX_SEQ_LEN),
@@ -79,8 +78,9 @@ def _small_architecture(arch: Architecture) -> Architecture:
         changes["sliding_window_layers"] = LAYERS // 2
     if arch.mixture_of_experts is not None:
         shared = bool(arch.mixture_of_experts.shared_expert_intermediate_size)
-        # Mixtral has one width for both.
-        width = changes["intermediate_size"] if arch.model_type == "mixtral" else HIDDEN_SIZE
+        # Mixtral and gpt-oss have one width for both.
+        one_width = arch.model_type in ("mixtral", "gpt_oss")
+        width = changes["intermediate_size"] if one_width else HIDDEN_SIZE
         changes["mixture_of_experts"] = replace(
             arch.mixture_of_experts,
             num_experts=DEEPSEEK_EXPERTS if arch.model_type == "deepseek_v3" else EXPERTS,
@@ -100,6 +100,14 @@ def _small_architecture(arch: Architecture) -> Architecture:
             v_head_dim=HEAD_DIM,
         )
     return replace(arch, **changes)
+
+
+def _small_groups(arch: Architecture) -> int:
+    """Key and value heads: as many as query heads, fewer, or the one of an older Falcon."""
+    if arch.num_key_value_heads == arch.num_attention_heads:
+        return HEADS
+    older_falcon = arch.model_type == "falcon" and not arch.new_decoder_architecture
+    return 1 if older_falcon else HEADS // 2
 
 
 def _small_layout(layout: Layout, num_ranks: int) -> tuple[Layout, list[str]]:

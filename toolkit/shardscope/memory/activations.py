@@ -13,6 +13,7 @@ from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.modules.decoder import decoder_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
+from shardscope.memory.modules.known import check_known
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.modules.selective import selective_layer
@@ -36,7 +37,8 @@ class LayerActivations(NamedTuple):
 
 
 def modules_of(plan: Plan) -> Modules:
-    """Which modules a plan runs."""
+    """Which modules a plan runs. Raises ``ValueError`` for a family whose activations are not known."""
+    check_known(plan.architecture)
     recipe = plan.recipe
     lora = recipe.has_adapters
     return Modules(

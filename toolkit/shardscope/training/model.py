@@ -9,12 +9,16 @@ import torch
 
 OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
-    "intermediate_size": ("n_inner",),
+    "intermediate_size": ("n_inner", "ffn_hidden_size"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "qk_norm": ("qk_layernorm",),
+    "parallel_residual": ("use_parallel_residual", "parallel_attn"),
+    "attention_bias": ("qkv_bias", "use_bias", "bias"),
 }
-"""What Mixtral, DeepSeek and GPT-2 call a field of ``Architecture``."""
+"""What some families call a field of ``Architecture``."""
 
-WITHOUT_SDPA = frozenset({"gemma2"})
-"""Families whose soft-capped attention transformers runs in plain operations only."""
+WITHOUT_SDPA = frozenset({"gemma2", "gpt_oss"})
+"""Families whose attention, soft-capped or with sinks, transformers runs in plain operations only."""
 
 
 def build_model(architecture: Any) -> torch.nn.Module:
@@ -48,15 +52,51 @@ def config_values(architecture: Any) -> dict[str, Any]:
     values = {name: value for name, value in _flat(architecture).items() if value is not None}
     for name, spellings in OTHER_SPELLINGS.items():
         values |= {spelling: values[name] for spelling in spellings if name in values}
-    values = {name: value for name, value in values.items() if name in known}
+    spelled = {name: value for name, value in values.items() if name in known}
+    if "head_dim" not in known and architecture.head_dim * architecture.num_attention_heads != (
+        architecture.hidden_size
+    ):
+        # Attention reads it off the config all the same, though the family's config class does not list it.
+        spelled["head_dim"] = architecture.head_dim
+    values = spelled | _special(architecture, family)
     if "sliding_window" in known and not architecture_has_windows(architecture):
         # Some families default to a window (Mistral's 4,096), which the plan did not count.
         values["sliding_window"] = None
-    if "n_group" in known and values.get("n_routed_experts", 0) % family.n_group:
+    if getattr(family, "n_group", None) and values.get("n_routed_experts", 0) % family.n_group:
         # DeepSeek routes by groups of experts; how many groups changes no size.
         values |= {"n_group": 1, "topk_group": 1}
     # A family's default ids may lie outside of a small vocabulary; our tokenizer's only special token is 0.
     return {**values, "use_cache": False, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def _special(architecture: Any, family: Any) -> dict[str, Any]:
+    """What a family's config has and no other's."""
+    values: dict[str, Any] = {}
+    if architecture.model_type == "falcon":
+        values["multi_query"] = architecture.num_key_value_heads == 1
+        values["alibi"] = architecture.position_embedding == "alibi"
+        if architecture.new_decoder_architecture:
+            values["num_ln_in_parallel_attn"] = architecture.norms_per_layer
+    if architecture.latent_attention is not None:
+        # None means no compression, which the family's default is not.
+        values["q_lora_rank"] = architecture.latent_attention.q_lora_rank
+    if hasattr(family, "use_sliding_window"):
+        values["use_sliding_window"] = architecture_has_windows(architecture)
+    if hasattr(family, "layer_types"):
+        values["layer_types"] = _layer_types(
+            architecture.num_hidden_layers, architecture.sliding_window_layers
+        )
+    return values
+
+
+def _layer_types(num_layers: int, num_sliding: int) -> list[str]:
+    """Windows on ``num_sliding`` layers, and layers that attend to everything evenly between them."""
+    full = num_layers - num_sliding
+    kinds = []
+    for index in range(num_layers):
+        is_full = (index + 1) * full // num_layers > index * full // num_layers
+        kinds.append("full_attention" if is_full else "sliding_attention")
+    return kinds
 
 
 def architecture_has_windows(architecture: Any) -> bool:

@@ -1,0 +1,97 @@
+"""Reading one config.json: its keys with their ranges, and what many families spell alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardscope.size_limits import LIMITS
+from shardscope.validation import flag, refuse, whole_number
+
+Fields = dict[str, Any]
+"""Fields of an ``Architecture`` but its name and ``model_type``."""
+
+
+class HfConfig:
+    """The keys of one config.json; null stands for a missing key, as in transformers."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = data
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The first of ``keys`` that is there (later ones are the family's aliases), else ``default``."""
+        return next((self.data[key] for key in keys if self.data.get(key) is not None), default)
+
+    def size(self, *keys: str, limit: str, default: int | None = None) -> int:
+        """A size in its allowed range; refused if missing without a ``default``."""
+        low, high = LIMITS[limit]
+        key = next((key for key in keys if self.data.get(key) is not None), None)
+        if key is None and default is None:
+            refuse(
+                f"config.json {keys[0]}", None, f"a whole number from {low:,} to {high:,}", f"add {keys[0]!r}"
+            )
+        value = default if key is None else self.data[key]
+        return whole_number(f"config.json {key or keys[0]}", value, low=low, high=high)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or False."""
+        return flag(f"config.json {key}", self.get(key, default=default))
+
+
+def sizes(c: HfConfig, *, kv_heads: int | None, positions: int) -> Fields:
+    """What all families but GPT-2 spell alike; ``kv_heads`` None: as many as query heads."""
+    hidden = c.size("hidden_size", limit="hidden_size")
+    heads = c.size("num_attention_heads", limit="num_attention_heads")
+    default_kv = heads if kv_heads is None or _given_null(c, "num_key_value_heads") else kv_heads
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": c.size("intermediate_size", limit="intermediate_size"),
+        "num_hidden_layers": c.size("num_hidden_layers", limit="num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": c.size("num_key_value_heads", limit="num_key_value_heads", default=default_kv),
+        "head_dim": c.size("head_dim", limit="head_dim", default=max(1, hidden // heads)),
+        "vocab_size": c.size("vocab_size", limit="vocab_size"),
+        "max_position_embeddings": c.size(
+            "max_position_embeddings", limit="max_position_embeddings", default=positions
+        ),
+        "tie_word_embeddings": c.flag("tie_word_embeddings", False),
+    }
+
+
+def _given_null(c: HfConfig, key: str) -> bool:
+    return key in c.data and c.data[key] is None
+
+
+def even_heads(fields: Fields) -> Fields:
+    """LlamaConfig, Gemma2Config and GPT2Attention refuse a width that the heads do not divide."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if hidden % heads:
+        refuse("config.json hidden_size", hidden, f"a multiple of num_attention_heads={heads}",
+               f"{max(1, round(hidden / heads)) * heads}")  # fmt: skip
+    return fields
+
+
+def window(c: HfConfig, fields: Fields, *, default: int | None, layers: Callable[[int], int]) -> Fields:
+    """``default`` holds only while the key is missing: null switches the window off."""
+    value = c.data.get("sliding_window", default)
+    if value is None:
+        return fields
+    tokens = c.size("sliding_window", limit="max_position_embeddings", default=value)
+    types = c.get("layer_types")
+    total = fields["num_hidden_layers"]
+    count = layers(total)
+    if isinstance(types, list | tuple):
+        count = sum(kind == "sliding_attention" for kind in types[:total])
+    return {**fields, "sliding_window": tokens if count else None, "sliding_window_layers": count}
+
+
+def bias(c: HfConfig, default: bool = False) -> Fields:
+    """Families whose ``attention_bias`` is that of all four projections."""
+    has_bias = c.flag("attention_bias", default)
+    return {"attention_bias": has_bias, "attention_output_bias": has_bias}
+
+
+def never(c: HfConfig, key: str, why: str) -> None:
+    """Refuse a flag under which the model is not the causal decoder that is counted here."""
+    if c.flag(key, False):
+        refuse(f"config.json {key}", True, f"False: {why}; plan.rehearse() runs such a model", "False")

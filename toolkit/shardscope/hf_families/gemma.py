@@ -1,0 +1,40 @@
+"""Gemma 1, 2 and 3 (its language model)."""
+
+from __future__ import annotations
+
+from shardscope.hf_families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+from shardscope.size_limits import LIMITS
+from shardscope.validation import whole_number
+
+_BOTH_WAYS = "the model attends to later tokens too"
+
+
+def gemma(c: HfConfig) -> Fields:
+    """GemmaConfig: tied by default, head_dim 256 unless given."""
+    never(c, "use_bidirectional_attention", _BOTH_WAYS)
+    fields = {**sizes(c, kv_heads=16, positions=8_192), **bias(c)}
+    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
+    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
+    return fields
+
+
+def gemma2(c: HfConfig) -> Fields:
+    """Gemma2Config: four norms in each layer, tied by default, every other layer windowed from the first."""
+    fields = {**even_heads(sizes(c, kv_heads=4, positions=8_192)), **bias(c), "norms_per_layer": 4}
+    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
+    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
+    return window(c, fields, default=4_096, layers=lambda total: (total + 1) // 2)
+
+
+def gemma3_text(c: HfConfig) -> Fields:
+    """Gemma3TextConfig: Gemma 2's norms, normalised queries and keys, every sixth layer attends to all."""
+    never(c, "use_bidirectional_attention", _BOTH_WAYS)
+    fields = {**even_heads(sizes(c, kv_heads=4, positions=131_072)), **bias(c)}
+    fields |= {"norms_per_layer": 4, "qk_norm": True}
+    fields["tie_word_embeddings"] = c.flag("tie_word_embeddings", True)
+    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=256)
+    every = c.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    every = whole_number(
+        "config.json sliding_window_pattern", every, low=1, high=LIMITS["num_hidden_layers"][1]
+    )
+    return window(c, fields, default=4_096, layers=lambda total: total - total // every)

@@ -1,0 +1,54 @@
+"""GPT-2, GPT-NeoX (Pythia) and gpt-oss."""
+
+from __future__ import annotations
+
+from shardscope.hf_families.common import Fields, HfConfig, bias, even_heads, never, sizes, window
+
+_PLAIN: Fields = {"mlp_bias": True, "gated_mlp": False, "norm": "layernorm"}
+
+
+def gpt2(c: HfConfig) -> Fields:
+    """GPT2Config: its own spelling, fused and biased Conv1D projections, learned positions, tied."""
+    never(c, "add_cross_attention", "a decoder alone")
+    hidden = c.size("n_embd", "hidden_size", limit="hidden_size")
+    heads = c.size("n_head", "num_attention_heads", limit="num_attention_heads")
+    even_heads({"hidden_size": hidden, "num_attention_heads": heads})
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": c.size("n_inner", limit="intermediate_size", default=4 * hidden),
+        "num_hidden_layers": c.size("n_layer", "num_hidden_layers", limit="num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "vocab_size": c.size("vocab_size", limit="vocab_size"),
+        "max_position_embeddings": c.size(
+            "n_positions", "max_position_embeddings", limit="max_position_embeddings", default=1_024
+        ),
+        "tie_word_embeddings": c.flag("tie_word_embeddings", True),
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "gated_mlp": False,
+        "norm": "layernorm",
+        "position_embedding": "learned",
+    }
+
+
+def gpt_neox(c: HfConfig) -> Fields:
+    """GPTNeoXConfig: one biased projection for query, key and value of all heads; usually parallel halves."""
+    fields = {**even_heads(sizes(c, kv_heads=None, positions=2_048)), **bias(c, default=True), **_PLAIN}
+    heads = fields["num_attention_heads"]
+    fields |= {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
+    return {**fields, "parallel_residual": c.flag("use_parallel_residual", True)}
+
+
+def gpt_oss(c: HfConfig) -> Fields:
+    """GptOssConfig: a sink for each head, biased experts in every layer, a window on every other layer."""
+    fields = {**sizes(c, kv_heads=8, positions=131_072), **bias(c, default=True)}
+    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=64)
+    fields["mixture_of_experts"] = {
+        "num_experts": c.size("num_local_experts", "num_experts", limit="num_experts", default=128),
+        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=4),
+        "moe_intermediate_size": fields["intermediate_size"],
+    }
+    return window(c, fields, default=128, layers=lambda total: (total + 1) // 2)

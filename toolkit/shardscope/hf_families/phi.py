@@ -1,0 +1,32 @@
+"""Phi 1, 1.5 and 2; Phi-3 and 4."""
+
+from __future__ import annotations
+
+from shardscope.hf_families.common import Fields, HfConfig, sizes, window
+from shardscope.validation import refuse
+
+
+def phi(c: HfConfig) -> Fields:
+    """PhiConfig: attention and MLP side by side behind one LayerNorm, and biases everywhere, the head too."""
+    fields = sizes(c, kv_heads=None, positions=2_048)
+    fields["qk_norm"] = c.flag("qk_layernorm", False)
+    whole = fields["hidden_size"] // fields["num_attention_heads"]
+    if fields["qk_norm"] and fields["head_dim"] != whole:
+        allowed = f"hidden_size / num_attention_heads = {whole} with qk_layernorm, as PhiAttention has it"
+        refuse("config.json head_dim", fields["head_dim"], allowed, f"{whole}")
+    return {
+        **fields,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "gated_mlp": False,
+        "norm": "layernorm",
+        "norms_per_layer": 1,
+        "parallel_residual": True,
+    }
+
+
+def phi3(c: HfConfig) -> Fields:
+    """Phi3Config: fused projections, no biases."""
+    fields = sizes(c, kv_heads=None, positions=4_096)
+    return window(c, fields, default=None, layers=lambda total: total)

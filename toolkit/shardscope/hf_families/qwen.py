@@ -1,0 +1,67 @@
+"""Qwen 2, 2.5 and 3, dense and with experts."""
+
+from __future__ import annotations
+
+from shardscope.hf_families.common import Fields, HfConfig, bias, sizes, window
+from shardscope.size_limits import LIMITS
+from shardscope.validation import whole_number
+
+
+def _window_from(c: HfConfig, fields: Fields, *, from_layer: bool) -> Fields:
+    """``from_layer``: the first ``max_window_layers`` layers attend to all."""
+    if not c.flag("use_sliding_window", False):
+        return fields
+    first = c.get("max_window_layers", default=28)
+    first = whole_number("config.json max_window_layers", first, low=0, high=LIMITS["num_hidden_layers"][1])
+    return window(
+        c, fields, default=4_096, layers=lambda total: max(0, total - first) if from_layer else total
+    )
+
+
+def qwen2(c: HfConfig) -> Fields:
+    """Qwen2Config (Qwen 2 and 2.5): query, key and value always have biases; head_dim may be overridden."""
+    fields = {**sizes(c, kv_heads=32, positions=32_768), "attention_bias": True}
+    return _window_from(c, fields, from_layer=True)
+
+
+def qwen3(c: HfConfig) -> Fields:
+    """Qwen3Config: head_dim is 128 unless given, whatever the width; queries and keys are normalised."""
+    fields = {**sizes(c, kv_heads=32, positions=32_768), **bias(c), "qk_norm": True}
+    fields["head_dim"] = c.size("head_dim", limit="head_dim", default=128)
+    return _window_from(c, fields, from_layer=True)
+
+
+def qwen3_moe(c: HfConfig) -> Fields:
+    """Qwen3MoeConfig: some layers may stay dense."""
+    fields = {**sizes(c, kv_heads=4, positions=32_768), **bias(c), "qk_norm": True}
+    fields["mixture_of_experts"] = {
+        "num_experts": c.size("num_experts", "num_local_experts", limit="num_experts", default=128),
+        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=8),
+        "moe_intermediate_size": c.size("moe_intermediate_size", limit="moe_intermediate_size", default=768),
+        "decoder_sparse_step": c.get("decoder_sparse_step", default=1),
+        "mlp_only_layers": c.get("mlp_only_layers", default=()),
+    }
+    return _window_from(c, fields, from_layer=False)
+
+
+def qwen2_moe(c: HfConfig) -> Fields:
+    """Qwen2MoeConfig: a shared expert behind a gate of its own; windows on every other layer, if used."""
+    fields = sizes(c, kv_heads=16, positions=32_768)
+    fields["attention_bias"] = c.flag("qkv_bias", True)
+    fields["mixture_of_experts"] = {
+        "num_experts": c.size("num_experts", limit="num_experts", default=60),
+        "num_experts_per_tok": c.size("num_experts_per_tok", limit="num_experts", default=4),
+        "moe_intermediate_size": c.size(
+            "moe_intermediate_size", limit="moe_intermediate_size", default=1_408
+        ),
+        "shared_expert_intermediate_size": c.size(
+            "shared_expert_intermediate_size", limit="intermediate_size", default=5_632
+        ),
+        "decoder_sparse_step": c.get("decoder_sparse_step", default=1),
+        "mlp_only_layers": c.get("mlp_only_layers", default=()),
+    }
+    if not c.flag("use_sliding_window", False):
+        return fields
+    last = c.get("max_window_layers", default=28)
+    last = whole_number("config.json max_window_layers", last, low=0, high=LIMITS["num_hidden_layers"][1])
+    return window(c, fields, default=4_096, layers=lambda total: (min(total, last) + 1) // 2)

@@ -1,0 +1,26 @@
+"""Families whose saved tensors are listed in this folder; the others are refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+KNOWN = frozenset({
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
+})  # fmt: skip
+"""Checked tensor by tensor against transformers' own modules (tests/runs/test_saved_tensors.py)."""
+
+
+def check_known(arch: Architecture) -> None:
+    """Raise ``ValueError`` where no list says what the family's modules keep for backward."""
+    if arch.model_type not in KNOWN:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"a family whose activations are known: {', '.join(sorted(KNOWN))}",
+            "plan.rehearse(), which runs the family's own modules on fake tensors",
+        )
