@@ -168,8 +168,12 @@ class Layout(JsonNoun):
         ep: int = 1,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_params: Literal["cpu", "nvme"] | None = None,
+        **options: int | bool | None,
     ) -> Layout:
-        """DeepSpeed ZeRO: stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
+        """DeepSpeed ZeRO: stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too.
+
+        ``options`` are its buckets and thresholds in its own spelling (``reduce_bucket_size=...``).
+        """
         return _layout_class("deepspeed")(
             stage=stage,
             tp=tp,
@@ -177,6 +181,7 @@ class Layout(JsonNoun):
             ep=ep,
             offload_optimizer=offload_optimizer,
             offload_params=offload_params,
+            **options,
         )
 
     @staticmethod

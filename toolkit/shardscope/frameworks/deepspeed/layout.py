@@ -16,12 +16,29 @@ from shardscope.layout import (
     check_layers,
     left_over_ranks,
 )
-from shardscope.validation import one_of, refuse
+from shardscope.validation import flag, one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.cluster import Cluster
     from shardscope.recipe import Recipe
+
+MAX_ELEMENTS = 2**53
+_SIZES = {
+    "reduce_bucket_size": 1,
+    "allgather_bucket_size": 0,
+    "sub_group_size": 1,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "offload_optimizer_buffer_count": 4,
+    "offload_params_buffer_count": 1,
+    "offload_params_buffer_size": 1,
+    "offload_params_max_in_cpu": 0,
+}
+"""Options in elements or buffers, and the least each can be: Adam's parameter, gradient and two moments take
+four buffers; a bucket of 0 elements would never be reduced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +68,39 @@ class ZeroLayout(Layout):
     """Where the optimizer's state lives instead of the GPU; stages 1 to 3."""
     offload_params: Literal["cpu", "nvme"] | None = None
     """Where the sharded parameters live instead of the GPU; stage 3."""
+    reduce_bucket_size: int = 500_000_000
+    """Gradients, in elements, that are reduced at once; stages 1 and 2 hold a whole bucket in backward."""
+    allgather_bucket_size: int = 500_000_000
+    """Updated weights, in elements, that stages 1 and 2 gather at once; an even number."""
+    overlap_comm: bool | None = None
+    """Reduce while backward goes on: a second bucket in stages 1 and 2. ``None``: stage 3 only."""
+    contiguous_gradients: bool = True
+    """Copy gradients into the bucket as they come."""
+    sub_group_size: int = 1_000_000_000
+    """Elements that stage 3's optimizer updates at once: its fp32 gradients are made for one group."""
+    stage3_prefetch_bucket_size: int = 50_000_000
+    """Elements that stage 3 gathers ahead of the module that runs."""
+    stage3_param_persistence_threshold: int = 100_000
+    """Parameters of at most so many elements stay gathered in stage 3."""
+    stage3_max_live_parameters: int = 1_000_000_000
+    """Gathered elements beyond which stage 3 prefetches nothing."""
+    stage3_max_reuse_distance: int = 1_000_000_000
+    """Elements to be used before a parameter is again, up to which stage 3 does not release it."""
+    pin_memory: bool = True
+    """Page-locked buffers in host memory when offloading."""
+    offload_optimizer_buffer_count: int = 4
+    """``buffer_count`` of ``offload_optimizer`` on NVMe."""
+    offload_params_buffer_count: int = 5
+    """``buffer_count`` of ``offload_param`` on NVMe."""
+    offload_params_buffer_size: int = 100_000_000
+    """``buffer_size`` of ``offload_param`` on NVMe, in elements."""
+    offload_params_max_in_cpu: int = 1_000_000_000
+    """``max_in_cpu`` of ``offload_param`` on NVMe, in elements."""
 
     def __post_init__(self) -> None:
         check_degrees(self, "stage", low=0, high=3)
         check_degrees(self, "tp", "pp", "ep")
+        self._check_options()
         for field in ("offload_optimizer", "offload_params"):
             one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
         if self.pp > 1 and self.stage > 1:
@@ -68,6 +114,22 @@ class ZeroLayout(Layout):
             refuse("Layout.offload_optimizer", "nvme", "None or 'cpu' below stage 3", "stage=3")
         if self.offload_params and self.stage < 3:
             refuse("Layout.offload_params", self.offload_params, "None below stage 3", "stage=3")
+
+    def _check_options(self) -> None:
+        """DeepSpeed's own ranges (deepspeed/runtime/zero/config.py); "auto" belongs to other tools."""
+        for field, low in _SIZES.items():
+            check_degrees(self, field, low=low, high=MAX_ELEMENTS)
+        if self.allgather_bucket_size % 2:
+            even = self.allgather_bucket_size + 1
+            refuse(
+                "Layout.allgather_bucket_size",
+                self.allgather_bucket_size,
+                "an even number (DeepSpeed aligns what it gathers to 4 bytes)",
+                f"allgather_bucket_size={even}",
+            )
+        flag("Layout.contiguous_gradients", self.contiguous_gradients)
+        flag("Layout.pin_memory", self.pin_memory)
+        one_of("Layout.overlap_comm", self.overlap_comm, (None, True, False))
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Data-parallel ranks are what tp and pp leave; state is split over them as the stage says."""

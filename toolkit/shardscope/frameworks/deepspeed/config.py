@@ -1,0 +1,65 @@
+"""The DeepSpeed configuration of a plan: one dictionary, as ``deepspeed.initialize`` takes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+NVME_FOLDER = "/local_nvme"
+"""Where DeepSpeed's own examples put swapped tensors; an engine replaces it with a folder that exists."""
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """``plan`` in DeepSpeed's own words (deepspeed/runtime/config.py); options that are its defaults too."""
+    layout: Any = plan.layout
+    recipe = plan.recipe
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_micro_batches,
+        "train_batch_size": recipe.global_batch_size,
+        "zero_optimization": _zero(layout),
+        "zero_allow_untested_optimizer": True,
+    }
+    if recipe.precision == "fp16-mixed":
+        found["fp16"] = {"enabled": True}
+    elif recipe.precision != "fp32":
+        # "bf16" and "bf16-mixed" are one for DeepSpeed: it always keeps fp32 main copies beside bf16 weights.
+        found["bf16"] = {"enabled": True}
+    return found
+
+
+def _zero(layout: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "stage": layout.stage,
+        "contiguous_gradients": layout.contiguous_gradients,
+        "overlap_comm": layout.overlap_comm,
+        "reduce_bucket_size": layout.reduce_bucket_size,
+        "allgather_bucket_size": layout.allgather_bucket_size,
+    }
+    if layout.stage == 3:
+        found |= {
+            "sub_group_size": layout.sub_group_size,
+            "stage3_prefetch_bucket_size": layout.stage3_prefetch_bucket_size,
+            "stage3_param_persistence_threshold": layout.stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": layout.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": layout.stage3_max_reuse_distance,
+        }
+    if layout.offload_optimizer:
+        found["offload_optimizer"] = {"device": layout.offload_optimizer, "pin_memory": layout.pin_memory}
+        if layout.offload_optimizer == "nvme":
+            found["offload_optimizer"] |= {
+                "nvme_path": NVME_FOLDER,
+                "buffer_count": layout.offload_optimizer_buffer_count,
+            }
+    if layout.offload_params:
+        found["offload_param"] = {"device": layout.offload_params, "pin_memory": layout.pin_memory}
+        if layout.offload_params == "nvme":
+            found["offload_param"] |= {
+                "nvme_path": NVME_FOLDER,
+                "buffer_count": layout.offload_params_buffer_count,
+                "buffer_size": layout.offload_params_buffer_size,
+                "max_in_cpu": layout.offload_params_max_in_cpu,
+            }
+    return found

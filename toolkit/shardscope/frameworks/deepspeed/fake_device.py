@@ -1,0 +1,138 @@
+"""What DeepSpeed asks of an accelerator, answered without one, for a rehearsal in a process of its own.
+
+Fake tensors live on "the CPU" (a build of torch without CUDA has no autograd for fake CUDA tensors), so
+DeepSpeed is told that this is the accelerator. Three things have stand-ins: numbers read off tensors (losses
+and norms, which become 1, and overflow flags, which become 0), comparisons of integers between ranks, and the
+compiled Adam kernel, which updates in place and so allocates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ROOMY = 2**50
+"""Free memory of a device that has no end: DeepSpeed flattens on the host where there is too little."""
+
+
+def import_deepspeed() -> Any:
+    """``deepspeed`` with its CPU accelerator, quietly; ``ValueError`` where it is not installed."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+    except ImportError as missing:
+        raise ValueError(
+            "Layout.framework is 'deepspeed', not installed here. Nearest fix: pip install deepspeed."
+        ) from missing
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+class FakeDevice:
+    """While this lasts, DeepSpeed runs on fake tensors as rank 0 of ``world_size``."""
+
+    def __init__(self, deepspeed: Any, world_size: int) -> None:
+        self.deepspeed = deepspeed
+        os.environ.update(RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="1")
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        self._was = get_accelerator()
+        set_accelerator(_accelerator(CPU_Accelerator))
+        self.deepspeed.init_distributed("fake", dist_init_required=False)
+        coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+        self._patch(coordinator, "assert_ints_same_as_other_ranks", _agreed)
+        adam = importlib.import_module("deepspeed.ops.adam.fused_adam")
+        self._patch(adam, "FusedAdamBuilder", _InPlaceAdam)
+        # Fake tensors have no address; DeepSpeed checks that partitions begin at aligned ones.
+        self._patch(importlib.import_module("torch._subclasses.fake_tensor").FakeTensor, "data_ptr", _aligned)
+        # The model is made in its type and place; Module.to would swap every fake parameter for a copy.
+        self._patch(torch.nn.Module, "to", _already_there)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        from deepspeed.accelerator import set_accelerator
+
+        for owner, name, was in reversed(self._before):
+            setattr(owner, name, was)
+        set_accelerator(self._was)
+
+    def numbers(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, a number read off a fake tensor is 1.0, a count or a flag 0."""
+        mode: contextlib.AbstractContextManager[Any] = _Numbers()
+        return mode
+
+    def _patch(self, owner: Any, name: str, stand_in: Any) -> None:
+        self._before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, stand_in)
+
+
+def _accelerator(cpu: Any) -> Any:
+    class FakeAccelerator(cpu):  # type: ignore[misc]
+        """Its device is where fake tensors are; nothing is compiled for it."""
+
+        _communication_backend_name = "fake"
+
+        def device_count(self) -> int:
+            return 8
+
+        def available_memory(self, device_index: int | None = None) -> int:
+            return _ROOMY
+
+        def create_op_builder(self, op_name: str) -> None:
+            return None
+
+        def on_accelerator(self, tensor: torch.Tensor) -> bool:
+            return True
+
+        def is_fp64_supported(self) -> bool:
+            return True
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+        def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+            return {}
+
+    return FakeAccelerator()
+
+
+class _InPlaceAdam:
+    """In place of ``FusedAdamBuilder``: CUDA's kernel changes weights and moments where they are."""
+
+    def load(self) -> SimpleNamespace:
+        return SimpleNamespace(multi_tensor_adam=lambda *_: None)
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 0
+        return function(*args, **(kwargs or {}))
+
+
+def _agreed(*_: Any) -> None:
+    """All ranks run the same modules in the same order."""
+
+
+def _aligned(_: Any) -> int:
+    return 0
+
+
+def _already_there(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
+    return module

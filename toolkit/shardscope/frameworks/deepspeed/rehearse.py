@@ -1,0 +1,259 @@
+"""ZeRO rehearsed: DeepSpeed's own engine over fake tensors, one rank of any number.
+
+``deepspeed.initialize``, ``engine.backward`` and ``engine.step`` are DeepSpeed's, its partitions, buckets and
+gathers too. Only what reads a number off a tensor, and what is compiled for CUDA, has a stand-in
+(``fake_device.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
+from shardscope.rehearsal.result import RehearsedStage
+from shardscope.rehearsal.world import fake_ranks, fake_tensors
+from shardscope.training.lora import add_adapters
+from shardscope.training.model import WITHOUT_SDPA, config_values
+from shardscope.training.recompute import apply_recompute
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.rehearsal.tracker import Tracker
+
+NUM_STEPS = 2
+"""The first makes the optimizer's state, and ZeRO-3 records in which order modules come; the second, which
+counts, prefetches by it, as all others do."""
+MAX_MICRO_BATCHES = 2
+_TYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}
+
+
+def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[RehearsedStage]:
+    """The one stage of ``plan``. Raises ``ValueError`` for what is not rehearsed yet."""
+    check_plan(plan)
+    note_progress("importing DeepSpeed", 0.05)
+    deepspeed = import_deepspeed()
+    with (
+        fake_ranks(plan.world_size),
+        FakeDevice(deepspeed, plan.world_size) as device,
+        fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}) as tracker,
+        device.numbers(),
+        _labelled(tracker, plan),
+    ):
+        return [_play(plan, deepspeed, tracker, note_progress)]
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` for what DeepSpeed's engine alone does not play on fake tensors."""
+    layout: Any = plan.layout
+    for field in ("tp", "pp", "ep"):
+        if getattr(layout, field) > 1:
+            refuse(f"Layout.{field}", getattr(layout, field), "1 in a rehearsal of DeepSpeed", f"{field}=1")
+    for field in ("offload_optimizer", "offload_params"):
+        if getattr(layout, field):
+            refuse(
+                f"Layout.{field}",
+                getattr(layout, field),
+                "None in a rehearsal: fake tensors are all on one device",
+                f"{field}=None",
+            )
+    if plan.recipe.optimizer != "adamw":
+        refuse("Recipe.optimizer", plan.recipe.optimizer, "'adamw' (DeepSpeed's FusedAdam)", "'adamw'")
+
+
+def _play(
+    plan: Plan, deepspeed: Any, tracker: Tracker, note_progress: Callable[[str, float], None]
+) -> RehearsedStage:
+    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
+    config = deepspeed_config(plan)
+    config["gradient_accumulation_steps"] = num_micro_batches
+    config.pop("train_batch_size")
+    note_progress("building the model", 0.1)
+    with tracker.labelling("parameters"):
+        model = _model(plan, deepspeed, config)
+    note_progress("deepspeed.initialize", 0.2)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": not plan.on_gpu}}
+    if not plan.on_gpu:
+        config["optimizer"]["params"]["foreach"] = False
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    _label_state(tracker, engine, optimizer)
+    shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            tracker.restart()
+        for index in range(num_micro_batches):
+            done = 0.3 + 0.65 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
+            note_progress(f"step {step + 1} of {NUM_STEPS}", done)
+            with tracker.phase("forward"):
+                ids = torch.zeros(shape, dtype=torch.int64)
+                loss = engine(input_ids=ids, labels=ids).loss
+            with tracker.phase("backward"):
+                engine.backward(loss)
+            del loss
+            if plan.layout.stage < 2:  # type: ignore[attr-defined]
+                tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+            with tracker.phase("optimizer"):
+                engine.step()
+            _label_state(tracker, engine, optimizer)
+    what = type(optimizer).__name__
+    note = f"DeepSpeed {deepspeed.__version__}'s {what}"
+    if plan.num_micro_batches > num_micro_batches:
+        note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
+    return tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
+
+
+def _model(plan: Plan, deepspeed: Any, config: dict[str, Any]) -> torch.nn.Module:
+    """The plan's model in the type that DeepSpeed computes in; in stage 3 partitioned while it is made."""
+    kind = _TYPES.get(plan.recipe.precision, torch.bfloat16)
+    partitioned = (
+        deepspeed.zero.Init(config_dict_or_path=config) if config["zero_optimization"]["stage"] == 3 else None
+    )
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    arch = plan.architecture
+    attention = "eager" if arch.model_type in WITHOUT_SDPA else "sdpa"
+    values = AutoConfig.for_model(arch.model_type, **config_values(arch))
+    with partitioned or contextlib.nullcontext(), _fresh_weights_unset():
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            values, attn_implementation=attention, dtype=kind
+        )
+    made = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    assert made == arch.num_parameters, (made, arch.num_parameters)
+    if plan.recipe.method != "full":
+        model = add_adapters(model, plan.architecture, plan.recipe)
+    apply_recompute(model, plan.recipe.recompute)
+    model.train()
+    return model
+
+
+def _label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
+    """Name what lives through steps: flat weights, fp32 main copies and moments."""
+    tracker.label((p.data for p in engine.module.parameters() if p.numel()), "parameters")
+    for name in ("bit16_groups_flat", "fp16_groups_flat"):
+        tracker.label(getattr(optimizer, name, ()), "parameters")
+    flat = getattr(optimizer, "lp_param_buffer", None)
+    if flat is not None:
+        tracker.label([flat], "parameters")
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if buffer is not None:
+        tracker.label([buffer], "gradients")
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        made = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+        tracker.label((buffer for buffer in made if buffer is not None), "gather_buffers")
+    for name in ("single_partition_of_fp32_groups", "fp32_groups_flat", "fp32_partitioned_groups_flat"):
+        main = getattr(optimizer, name, None)
+        if main is not None:
+            tracker.label(main, "optimizer")
+    inner = getattr(optimizer, "optimizer", optimizer)
+    values = (value for state in inner.state.values() for value in state.values())
+    tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
+
+
+@contextlib.contextmanager
+def _fresh_weights_unset() -> Iterator[None]:
+    """No numbers are drawn for weights that hold none."""
+    names = [name for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
+    before = {name: getattr(torch.nn.init, name) for name in names}
+    for name in names:
+        setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name, was in before.items():
+            setattr(torch.nn.init, name, was)
+
+
+_STAGING = {
+    "deepspeed.runtime.engine:DeepSpeedEngine": ("allreduce_gradients", "buffered_allreduce_fallback"),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+        "setup_buckets",
+        "reduce_ipg_grads",
+        "reduce_independent_p_g_buckets_and_remove_grads",
+    ),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        "independent_gradient_partition_epilogue",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": (
+        "fetch_sub_module",
+        "release_sub_module",
+    ),
+}
+"""What these methods make is staging for a collective: buckets, flattened copies, gathered parameters."""
+
+
+@contextlib.contextmanager
+def _labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
+    """DeepSpeed's methods say what they make."""
+    import importlib
+
+    found: list[tuple[Any, str, Any]] = []
+
+    def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = owner.__dict__[name]
+        found.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+    def labelling(component: Any) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def method(*args: Any, **kwargs: Any) -> Any:
+                with tracker.labelling(component):
+                    return original(*args, **kwargs)
+
+            return method
+
+        return make
+
+    def waiting(original: Any) -> Any:
+        """Autograd made this whole gradient; it waits to be reduced and dropped."""
+
+        def method(self: Any, param: Any, *args: Any) -> Any:
+            if param.grad is not None:
+                tracker.label([param.grad], "gather_buffers")
+            return original(self, param, *args)
+
+        return method
+
+    def kept(original: Any) -> Any:
+        """Reduced gradients of the own partition, copied out of the bucket."""
+
+        def method(self: Any, *args: Any) -> Any:
+            answer = original(self, *args)
+            if self.grads_in_partition is not None:
+                tracker.label([self.grads_in_partition], "gradients")
+            return answer
+
+        return method
+
+    for place, names in _STAGING.items():
+        module, _, name = place.partition(":")
+        owner = getattr(importlib.import_module(module), name)
+        for method in names:
+            patch(owner, method, labelling("gather_buffers"))
+    zero_12 = _owner("stage_1_and_2", "DeepSpeedZeroOptimizer")
+    patch(zero_12, "copy_grads_in_partition", kept)
+    patch(zero_12, "setup_buckets", labelling("gather_buffers"))
+    stage: int = plan.layout.stage  # type: ignore[attr-defined]
+    if stage == 2:
+        patch(zero_12, "process_gradients", waiting)
+    if stage == 3:
+        zero_3 = _owner("stage3", "DeepSpeedZeroOptimizer_Stage3")
+        patch(zero_3, "reduce_ready_partitions_and_remove_grads", waiting)
+    try:
+        yield
+    finally:
+        for owner, name, original in reversed(found):
+            setattr(owner, name, original)
+
+
+def _owner(module: str, name: str) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(f"deepspeed.runtime.zero.{module}"), name)
