@@ -6,32 +6,63 @@ autocast go other ways, which save other tensors. Here they go CUDA's.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
-_POWERS = frozenset({torch.pow, torch.Tensor.pow, torch.Tensor.__pow__})
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_FLASH_HEAD_DIM = 256
 
 
-class GpuOperators(TorchFunctionMode):  # type: ignore[misc]
-    """Attention, dropout and powers as CUDA dispatches them."""
+@contextlib.contextmanager
+def gpu_operators() -> Iterator[None]:
+    """Attention, dropout, powers and grouped products as CUDA dispatches them, also while recomputing.
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if function is F.dropout:
-            return _dropout(*args, **kwargs)
-        if function in _POWERS and torch.is_autocast_enabled("cpu"):
-            # CUDA's autocast has pow in its fp32 list, a CPU's has not.
-            args = tuple(
-                arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in _HALF else arg for arg in args
-            )
-        return function(*args, **kwargs)
+    Functions are replaced where a mode would do, for a ``TorchFunctionMode`` is off during backward.
+    """
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (F, "scaled_dot_product_attention", _attention),
+        (F, "dropout", _dropout),
+        *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
+        (F, "grouped_mm", _grouped_products(F.grouped_mm)),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for (owner, name, _), was in zip(stand_ins, before, strict=True):
+            setattr(owner, name, was)
+
+
+_POWERS: tuple[tuple[Any, str], ...] = ((torch, "pow"), (torch.Tensor, "pow"), (torch.Tensor, "__pow__"))
+
+
+def _in_fp32(power: Any) -> Any:
+    """CUDA's autocast has pow in its fp32 list, a CPU's has not."""
+
+    def pow_(base: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu") and isinstance(base, torch.Tensor) and base.dtype in _HALF:
+            base = base.float()
+        return power(base, *args, **kwargs)
+
+    return pow_
+
+
+def _grouped_products(grouped_mm: Any) -> Any:
+    """The products of routed experts: on fake tensors torch's own knows bf16 only, on real ones fp32 too."""
+
+    def products(rows: torch.Tensor, weights: torch.Tensor, *, offs: Any = None, **kwargs: Any) -> Any:
+        if rows.dtype == torch.bfloat16:
+            return grouped_mm(rows, weights, offs=offs, **kwargs)
+        # transformers' own operator, which keeps the same two tensors for backward.
+        return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
+
+    return products
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

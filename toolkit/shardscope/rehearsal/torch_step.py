@@ -55,6 +55,10 @@ def play(engine: TorchEngine, tracker: Tracker, note_progress: NoteProgress) -> 
     tracker.label(engine.model.buffers(), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = engine.optimizer = optimizers.build_optimizer(plan.recipe.optimizer, trained)
+    if plan.on_gpu and plan.recipe.optimizer == "sgd":
+        for group in optimizer.param_groups:
+            # What torch chooses by itself on CUDA.
+            group["foreach"] = True
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1:

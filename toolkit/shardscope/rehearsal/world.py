@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.rehearsal.conversion import converting_by_replacing
-from shardscope.rehearsal.gpu_operators import GpuOperators
+from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.rehearsal.tracker import Tracker
 
 
@@ -35,14 +35,13 @@ def fake_tensors(on_gpu: bool = True, logit_widths: Iterable[int] = ()) -> Itera
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     tracker = Tracker(logit_widths)
-    operators = GpuOperators() if on_gpu else contextlib.nullcontext()
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         converting_by_replacing(),
         _transformers_as_on_real_tensors(),
         _shapes_of_dtensors_unseen(tracker),
+        gpu_operators() if on_gpu else contextlib.nullcontext(),
         tracker,
-        operators,
     ):
         yield tracker
 
@@ -99,3 +98,12 @@ def _shapes_of_dtensors_unseen(tracker: Tracker) -> Iterator[None]:
         yield
     finally:
         setattr(ShardingPropagator, name, before)
+
+
+@contextlib.contextmanager
+def real_numbers(tracker: Tracker) -> Iterator[None]:
+    """Inside :func:`fake_tensors`, for code that reads what a small tensor holds."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), tracker.paused():
+        yield

@@ -1,0 +1,136 @@
+"""Predictions against stored rehearsals: the framework's own code on fake tensors, tests/fixtures/rehearsals."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import shardscope as ss
+
+from tests.accuracy.kinds import tensor_bytes
+from tests.accuracy.rows import ROOT
+from tests.accuracy.scoring import gib, percentile
+
+STORED = ROOT / "tests" / "fixtures" / "rehearsals"
+COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gather_buffers")
+
+
+class Rehearsed(NamedTuple):
+    """One stored rehearsal beside the prediction, at the fullest moment of the fullest stage of each."""
+
+    name: str
+    plan: ss.Plan
+    stored: dict[str, int]
+    predicted: dict[str, int]
+
+    @property
+    def error(self) -> float:
+        """Predicted over rehearsed, less one, over all tensors."""
+        return sum(self.predicted.values()) / max(1, sum(self.stored.values())) - 1
+
+    def component_error(self, name: str) -> float:
+        """Of one component, in shares of the whole."""
+        return (self.predicted.get(name, 0) - self.stored.get(name, 0)) / max(1, sum(self.stored.values()))
+
+
+def stored_files() -> list[Path]:
+    """The fixtures, in the order of their names."""
+    return sorted(STORED.glob("*.jsonl"))
+
+
+def read_rehearsals(files: Iterable[Path]) -> tuple[list[Rehearsed], list[str]]:
+    """Every stored rehearsal, and the names of those whose plan is refused today."""
+    found: list[Rehearsed] = []
+    refused: list[str] = []
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            name = f"{path.stem}:{row.get('name', number)}"
+            try:
+                plan = ss.Plan.from_json(row["plan"]) if isinstance(row["plan"], str) else _plan(row["plan"])
+                found.append(Rehearsed(name, plan, _stored_peak(row), _predicted_peak(plan)))
+            except ValueError as error:
+                refused.append(f"{name}: {str(error)[:120]}")
+    return found, refused
+
+
+def _plan(data: Mapping[str, Any]) -> ss.Plan:
+    fields = {key: value for key, value in data.items() if key not in ("shardscope", "version")}
+    return ss.Plan.from_dict(fields)
+
+
+def _stored_peak(row: Mapping[str, Any]) -> dict[str, int]:
+    """Components at the stored peak: of all moments of all stages, or as the row has them already."""
+    stages = row.get("stages") or row.get("by_stage")
+    if not stages:
+        return {name: int(row["components"].get(name, 0)) for name in COMPONENTS}
+    moments = [moment["components"] for stage in stages for moment in stage["moments"]]
+    fullest = max(moments, key=lambda parts: sum(parts.get(name, 0) for name in COMPONENTS))
+    return {name: int(fullest.get(name, 0)) for name in COMPONENTS}
+
+
+def _predicted_peak(plan: ss.Plan) -> dict[str, int]:
+    moments = [moment for stage in plan.memory().by_stage for moment in stage.moments]
+    fullest = max(moments, key=tensor_bytes).components
+    return {name: fullest[name] for name in COMPONENTS}  # type: ignore[index]
+
+
+def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
+    """The section of docs/accuracy.md."""
+    if not rows and not refused:
+        return ""
+    lines = [
+        "## Against rehearsals",
+        "",
+        f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake tensors. "
+        "Errors are of all tensors at the peak; those of components are shares of the whole. Goal: within 1 % "
+        "for 95 %, never worse than 3 %.",
+        "",
+        "| framework | plans | within 1 % | within 3 % | median | worst | " + " | ".join(COMPONENTS) + " |",
+        "|---" * (6 + len(COMPONENTS)) + "|",
+    ]
+    groups: dict[str, list[Rehearsed]] = defaultdict(list)
+    for row in rows:
+        groups[row.plan.layout.framework].append(row)
+    for name, some in [*sorted(groups.items()), ("all", rows)]:
+        if some:
+            lines.append(f"| {name} | {_figures(some)} |")
+    worst = sorted(rows, key=lambda row: -abs(row.error))[:10]
+    lines += [
+        "",
+        "| worst | plan | rehearsed GiB | predicted GiB | error | where |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in worst:
+        plan = row.plan
+        lines.append(
+            f"| {row.name} | {plan.architecture.name}, {plan.layout.description} on {plan.world_size}, "
+            f"{plan.recipe.method}, {plan.recipe.precision}, recompute {plan.recipe.recompute} | "
+            f"{gib(sum(row.stored.values()))} | {gib(sum(row.predicted.values()))} | {100 * row.error:+.1f} % | "
+            f"{_where(row)} |"
+        )
+    lines += ["", *(f"- refused today: {name}" for name in refused)]
+    return "\n".join(lines).rstrip()
+
+
+def _figures(rows: list[Rehearsed]) -> str:
+    errors = sorted(abs(row.error) for row in rows)
+    within = [sum(error <= limit for error in errors) / len(errors) for limit in (0.01, 0.03)]
+    parts = []
+    for name in COMPONENTS:
+        shares = sorted(abs(row.component_error(name)) for row in rows)
+        parts.append(f"{100 * percentile(shares, 0.9):.1f} %")
+    return (
+        f"{len(rows)} | {100 * within[0]:.0f} % | {100 * within[1]:.0f} % | "
+        f"{100 * percentile(errors, 0.5):.2f} % | {100 * errors[-1]:.1f} % | " + " | ".join(parts)
+    )
+
+
+def _where(row: Rehearsed) -> str:
+    found = sorted(COMPONENTS, key=lambda name: -abs(row.component_error(name)))[:2]
+    return ", ".join(f"{name} {100 * row.component_error(name):+.1f} %" for name in found)

@@ -1,0 +1,143 @@
+"""Plans drawn, by seed, over the whole space of a framework: families, sizes, recipes and layouts.
+
+Sizes are a real model's in width and a small one's in depth: what is rehearsed costs time by the number of
+operators, and layers repeat each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
+from shardscope.cluster import Cluster
+from shardscope.layout import Layout
+from shardscope.plan import Plan
+from shardscope.recipe import Recipe
+
+CLUSTERS = ("h100-sxm-80gb", "2xh100-sxm-80gb", "8xa100-sxm-80gb", "6xh100-sxm-80gb", "4x8xh100-sxm-80gb")
+GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "gated_mlp": False,
+    "position_embedding": "learned",
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+}
+FAMILIES = (
+    *("llama",) * 3,
+    *("mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2"),
+    *("mixtral", "qwen3_moe", "deepseek_v3"),
+)
+"""Drawn evenly: a dense Llama is what most people train."""
+
+
+def architecture(draw: Random) -> Architecture:
+    """A few layers of one family, in sizes like those of published models."""
+    family = draw.choice(FAMILIES)
+    head_dim = draw.choice((64, 128))
+    heads = draw.choice((8, 12, 16, 32))
+    grouped = family not in ("gpt2", "deepseek_v3") and draw.random() < 0.7
+    hidden = heads * head_dim
+    values: dict[str, Any] = {
+        "name": f"sampled {family}",
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 4
+        if family == "gpt2"
+        else 64 * round(hidden * draw.uniform(2, 4.5) / 64),
+        "num_hidden_layers": draw.choice((1, 2, 3, 4, 6, 8)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4 if grouped else heads,
+        "head_dim": head_dim,
+        "vocab_size": draw.choice((8_003, 32_000, 50_257, 128_256, 151_936)),
+        "max_position_embeddings": 16_384,
+        "tie_word_embeddings": draw.random() < 0.4,
+    }
+    if family == "gpt2":
+        values |= GPT2
+    if family == "qwen2":
+        values["attention_bias"] = True
+    if family.startswith("qwen3"):
+        values["qk_norm"] = True
+    if family == "gemma2":
+        layers = values["num_hidden_layers"]
+        values |= {"norms_per_layer": 4, "tie_word_embeddings": True}
+        values |= {"sliding_window": 1024, "sliding_window_layers": layers // 2}
+    if family == "mistral" and draw.random() < 0.4:
+        values |= {"sliding_window": 1024, "sliding_window_layers": values["num_hidden_layers"]}
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
+        values["mixture_of_experts"] = _experts(draw, family, values["intermediate_size"])
+    if family == "deepseek_v3":
+        values["latent_attention"] = LatentAttention(
+            q_lora_rank=draw.choice((None, 768)),
+            kv_lora_rank=512,
+            qk_nope_head_dim=head_dim,
+            qk_rope_head_dim=64,
+            v_head_dim=head_dim,
+        )
+        values["head_dim"] = 64
+    return Architecture(**values)
+
+
+def _experts(draw: Random, family: str, width: int) -> MixtureOfExperts:
+    narrow = 64 * draw.choice((6, 12, 22))
+    return MixtureOfExperts(
+        num_experts=8 if family == "mixtral" else draw.choice((16, 64)),
+        num_experts_per_tok=draw.choice((2, 4)),
+        moe_intermediate_size=width if family == "mixtral" else narrow,
+        shared_expert_intermediate_size=narrow if family == "deepseek_v3" else 0,
+        first_k_dense_replace=1 if family == "deepseek_v3" else 0,
+    )
+
+
+def recipe(draw: Random, data_parallel: int) -> Recipe:
+    """Precision, method, recomputation, optimizer and batch."""
+    micro = draw.choice((1, 1, 2, 4))
+    method = draw.choice(("full", "full", "full", "lora"))
+    return Recipe(
+        seq_len=draw.choice((128, 512, 1024, 2048, 4096, 8192)),
+        micro_batch_size=micro,
+        global_batch_size=micro * data_parallel * draw.choice((1, 1, 1, 2, 4)),
+        method=method,
+        precision=draw.choice(("bf16-mixed",) * 4 + ("bf16", "bf16", "fp16-mixed", "fp32")),
+        optimizer=draw.choice(("adamw", "adamw", "adamw", "sgd")),
+        recompute=draw.choice(("none", "none", "selective", "full")),
+        lora_rank=draw.choice((None, 8, 64)) if method == "lora" else None,
+    )
+
+
+def ddp(draw: Random, world_size: int) -> Layout:
+    """DDP has nothing to choose."""
+    return Layout.ddp()
+
+
+def fsdp2(draw: Random, world_size: int) -> Layout:
+    """Copies, and what becomes of gathered parameters after forward."""
+    copies = [degree for degree in (1, 1, 1, 2, 4) if world_size % degree == 0]
+    replicate = draw.choice(copies)
+    shard = world_size // replicate
+    nodes = [degree for degree in (2, 8) if shard % degree == 0 and degree < shard]
+    reshard = draw.choice((True, True, True, False, *nodes[:1]))
+    return Layout.fsdp2(replicate=replicate, reshard_after_forward=reshard)
+
+
+LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {"ddp": ddp, "fsdp2": fsdp2}
+"""How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here."""
+
+
+def plans(framework: str, seed: int, count: int) -> list[Plan]:
+    """``count`` plans of one framework; the same seed gives the same ones, a larger count the same first."""
+    found: list[Plan] = []
+    draw = Random(f"{framework} {seed}")
+    while len(found) < count:
+        cluster = Cluster.parse(draw.choice(CLUSTERS))
+        layout, arch = LAYOUTS[framework](draw, cluster.num_gpus), architecture(draw)
+        try:
+            free = layout.degrees(arch, cluster, Recipe())
+            found.append(Plan(arch, cluster, recipe(draw, free.data_parallel), layout))
+        except ValueError:
+            continue
+    return found
