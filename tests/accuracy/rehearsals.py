@@ -1,4 +1,4 @@
-"""Predictions against stored rehearsals: the framework's own code on fake tensors, tests/fixtures/rehearsals."""
+"""Predictions against stored rehearsals (tests/fixtures/rehearsals): frameworks themselves on fake tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import shardscope as ss
-
 from tests.accuracy.kinds import tensor_bytes
 from tests.accuracy.rows import ROOT
 from tests.accuracy.scoring import gib, percentile
+
+import shardscope as ss
 
 STORED = ROOT / "tests" / "fixtures" / "rehearsals"
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gather_buffers")
@@ -134,3 +134,10 @@ def _figures(rows: list[Rehearsed]) -> str:
 def _where(row: Rehearsed) -> str:
     found = sorted(COMPONENTS, key=lambda name: -abs(row.component_error(name)))[:2]
     return ", ".join(f"{name} {100 * row.component_error(name):+.1f} %" for name in found)
+
+
+if __name__ == "__main__":
+    # Making them needs torch, reading them does not.
+    from tests.accuracy import rehearsing
+
+    rehearsing.main()

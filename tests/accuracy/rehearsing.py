@@ -1,0 +1,95 @@
+"""``python -m tests.accuracy.rehearsals --make N [--framework ddp fsdp2]``: rehearses sampled plans, stores them.
+
+Stored are JSON lines in ``tests/fixtures/rehearsals/<framework>.jsonl``, one plan each::
+
+    {"name": "3", "seed": 0, "plan": {...}, "stages": [{"stage", "num_layers", "moments", "note", ...}],
+     "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "seconds": 1.4}
+
+``plan`` is ``Plan.to_dict()``, ``stages`` are ``RehearsedStage.to_dict()``: bytes of tensors by component at
+the peaks of a step, without communication, runtime and fragmentation. Without ``--make`` it prints what is
+stored beside today's predictions, worst first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib import import_module, metadata
+from typing import Any
+
+from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
+from tests.accuracy.sampling import LAYOUTS, plans
+
+SEED = 0
+
+
+def make(framework: str, count: int) -> None:
+    """Rehearse those of the first ``count`` sampled plans that are not stored yet, one after another."""
+    STORED.mkdir(parents=True, exist_ok=True)
+    file = STORED / f"{framework}.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    done = {json.loads(line)["name"] for line in lines}
+    module: Any = import_module(f"shardscope.frameworks.{framework}.rehearse")
+    versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
+    for index, plan in enumerate(plans(framework, SEED, count)):
+        if str(index) in done:
+            continue
+        began = time.monotonic()
+        try:
+            stages = module.rehearse(plan, lambda words, fraction: None)
+        except Exception as problem:
+            print(f"{framework} {index}: {type(problem).__name__}: {str(problem)[:300]}", file=sys.stderr)
+            continue
+        row = {
+            "name": str(index),
+            "seed": SEED,
+            "plan": plan.to_dict(),
+            "stages": [stage.to_dict() for stage in stages],
+            "versions": versions,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        with file.open("a", encoding="utf-8") as stored:
+            stored.write(json.dumps(row) + "\n")
+
+
+def in_words(one: Rehearsed) -> str:
+    """One line: the error, the plan, and which components it comes from."""
+    arch, recipe, layout = one.plan.architecture, one.plan.recipe, one.plan.layout
+    parts = {name: one.component_error(name) for name in COMPONENTS}
+    shares = " ".join(f"{name}{100 * share:+.1f}" for name, share in parts.items() if abs(share) > 5e-4)
+    return (
+        f"{100 * one.error:+7.2f} %  {one.name:10s} "
+        f"{arch.model_type} h{arch.hidden_size} L{arch.num_hidden_layers} v{arch.vocab_size} "
+        f"s{recipe.seq_len} b{recipe.micro_batch_size}x{one.plan.num_micro_batches} {recipe.precision} "
+        f"{recipe.method} {recipe.recompute} {recipe.optimizer} {one.plan.world_size} ranks "
+        f"{getattr(layout, 'replicate', '')} {getattr(layout, 'reshard_after_forward', '')} | {shares}"
+    )
+
+
+def main() -> None:
+    """Make, and compare."""
+    parser = argparse.ArgumentParser(prog="python -m tests.accuracy.rehearsals", description=__doc__)
+    parser.add_argument("--make", type=int, default=0, metavar="N", help="rehearse the first N sampled plans")
+    parser.add_argument("--framework", nargs="+", default=sorted(LAYOUTS), choices=sorted(LAYOUTS))
+    chosen = parser.parse_args()
+    for framework in chosen.framework:
+        if chosen.make:
+            make(framework, chosen.make)
+        file = STORED / f"{framework}.jsonl"
+        rows, refused = read_rehearsals([file] if file.exists() else [])
+        rows.sort(key=lambda one: -abs(one.error))
+        for one in rows:
+            print(in_words(one))
+        print("\n".join(refused))
+        close = [sum(abs(one.error) <= limit for one in rows) for limit in (0.01, 0.03)]
+        if rows:
+            worst = 100 * abs(rows[0].error)
+            print(
+                f"{framework}: {close[0]} within 1 %, {close[1]} within 3 % of {len(rows)}, worst {worst:.2f} %"
+            )
+
+
+if __name__ == "__main__":
+    main()
