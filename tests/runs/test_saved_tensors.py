@@ -137,7 +137,7 @@ def kept_bytes(arch: Architecture, mode: str, recipe: Recipe, dropout: bool) -> 
         model = model.to(torch.bfloat16)
     if recipe.method == "lora":
         model = add_adapters(model, arch, recipe)
-    apply_recompute(model, recipe.recompute)
+    apply_recompute(model, recipe.recompute, recipe.recompute_interval)
     model.train()
     if not dropout:
         for module in model.modules():
@@ -218,6 +218,43 @@ def test_full_recomputation_keeps_the_input_of_a_layer(family: str, mode: str) -
     recipe = replace(FULL, recompute="full")
     measured = one_layer(family, mode, recipe)
     assert measured.per_token == arch.hidden_size * modules(arch, mode, recipe).stream
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_offloaded_activations_wait_on_the_host_once_each(family: str, mode: str) -> None:
+    """On a CPU the host's memory is the same: as much as without, and not a copy for each use."""
+    arch = architecture(family, 2)
+    measured = one_layer(family, mode, replace(FULL, recompute="offload"))
+    assert measured.per_token == total(saved_tensors(arch, is_moe(family), modules(arch, mode, FULL)))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_every_second_layer_is_recomputed(recompute: str) -> None:
+    recipe = replace(FULL, recompute=recompute, recompute_interval=2)
+    two, four = (kept_bytes(architecture("llama", layers), "bf16", recipe, True) for layers in (2, 4))
+    arch = architecture("llama", 2)
+    plan_modules = modules(arch, "bf16", FULL)
+    kept = arch.hidden_size * 2
+    if recompute == "selective":
+        kept = total(kept_by_selective(arch, False, plan_modules))
+    per_token = total(saved_tensors(arch, False, plan_modules)) + kept
+    assert [more - fewer for fewer, more in zip(two, four, strict=True)] == [
+        rows * SEQ_LEN * per_token for rows in (2, 3)
+    ]
+
+
+def test_offloading_changes_no_gradient() -> None:
+    arch = architecture("llama", 3)
+    ids = torch.randint(1, arch.vocab_size, (2, SEQ_LEN))
+    found = []
+    for recompute in ("none", "offload"):
+        torch.manual_seed(0)
+        model = build_model(arch)
+        assert apply_recompute(model, recompute, 2) == (2 if recompute == "offload" else 0)
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_llama_by_hand() -> None:

@@ -26,7 +26,6 @@ SUPPORT = {
 """Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
 
 WITHOUT_FORMULA: dict[str, object] = {
-    "recompute_interval": 1,
     "dropout": 0.0,
     "lora_dropout": 0.0,
     "packing": False,
@@ -96,7 +95,16 @@ def _check_experts(plan: Plan) -> None:
 def _check_interval(plan: Plan) -> None:
     """Where dense and expert layers alternate, it would matter which of them every k-th layer is."""
     experts = plan.architecture.mixture_of_experts
-    if experts is None or plan.recipe.recompute_interval == 1:
+    if plan.recipe.recompute_interval == 1:
+        return
+    if not plan.layout.supports_recompute_interval:
+        refuse(
+            "Recipe.recompute_interval",
+            plan.recipe.recompute_interval,
+            f"1 with {plan.layout.title}",
+            "recompute_interval=1",
+        )
+    if experts is None:
         return
     if experts.decoder_sparse_step > 1 or experts.mlp_only_layers:
         refuse(

@@ -28,8 +28,6 @@ TRAINED = {
     "quantization": (None,),
     "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
     "optimizer": ("adamw", "sgd"),
-    "recompute": ("none", "selective", "full"),
-    "recompute_interval": (1,),
     "kernels": (None, "transformers"),
     "attention": (None,),
     "loss": (None, "full"),

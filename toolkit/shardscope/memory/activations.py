@@ -33,7 +33,9 @@ class LayerActivations(NamedTuple):
     saved: int
     """All that stays until this layer's backward, recomputation considered."""
     working: int
-    """What backward in this layer needs beside it: gradients in flight and what was recomputed."""
+    """What backward in this layer needs beside it: gradients in flight, what was recomputed or fetched."""
+    offloaded: int
+    """What waits in host memory instead."""
 
 
 def modules_of(plan: Plan) -> Modules:
@@ -79,12 +81,16 @@ def layer_activations(
         kept = stream
     elif recompute == "selective":
         kept = on_rank(kept_by_selective(architecture, moe, modules))
+    elif recompute == "offload" and modules.on_gpu:
+        # On a CPU rank the host's memory is its own: nothing moves.
+        kept = 0
     return LayerActivations(
         norms=on_rank(saved, "norms"),
         attention=on_rank(saved, "attention"),
         mlp=on_rank(saved, "mlp", "experts"),
         saved=kept,
         working=_in_flight(architecture, moe, modules, tp) + 2 * stream + max(0, everything - kept),
+        offloaded=everything if kept == 0 else 0,
     )
 
 

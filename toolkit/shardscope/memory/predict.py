@@ -84,11 +84,34 @@ class _Shared:
         self.accumulates = plan.num_micro_batches > 1
         self.runtime = overheads.runtime(plan.on_gpu)
 
-    def layer(self, moe: bool) -> LayerActivations:
+    def layer(self, moe: bool, recompute: str) -> LayerActivations:
         plan = self.plan
         return layer_activations(
-            plan.architecture, moe, self.modules, plan.recipe.recompute, plan.degrees.tp, self.splits_sequence
+            plan.architecture, moe, self.modules, recompute, plan.degrees.tp, self.splits_sequence
         )
+
+    def kinds(self, stage: Stage) -> list[tuple[int, LayerActivations, str]]:
+        """Layers of each kind on the stage, what one leaves, and how it is recomputed."""
+        recompute: str = self.plan.recipe.recompute
+        plain = self._not_recomputed(stage) if recompute != "none" else []
+        found = [
+            (layers - untouched, self.layer(moe, recompute), recompute)
+            for (moe, layers), (_, untouched) in zip(_kinds(stage), plain or _kinds(None), strict=True)
+            if layers > untouched
+        ]
+        return found + [(layers, self.layer(moe, "none"), "none") for moe, layers in plain if layers]
+
+    def _not_recomputed(self, stage: Stage) -> list[tuple[bool, int]]:
+        """Layers of each kind that keep their activations although others are recomputed or offloaded.
+
+        Every ``recompute_interval``-th layer of the stage is recomputed, its first one included; dense layers
+        come before those with experts.
+        """
+        interval = self.plan.recipe.recompute_interval
+        dense = stage.num_layers - stage.num_moe_layers
+        chosen_dense = ceil_div(dense, interval)
+        chosen_moe = ceil_div(stage.num_layers, interval) - chosen_dense
+        return [(False, dense - chosen_dense), (True, stage.num_moe_layers - chosen_moe)]
 
     def stage(self, stage: Stage, state: TrainingState) -> StageMemory:
         """One stage, whose moments are computed when somebody looks."""
@@ -96,7 +119,7 @@ class _Shared:
             stage=stage.number,
             num_layers=stage.num_layers,
             find_moments=lambda: self.moments(stage, state),
-            host_bytes=state.host_bytes,
+            host_bytes=state.host_bytes + self._offloaded(stage),
             nvme_bytes=state.nvme_bytes,
         )
 
@@ -112,6 +135,8 @@ class _Shared:
         }
         if state.gradients_stay:
             always["gradients"] = state.gradients
+        if state.gather_rest is not None:
+            always["gather_buffers"] = state.gather_rest
         resting: dict[Component, Term] = {**always, "optimizer": state.optimizer}
         none_yet = no_bytes("none before backward: freed after the last optimizer step")
         accumulated = state.gradients if self.accumulates or state.gradients_stay else none_yet
@@ -120,7 +145,7 @@ class _Shared:
         backward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_backward}
         first: dict[Component, Term] = {**busy, "gather_buffers": state.gather_layer or state.gather_backward}
         return (
-            Moment.of("initialisation", 0.0, always),
+            Moment.of("initialisation", 0.0, {**always, **state.initialisation}),
             Moment.of("rest", 0.0, resting),
             self._with_gaps(
                 "forward", 0.33, {**forward, "activations": activations.forward, "logits": logits_forward}
@@ -137,7 +162,7 @@ class _Shared:
                 0.98,
                 {
                     **always,
-                    "gradients": state.gradients,
+                    "gradients": state.gradients_reduced or state.gradients,
                     "optimizer": joined(state.optimizer, state.optimizer_working),
                 },
             ),
@@ -177,29 +202,22 @@ class _Shared:
     def _activations(self, stage: Stage) -> _Activations:
         """Activations at the moments of a step at which they can be fullest."""
         tokens = self.tokens
-        kinds = [
-            (num_layers, self.layer(moe))
-            for moe, num_layers in (
-                (False, stage.num_layers - stage.num_moe_layers),
-                (True, stage.num_moe_layers),
-            )
-            if num_layers
-        ]
+        kinds = self.kinds(stage)
         num_chunks, chunks = in_flight(self.plan, stage.number)
-        chunk = ceil_div(tokens * sum(layers * layer.saved for layers, layer in kinds), num_chunks)
+        chunk = ceil_div(tokens * sum(layers * layer.saved for layers, layer, _ in kinds), num_chunks)
         edges = tokens * self._edge_bytes(stage)
         full = chunk * chunks + edges
-        busiest = max((layer for _, layer in kinds), key=lambda layer: layer.saved + layer.working)
+        busiest = max((layer for _, layer, _ in kinds), key=lambda layer: layer.saved + layer.working)
         working = tokens * busiest.working
+        first = full + self._first_working(stage, kinds)
         # While backward is in the last of its layers, other micro-batches in flight still wait.
         waiting = chunk * (chunks - 1)
         cast, cast_again = self._autocast_copies(stage)
 
         def words() -> str:
-            recompute = self.plan.recipe.recompute
             parts = " + ".join(
                 f"{count(layers, 'layer')} × {count(tokens, 'token')} × ({_layer_words(layer, recompute)})"
-                for layers, layer in kinds
+                for layers, layer, recompute in kinds
             )
             flight = (
                 f" × {chunks / num_chunks:g} micro-batches in flight (1F1B)" if chunks != num_chunks else ""
@@ -226,11 +244,37 @@ class _Shared:
             forward=with_casts(cast),
             head=with_casts(cast_again),
             first=Term(
-                full + cast_again + working,
-                lambda: f"{gib(working)} GiB gradients in flight and recomputed in one layer + {words()}",
+                first + cast_again,
+                lambda: (
+                    f"{gib(first - full)} GiB gradients in flight and recomputed in one layer + {words()}"
+                ),
             ),
             last=Term(waiting + tokens * busiest.saved + working, last_words),
         )
+
+    def _first_working(self, stage: Stage, kinds: list[tuple[int, LayerActivations, str]]) -> int:
+        """The most that backward adds while nearly all activations are there.
+
+        With an interval the stage's last layers may keep theirs: they are gone when a layer is recomputed.
+        """
+        interval = self.plan.recipe.recompute_interval
+        if interval == 1:
+            busiest = max((layer for _, layer, _ in kinds), key=lambda layer: layer.saved + layer.working)
+            return int(self.tokens * busiest.working)
+        tail = (stage.num_layers - 1) % interval
+        plain = [layer for _, layer, how in kinds if how == "none"]
+        gone = tail * max((layer.saved for layer in plain), default=0)
+        most = max(layer.working - (gone if how != "none" else 0) for _, layer, how in kinds)
+        return int(self.tokens * most)
+
+    def _offloaded(self, stage: Stage) -> int:
+        """Host bytes of the activations that wait there, of all micro-batches in flight."""
+        if self.plan.recipe.recompute != "offload":
+            return 0
+        num_chunks, chunks = in_flight(self.plan, stage.number)
+        away = sum(layers * layer.offloaded for layers, layer, _ in self.kinds(stage))
+        found: int = ceil_div(self.tokens * away, num_chunks) * chunks
+        return found
 
     def _edge_bytes(self, stage: Stage) -> int:
         """Bytes a token leaves outside the layers: token ids, and the final norm with the head's input."""
@@ -257,7 +301,12 @@ class _Shared:
         everything = dense + moe + head
         if self.plan.recipe.recompute == "none":
             return everything, everything
-        return (everything if self.modules.trained else head), head
+        kept = head + sum(
+            layers * cast_weights(arch, is_moe, self.modules)
+            for is_moe, layers in self._not_recomputed(stage)
+            if layers
+        )
+        return (everything if self.modules.trained else kept), kept
 
     def _logits(self, stage: Stage) -> tuple[Term, Term]:
         plan = self.plan
@@ -299,6 +348,13 @@ def in_flight(plan: Plan, stage: int) -> tuple[int, int]:
     return vpp, min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, micro_batches * vpp)
 
 
+def _kinds(stage: Stage | None) -> list[tuple[bool, int]]:
+    """(with experts, layers of that kind) of a stage; none of either for no stage."""
+    if stage is None:
+        return [(False, 0), (True, 0)]
+    return [(False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers)]
+
+
 def _churned(terms: Mapping[Component, Term]) -> int:
     """Bytes that a step allocates and frees again."""
     churned = 0
@@ -314,6 +370,8 @@ def _layer_words(layer: LayerActivations, recompute: str) -> str:
             f"{kib(layer.norms)} KiB norms and residuals + {kib(layer.attention)} KiB attention "
             f"+ {kib(layer.mlp)} KiB MLP"
         )
+    if recompute == "offload":
+        return f"{kib(layer.offloaded)} KiB in host memory"
     kept = "layer input" if recompute == "full" else "matrix products and attention"
     return f"{kib(layer.saved)} KiB kept with {recompute} recomputation: {kept}"
 

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _KEPT_BY_SELECTIVE = frozenset(
@@ -39,8 +40,10 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def apply_recompute(model: torch.nn.Module, recompute: str) -> int:
-    """Make each decoder layer recompute in the backward pass; return how many do.
+def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> int:
+    """Make every ``interval``-th decoder layer recompute in the backward pass; return how many do.
+
+    ``"offload"`` computes nothing again: what such a layer saves waits in host memory.
 
     The layer's ``forward`` is replaced, not its ``__call__``: FSDP2's all-gather hooks stay outside of what
     is recomputed, and no parameter gets another name (``checkpoint_wrapper`` would add a prefix). Raises
@@ -48,11 +51,12 @@ def apply_recompute(model: torch.nn.Module, recompute: str) -> int:
     """
     if recompute == "none":
         return 0
-    if recompute not in ("full", "selective"):
+    if recompute not in ("full", "selective", "offload"):
         raise ValueError(
-            f"Recipe.recompute is {recompute!r}; allowed: 'none', 'selective', 'full'. Nearest fix: 'full'."
+            f"Recipe.recompute is {recompute!r}; allowed: 'none', 'selective', 'full', 'offload'. "
+            "Nearest fix: 'full'."
         )
-    layers = decoder_layers(model)
+    layers = decoder_layers(model)[::interval]
     if not layers:
         raise ValueError(
             f"Recipe.recompute is {recompute!r}, but {type(model).__name__} has no ModuleList of layers; "
@@ -62,8 +66,65 @@ def apply_recompute(model: torch.nn.Module, recompute: str) -> int:
     if recompute == "selective":
         context["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
+        if recompute == "offload":
+            layer.forward = functools.partial(_offloading, layer, layer.forward)
+            continue
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **context)
     return len(layers)
+
+
+def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, with what it saves for backward in host memory, each storage once.
+
+    Weights stay: they are there anyway, and FSDP2 gathers them again.
+    """
+    weights = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    away: dict[int, _Away] = {}
+
+    def leave(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata in weights:
+            return tensor
+        if storage._cdata not in away or not away[storage._cdata].is_current:
+            away[storage._cdata] = _Away(storage)
+        return away[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def come_back(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        kept, dtype, *where = packed
+        return torch.empty(0, dtype=dtype, device=kept.device).set_(
+            kept.fetch(), where[2], where[0], where[1]
+        )
+
+    with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
+        return forward(*args, **kwargs)
+
+
+class _Away:
+    """A storage's copy on the host; fetched, it is shared by all tensors that lay in it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.device = storage.device
+        self._origin = StorageWeakRef(storage)
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+        self._host = host.copy_(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
+        self._fetched: StorageWeakRef | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the storage still lives, so that its address is not another's by now."""
+        return not self._origin.expired()
+
+    def fetch(self) -> torch.UntypedStorage:
+        """The storage on its device again."""
+        if self._fetched is not None:
+            found = torch.UntypedStorage._new_with_weak_ptr(self._fetched.cdata)
+            if found is not None:
+                return found
+        storage = self._host.to(self.device, non_blocking=True).untyped_storage()
+        self._fetched = StorageWeakRef(storage)
+        return storage
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -34,6 +34,9 @@ class MegatronLayout(Layout):
     default_kernels: ClassVar[str] = "megatron"
     supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
     supported_methods: ClassVar[tuple[str, ...]] = ("full",)
+    supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full")
+    supports_recompute_interval: ClassVar[bool] = False
+    """Its ``recompute_num_layers`` means chunks of layers, or the first ones, not every so-manieth."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
