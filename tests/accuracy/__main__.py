@@ -1,4 +1,4 @@
-"""``python -m tests.accuracy --kind memory|time [--rows FILE ...]``: scores, prints, writes docs/accuracy.md."""
+"""``python -m tests.accuracy --kind memory|time [--rows FILE ...]``: scores, prints, writes the report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
 from tests.accuracy.rows import ROOT, default_files, read
 from tests.accuracy.scoring import overall_line, score_memory
 from tests.accuracy.writing import memory_report
@@ -32,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         parser.error(f"no such file: {', '.join(map(str, missing))}")
     score = score_memory(read(chosen.rows or default_files()))
-    report = memory_report(score)
+    rehearsed = "" if chosen.rows else rehearsal_report(*read_rehearsals(stored_files()))
+    report = memory_report(score, rehearsed)
     print(report)
     target = chosen.write or (None if chosen.rows else ROOT / "docs" / "accuracy.md")
     if target is not None:

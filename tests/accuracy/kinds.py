@@ -54,19 +54,19 @@ def compared(row: Row, report: MemoryReport) -> Compared:
     if what == "reserved":
         low, point, high, moment = _with_gaps(stages)
         return Compared(low, point, high, dict(moment.components))
-    low, point, high, moment = _with_everything(stages)
     if what == "unknown":
         # Most frameworks print what is allocated; a person may have read nvidia-smi.
         point, moment = max(_tensors(stages), key=lambda found: found[0])
-        low = point
-    return Compared(low, point, high, dict(moment.components))
+        return Compared(point, point, report.high_bytes, dict(moment.components))
+    return Compared(report.low_bytes, report.peak_bytes, report.high_bytes, dict(report.components))
 
 
 def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, Moment]]:
-    return [(_tensor_bytes(moment), moment) for stage in stages for moment in stage.moments]
+    return [(tensor_bytes(moment), moment) for stage in stages for moment in stage.moments]
 
 
-def _tensor_bytes(moment: Moment) -> int:
+def tensor_bytes(moment: Moment) -> int:
+    """Bytes of all tensors of a moment: what torch counts as allocated."""
     return sum(term[0] for name, term in moment.terms.items() if name not in _BESIDE_TENSORS)
 
 
@@ -75,7 +75,7 @@ def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
     for stage in stages:
         for moment in stage.moments:
             gaps = overheads.fragmentation(_churned(moment), True)
-            tensors = _tensor_bytes(moment)
+            tensors = tensor_bytes(moment)
             low, high = max(low, tensors + gaps.low), max(high, tensors + gaps.high)
     moments = [moment for stage in stages for moment in stage.moments]
     fullest = max(moments, key=_with_fragmentation)
@@ -84,16 +84,7 @@ def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
 
 def _with_fragmentation(moment: Moment) -> int:
     gaps = moment.terms.get("fragmentation")
-    return _tensor_bytes(moment) + (gaps[0] if gaps else 0)
-
-
-def _with_everything(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
-    low, _, high, _ = _with_gaps(stages)
-    fullest = max((moment for stage in stages for moment in stage.moments), key=lambda moment: moment.total)
-    runtime = overheads.runtime(True)
-    point = fullest.components["communication"]
-    # The communicators' band is a quarter to twice its point (overheads.communication).
-    return low + runtime.low + point // 4, fullest.total, high + runtime.high + 2 * point, fullest
+    return tensor_bytes(moment) + (gaps[0] if gaps else 0)
 
 
 def _churned(moment: Moment) -> int:

@@ -20,7 +20,7 @@ _CHIP = re.compile(
 
 
 def cluster(row: Row) -> ss.Cluster:
-    """The GPUs that the row names. Raises ``UnmappedError`` where it does not say, or names an unknown one."""
+    """The GPUs that the row names. Raises ``UnmappedError`` where none is named, or an unknown one."""
     name, num_gpus = text(row, "gpu"), number(row, "n_gpus")
     if not name:
         raise UnmappedError("GPU not stated")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from tests.accuracy.rows import Row, number, text
@@ -25,7 +26,7 @@ _GPT_VOCAB = 50_304
 
 
 def architecture(row: Row) -> tuple[ss.Architecture, list[str]]:
-    """The model and what had to be assumed about it. Raises ``UnmappedError`` where it is not known enough."""
+    """The model and what had to be assumed about it. Raises ``UnmappedError`` where too little is known."""
     if number(row, "layers") and number(row, "hidden"):
         return _by_shape(row)
     for field in ("model_ref", "model"):
@@ -56,14 +57,20 @@ def by_name(name: str) -> ss.Architecture | None:
 
 
 def _plain(name: str) -> str:
-    """The name without its owner, its tuning and its punctuation: ``meta-llama/Meta-Llama-3-8B`` -> llama38b."""
+    """Without owner, tuning and punctuation: ``meta-llama/Meta-Llama-3-8B`` -> ``llama38b``."""
     name = name.lower().split("/")[-1]
     name = re.sub(r"\(.*?\)|, .*$", "", name).replace("_", ".")
     name = re.sub(r"(?<=\d)\.(?=\d+b\b)", "p", name)
+    name = re.sub(r"^l(?=\d)", "llama-", name)
     name = re.sub(r"\b(meta|instruct|chat|base|hf|it|pt)\b|-v0\.1\b", "", name)
     name = re.sub(r"[^a-z0-9p]", "", name.replace("huggyllama", ""))
     # Llama 1 has the shape of Llama 2 at 7B and 13B.
-    return {"llama7b": "llama27b", "llama13b": "llama213b", "mistral7bv0p1": "mistral7b"}.get(name, name)
+    return {
+        "llama7b": "llama27b",
+        "llama13b": "llama213b",
+        "mistral7bv0p1": "mistral7b",
+        "llama370b": "llama3p170b",
+    }.get(name, name)
 
 
 _PLAIN_OTHERS = {_plain(key): key for key in _OTHERS}
@@ -125,7 +132,24 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
     stated = number(row, "n_params")
     if stated is None:
         return one, assumed
-    return min((one, tied), key=lambda arch: abs(arch.num_parameters - stated)), assumed
+    found = min((one, tied), key=lambda arch: abs(arch.num_parameters - stated))
+    pp = number(row, "pp") or 1
+    if "nanotron" in text(row, "framework") and pp > 1:
+        first = _first_stage_of_nanotron(found, pp)
+        # Its rows speak of rank 0 only, so that every stage may have as many layers as the first.
+        found = replace(found, num_hidden_layers=first * pp)
+        assumed.append("stages split by cost, as nanotron does: all like the first")
+    return found, assumed
+
+
+def _first_stage_of_nanotron(arch: ss.Architecture, pp: int) -> int:
+    """Layers on the first stage: blocks are dealt out by compute cost, in which the head counts too.
+
+    huggingface/nanotron, models/base.py (build_model) and models/llama.py (get_block_compute_costs).
+    """
+    layer = sum(arch.layer_matrix_parameters(0).values())
+    total = arch.num_hidden_layers * layer + arch.vocab_size * arch.hidden_size
+    return max(1, min(arch.num_hidden_layers, total // (pp * layer)))
 
 
 def _by_size(row: Row) -> tuple[ss.Architecture, list[str]]:

@@ -14,19 +14,22 @@ import shardscope as ss
 
 # What a source's own public scripts set, where its table leaves it out.
 _SCRIPTS: dict[str, dict[str, Any]] = {
-    # finetune_lora_single_gpu.sh and finetune_qlora_single_gpu.sh: --gradient_checkpointing True; finetune.py:
-    # lora_r=64 on c_attn, c_proj, w1, w2, which are all the projections.
+    # finetune_lora_single_gpu.sh, finetune_qlora_single_gpu.sh: --gradient_checkpointing True; finetune.py:
+    # lora_r=64, lora_dropout=0.05 on c_attn, c_proj, w1, w2, which are all the projections.
     "QwenLM/Qwen@": {
         "activation_checkpointing": "full",
         "rank": 64,
+        "lora_dropout": 0.05,
         "targets": "q,k,v,o,gate,up,down",
     },
+    # scripts/benchmarks/scenarios.yaml, scenarios-liger.yaml: lora_dropout: 0.1.
+    "foundation-model-stack/fms-acceleration": {"lora_dropout": 0.1},
 }
 _TARGETS = {key: f"{key}_proj" for key in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, list[str]]:
-    """The recipe and what had to be assumed about it. Raises ``UnmappedError`` for what a Recipe cannot say."""
+    """The recipe and what had to be assumed about it. Raises ``UnmappedError`` if it cannot say so."""
     scripts = next((facts for key, facts in _SCRIPTS.items() if key in str(row.get("source_url"))), {})
     assumed: list[str] = []
     seq_len = number(row, "seq_len")
@@ -42,7 +45,7 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
         "precision": _precision(row, kind, bool(adapters)),
         "optimizer": _optimizer(row),
         "kernels": _kernels(row, kind),
-        "attention": _attention(row),
+        "attention": _attention(row, kind),
         **_recompute(row, kind, scripts, assumed),
     }
     if "foak" in text(row, "table") and "liger" not in text(row, "table"):
@@ -89,6 +92,8 @@ def _adapters(row: Row, scripts: Mapping[str, Any]) -> dict[str, Any]:
         raise UnmappedError("LoRA rank not stated")
     targets = lora.get("targets") or (said.split()[-1] if "," in said else None) or scripts.get("targets")
     fields: dict[str, Any] = {"method": "lora", "lora_rank": rank, "lora_targets": _target_names(targets)}
+    if scripts.get("lora_dropout"):
+        fields["lora_dropout"] = scripts["lora_dropout"]
     if quantised not in ("", "false", "none"):
         if "8" in quantised and "4" not in quantised:
             fields["quantization"] = "int8"
@@ -121,8 +126,8 @@ def _precision(row: Row, kind: Framework, adapters: bool) -> str:
         raise UnmappedError("precision not stated")
     if kind.family in ("megatron", "deepspeed"):
         return "fp16-mixed" if re.search(r"fp16|float16", said) else "bf16-mixed"
-    # Under adapters the frozen base is in half precision, and so is a model on one GPU that is loaded so; FSDP
-    # keeps what it trains in fp32 (transformers' and Accelerate's own upcast), unless the row says otherwise.
+    # Under adapters the frozen base is in half precision, and so is a model on one GPU that is loaded so;
+    # FSDP keeps what it trains in fp32 (Accelerate's own upcast), unless the row says otherwise.
     pure = re.search(r"true|pure", said) and "amp" not in said and "mixed" not in said
     if pure or adapters or (kind.family == "ddp" and "amp" not in said and "mixed" not in said):
         return "bf16"
@@ -152,11 +157,14 @@ def _kernels(row: Row, kind: Framework) -> str | None:
     return "compiled" if row.get("torch_compile") is True else None
 
 
-def _attention(row: Row) -> str | None:
+def _attention(row: Row, kind: Framework) -> str | None:
     said = row.get("flash_attention")
     if said is None:
         return None
-    return "flash" if said is True or "fa" in str(said).lower().replace("false", "") else "eager"
+    if said is True or "fa" in str(said).lower().replace("false", ""):
+        # Megatron's and PyTorch's own fused kernels keep what FlashAttention keeps.
+        return None
+    return "eager"
 
 
 def _recompute(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows of measured runs: reading them, their grade, and the fixed sample of sources that would swamp the rest."""
+"""Rows of measured runs: reading them, their grade, and a fixed sample of sources that would swamp others."""
 
 from __future__ import annotations
 
