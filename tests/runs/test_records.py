@@ -109,7 +109,7 @@ def test_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) 
     assert run.status == "lost" and "never came up" in run.reason
     shutil.rmtree(run.folder)
     assert run.status == "lost" and run.reason == "its folder is gone"
-    assert run.metrics() == [] and run.logs(0) == "" and run.memory() == [] and run.what_it_was() == {}
+    assert run.metrics() == [] and run.logs(0) == "" and list(run.memory()) == [] and run.what_it_was() == {}
     run.stop()
     assert run.wait(1) == "lost"
 

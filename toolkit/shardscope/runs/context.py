@@ -90,9 +90,11 @@ class Context:
         if self.device.type == "cuda":
             import torch
 
+            from shardscope.training.accounting import peak_allocated
+
             return {
                 "memory_bytes": int(torch.cuda.memory_allocated(self.device)),
-                "peak_memory_bytes": int(torch.cuda.max_memory_allocated(self.device)),
+                "peak_memory_bytes": peak_allocated(self.device),
             }
         import resource
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.causes import first_failure
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
@@ -21,6 +21,9 @@ from shardscope.runs.records import (
     read_tail_text,
 )
 from shardscope.validation import flag, real_number, whole_number
+
+if TYPE_CHECKING:
+    from shardscope.runs.measured import MeasuredMemory
 
 WAIT_SECONDS = 0.05
 LONG_WAIT_SECONDS = 0.2
@@ -122,8 +125,21 @@ class Run:
                     self._metrics.append({key: finite_or_special(value) for key, value in record.items()})
             return list(self._metrics)
 
-    def memory(self) -> list[dict[str, Any]]:
-        """Per rank that logged any: rank, step, time, memory_bytes (latest), peak_memory_bytes (highest)."""
+    def memory(self) -> MeasuredMemory:
+        """What ranks measured: a ``MemoryReport`` with ``tier="measured"``, its ``.error`` and ``.sentence``.
+
+        Iterating over it gives, per rank that logged any: rank, step, time, memory_bytes (latest) and
+        peak_memory_bytes (highest). Of a run that recorded nothing it is empty.
+        """
+        from shardscope.runs.measured import measured_memory  # Not above: the supervisor starts sooner so.
+
+        try:
+            plan = self.plan
+        except ValueError:
+            plan = None
+        return measured_memory(plan, self.what_it_was(), self._logged_memory())
+
+    def _logged_memory(self) -> list[dict[str, Any]]:
         latest: dict[int, dict[str, Any]] = {}
         for record in self.metrics():
             now, peak = record.get("memory_bytes"), record.get("peak_memory_bytes")

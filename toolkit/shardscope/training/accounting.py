@@ -45,10 +45,27 @@ def device_bytes(device: torch.device) -> dict[str, int]:
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return {
             "allocated": int(allocated["current"]),
-            "max_allocated": int(allocated["peak"]),
+            "max_allocated": max(_before_reset.get(device, 0), int(allocated["peak"])),
             "reserved": int(reserved["current"]),
         }
     return {"rss": int(_process(os.getpid()).memory_info().rss)}
+
+
+_before_reset: dict[torch.device, int] = {}
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Most bytes that the caching allocator has had in use, whatever was reset since; 0 on CPU."""
+    if device.type != "cuda":
+        return 0
+    return max(_before_reset.get(device, 0), int(torch.cuda.max_memory_allocated(device)))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start the allocator's peak anew, remembering the one before for :func:`peak_allocated`."""
+    if device.type == "cuda":
+        _before_reset[device] = peak_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardscope.training.commands import look
 from shardscope.training.data import Windows
+from shardscope.training.memory_watch import Snapshot
 from shardscope.training.metrics import step_metrics
 from shardscope.training.recording import Recorder
 from shardscope.training.schedule import Schedule
@@ -19,6 +20,8 @@ from shardscope.training.torch_engine import TorchEngine
 PROFILED_STEPS = 3
 SKIPPED_STEPS = 2
 """Left unrecorded at the start, where there are enough: the first steps allocate what later ones reuse."""
+SNAPSHOT_STEPS = 3
+"""Steps whose allocations a memory snapshot has: the first two are not like all others."""
 MAX_RECORDED_WINDOWS = 4096
 
 
@@ -31,6 +34,7 @@ def train(
     log_every: int = 1,
     profile: bool = False,
     save_checkpoint: bool = False,
+    memory_snapshot: bool = False,
 ) -> None:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``.
 
@@ -44,7 +48,9 @@ def train(
     seen: list[int] = []
     told = told_steps(first, schedule.num_steps)
     checkpoint_asked = False
-    with Recorder(ctx) as recorder:
+    with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
+        if memory_snapshot:
+            snapshot.start(SNAPSHOT_STEPS)
         if profile:
             recorder.start(PROFILED_STEPS, num_left=schedule.num_steps - first, skip=SKIPPED_STEPS)
         for step in range(first, schedule.num_steps):
@@ -57,6 +63,8 @@ def train(
             if checkpoint_asked and step:
                 _save(ctx, engine)
                 checkpoint_asked = False
+            if orders.memory_snapshot:
+                snapshot.start(SNAPSHOT_STEPS)
             if orders.profile_steps:
                 _record_next(recorder, orders.profile_steps, num_left=schedule.num_steps - step)
             rate = schedule.at(step)
@@ -84,6 +92,7 @@ def train(
                     f"the loss of step {step} is not a number; a lower learning_rate usually helps"
                 )
             recorder.step()
+            snapshot.step()
     ctx.record("data", _data_record(windows, first, engine.num_steps_done, seen))
     if save_checkpoint or checkpoint_asked:
         _save(ctx, engine)

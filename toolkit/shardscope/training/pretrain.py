@@ -35,6 +35,8 @@ class Pretrain:
     """A UTF-8 text file; None is *Moby-Dick*, which ships with Shardscope."""
     profile: bool = False
     """Record a few steady steps on every rank with torch.profiler; of a short run, the last."""
+    memory_snapshot: bool = False
+    """Keep torch's history of GPU allocations over the first steps, in the run folder, for torch's viewer."""
     log_every: int = 1
     """Steps between lines of metrics; the last step is always logged."""
     save_checkpoint: bool = False
@@ -57,6 +59,7 @@ class Pretrain:
         real_number("Pretrain.weight_decay", self.weight_decay, low=0.0, high=1.0)
         whole_number("Pretrain.seed", self.seed, low=0, high=2**31 - 1)
         flag("Pretrain.profile", self.profile)
+        flag("Pretrain.memory_snapshot", self.memory_snapshot)
         whole_number("Pretrain.log_every", self.log_every, low=1, high=10**7)
         flag("Pretrain.save_checkpoint", self.save_checkpoint)
         for field in ("text", "resume_from"):
@@ -110,6 +113,7 @@ class Pretrain:
             log_every=self.log_every,
             profile=self.profile,
             save_checkpoint=self.save_checkpoint,
+            memory_snapshot=self.memory_snapshot,
         )
 
     def check(self, plan: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.frameworks.registry import check_trained
 from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers
+from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.recompute import apply_recompute
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -37,6 +38,7 @@ class TorchEngine(Engine):
         self.held_after_step: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer as the last step left them."""
         self._scaler: torch.amp.GradScaler | None = None
+        self._watch: MemoryWatch | None = None
 
     # ---- what a framework says for itself
 
@@ -112,19 +114,34 @@ class TorchEngine(Engine):
         self.ctx.record("engine", record)
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+        self._watch = self._watch or MemoryWatch(self)
+        with self._watch.step():
+            return self._step(batch, self._watch)
+
+    def gathered_tensors(self) -> Iterable[torch.Tensor]:
+        """Whole parameters that the framework gathered and holds beside its shards, emptied ones included."""
+        return ()
+
+    def _step(self, batch: Mapping[str, torch.Tensor], watch: MemoryWatch) -> float:
         device = self.ctx.device
         micros = micro_batches.split(batch, self.plan.num_micro_batches)
         weights = micro_batches.LossWeights(micros)
         total = torch.zeros((), device=device)
         for index, micro in enumerate(micros):
             with self.reduce_on(last=index == len(micros) - 1):
+                watch.begin("forward")
                 there = {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
                 part = self._loss(there) * weights[index]
+                watch.mark("forward")
+                watch.begin("backward")
                 (self._scaler.scale(part) if self._scaler else part).backward()
+                watch.mark("backward")
             total += part.detach().float()
         # Summed, and divided here: gloo has no average. The optimizer's update hides it.
         summing = dist.all_reduce(total, async_op=True)
+        watch.begin("optimizer")
         norm = self._update()
+        watch.mark("optimizer")
         summing.wait()
         self.num_steps_done += 1
         # The one place of a step at which the host waits for the device.
@@ -169,7 +186,7 @@ class TorchEngine(Engine):
                 model = model.to(torch.bfloat16)
             if self.recipe.has_adapters:
                 model = lora.add_adapters(model, self.plan.architecture, self.recipe)
-        apply_recompute(model, self.recipe.recompute)
+        apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
         return model
 
     def _in_run(self, path: str | Path) -> Path:

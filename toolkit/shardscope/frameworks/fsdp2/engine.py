@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from shardscope.frameworks.engine import BuildModel
@@ -127,6 +133,17 @@ class Fsdp2Engine(TorchEngine):
             f"{Fsdp2Layout.title}: all {found['num_sharded_tensors']} parameter tensors are DTensors, "
             f"sharded over {count(found['shard'], 'rank')}{copies} {where}{home}"
         )
+
+    def gathered_tensors(self) -> Iterator[torch.Tensor]:
+        """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
+        for module in self.model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            state: Any = module._get_fsdp_state()
+            # A list since torch 2.13, one group before.
+            for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
+                for parameter in group.fsdp_params if group else ():
+                    yield from parameter.all_gather_outputs
 
     @property
     def compute_dtype(self) -> torch.dtype:

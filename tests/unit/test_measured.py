@@ -1,0 +1,142 @@
+"""The measured tier as a report: what ranks recorded under a prediction's names, and how far off that was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.runs.measured import MeasuredMemory, measured_memory, predicted_tensors
+
+MIB = 2**20
+
+
+def plan_of(cluster: str = "2xcpu", layout: ss.Layout | None = None) -> ss.Plan:
+    recipe = ss.Recipe(seq_len=128, global_batch_size=8)
+    return ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse(cluster), recipe, layout or ss.Layout.fsdp2()
+    )
+
+
+def cpu_record(activations: int = 5 * MIB) -> dict[str, Any]:
+    rest = {"parameters": 4 * MIB, "optimizer": 8 * MIB}
+    return {
+        "memory": {
+            "device": "cpu",
+            "step": 2,
+            "rss_before_steps": 400 * MIB,
+            "phases": {"rest": rest, "forward": {**rest, "activations": activations, "logits": 2 * MIB}},
+        }
+    }
+
+
+def cuda_record() -> dict[str, Any]:
+    rest = {"parameters": 4 * MIB, "optimizer": 8 * MIB}
+    return {
+        "memory": {
+            "device": "cuda",
+            "step": 2,
+            "phases": {"rest": rest, "backward": {**rest, "activations": 20 * MIB}},
+            "allocated_peaks": {"initialisation": 6 * MIB, "backward": 35 * MIB, "optimizer": 13 * MIB},
+            "reserved": 40 * MIB,
+            "outside_allocator": 500 * MIB,
+            "total": 1000 * MIB,
+        }
+    }
+
+
+def test_a_cpu_rank_names_every_component_it_counted() -> None:
+    report = measured_memory(plan_of(), {0: cpu_record(), 1: cpu_record(activations=6 * MIB)}, [])
+    assert report.tier == "measured"
+    assert report.peak_phase == "forward"
+    assert report.components == {
+        "parameters": 4 * MIB,
+        "optimizer": 8 * MIB,
+        "activations": 6 * MIB,
+        "logits": 2 * MIB,
+        "runtime": 396 * MIB,
+    }
+    assert sum(report.components.values()) == report.peak_bytes
+    assert report.tensor_bytes == 20 * MIB
+    assert report.at("rest")["parameters"] == 4 * MIB
+    assert "step 2" in report.explain("logits")
+    assert "not measured apart" in report.explain("communication")
+    with pytest.raises(ValueError, match="phase is 'optimizer'; allowed: what was measured: rest, forward"):
+        report.at("optimizer")
+    with pytest.raises(ValueError, match="component"):
+        report.explain("everything")
+
+
+def test_a_gpu_rank_keeps_what_the_allocator_says_and_invents_no_name_for_the_rest() -> None:
+    plan = plan_of("h100-sxm-80gb")
+    report = measured_memory(plan, {0: cuda_record()}, [])
+    assert report.peak_phase == "backward"
+    assert report.components["other"] == 3 * MIB
+    assert report.tensor_bytes == 35 * MIB
+    assert report.components["fragmentation"] == 5 * MIB
+    assert report.components["runtime"] == 500 * MIB
+    assert "communication" not in report.components
+    assert "communicators are inside of runtime" in report.explain("communication")
+    assert report.at("initialisation")["other"] == 6 * MIB
+    assert report.fits and report.usable_bytes == plan.cluster.usable_bytes_per_gpu
+
+
+def test_the_error_is_of_tensors_and_in_one_sentence() -> None:
+    plan = plan_of()
+    predicted = predicted_tensors(plan.memory())
+    assert predicted == max(
+        sum(v for n, v in parts.items() if n not in ("communication", "runtime", "fragmentation"))
+        for phase, _, parts in plan.memory().timeline
+        if phase != "initialisation"
+    )
+    report = measured_memory(plan, {0: cpu_record()}, [])
+    assert report.error == pytest.approx(predicted / (19 * MIB) - 1)
+    assert report.sentence.startswith("Measured 19 MiB of tensors at the peak (forward); predicted ")
+    assert report.sentence.count(".") - report.sentence.count(" %") <= 3
+    side = "above" if predicted > 19 * MIB else "below"
+    assert report.sentence.endswith(f" % {side} it.")
+
+
+def test_a_task_of_ones_own_has_a_total_without_names() -> None:
+    ranks = [{"rank": 0, "memory_bytes": 5, "peak_memory_bytes": 7 * MIB, "step": 3, "time": 0.0}]
+    report = measured_memory(plan_of(), {}, ranks)
+    assert report.components == {"other": 7 * MIB}
+    assert "only a total is known" in report.explain("activations")
+    assert [rank["peak_memory_bytes"] for rank in report] == [7 * MIB]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"memory": None}, {"memory": []}, {"memory": {"phases": 3}}, {"memory": {"phases": {"rest": 7}}}],
+)
+def test_odd_records_are_survived_and_nothing_is_made_of_them(record: dict[str, Any]) -> None:
+    report = measured_memory(plan_of(), {0: record}, [])
+    assert isinstance(report, MeasuredMemory)
+    assert list(report) == [] and report.peak_bytes == 0 and report.error is None
+    assert report.sentence == "No rank has recorded its memory yet."
+    assert not any(value < 0 for value in report.components.values())
+
+
+def test_negative_and_foreign_numbers_are_left_out() -> None:
+    phases = {"rest": {"parameters": -1, "gradients": True, "luck": 4, "optimizer": 5}}
+    report = measured_memory(plan_of(), {0: {"memory": {"phases": phases}}}, [])
+    assert report.components == {"optimizer": 5}
+
+
+def test_without_a_readable_plan_there_is_no_error() -> None:
+    report = measured_memory(None, {0: cpu_record()}, [])
+    assert report.error is None and "cannot be read" in report.sentence
+
+
+def test_pipeline_stages_are_told_apart() -> None:
+    plan = ss.Plan(
+        ss.Architecture.of_size("1b"),
+        ss.Cluster.parse("4xh100-sxm-80gb"),
+        ss.Recipe(),
+        ss.Layout.megatron(pp=2),
+    )
+    records = {rank: cpu_record(activations=rank * MIB) for rank in range(4)}
+    report = measured_memory(plan, records, [])
+    assert [stage.components["activations"] for stage in report.by_stage] == [1 * MIB, 3 * MIB]
+    assert report.worst_stage.stage == 1

@@ -1,0 +1,258 @@
+"""The measured tier of memory: what the ranks of a run recorded, under the names that a prediction has.
+
+A rank records the tensors of one early step by component and phase (training/census.py) and, on a GPU, what
+the caching allocator and the driver say beside them. Nothing is filled in: a component that nobody could tell
+apart is absent, and bytes without a name are ``other``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardscope.memory.report import (
+    COMPONENTS,
+    PHASES,
+    MemoryReport,
+    Moment,
+    Phase,
+    StageMemory,
+    Term,
+)
+from shardscope.memory.words import gib
+from shardscope.validation import one_of, refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+OTHER = "other"
+"""Bytes that were measured, and that nothing tells what they are."""
+
+NOT_TENSORS = ("communication", "runtime", "fragmentation")
+"""Components beside torch's tensors: known as a band beforehand, and so no part of the error."""
+
+_PLACES: dict[Phase, float] = {
+    "initialisation": 0.0,
+    "rest": 0.0,
+    "forward": 0.33,
+    "backward": 0.66,
+    "optimizer": 0.98,
+}
+
+_WORDS = {
+    "parameters": "storages of the module's parameters",
+    "gradients": "storages of the parameters' gradients",
+    "optimizer": "storages of the optimizer's state",
+    "gather_buffers": "tensors that collectives of the framework filled or read, whole parameters among them",
+    "activations": "all other tensors alive: kept for backward, or in an operator's hands",
+    "logits": "tensors as wide as the vocabulary",
+}
+
+
+class MeasuredMoment(Moment):
+    """A phase at its fullest. ``components`` has only what was told apart, and ``other``."""
+
+    @property
+    def components(self) -> Mapping[str, int]:
+        """Bytes by name; what could not be told apart is absent."""
+        return MappingProxyType({str(name): term.num_bytes for name, term in self.terms.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredMemory(MemoryReport):
+    """A run's own memory. Iterating over it gives each rank's latest numbers, as ranks logged them."""
+
+    tier: Literal["predicted", "rehearsed", "measured"] = "measured"
+    ranks: Sequence[Mapping[str, Any]] = field(default=())
+    """Per rank that logged any: rank, step, time, memory_bytes (latest), peak_memory_bytes (highest)."""
+    predicted: MemoryReport | None = None
+    """What the run's plan was predicted to need; None if its plan cannot be read."""
+    missing: str = ""
+    """What could not be known, and why."""
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.ranks[index]
+
+    def at(self, phase: Phase) -> Mapping[str, int]:
+        """Bytes by component on the worst rank in ``phase``. Raises ``ValueError`` if it was not measured."""
+        one_of("phase", phase, PHASES)
+        measured = [moment.phase for moment in self.worst_stage.moments]
+        if phase not in measured:
+            refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", repr("rest"))
+        return self.worst_stage.at(phase).components
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The peak of tensors alone: what a prediction can be held to."""
+        return max((tensors_of(m.components) for m in self.worst_stage.moments), default=0)
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured of the tensors at the peak; None where one of them is missing."""
+        if self.predicted is None or not self.tensor_bytes:
+            return None
+        return predicted_tensors(self.predicted) / self.tensor_bytes - 1
+
+    @property
+    def sentence(self) -> str:
+        """What was measured, and how far the prediction is from it, in one sentence."""
+        if not self.tensor_bytes:
+            return "No rank has recorded its memory yet."
+        peak = f"Measured {_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
+        if self.predicted is None or self.error is None:
+            return f"{peak}; the plan of this run cannot be read, so there is no prediction beside it."
+        side = "above" if self.error > 0 else "below"
+        return (
+            f"{peak}; predicted {_amount(predicted_tensors(self.predicted))}, "
+            f"{abs(self.error):.1%} {side} it.".replace("%", " %")
+        )
+
+    @property
+    def _tensor_phase(self) -> str:
+        fullest = max(self.worst_stage.moments, key=lambda moment: tensors_of(moment.components))
+        return fullest.phase
+
+    def explain(self, name: str) -> str:
+        """How a component was measured, at the peak. Raises ``ValueError`` for a name that no tier has."""
+        one_of("component", name, (*COMPONENTS, OTHER))
+        term = self.worst_stage.peak.terms.get(name)  # type: ignore[call-overload]
+        if term is None:
+            return f"{name} was not measured apart: {self.missing or 'no rank recorded it'}"
+        return f"{name}, {gib(term.num_bytes)} GiB = {term.explain()}"
+
+
+def tensors_of(components: Mapping[str, int]) -> int:
+    """Bytes of torch's tensors among components."""
+    return sum(value for name, value in components.items() if name not in NOT_TENSORS)
+
+
+def predicted_tensors(report: MemoryReport) -> int:
+    """The highest sum of tensors that a step of a prediction reaches, its initialisation left out."""
+    moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
+    return max(tensors_of(moment.components) for moment in moments)
+
+
+def measured_memory(
+    plan: Plan | None, records: Mapping[int, Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
+) -> MeasuredMemory:
+    """The report of what ranks recorded (``what_it_was`` by rank) and logged. Odd ones are left out."""
+    shares: dict[int, list[StageMemory]] = {}
+    num_stages = plan.degrees.pp if plan else 1
+    per_stage = max(1, plan.world_size // num_stages) if plan else 1
+    logged = {rank["rank"]: rank for rank in ranks}
+    for rank in sorted({*records, *logged}):
+        stage = min(num_stages - 1, rank // per_stage) if plan else 0
+        moments = _moments(records.get(rank, {}).get("memory"), logged.get(rank))
+        if moments:
+            layers = plan.stage_layers[stage] if plan else 0
+            shares.setdefault(stage, []).append(_stage(stage, layers, moments))
+    fullest = [max(found, key=lambda share: share.peak_bytes) for _, found in sorted(shares.items())]
+    by_stage = tuple(fullest) or (_stage(0, 0, (MeasuredMoment.of("rest", 0.0, {}),)),)
+    worst = max(by_stage, key=lambda stage: stage.peak_bytes)
+    return MeasuredMemory(
+        by_stage=by_stage,
+        worst_stage=worst,
+        usable_bytes=plan.cluster.usable_bytes_per_gpu if plan else 0,
+        find_band=lambda: (worst.peak_bytes, worst.peak_bytes),
+        ranks=tuple(ranks),
+        predicted=plan.memory() if plan else None,
+        missing=_missing(worst),
+    )
+
+
+def _stage(number: int, num_layers: int, moments: tuple[Moment, ...]) -> StageMemory:
+    return StageMemory(stage=number, num_layers=num_layers, find_moments=lambda: moments)
+
+
+def _missing(stage: StageMemory) -> str:
+    named = {name for moment in stage.moments for name in moment.terms}
+    if named <= {OTHER}:
+        return "the task did not train through the run's engine, so only a total is known"
+    if "communication" not in named and "runtime" in named:
+        return "communicators are inside of runtime: the driver tells only what lies outside of the allocator"
+    return ""
+
+
+def _moments(record: Any, logged: Mapping[str, Any] | None) -> tuple[Moment, ...]:
+    """The phases of one rank; of a task without an engine, its logged total alone."""
+    if not isinstance(record, Mapping):
+        peak = (logged or {}).get("peak_memory_bytes")
+        if not isinstance(peak, int) or peak <= 0:
+            return ()
+        words = "the highest peak_memory_bytes that this rank logged"
+        return (MeasuredMoment.of("rest", 0.0, {OTHER: Term(peak, lambda: words)}),)  # type: ignore[dict-item]
+    phases = record.get("phases")
+    phases = phases if isinstance(phases, Mapping) else {}
+    peaks = record.get("allocated_peaks")
+    peaks = peaks if isinstance(peaks, Mapping) else {}
+    found = []
+    for phase, place in _PLACES.items():
+        counted, peak = _numbers(phases.get(phase)), peaks.get(phase)
+        if not counted and not isinstance(peak, int):
+            continue
+        terms = {name: Term(value, _words(name, record)) for name, value in counted.items()}
+        terms |= _beside(record, sum(counted.values()), peak if isinstance(peak, int) else None)
+        found.append(MeasuredMoment.of(phase, place, terms))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _beside(record: Mapping[str, Any], counted: int, peak: int | None) -> dict[str, Term]:
+    """What is not among the counted tensors: the allocator's and the driver's own numbers."""
+    terms: dict[str, Term] = {}
+    if peak is not None:
+        rest = max(0, peak - counted)
+        terms[OTHER] = Term(
+            rest,
+            lambda: f"{gib(peak)} GiB allocated (torch.cuda), less {gib(counted)} GiB of counted tensors",
+        )
+        highest = max(_numbers(record.get("allocated_peaks")).values(), default=peak)
+        if isinstance(reserved := record.get("reserved"), int):
+            gaps = max(0, reserved - highest)
+            terms["fragmentation"] = Term(
+                gaps,
+                lambda: f"{gib(reserved)} GiB reserved at most, less {gib(highest)} GiB allocated at most",
+            )
+        if isinstance(outside := record.get("outside_allocator"), int):
+            terms["runtime"] = Term(
+                outside,
+                lambda: (
+                    "in use on the card outside of torch's allocator (cudaMemGetInfo): CUDA context, "
+                    "libraries, communicators, and any other process there"
+                ),
+            )
+    elif isinstance(resident := record.get("rss_before_steps"), int):
+        held = _numbers((record.get("phases") or {}).get("rest")).get("parameters", 0)
+        terms["runtime"] = Term(
+            max(0, resident - held),
+            lambda: "resident memory of this process before its first step, less its parameters",
+        )
+    return terms
+
+
+def _words(name: str, record: Mapping[str, Any]) -> Any:
+    words = f"{_WORDS.get(name, name)}, counted in step {record.get('step')}"
+    return lambda: words
+
+
+def _numbers(mapping: Any) -> dict[str, int]:
+    if not isinstance(mapping, Mapping):
+        return {}
+    known = {*COMPONENTS, *PHASES}
+    return {
+        name: value
+        for name, value in mapping.items()
+        if name in known and isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    }
+
+
+def _amount(num_bytes: float) -> str:
+    """GiB as people read them; MiB for the tiny models of rehearsals."""
+    return f"{num_bytes / 2**20:.3g} MiB" if num_bytes < 2**28 else f"{gib(num_bytes)} GiB"

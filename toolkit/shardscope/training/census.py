@@ -1,0 +1,125 @@
+"""What a step's tensors are, by component and phase: counted on one step, for the measured tier of memory.
+
+A dispatch mode sees every tensor that operators make. Every few operators, and at the end of each phase,
+those still alive are weighed, each storage once, and told apart: parameters, gradients and optimizer state by
+whose they are, gathered parameters by what the framework says it holds and by the collectives they pass,
+logits by their vocabulary, and the rest, which is what forward leaves for backward and what operators have in
+hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardscope.training.gradients import local
+
+OPERATORS_BETWEEN_LOOKS = 4
+"""At least; more while many tensors are alive, so that looking costs no more than making them."""
+
+_STAGING = ("all_gather", "allgather", "reduce_scatter", "chunk_cat", "split_with_sizes_copy")
+"""Operators whose inputs and outputs are staging: what is gathered, and gradients on their way to shards."""
+
+Weighed = dict[str, int]
+"""Component -> bytes."""
+
+
+class Census(TorchDispatchMode):  # type: ignore[misc]
+    """Goes around one step; ``begin`` starts a phase, and ``phases`` has the fullest look of each."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        vocab_sizes: Iterable[int],
+        gathered: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self.phases: dict[str, Weighed] = {}
+        # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
+        self._parameters = list(model.parameters())
+        self._optimizer = optimizer
+        self._vocab_sizes = frozenset(vocab_sizes)
+        self._gathered = gathered
+        self._phase = "forward"
+        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._until_look = OPERATORS_BETWEEN_LOOKS
+        self.look("rest")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and remember, without holding them, the tensors that it made."""
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._remember(local(leaf))
+        if any(part in str(function) for part in _STAGING):
+            for leaf in tree_leaves((args, kwargs, out)):
+                if isinstance(leaf, torch.Tensor):
+                    storage = local(leaf).untyped_storage()
+                    self._made[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
+        self._until_look -= 1
+        if self._until_look <= 0:
+            self.look(self._phase)
+        return out
+
+    def _remember(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self._made.get(storage._cdata)
+        # A view is what it is a view of; only the address of a freed storage may be used again.
+        if known is None or known[0].expired():
+            kind = "logits" if self._is_logits(tensor) else "activations"
+            self._made[storage._cdata] = (StorageWeakRef(storage), kind)
+
+    def begin(self, phase: str) -> None:
+        """What comes next belongs to ``phase``."""
+        self._phase = phase
+
+    def look(self, phase: str) -> None:
+        """Weigh what is alive; keep it if it is the most that this phase has shown."""
+        weighed = self._weigh()
+        if sum(weighed.values()) > sum(self.phases.get(phase, {}).values()):
+            self.phases[phase] = weighed
+        self._until_look = max(OPERATORS_BETWEEN_LOOKS, len(self._made) // 16)
+
+    def _is_logits(self, tensor: torch.Tensor) -> bool:
+        """A score for each word and token; the head's weights are as long, not as wide."""
+        return tensor.dim() > 1 and tensor.is_floating_point() and tensor.shape[-1] in self._vocab_sizes
+
+    def _weigh(self) -> Weighed:
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        owned: dict[str, Iterable[torch.Tensor]] = {
+            "parameters": [local(parameter) for parameter in self._parameters],
+            "gradients": [local(p.grad) for p in self._parameters if p.grad is not None],
+            "optimizer": [local(value) for value in states if isinstance(value, torch.Tensor)],
+            "gather_buffers": [local(tensor) for tensor in self._gathered()],
+        }
+        seen: set[int] = set()
+        weighed: Weighed = {}
+        for component, tensors in owned.items():
+            num_bytes = 0
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    num_bytes += storage.nbytes()
+            weighed[component] = num_bytes
+        weighed["activations"] = weighed["logits"] = 0
+        for key, (weak, kind) in list(self._made.items()):
+            alive = _alive_bytes(weak)
+            if alive is None:
+                del self._made[key]
+            elif key not in seen:
+                weighed[kind] += alive
+        return weighed
+
+
+def _alive_bytes(weak: StorageWeakRef) -> int | None:
+    """Bytes of a storage now (a framework may have emptied it); None once it is gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return None if storage is None else int(storage.nbytes())
