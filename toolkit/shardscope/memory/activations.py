@@ -14,6 +14,8 @@ from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.modules.decoder import decoder_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
 from shardscope.memory.modules.known import check_known
+from shardscope.memory.modules.layernorm import layernorm_layer
+from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.modules.selective import selective_layer
@@ -36,6 +38,8 @@ class LayerActivations(NamedTuple):
     """What backward in this layer needs beside it: gradients in flight, what was recomputed or fetched."""
     offloaded: int
     """What waits in host memory instead."""
+    recomputed: int
+    """What backward computes again or fetches before it begins with the layer."""
 
 
 def modules_of(plan: Plan) -> Modules:
@@ -91,6 +95,7 @@ def layer_activations(
         saved=kept,
         working=_in_flight(architecture, moe, modules, tp) + 2 * stream + max(0, everything - kept),
         offloaded=everything if kept == 0 else 0,
+        recomputed=max(0, everything - kept),
     )
 
 
@@ -99,8 +104,12 @@ def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tu
     """Every tensor that one decoder layer saves with ``recompute="none"``."""
     if modules.kernels == "megatron":
         return tuple(megatron_layer(architecture, moe, modules))
-    gpt2 = architecture.model_type == "gpt2"
-    tensors = gpt2_layer(architecture, modules) if gpt2 else decoder_layer(architecture, moe, modules)
+    if architecture.model_type == "gpt2":
+        tensors = gpt2_layer(architecture, modules)
+    elif architecture.norm == "layernorm":
+        tensors = layernorm_layer(architecture, modules)
+    else:
+        tensors = decoder_layer(architecture, moe, modules)
     return (*tensors, *_adapter_tensors(architecture, moe, modules))
 
 
@@ -121,12 +130,15 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
 
 
 @lru_cache(maxsize=4096)
-def edge_activations(architecture: Architecture, modules: Modules) -> int:
+def edge_activations(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
     """Bytes a token leaves at the final norm, the head's input included."""
     hidden, c = architecture.hidden_size, modules.compute
     if modules.kernels == "megatron":
         return 2 * hidden * c
-    head = hidden * c * modules.trained
+    # A fused loss keeps gradients instead (memory/head.py); a chunked one its input, which it starts from again.
+    head = {"full": hidden * c * modules.trained, "chunked": hidden * modules.stream, "fused": 0}[loss]
+    if modules.kernels == "liger":
+        return liger_edge(architecture, modules) + head
     if architecture.norm == "layernorm":
         return hidden * modules.stream + 2 * FP32 + head
     normed = FP32 if architecture.model_type == "gemma2" else modules.stream

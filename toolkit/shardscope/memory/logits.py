@@ -14,16 +14,20 @@ class Logits(NamedTuple):
     backward: Any
 
 
-def logits_per_token(vocab: Any, kernels: str, compute: Any) -> Logits:
+def logits_per_token(vocab: Any, kernels: str, compute: Any, capped: bool = False) -> Logits:
     """Bytes that one token's row of the vocabulary takes on the rank that has the head.
 
-    ``transformers``: the half-precision logits stay referenced by the model's output; they are upcast, the
-    log-softmax is a second fp32 tensor, and backward makes the gradients of both (``ForCausalLMLoss``,
-    ``F.cross_entropy``). ``megatron``: vocab-parallel cross entropy keeps the fp32 softmax, and backward
-    turns it into the gradient in place.
+    ``transformers``: the half-precision logits are upcast, the log-softmax is a second fp32 tensor; backward
+    has that and the gradients of both (``ForCausalLMLoss``, ``F.cross_entropy``), for the engine lets go of
+    the model's output. ``capped`` logits (Gemma 2) leave their tanh for backward. ``megatron``:
+    vocab-parallel cross entropy copies the logits to fp32, turns the copy into the softmax and that into the
+    gradient in place, and casts this.
     """
     if kernels == "megatron":
-        return Logits(vocab * (compute + FP32), vocab * (2 * compute + FP32))
+        # In fp32 `.float()` copies nothing, and the gradient needs no cast.
+        each = vocab * (compute + FP32 if compute < FP32 else FP32)
+        return Logits(each, each)
     # An fp32 model's logits need no copy: `.float()` returns them.
     copy = compute if compute < FP32 else 0
-    return Logits(vocab * (copy + 2 * FP32), vocab * (copy + 3 * FP32))
+    tanh = compute if capped else 0
+    return Logits(vocab * (copy + tanh + 2 * FP32), vocab * (tanh + 3 * FP32))

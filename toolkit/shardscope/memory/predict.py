@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory import overheads
@@ -14,6 +14,8 @@ from shardscope.memory.activations import (
     modules_of,
 )
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.backward import Backward, final_norm, layer_backward
+from shardscope.memory.head import LOSS_CHUNK_TOKENS, chunked, fused, loss_in_force
 from shardscope.memory.logits import logits_per_token
 from shardscope.memory.report import (
     Component,
@@ -29,7 +31,7 @@ from shardscope.memory.words import count, gib, kib
 
 if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
-    from shardscope.memory.state import TrainingState
+    from shardscope.memory.state import StepActivations, TrainingState
     from shardscope.plan import Plan
 
 _CHURNED: tuple[Component, ...] = ("activations", "logits", "gather_buffers")
@@ -125,8 +127,13 @@ class _Shared:
 
     def moments(self, stage: Stage, state: TrainingState) -> tuple[Moment, ...]:
         """All moments of one stage, in the order of a step."""
-        activations = self._activations(stage)
-        logits_forward, logits_backward = self._logits(stage)
+        activations: _Activations | StepActivations
+        if state.find_activations is not None:
+            activations = own = state.find_activations(stage.number)
+            logits_forward, logits_backward = own.logits_forward, own.logits_backward
+        else:
+            activations = self._activations(stage)
+            logits_forward, logits_backward = self._logits(stage)
         communication = overheads.communication(state.group_sizes, self.on_gpu)
         always: dict[Component, Term] = {
             "parameters": state.parameters,
@@ -139,24 +146,36 @@ class _Shared:
             always["gather_buffers"] = state.gather_rest
         resting: dict[Component, Term] = {**always, "optimizer": state.optimizer}
         none_yet = no_bytes("none before backward: freed after the last optimizer step")
-        accumulated = state.gradients if self.accumulates or state.gradients_stay else none_yet
+        accumulated = none_yet
+        if self.accumulates:
+            accumulated = state.gradients_waiting or state.gradients
+        elif state.gradients_stay:
+            accumulated = state.gradients
         busy: dict[Component, Term] = {**resting, "gradients": accumulated}
         forward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_forward}
         backward: dict[Component, Term] = {**busy, "gather_buffers": state.gather_backward}
         first: dict[Component, Term] = {**busy, "gather_buffers": state.gather_layer or state.gather_backward}
+        if state.find_backward is not None:
+            middle = [
+                self._with_gaps("backward", fraction, {**busy, **terms})
+                for fraction, terms in self._backward(stage, state, logits_backward)
+            ]
+        else:
+            last: dict[Component, Term] = {**backward, "gradients": state.gradients}
+            middle = [
+                self._with_gaps(
+                    "backward", 0.34, {**forward, "activations": activations.head, "logits": logits_backward}
+                ),
+                self._with_gaps("backward", 0.36, {**first, "activations": activations.first}),
+                self._with_gaps("backward", 0.97, {**last, "activations": activations.last}),
+            ]
         return (
             Moment.of("initialisation", 0.0, {**always, **state.initialisation}),
             Moment.of("rest", 0.0, resting),
             self._with_gaps(
                 "forward", 0.33, {**forward, "activations": activations.forward, "logits": logits_forward}
             ),
-            self._with_gaps(
-                "backward", 0.34, {**forward, "activations": activations.head, "logits": logits_backward}
-            ),
-            self._with_gaps("backward", 0.36, {**first, "activations": activations.first}),
-            self._with_gaps(
-                "backward", 0.97, {**backward, "activations": activations.last, "gradients": state.gradients}
-            ),
+            *middle,
             Moment.of(
                 "optimizer",
                 0.98,
@@ -198,6 +217,37 @@ class _Shared:
 
         terms["fragmentation"] = Term(gaps.point, words)
         return Moment.of(phase, fraction, terms)
+
+    def _backward(
+        self, stage: Stage, state: TrainingState, logits: Term
+    ) -> Iterator[tuple[float, dict[Component, Term]]]:
+        """Backward's instants as the framework tells them, each with its own components."""
+        if state.find_backward is None:
+            return
+        arch, tokens = self.plan.architecture, self.tokens
+        kinds = self.kinds(stage)
+        # Layers with experts come last, and so first in backward.
+        has_experts = stage.num_moe_layers > 0
+        layer = max((kind for _, kind, _ in kinds), key=lambda kind: kind.saved + kind.recomputed)
+        own = layer_backward(arch, has_experts, self.modules)
+        shape = Backward(
+            layers=tokens * (sum(layers * kind.saved for layers, kind, _ in kinds) + 8 * stage.is_first),
+            edges=tokens * (self._edge_bytes(stage) - 8 * stage.is_first),
+            cast=self._autocast_copies(stage)[1],
+            saved=tokens * layer.saved,
+            inside=tokens * (own.inside + layer.recomputed),
+            stream=tokens * own.stream,
+            norm=tokens * final_norm(arch, self.modules),
+        )
+        for peak in state.find_backward(shape):
+            terms: dict[Component, Term] = {
+                "activations": peak.activations,
+                "gather_buffers": peak.gather,
+                "gradients": peak.gradients,
+            }
+            if peak.logits:
+                terms["logits"] = logits
+            yield peak.fraction, terms
 
     def _activations(self, stage: Stage) -> _Activations:
         """Activations at the moments of a step at which they can be fullest."""
@@ -281,7 +331,9 @@ class _Shared:
         cut = self.plan.degrees.tp if self.splits_sequence else 1
         found = 8 if stage.is_first else 0
         if stage.is_last:
-            found += ceil_div(edge_activations(self.plan.architecture, self.modules), cut)
+            found += ceil_div(
+                edge_activations(self.plan.architecture, self.modules, loss_in_force(self.plan)), cut
+            )
         return found
 
     def _autocast_copies(self, stage: Stage) -> tuple[int, int]:
@@ -314,7 +366,8 @@ class _Shared:
             nothing = no_bytes("only the last pipeline stage has the head")
             return nothing, nothing
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
-        per_token = logits_per_token(vocab, self.modules.kernels, self.modules.compute)
+        capped = plan.architecture.model_type == "gemma2"
+        per_token = logits_per_token(vocab, self.modules.kernels, self.modules.compute, capped)
         tokens = self.tokens
 
         def words(each: int, when: str) -> str:
@@ -327,6 +380,20 @@ class _Shared:
             Term(tokens * per_token.forward, lambda: words(per_token.forward, "at the end of forward")),
             Term(tokens * per_token.backward, lambda: words(per_token.backward, "as backward starts")),
         )
+
+    def _sparing_head(self, loss: str, vocab: int) -> tuple[Term, Term]:
+        """The head's memory where logits never exist for all tokens at once."""
+        formula = fused if loss == "fused" else chunked
+        found = formula(self.tokens, vocab, self.plan.architecture.hidden_size, self.modules)
+        source = {
+            "fused": "gradients of the head's input and weight, and a chunk of logits (liger-kernel 0.8)",
+            "chunked": f"logits of {LOSS_CHUNK_TOKENS:,} tokens at a time, computed again in backward",
+        }[loss]
+
+        def words() -> str:
+            return f"{count(self.tokens, 'token')}, {vocab:,} vocabulary · {source}"
+
+        return Term(found.forward, words), Term(found.backward, words)
 
     def _runtime_words(self) -> str:
         if self.on_gpu:

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.report import Component, Term, no_bytes
+
+_NOTHING: Mapping[Component, Term] = MappingProxyType({})
+
+
+class StepActivations(NamedTuple):
+    """Activations and logits at the moments of a step, where a framework's own schedule decides them."""
+
+    forward: Term
+    """At the end of forward, or while the head makes its logits."""
+    head: Term
+    """While the head goes backward."""
+    first: Term
+    """While backward is in its first layer, the last of the stage."""
+    last: Term
+    """While backward is in its last layer."""
+    logits_forward: Term
+    """Logits beside ``forward``."""
+    logits_backward: Term
+    """Logits beside ``head``."""
 
 
 class TrainingState(NamedTuple):
@@ -26,9 +48,22 @@ class TrainingState(NamedTuple):
     """Temporaries of the optimizer step, counted as ``optimizer``."""
     gradients_stay: bool = False
     """The gradients' buffer is never freed: it is there at rest and in forward too."""
+    gradients_reduced: Term | None = None
+    """What is left of the gradients when the optimizer begins; None: all of them."""
+    gather_rest: Term | None = None
+    """Staging that is allocated once and kept: there at rest and while the optimizer runs."""
+    initialisation: Mapping[Component, Term] = _NOTHING
+    """What the framework's own set-up holds at its peak, where it is not just the parameters."""
     group_sizes: tuple[int, ...] = ()
     """Ranks in each communicator that a rank takes part in."""
     host_bytes: int = 0
     """Host memory of one rank when offloading."""
     nvme_bytes: int = 0
     """Bytes of one rank on NVMe when offloading."""
+    find_activations: Callable[[int], StepActivations] | None = None
+    """Activations of the stage of this number, where the framework's own schedule decides them."""
+    find_backward: Callable[[Backward], list[Peak]] | None = None
+    """The instants of backward, where the framework's own collectives decide which ones matter; None: its
+    first layer with ``gather_layer`` and its last one with ``gather_backward``."""
+    gradients_waiting: Term | None = None
+    """What earlier micro-batches have left while later ones run; None: ``gradients``."""

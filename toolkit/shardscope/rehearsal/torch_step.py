@@ -44,12 +44,18 @@ class FakeContext:
         """Nor is what was made."""
 
 
-def play(engine: TorchEngine, tracker: Tracker, note_progress: NoteProgress) -> RehearsedStage:
-    """Wrap the plan's model, take two optimizer steps, and tell what the second one held."""
+def play(
+    engine: TorchEngine, tracker: Tracker, note_progress: NoteProgress, *, built_on_host: bool = False
+) -> RehearsedStage:
+    """Wrap the plan's model, take two optimizer steps, and tell what the second one held.
+
+    ``built_on_host``: what wrapping makes is host memory, and only what is left of it reaches the device.
+    """
     plan = engine.plan
     note_progress("building the model", 0.1)
     engine.fresh_weights = True
-    module = engine._module = engine.wrap(lambda: build_model(plan.architecture))
+    with tracker.paused() if built_on_host else contextlib.nullcontext():
+        module = engine._module = engine.wrap(lambda: build_model(plan.architecture))
     module.train()
     tracker.label(engine.model.parameters(), "parameters")
     tracker.label(engine.model.buffers(), "parameters")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, stages_of
 from shardscope.memory.state import TrainingState
-from shardscope.memory.words import count
+from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+
+
+_NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
 
 
 def stages(plan: Plan) -> list[Stage]:
@@ -48,9 +52,54 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         optimizer=optimizer.state,
         optimizer_working=optimizer.working,
         host_bytes=optimizer.host_bytes,
-        gather_forward=no_bytes("nothing is sharded, so nothing is gathered"),
+        gather_forward=_NOTHING_GATHERED,
         gather_backward=no_bytes("gradients are reduced in their buckets"),
         group_sizes=(plan.degrees.data_parallel,),
         # DDP's reducer makes its buckets when it wraps the model and keeps them for the whole run.
         gradients_stay=True,
+        gradients_waiting=_waiting(trained),
+        find_backward=lambda shape: _backward(plan, stage, shape, trained),
     )
+
+
+def _waiting(trained: int) -> Term:
+    """Without reduction (``no_sync``) gradients are tensors of their own; the last backward puts them away."""
+    return Term(
+        2 * trained,
+        lambda: (
+            f"{gib(trained)} GiB buckets + {gib(trained)} GiB sums of earlier micro-batches beside them, for "
+            "no_sync leaves gradients out of the buckets"
+        ),
+    )
+
+
+def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[Peak]:
+    """The loss, the head's weight, the last decoder layer and the embedding."""
+    width = widths[plan.recipe.precision]
+    # Autocast's backward makes a weight's gradient in half precision, and casts it for the bucket.
+    mixed = plan.recipe.precision.endswith("mixed")
+    each = 0 if stage.adapters else width.compute + (width.original if mixed else 0)
+    tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
+    vocab, hidden = plan.architecture.vocab_size, plan.architecture.hidden_size
+    full = shape.layers + shape.edges + shape.cast
+    logits = 0 if stage.adapters else width.compute * vocab * tokens
+    head = max(
+        full + logits + width.compute * stage.head * (not stage.adapters),
+        full - (width.compute * stage.head if mixed else 0) + each * stage.head + shape.stream,
+    )
+    matrix = each * plan.architecture.intermediate_size * hidden
+    inside = shape.layers + shape.cast * (not mixed) + max(shape.inside, shape.stream + matrix)
+    inside += (shape.cast - width.compute * stage.head) * mixed
+    embedding = shape.stream + (0 if stage.adapters else width.original * stage.edges)
+    whole = Term(trained, lambda: f"{gib(trained)} GiB, views of the reduction buckets")
+    gradients = _waiting(trained) if plan.num_micro_batches > 1 else whole
+    return [
+        Peak(0.34, _held(full, "all that forward saved"), _NOTHING_GATHERED, gradients, logits=True),
+        Peak(0.36, _held(head, "that, and the gradient of the head's weight"), _NOTHING_GATHERED, gradients),
+        Peak(0.40, _held(inside, "all layers', and gradients inside the last"), _NOTHING_GATHERED, gradients),
+        Peak(0.97, _held(embedding, "the gradient of the embedding"), _NOTHING_GATHERED, whole),
+    ]
+
+
+def _held(num_bytes: int, words: str) -> Term:
+    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words}, operator by operator")

@@ -7,14 +7,16 @@ the reduction type, and while one layer computes the next is already on its way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, stages_of
 from shardscope.memory.state import TrainingState
-from shardscope.memory.words import gib
+from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
     from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
@@ -49,6 +51,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             "up (fully_shard keeps the sharded originals)"
         )
 
+    groups = _groups(plan, stage)
     away = no_bytes("in host memory (CPUOffloadPolicy)")
     return TrainingState(
         parameters=away if on_host else Term(parameters, parameter_words),
@@ -62,63 +65,161 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         ),
         optimizer=away if on_host else optimizer.state,
         optimizer_working=away if on_host else optimizer.working,
-        gather_forward=_gathered_forward(layout, stage, width.compute),
-        gather_backward=_gathered_backward(stage, width.compute, width.reduce),
-        gather_layer=_gathered_layer(stage, width.compute, width.reduce),
+        gather_forward=_gathered_forward(layout, groups),
+        gather_backward=no_bytes("told instant by instant"),
+        find_backward=lambda shape: _backward(plan, stage, shape, groups, 0 if on_host else trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
     )
 
 
-def _gathered_forward(layout: Fsdp2Layout, stage: Stage, compute: int) -> Term:
-    """At the end of forward: the root group, and the layers that were not resharded or are prefetched."""
-    root = compute * stage.edges
-    if layout.reshard_after_forward is False:
-        layers = compute * (stage.layers + stage.experts)
-        return Term(
-            root + layers,
-            lambda: (
-                f"{gib(root)} GiB root group + {gib(layers)} GiB all layers, kept after forward "
-                "(reshard_after_forward=False)"
-            ),
-        )
-    layer = compute * stage.largest_layer
+class _Groups(NamedTuple):
+    """Bytes that one group of ``fully_shard`` moves: a decoder layer's, and the root's."""
+
+    layer: int
+    """A layer's gathered parameters."""
+    root: int
+    """Embedding, final norm and head, gathered until the end of backward."""
+    staging: int
+    """A layer's all-gather output beside its parameters; one rank alone copies without any."""
+    kept: int
+    """Gathered layers that forward leaves for backward."""
+    gradient: int
+    """A layer's whole gradients, as autograd makes them."""
+    reduction: int
+    """A layer's reduce-scatter input."""
+    head: int
+    """The gradient of the head's weight."""
+    root_gradient: int
+    root_reduction: int
+    shard: int
+    """A layer's part of the sharded gradients."""
+
+
+def _groups(plan: Plan, stage: Stage) -> _Groups:
+    layout: Any = plan.layout
+    width = widths[plan.recipe.precision]
+    ranks = plan.degrees.shard * plan.degrees.cp
+    adapters = stage.adapters // max(1, stage.num_layers)
+    layer = width.compute * (stage.largest_layer + adapters)
+    all_layers = width.compute * (stage.layers + stage.experts + stage.adapters)
+    reshard = layout.reshard_after_forward
     kept = 0
-    if layout.reshard_after_forward is not True:
-        kept = compute * (stage.layers + stage.experts) // layout.reshard_after_forward
+    if reshard is False:
+        kept = all_layers
+    elif reshard is not True and reshard != ranks:
+        kept = all_layers // reshard
+    trained = adapters or stage.largest_layer
+    edges = 0 if stage.adapters else stage.edges
+    return _Groups(
+        layer=layer,
+        root=width.compute * stage.edges,
+        staging=layer if ranks > 1 else 0,
+        kept=kept,
+        gradient=width.compute * trained,
+        reduction=width.reduce * trained,
+        head=0 if stage.adapters else width.compute * stage.head,
+        root_gradient=width.compute * edges,
+        root_reduction=width.reduce * edges,
+        shard=width.original * ceil_div(trained, ranks),
+    )
+
+
+def _gathered_forward(layout: Fsdp2Layout, groups: _Groups) -> Term:
+    """At the loss: the root group, what forward left, and the last all-gather's output."""
     return Term(
-        root + layer + kept,
+        groups.root + groups.staging + groups.kept,
         lambda: (
-            f"{gib(root)} GiB root group (embedding, final norm, head) + {gib(layer)} GiB all-gather of the "
-            "layer that backward needs first"
-            + (f" + {gib(kept)} GiB resharded within the node" if kept else "")
+            f"{gib(groups.root)} GiB root group (embedding, final norm, head) + {gib(groups.staging)} GiB "
+            "last all-gather"
+            + (
+                f" + {gib(groups.kept)} GiB layers kept after forward "
+                f"(reshard_after_forward={layout.reshard_after_forward})"
+                if groups.kept
+                else ""
+            )
         ),
     )
 
 
-def _gathered_layer(stage: Stage, compute: int, reduce: int) -> Term:
-    """While backward is in a layer: root group, gradient of the head, two layers, one layer's reduction."""
-    root = compute * stage.edges
-    head = 0 if stage.adapters else compute * stage.head
-    layers = 2 * compute * stage.largest_layer
-    trained_layer = stage.adapters // max(1, stage.num_layers) if stage.adapters else stage.largest_layer
-    reduction = (compute + reduce) * trained_layer
-    return Term(
-        root + head + layers + reduction,
-        lambda: (
-            f"{gib(root)} GiB root group + {gib(head)} GiB gradient of the head + {gib(layers)} GiB two "
-            f"gathered layers + {gib(reduction)} GiB one layer's gradients and their reduce-scatter input"
+def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, trained: int) -> list[Peak]:
+    """The loss, the final norm, layers of both ends, the embedding, and the root's own reduction."""
+    layout: Any = plan.layout
+    whole = layout.reshard_after_forward is False
+    prefetched = 0 if whole else groups.staging
+    full = shape.layers + shape.edges + shape.cast
+    root = groups.root + groups.head
+
+    def gradients(done: int) -> Term:
+        held = trained if plan.num_micro_batches > 1 else min(trained, done * groups.shard)
+        return Term(held, lambda: f"{gib(held)} GiB shards of {count(done, 'layer')} reduced so far")
+
+    def layer(done: int) -> list[Peak]:
+        """In the layer after ``done`` others, and right after it, with its gradients whole."""
+        left = stage.num_layers - done
+        activations = shape.layers - done * shape.saved
+        gathered = (
+            groups.kept * left // stage.num_layers
+            if whole
+            else groups.layer + groups.kept * (left - 1) // stage.num_layers
+        )
+        base = root + gathered + (prefetched if left > 1 else 0) + groups.reduction * (done > 0)
+        fraction = 0.36 + 0.6 * done / stage.num_layers
+        part = groups.gradient // 3
+        return [
+            Peak(
+                fraction,
+                _held(activations + shape.inside, "saved, and gradients inside one layer"),
+                _gathered(base + part, "root group, layers in use, first gradients"),
+                gradients(done),
+            ),
+            Peak(
+                fraction + 0.01,
+                _held(activations - shape.saved + 2 * shape.stream, "saved by the layers left"),
+                _gathered(base + groups.gradient, "root group, layers in use, one layer's gradients"),
+                gradients(done),
+            ),
+        ]
+
+    tied = groups.head if plan.architecture.tie_word_embeddings else 0
+    root_whole = groups.root + groups.root_gradient + tied + groups.reduction
+    places = sorted({0, min(1, stage.num_layers - 1), stage.num_layers - 1})
+    none = gradients(0)
+    return [
+        Peak(
+            0.34,
+            _held(full, "all that forward saved"),
+            _gathered(groups.root + prefetched + groups.kept, "root group, next layer's all-gather"),
+            none,
+            logits=True,
         ),
-    )
+        Peak(
+            0.35,
+            _held(full + shape.norm, "all that forward saved, and the final norm's gradients"),
+            _gathered(root + prefetched + groups.kept, "root group, its head's gradient, next all-gather"),
+            none,
+        ),
+        *(peak for done in places for peak in layer(done)),
+        Peak(
+            0.97,
+            _held(shape.stream, "the embedding's gradient"),
+            _gathered(root_whole, "root group, its gradients, last layer's reduce-scatter"),
+            gradients(stage.num_layers),
+        ),
+        Peak(
+            0.975,
+            no_bytes("all are used up"),
+            _gathered(
+                groups.root_gradient + groups.root_reduction, "root gradients, and their reduce-scatter"
+            ),
+            Term(trained, lambda: f"{gib(trained)} GiB all shards"),
+        ),
+    ]
 
 
-def _gathered_backward(stage: Stage, compute: int, reduce: int) -> Term:
-    """At the end of backward the root group's gradients are all there, and reduced beside a layer's."""
-    layer = _gathered_layer(stage, compute, reduce)
-    rest = 0 if stage.adapters else compute * (stage.edges - stage.head) + reduce * stage.edges
-    return Term(
-        layer.num_bytes + rest,
-        lambda: (
-            f"{layer.explain()} + {gib(rest)} GiB the root's other gradients and its reduce-scatter input"
-        ),
-    )
+def _held(num_bytes: int, words: str) -> Term:
+    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words}, operator by operator")
+
+
+def _gathered(num_bytes: int, words: str) -> Term:
+    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words} (torch.distributed.fsdp, fully_shard)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.engine import HOST_BUILD_BYTES, Fsdp2Engine
 from shardscope.frameworks.fsdp2.limits import check_plan
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
@@ -45,7 +45,8 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
                 labelled_methods(tracker, FSDPParamGroup, _COLLECTIVES, before=gradients_here),
                 _smaller_meshes_of_real_numbers(tracker),
             ):
-                return [play(engine, tracker, note_progress)]
+                on_host = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
+                return [play(engine, tracker, note_progress, built_on_host=on_host)]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,107 @@
+"""What one rank holds while backward is in a layer of the transformers library's, layer by layer.
+
+Read off the operators themselves, as rehearsals record them: autograd frees what a layer saved as it goes, so
+the fullest instant in a layer is where its feed-forward's product is taken apart, and the fullest of the step
+is in the first layers that backward meets, or in its last one, when whole gradients wait beside it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.modules.attention import EAGER, scores_per_token
+from shardscope.memory.precision import FP32
+from shardscope.memory.report import Term
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.modules.saved import Modules
+
+
+class LayerBackward(NamedTuple):
+    """Bytes for one token of one layer, beside all that was saved."""
+
+    inside: int
+    """Where the feed-forward's product is taken apart: the gradient in the stream, of the product's two
+    factors and of itself, less the product."""
+    stream: int
+    """The gradient that passes from layer to layer."""
+
+
+class Backward(NamedTuple):
+    """Bytes on one rank, one micro-batch."""
+
+    layers: int
+    """What all layers have saved, and the token ids."""
+    edges: int
+    """What the final norm and the head have saved."""
+    cast: int
+    """Half-precision copies of weights, that autocast's autograd still holds."""
+    saved: int
+    """What the layer that backward meets first has saved."""
+    inside: int
+    """Beside that in the layer, recomputed activations included."""
+    stream: int
+    """The gradient that passes from layer to layer."""
+    norm: int
+    """Beside all that was saved, in the final norm."""
+
+
+class Peak(NamedTuple):
+    """One instant of backward, as the framework's own state sees it."""
+
+    fraction: float
+    activations: Term
+    gather: Term
+    gradients: Term
+    logits: bool = False
+    """Whether the loss is being differentiated."""
+
+
+@lru_cache(maxsize=4096)
+def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
+    """What a layer's backward needs, by its kind of feed-forward and of attention."""
+    c, hidden = modules.compute, arch.hidden_size
+    stream = hidden * modules.stream
+    experts = arch.mixture_of_experts
+    if moe and experts is not None:
+        rows = experts.num_experts_per_tok
+        # Grouped products are not autocast: they run in the weights' own fp32.
+        width = FP32 if modules.autocast else c
+        # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
+        weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
+        inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
+        return LayerBackward(stream + max(weighted, inner - rows * hidden * width), stream)
+    inner = arch.intermediate_size * c * _inner_gradients(arch, modules)
+    return LayerBackward(stream + max(inner, _scores(arch, modules)), stream)
+
+
+def _inner_gradients(arch: Architecture, modules: Modules) -> int:
+    """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
+    if not arch.gated_mlp:
+        return 3
+    return 2 if modules.inner_copies("down_proj") else 3
+
+
+def _scores(arch: Architecture, modules: Modules) -> int:
+    """Attention in plain operations: gradients of the probabilities, the softmax and the cap."""
+    saved = scores_per_token(arch, modules)
+    if not saved:
+        return 0
+    each = arch.num_attention_heads * modules.seq_len
+    gone = 3 * arch.intermediate_size * modules.compute
+    return max(0, each * ((modules.compute + FP32) if arch.model_type in EAGER else 2 * FP32) - gone)
+
+
+def final_norm(arch: Architecture, modules: Modules) -> int:
+    """Bytes of a token while the final norm is differentiated, beside what it saved."""
+    if arch.norm == "layernorm":
+        return arch.hidden_size * modules.stream
+    # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
+    return arch.hidden_size * (4 * FP32)
+
+
+def at_once(*candidates: tuple[int, Any]) -> Any:
+    """The second of the pair whose first is largest."""
+    return max(candidates, key=lambda candidate: candidate[0])[1]
