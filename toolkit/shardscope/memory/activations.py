@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import scores_per_token
-from shardscope.memory.modules.decoder import decoder_layer
+from shardscope.memory.modules.attention import EAGER, scores_per_token
+from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
 from shardscope.memory.modules.known import check_known
-from shardscope.memory.modules.layernorm import layernorm_layer
+from shardscope.memory.modules.layernorm import casts_norms, layernorm_layer
 from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved
@@ -62,7 +62,27 @@ def modules_of(plan: Plan) -> Modules:
 def layer_activations(
     architecture: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, splits_sequence: bool
 ) -> LayerActivations:
-    """Bytes one token leaves in one decoder layer, and what its backward needs beside them."""
+    """Bytes one token leaves in one decoder layer, and what its backward needs beside them.
+
+    Where some layers have a window and others none, that is the mean of both kinds, rounded up: exact over all
+    layers together. What one layer needs while it goes backward is that of the larger kind.
+    """
+    if modules.windowed is None and _mixes_windows(architecture, modules):
+        inside, outside = (
+            layer_activations(
+                architecture, moe, modules._replace(windowed=windowed), recompute, tp, splits_sequence
+            )
+            for windowed in (True, False)
+        )
+        layers, sliding = architecture.num_hidden_layers, architecture.sliding_window_layers
+        mean = LayerActivations(*(
+            -(-(sliding * one + (layers - sliding) * other) // layers)
+            for one, other in zip(inside, outside, strict=True)
+        ))  # fmt: skip
+        return mean._replace(
+            working=max(inside.working, outside.working),
+            recomputed=max(inside.recomputed, outside.recomputed),
+        )
     saved = saved_tensors(architecture, moe, modules)
     parts = {
         "tp": tp,
@@ -99,12 +119,23 @@ def layer_activations(
     )
 
 
+def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
+    """Whether a mask, which the layers with a window keep, tells them from the others."""
+    return (
+        modules.kernels != "megatron"
+        and architecture.model_type not in EAGER
+        and 0 < architecture.sliding_window_layers < architecture.num_hidden_layers
+    )
+
+
 @lru_cache(maxsize=4096)
 def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tuple[Saved, ...]:
     """Every tensor that one decoder layer saves with ``recompute="none"``."""
     if modules.kernels == "megatron":
         return tuple(megatron_layer(architecture, moe, modules))
-    if architecture.model_type == "gpt2":
+    if modules.kernels == "liger":
+        tensors = liger_layer(architecture, modules)
+    elif architecture.model_type == "gpt2":
         tensors = gpt2_layer(architecture, modules)
     elif architecture.norm == "layernorm":
         tensors = layernorm_layer(architecture, modules)
@@ -135,13 +166,14 @@ def edge_activations(architecture: Architecture, modules: Modules, loss: str = "
     hidden, c = architecture.hidden_size, modules.compute
     if modules.kernels == "megatron":
         return 2 * hidden * c
-    # A fused loss keeps gradients instead (memory/head.py); a chunked one its input, which it starts from again.
+    # A fused loss keeps gradients instead (memory/head.py), a chunked one what it starts from again.
     head = {"full": hidden * c * modules.trained, "chunked": hidden * modules.stream, "fused": 0}[loss]
     if modules.kernels == "liger":
         return liger_edge(architecture, modules) + head
     if architecture.norm == "layernorm":
-        return hidden * modules.stream + 2 * FP32 + head
-    normed = FP32 if architecture.model_type == "gemma2" else modules.stream
+        number = modules.compute if casts_norms(architecture, modules) else modules.stream
+        return hidden * number + 2 * FP32 + head
+    normed = FP32 if architecture.model_type in SCALES_BEFORE_CAST else modules.stream
     return hidden * FP32 + FP32 + hidden * normed * modules.trained + head
 
 

@@ -81,6 +81,9 @@ def _inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
     if not arch.gated_mlp:
         return 3
+    if modules.kernels == "liger":
+        # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
+        return 1
     return 2 if modules.inner_copies("down_proj") else 3
 
 
@@ -96,7 +99,7 @@ def _scores(arch: Architecture, modules: Modules) -> int:
 
 def final_norm(arch: Architecture, modules: Modules) -> int:
     """Bytes of a token while the final norm is differentiated, beside what it saved."""
-    if arch.norm == "layernorm":
+    if arch.norm == "layernorm" or modules.kernels == "liger":
         return arch.hidden_size * modules.stream
     # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
     return arch.hidden_size * (4 * FP32)

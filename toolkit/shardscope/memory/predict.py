@@ -366,6 +366,9 @@ class _Shared:
             nothing = no_bytes("only the last pipeline stage has the head")
             return nothing, nothing
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
+        loss = loss_in_force(plan)
+        if loss != "full":
+            return self._sparing_head(loss, vocab)
         capped = plan.architecture.model_type == "gemma2"
         per_token = logits_per_token(vocab, self.modules.kernels, self.modules.compute, capped)
         tokens = self.tokens

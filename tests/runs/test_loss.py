@@ -1,0 +1,110 @@
+"""The chunked loss: the same numbers as the plain one, and the memory that the formula says."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardscope.memory import head
+from shardscope.memory.modules.saved import Modules
+from shardscope.training.loss import chunked_cross_entropy
+
+
+class Peak(TorchDispatchMode):
+    """The most that tensors made here take at once."""
+
+    def __init__(self, before: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.before = {tensor.untyped_storage()._cdata for tensor in before}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.before:
+                storage = leaf.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.most = max(self.most, sum(n for weak, n in self.made.values() if not weak.expired()))
+        return out
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp32", "autocast"])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("vocab", "hidden", "chunk"), [(1000, 64, 128), (1000, 512, 128), (600, 256, 256)])
+def test_memory(
+    monkeypatch: pytest.MonkeyPatch, mode: str, trained: bool, vocab: int, hidden: int, chunk: int
+) -> None:
+    tokens = 512
+    monkeypatch.setattr(head, "LOSS_CHUNK_TOKENS", chunk)
+    kind = torch.bfloat16 if mode == "bf16" else torch.float32
+    states = torch.randn(tokens, hidden, dtype=kind, requires_grad=True)
+    weight = torch.randn(vocab, hidden, dtype=kind, requires_grad=trained)
+    labels = torch.randint(0, vocab, (tokens,))
+    modules = Modules(
+        kernels="transformers",
+        autocast=mode == "autocast",
+        compute=4 if mode == "fp32" else 2,
+        seq_len=tokens,
+        targets=None if trained else ("q_proj",),
+    )
+    predicted = head.chunked(tokens, vocab, hidden, modules)
+    # What autocast makes of the weight is counted with all such copies, and the hidden states' gradient and
+    # their casts with the activations.
+    cast = vocab * hidden * 2 if mode == "autocast" else 0
+    slack = 3 * chunk * hidden * states.element_size() + 64 * chunk
+    casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
+    watch = Peak([states, weight, labels])
+    with watch, casting:
+        loss = chunked_cross_entropy(states, weight, labels, chunk)
+    # A frozen weight's copy is not kept past its product.
+    assert abs(watch.most - cast * trained - predicted.forward) <= slack
+    watch.most = 0
+    with watch:
+        loss.backward()
+    own = states.numel() * states.element_size()
+    assert abs(watch.most - own - cast - predicted.backward) <= slack
+
+
+def test_numbers() -> None:
+    torch.manual_seed(0)
+    states = torch.randn(300, 32, requires_grad=True)
+    weight = torch.randn(80, 32, requires_grad=True)
+    labels = torch.randint(0, 80, (300,))
+    labels[::7] = -100
+    plain = F.cross_entropy(F.linear(states, weight), labels, reduction="sum")
+    chunked = chunked_cross_entropy(states, weight, labels, 64)
+    torch.testing.assert_close(chunked, plain)
+    for one, other in zip(
+        torch.autograd.grad(chunked, (states, weight)),
+        torch.autograd.grad(plain, (states, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("formula", [head.chunked, head.fused])
+def test_arrays_give_the_same_bytes(formula: Any) -> None:
+    modules = Modules(kernels="liger", autocast=False, compute=2, seq_len=64)
+    tokens = np.array([1, 7, 512, 4096, 40_000], dtype=np.int64)
+    together = formula(tokens, 128_256, 4096, modules)
+    for index, number in enumerate(tokens.tolist()):
+        alone = formula(number, 128_256, 4096, modules)
+        assert (together.forward[index], together.backward[index]) == tuple(alone)
+
+
+def test_liger_by_hand() -> None:
+    """Llama-3.1-8B at 4,096 tokens: inc_factor 32, so chunks of 128 tokens, as Liger's own lines compute."""
+    modules = Modules(kernels="liger", autocast=False, compute=2, seq_len=4096)
+    found = head.fused(4096, 128_256, 4096, modules)
+    kept = 2 * 4096 * (4096 + 128_256)
+    assert found.backward == kept
+    assert found.forward == kept + 2 * 128 * 128_256
