@@ -36,17 +36,26 @@ def import_deepspeed() -> Any:
 
 
 class FakeDevice:
-    """While this lasts, DeepSpeed runs on fake tensors as rank 0 of ``world_size``."""
+    """While this lasts, DeepSpeed runs on fake tensors as rank ``rank`` of ``world_size``."""
 
-    def __init__(self, deepspeed: Any, world_size: int) -> None:
+    def __init__(self, deepspeed: Any, world_size: int, rank: int = 0) -> None:
         self.deepspeed = deepspeed
-        os.environ.update(RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="1")
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="1"
+        )
         self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+        self._comm: Any = importlib.import_module("deepspeed.comm.comm")
+        self._groups: Any = importlib.import_module("deepspeed.utils.groups")
+        self._groups_were = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in vars(self._groups).items()
+            if name.isupper()
+        }
         self._was = get_accelerator()
         set_accelerator(_accelerator(CPU_Accelerator))
         self.deepspeed.init_distributed("fake", dist_init_required=False)
@@ -68,6 +77,10 @@ class FakeDevice:
     ) -> None:
         from deepspeed.accelerator import set_accelerator
 
+        # DeepSpeed keeps its groups in modules; the next rehearsal of this process makes others.
+        self._comm.cdb = None
+        for name, value in self._groups_were.items():
+            setattr(self._groups, name, value)
         for owner, name, was in reversed(self._before):
             setattr(owner, name, was)
         set_accelerator(self._was)

@@ -1,15 +1,39 @@
-"""DeepSpeed ZeRO's training state (Rajbhandari et al. 2020, section 5; Rajbhandari et al. 2021 for NVMe).
+"""DeepSpeed ZeRO's training state, as DeepSpeed 0.19 keeps it (Rajbhandari et al. 2020, section 5).
 
-Half-precision parameters and gradients, fp32 main copies and moments; what is split grows with the stage.
-Bucket sizes are DeepSpeed's own defaults (deepspeed/runtime/zero/config.py), in elements.
+Read off ``deepspeed/runtime``: which optimizer really wraps which stage and precision
+(``engine.py: _do_optimizer_sanity_check``), flat buffers and their padding, buckets, gathers and what each of
+them copies. Checked against DeepSpeed's own engine in ``tests/unit/test_deepspeed_memory.py``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, smallest
-from shardscope.memory.precision import FP32, num_moments, widths
+from shardscope.frameworks.deepspeed.backward import peaks
+from shardscope.frameworks.deepspeed.buckets import (
+    Cut,
+    Instant,
+    Part,
+    all_reduce_bucket,
+    beyond,
+    early,
+    late,
+    parts_of,
+)
+from shardscope.frameworks.deepspeed.gathers import Gathered, Thresholds, gathered
+from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
+from shardscope.frameworks.deepspeed.tensors import (
+    FP64,
+    Tensors,
+    cut_each,
+    largest_group,
+    partition,
+    tensors_of,
+    working,
+)
+from shardscope.memory.arithmetic import smallest
+from shardscope.memory.optimizers import flat_state
+from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, stages_of
 from shardscope.memory.state import TrainingState
@@ -17,11 +41,6 @@ from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
-
-REDUCE_BUCKET_SIZE = 500_000_000
-STAGE3_PREFETCH_BUCKET_SIZE = 50_000_000
-STAGE3_MAX_LIVE_PARAMETERS = 1_000_000_000
-SUB_GROUP_SIZE = 1_000_000_000
 
 
 def stages(plan: Plan) -> list[Stage]:
@@ -32,124 +51,297 @@ def stages(plan: Plan) -> list[Stage]:
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """What one rank keeps, on the device, on the host and on NVMe."""
     layout: Any = plan.layout
-    degrees, recipe = plan.degrees, plan.recipe
-    zero, ranks = layout.stage, degrees.data_parallel
-    half = widths[recipe.precision].compute
-    # DeepSpeed keeps an fp32 main copy beside half-precision weights; fp32 weights are their own.
-    main = FP32 if half < FP32 else 0
-    kept = main + num_moments[recipe.optimizer] * FP32
-    trained, weights = stage.trainable, stage.base + stage.adapters
-    trained_experts = 0 if stage.adapters else stage.experts
-    # An expert has fewer replicas than a dense weight: ep of them were spent on other experts.
-    expert_ranks = max(1, ranks // degrees.ep)
+    numbers = _Numbers.of(plan, stage)
+    state = (_whole, _flat, _flat, _cut)[layout.stage](plan, stage, numbers)
+    if not (layout.offload_optimizer or layout.offload_params):
+        return state
+    return offloaded(plan, state, _pieces(plan, numbers))
 
-    def part(amount: int, experts: int, from_stage: int) -> int:
-        if zero < from_stage:
-            return amount
-        held: int = ceil_div(amount - experts, ranks) + ceil_div(experts, expert_ranks)
-        return held
 
-    def share(amount: int, experts: int, from_stage: int) -> str:
-        if zero < from_stage:
-            return f"{amount:,} on every rank"
-        if not experts or degrees.ep == 1:
-            return f"{amount:,} / {ranks} ranks"
-        return f"({amount - experts:,} / {ranks} ranks + {experts:,} of experts / {expert_ranks})"
+def _pieces(plan: Plan, n: _Numbers) -> Pieces:
+    """What can move, in elements of one rank."""
+    layout: Any = plan.layout
+    trained, experts = n.tensors.trained, n.tensors.experts
+    if layout.stage == 3:
+        part = cut_each(trained, n.ranks)
+        group, kept = largest_group(trained, n.ranks, layout.sub_group_size), part
+    else:
+        parts = partition(trained, n.ranks, n.half), partition(experts, n.expert_ranks, n.half)
+        part = group = sum(each.part for each in parts)
+        kept = sum(each.whole for each in parts)
+    moments = flat_state(plan.recipe.optimizer, part)
+    return Pieces(n.half, part, group, kept, max((*trained, *experts)), moments)
 
-    parameters = half * part(weights, stage.experts, 3)
-    gradients = half * part(trained, trained_experts, 2)
-    if zero == 0 and half < FP32:
-        # BF16_Optimizer accumulates an fp32 copy of every gradient beside the half-precision ones.
-        gradients += FP32 * trained
-    updated = part(trained, trained_experts, 1)
-    optimizer = kept * updated
-    working = 0 if zero == 0 or not main else FP32 * smallest(updated, SUB_GROUP_SIZE)
 
-    host = nvme = 0
-    parameter_place = _place(plan, layout.offload_params)
-    optimizer_place = _place(plan, layout.offload_optimizer)
-    if parameter_place:
-        host, nvme = _moved(parameters, parameter_place, host, nvme)
-    if optimizer_place:
-        # The CPU optimizer reads fp32 gradients that wait in pinned host memory.
-        host, nvme = _moved(optimizer, optimizer_place, host + FP32 * updated, nvme)
+class _Numbers(NamedTuple):
+    """What all stages count with."""
+
+    tensors: Tensors
+    half: int
+    """Bytes of a weight as forward reads it, and of its gradient."""
+    main: int
+    """Bytes of the fp32 main copy."""
+    ranks: int
+    expert_ranks: int
+    accumulates: bool
+    tied: int
+    """Elements of an embedding that is the head too: its first gradient waits through backward for the other,
+    and then there are both and their sum."""
+    tied_head: bool
+    frozen: int
+    """Bytes of weights under adapters, which no optimizer sees."""
+
+    @classmethod
+    def of(cls, plan: Plan, stage: Stage) -> _Numbers:
+        tensors, half = tensors_of(plan, stage), widths[plan.recipe.precision].compute
+        ranks = plan.degrees.data_parallel
+        tied_head = plan.architecture.tie_word_embeddings and plan.degrees.pp == 1
+        return cls(
+            tensors=tensors,
+            half=half,
+            main=FP32,
+            ranks=ranks,
+            # An expert has fewer replicas than a dense weight: ep of them were spent on other experts.
+            expert_ranks=max(1, ranks // plan.degrees.ep),
+            accumulates=plan.num_micro_batches > 1,
+            tied=tensors.trained[0] if tied_head and not stage.adapters else 0,
+            tied_head=tied_head,
+            frozen=half * sum(tensors.frozen),
+        )
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Trained tensors in each part of backward."""
+        tensors = self.tensors
+        return parts_of(tensors.trained_before, tensors.trained_per_layer, len(tensors.trained))
+
+    @property
+    def trained(self) -> int:
+        """Elements that get gradients."""
+        return sum(self.tensors.trained) + sum(self.tensors.experts)
+
+
+def group_sizes(plan: Plan) -> tuple[int, ...]:
+    """Ranks of each communicator."""
+    degrees = plan.degrees
+    return (degrees.data_parallel, degrees.tp, degrees.pp, degrees.ep)
+
+
+def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
+    """Stage 0: ``FP16_Optimizer`` also for bf16, or the optimizer itself for fp32."""
+    trained, name = n.trained, plan.recipe.optimizer
+    moments = flat_state(name, trained)
+    flattened = max(all_reduce_bucket(n.tensors.trained), all_reduce_bucket(n.tensors.experts))
+    parameters, gradients = n.half * trained + n.frozen, n.half * trained
+    if n.half == FP32:
+        optimizer, update, begins = moments, 0, 0
+        words = "the optimizer's own moments: fp32 weights are their own main copies"
+    else:
+        optimizer = FP32 * trained + moments
+        # With FusedAdam fp32 gradients exist one by one and flattened; other optimizers keep main copies one
+        # by one (FP16_UnfusedOptimizer), and so their gradients.
+        fused = name == "adamw" and plan.on_gpu
+        update = (2 if fused else 1) * FP32 * trained
+        begins = FP32 * trained
+        words = "FP16_Optimizer's fp32 main copies and moments, for bf16 too"
+    parts = late(n.tensors.trained, n.groups, n.tied, n.accumulates)
+    end = Instant(flattened, trained)
+    parts = (*parts[:-1], Part(end, end))
     return TrainingState(
-        parameters=_device_term(
-            parameters,
-            parameter_place,
-            lambda: f"{share(weights, stage.experts, 3)} × {half} bytes of parameters (ZeRO-{zero})",
+        parameters=_parameters_term(n, parameters, f"{trained:,} on every rank × {n.half} bytes"),
+        gradients=Term(gradients, lambda: f"{trained:,} on every rank × {n.half} bytes of gradients"),
+        optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {words} ({name})"),
+        gather_forward=no_bytes("parameters are whole, so nothing is gathered in forward"),
+        gather_backward=Term(
+            n.half * flattened,
+            lambda: f"{gib(n.half * flattened)} GiB of gradients flattened at once for the all-reduce",
+        ),
+        find_backward=lambda shape: peaks(parts, shape, n.half, 0, 0, 0),
+        optimizer_working=Term(
+            update,
+            lambda: f"{gib(update)} GiB fp32 gradients (FP16_Optimizer.step makes them singly, then flat)",
+        ),
+        initialisation={
+            # Before the first step FP16_Optimizer takes one with gradients of zeros.
+            "parameters": Term(parameters, lambda: "weights"),
+            "optimizer": Term(
+                optimizer + begins,
+                lambda: "fp32 main copies, moments and gradients of zeros (DeepSpeed#1445)",
+            ),
+        },
+        group_sizes=group_sizes(plan),
+    )
+
+
+def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
+    """Stages 1 and 2: one flat buffer of weights, whose parts are updated by one rank each."""
+    layout: Any = plan.layout
+    half, tensors = n.half, n.tensors
+    dense = partition(tensors.trained, n.ranks, half)
+    experts = partition(tensors.experts, n.expert_ranks, half)
+    flat, part, kept = dense.flat + experts.flat, dense.part + experts.part, dense.whole + experts.whole
+    optimizer = n.main * part + flat_state(plan.recipe.optimizer, part)
+    # Stage 1 reduces when backward has ended, unless asked to overlap.
+    is_late = layout.stage == 1 and (not layout.overlap_comm or n.accumulates)
+    # Of stage 2's micro-batches before, the own part's gradients wait.
+    waiting = half * kept if n.accumulates and not is_late else 0
+    bucket = half * _bucket(plan, n)
+    cut = Cut(dense.part, dense.rank, dense.whole, layout.reduce_bucket_size)
+    parts = _flat_parts(n, cut, experts.whole, is_late)
+    update = max(FP64 * experts.piece, working(half, part, dense.piece))
+    held = n.trained if is_late else kept
+
+    def kept_words() -> str:
+        return f"{kept:,} × {half} bytes · whole tensors that the fullest of {n.ranks} partitions touches"
+
+    return TrainingState(
+        parameters=_parameters_term(
+            n, half * flat + n.frozen, f"{flat:,} in the flat buffer, padded to 2 × ranks, × {half} bytes"
         ),
         gradients=Term(
-            0 if optimizer_place else gradients,
+            half * held,
             lambda: (
-                "copied to the host as they are reduced"
-                if optimizer_place
-                else f"{share(trained, trained_experts, 2)} × {half} bytes of gradients (ZeRO-{zero})"
-                + (" + an fp32 copy (BF16_Optimizer)" if zero == 0 and half < FP32 else "")
+                f"{held:,} × {half} bytes of gradients, whole until backward has ended (ZeRO-1)"
+                if is_late
+                else kept_words()
             ),
         ),
-        optimizer=_device_term(
+        gradients_reduced=Term(half * kept, kept_words),
+        optimizer=Term(
             optimizer,
-            optimizer_place,
             lambda: (
-                f"{share(trained, trained_experts, 1)} × {kept} bytes · fp32 main copy and "
-                f"{recipe.optimizer} moments (ZeRO-{zero})"
+                f"{n.trained:,} / {n.ranks} ranks = {part:,} × fp32 main copy and {plan.recipe.optimizer} "
+                f"state (ZeRO-{layout.stage})"
             ),
         ),
-        gather_forward=_live(stage, zero, half, plan),
-        gather_backward=_staging(stage, zero, half),
-        optimizer_working=no_bytes("the optimizer runs on the host")
-        if optimizer_place
-        else Term(working, lambda: f"{gib(working)} GiB fp32 gradients of one sub-group"),
-        group_sizes=(ranks, degrees.tp, degrees.pp, degrees.ep),
-        host_bytes=host,
-        nvme_bytes=nvme,
+        gather_forward=_bucket_term(layout, bucket)
+        if n.accumulates and is_late
+        else no_bytes("parameters are whole, so nothing is gathered in forward"),
+        gather_backward=_bucket_term(layout, bucket),
+        find_backward=lambda shape: peaks(
+            parts, shape, half, bucket, bucket if n.accumulates and is_late else 0, waiting
+        ),
+        optimizer_working=Term(
+            update,
+            lambda: (
+                f"{gib(update)} GiB: fp32 gradients of the partition beside the {half}-byte ones, or the "
+                "norm's fp64 copy of the largest piece"
+            ),
+        ),
+        initialisation={
+            "parameters": Term(
+                half * (flat + n.trained) + n.frozen, lambda: "weights and the flat buffer they are copied to"
+            ),
+        },
+        group_sizes=group_sizes(plan),
     )
 
 
-def _place(plan: Plan, wanted: str | None) -> str | None:
-    """Where offloaded state goes; on CPU ranks the host's memory is the rank's own: nothing moves."""
-    return None if wanted == "cpu" and not plan.on_gpu else wanted
+def _flat_parts(n: _Numbers, cut: Cut, experts: int, is_late: bool) -> tuple[Part, ...]:
+    """Parts of backward in stages 1 and 2; experts of their own group are kept beside."""
+    sizes = n.tensors.trained
+    if is_late:
+        parts = late(sizes, n.groups, n.tied, n.accumulates)
+        total = sum(sizes)
+        end = Instant(beyond(sizes, cut), total)
+        parts = (*parts[:-1], Part(end, end))
+    else:
+        parts = early(sizes, n.groups, cut, n.tied)
+    if not experts:
+        return parts
+    return tuple(Part(part.base, part.peak._replace(kept=part.peak.kept + experts)) for part in parts)
 
 
-def _moved(num_bytes: int, place: str, host: int, nvme: int) -> tuple[int, int]:
-    return (host + num_bytes, nvme) if place == "cpu" else (host, nvme + num_bytes)
+def _bucket(plan: Plan, n: _Numbers) -> int:
+    """Elements of the contiguous bucket, allocated whole however small the model; twice to overlap."""
+    layout: Any = plan.layout
+    if not layout.contiguous_gradients:
+        return int(smallest(n.trained, layout.reduce_bucket_size))
+    return int(layout.reduce_bucket_size) * (2 if layout.overlap_comm else 1)
 
 
-def _device_term(num_bytes: int, place: str | None, words: Any) -> Term:
-    if place is None:
-        return Term(num_bytes, words)
-    return no_bytes("in host memory (offload to CPU)" if place == "cpu" else "on NVMe (offload)")
+def _bucket_term(layout: Any, bucket: int) -> Term:
+    return Term(bucket, lambda: f"{gib(bucket)} GiB (reduce_bucket_size={layout.reduce_bucket_size:,})")
 
 
-def _live(stage: Stage, zero: int, half: int, plan: Plan) -> Term:
-    """At the end of forward: what ZeRO-3 still has gathered."""
-    if zero < 3:
-        return no_bytes("parameters are whole, so nothing is gathered in forward")
-    weights = stage.base
-    live = smallest(weights, STAGE3_MAX_LIVE_PARAMETERS) + smallest(weights, STAGE3_PREFETCH_BUCKET_SIZE)
-    return Term(
-        half * live,
-        lambda: (
-            f"{live:,} live and prefetched parameters × {half} bytes "
-            f"(stage3_max_live_parameters={STAGE3_MAX_LIVE_PARAMETERS:,}, "
-            f"stage3_prefetch_bucket_size={STAGE3_PREFETCH_BUCKET_SIZE:,})"
+def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
+    """Stage 3: every tensor cut over all ranks, gathered when a module needs it."""
+    layout: Any = plan.layout
+    half, tensors = n.half, n.tensors
+    trained = cut_each(tensors.trained, n.ranks)
+    frozen = cut_each(tensors.frozen, n.ranks)
+    optimizer = n.main * trained + flat_state(plan.recipe.optimizer, trained)
+    group = largest_group(tensors.trained, n.ranks, layout.sub_group_size)
+    update = (FP32 + (half if half < FP32 else 0)) * group
+    bucket = half * layout.reduce_bucket_size if layout.contiguous_gradients else 0
+    whole = gathered_elements(plan, n)
+
+    def staging(elements: int, when: str) -> Term:
+        return Term(
+            bucket + half * elements,
+            lambda: (
+                f"{gib(bucket)} GiB bucket (reduce_bucket_size={layout.reduce_bucket_size:,}) + {elements:,} "
+                f"elements × {half} bytes gathered {when} "
+                f"(stage3_max_reuse_distance={layout.stage3_max_reuse_distance:,}, "
+                f"stage3_prefetch_bucket_size={layout.stage3_prefetch_bucket_size:,})"
+            ),
+        )
+
+    return TrainingState(
+        parameters=_parameters_term(
+            n._replace(frozen=0),
+            half * (trained + frozen),
+            f"{trained + frozen:,} = each tensor / {n.ranks} ranks, rounded up, × {half} bytes",
+        ),
+        gradients=Term(
+            half * trained, lambda: f"{trained:,} × {half} bytes · a buffer that is kept, each tensor / ranks"
+        ),
+        gradients_stay=True,
+        optimizer=Term(
+            optimizer,
+            lambda: f"{trained:,} × fp32 main copy and {plan.recipe.optimizer} state, each tensor / ranks",
+        ),
+        gather_rest=staging(whole.rest, "and never released"),
+        gather_forward=staging(whole.forward, "when forward ends"),
+        gather_backward=staging(whole.rest, "and never released"),
+        find_backward=lambda shape: peaks(
+            whole.backward, shape, half, bucket, bucket + half * whole.forward, half * trained
+        ),
+        optimizer_working=Term(
+            update,
+            lambda: (
+                f"{gib(update)} GiB gradients of a sub-group of {group:,} (sub_group_size), flat and fp32"
+            ),
+        ),
+        initialisation={
+            "optimizer": Term(n.main * trained, lambda: "fp32 main copies; moments come with the first step"),
+            "gather_buffers": staging(max(tensors.used, default=0), "tensor by tensor"),
+        },
+        group_sizes=group_sizes(plan),
+    )
+
+
+def gathered_elements(plan: Plan, n: _Numbers) -> Gathered:
+    """Elements that stage 3 has gathered at the moments of a step."""
+    layout: Any = plan.layout
+    tensors = n.tensors
+    return gathered(
+        tensors.used,
+        tensors.num_before,
+        tensors.per_layer,
+        n.tied or (tensors.frozen[0] if n.tied_head else 0),
+        not tensors.frozen,
+        plan.recipe.recompute in ("full", "selective"),
+        Thresholds(
+            layout.stage3_param_persistence_threshold,
+            layout.stage3_prefetch_bucket_size,
+            layout.stage3_max_live_parameters,
+            layout.stage3_max_reuse_distance,
+            layout.reduce_bucket_size,
         ),
     )
 
 
-def _staging(stage: Stage, zero: int, half: int) -> Term:
-    """At the end of backward: the reduction bucket, and what ZeRO-3 has gathered."""
-    if zero == 0:
-        bucket = smallest(stage.trainable, REDUCE_BUCKET_SIZE)
-        return Term(half * bucket, lambda: f"{bucket:,} gradients × {half} bytes in the all-reduce bucket")
-    # Stages 1 and 2 allocate the contiguous bucket whole, however small the model.
-    bucket = REDUCE_BUCKET_SIZE if zero < 3 else smallest(stage.trainable, REDUCE_BUCKET_SIZE)
-    live = smallest(stage.base, STAGE3_MAX_LIVE_PARAMETERS) if zero == 3 else 0
-    return Term(
-        half * (bucket + live),
-        lambda: (
-            f"{bucket:,} gradients × {half} bytes (reduce_bucket_size={REDUCE_BUCKET_SIZE:,})"
-            + (f" + {live:,} live parameters × {half} bytes" if live else "")
-        ),
-    )
+def _parameters_term(n: _Numbers, num_bytes: int, words: str) -> Term:
+    frozen = f" + {gib(n.frozen)} GiB frozen" if n.frozen else ""
+    return Term(num_bytes, lambda: f"{words}{frozen}")

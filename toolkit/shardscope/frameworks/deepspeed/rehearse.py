@@ -16,12 +16,13 @@ import torch
 
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
+from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import WITHOUT_SDPA, config_values
 from shardscope.training.recompute import apply_recompute
-from shardscope.validation import refuse
+from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -39,9 +40,10 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     check_plan(plan)
     note_progress("importing DeepSpeed", 0.05)
     deepspeed = import_deepspeed()
+    rank = fullest_rank(plan)
     with (
-        fake_ranks(plan.world_size),
-        FakeDevice(deepspeed, plan.world_size) as device,
+        fake_ranks(plan.world_size, rank),
+        FakeDevice(deepspeed, plan.world_size, rank) as device,
         fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}) as tracker,
         device.numbers(),
         _labelled(tracker, plan),
@@ -63,8 +65,7 @@ def check_plan(plan: Plan) -> None:
                 "None in a rehearsal: fake tensors are all on one device",
                 f"{field}=None",
             )
-    if plan.recipe.optimizer != "adamw":
-        refuse("Recipe.optimizer", plan.recipe.optimizer, "'adamw' (DeepSpeed's FusedAdam)", "'adamw'")
+    one_of("Recipe.optimizer", plan.recipe.optimizer, ("adamw", "sgd"))
 
 
 def _play(
@@ -79,9 +80,7 @@ def _play(
         model = _model(plan, deepspeed, config)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": not plan.on_gpu}}
-    if not plan.on_gpu:
-        config["optimizer"]["params"]["foreach"] = False
+    config["optimizer"] = _optimizer(plan)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
     _label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
@@ -107,6 +106,15 @@ def _play(
     if plan.num_micro_batches > num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
     return tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
+
+
+def _optimizer(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's FusedAdam on a GPU, torch's own optimizers elsewhere and otherwise."""
+    if plan.recipe.optimizer == "sgd":
+        return {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}}
+    if plan.on_gpu:
+        return {"type": "AdamW", "params": {"lr": 1e-4}}
+    return {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "foreach": False}}
 
 
 def _model(plan: Plan, deepspeed: Any, config: dict[str, Any]) -> torch.nn.Module:
@@ -237,10 +245,23 @@ def _labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
         owner = getattr(importlib.import_module(module), name)
         for method in names:
             patch(owner, method, labelling("gather_buffers"))
+    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+
+    def reduced(original: Any) -> Any:
+        """Whole gradients, until they are reduced when backward has ended."""
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tracker.label((p.grad for p in self.module.parameters() if p.grad is not None), "gradients")
+            return original(self, *args, **kwargs)
+
+        return method
+
     zero_12 = _owner("stage_1_and_2", "DeepSpeedZeroOptimizer")
     patch(zero_12, "copy_grads_in_partition", kept)
     patch(zero_12, "setup_buckets", labelling("gather_buffers"))
     stage: int = plan.layout.stage  # type: ignore[attr-defined]
+    if stage < 2:
+        patch(engine, "allreduce_gradients", reduced)
     if stage == 2:
         patch(zero_12, "process_gradients", waiting)
     if stage == 3:

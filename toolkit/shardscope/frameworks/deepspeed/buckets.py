@@ -1,0 +1,167 @@
+"""When stages 0 to 2 reduce gradients, and what that copies (deepspeed/runtime/zero/stage_1_and_2.py)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+ALL_REDUCE_ELEMENTS = 500_000_000
+"""Gradients that stage 0 flattens at once (``MEMORY_OPT_ALLREDUCE_SIZE``, deepspeed/runtime/engine.py)."""
+
+
+class Instant(NamedTuple):
+    """Elements at one instant of backward, beside what is allocated once."""
+
+    staging: int
+    """Gathered parameters, gradients that wait to be reduced, and copies of them."""
+    kept: int
+    """Gradients that stay until the optimizer has used them."""
+
+    @property
+    def total(self) -> int:
+        return self.staging + self.kept
+
+
+class Part(NamedTuple):
+    """One part of backward: the head and final norm, one decoder layer, the embedding, or its very end."""
+
+    base: Instant
+    """As it begins."""
+    peak: Instant
+    """Where it holds most."""
+
+
+class Cut(NamedTuple):
+    """A flat buffer of gradients over ranks."""
+
+    part: int
+    """Elements of each rank."""
+    rank: int
+    """Whose memory is asked for."""
+    whole: int
+    """Elements of all tensors that its part touches."""
+    bucket: int
+    """``reduce_bucket_size``."""
+
+
+def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Tensors in each part of backward: of the head, of each layer from the last, of the embedding."""
+    return (number - num_before - sum(per_layer), *reversed(per_layer), num_before)
+
+
+@lru_cache(maxsize=1024)
+def early(sizes: tuple[int, ...], groups: tuple[int, ...], cut: Cut, tied: int) -> tuple[Part, ...]:
+    """Parts of a backward that reduces as it goes; the last one is the reduction that ends it.
+
+    A full bucket is cut where it goes to several ranks, and pieces for more than one rank are flattened, so
+    copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's.
+    """
+    mine = cut.rank * cut.part, (cut.rank + 1) * cut.part
+    waiting: list[tuple[int, int]] = []
+    kept = oversized = elements = 0
+    found: list[Part] = []
+    index, end = len(sizes), sum(sizes)
+    for place, count in enumerate(groups):
+        waits = tied if place else 0
+        base = peak = Instant(waits + oversized, kept)
+        for _ in range(count):
+            index -= 1
+            size = sizes[index]
+            # Both gradients of a tied embedding and their sum.
+            made = 2 * size if tied and not index else size
+            if waiting and elements + size > cut.bucket:
+                held = waits + made + oversized
+                peak = max(peak, Instant(held + copied(waiting, cut), kept), key=_total)
+                kept = cut.whole if kept or _touches(waiting, mine) else 0
+                peak = max(peak, Instant(held, kept), key=_total)
+                waiting, elements, oversized = [], 0, 0
+            else:
+                peak = max(peak, Instant(waits + made + oversized, kept), key=_total)
+            end -= size
+            waiting.append((end, size))
+            elements += size
+            oversized = size if size > cut.bucket else oversized
+        found.append(Part(base, peak))
+    last = Instant(oversized + (copied(waiting, cut) if waiting else 0), kept)
+    done = Instant(0, cut.whole)
+    return (*found, Part(last, max(last, done, key=_total)))
+
+
+@lru_cache(maxsize=1024)
+def late(sizes: tuple[int, ...], groups: tuple[int, ...], tied: int, accumulates: bool) -> tuple[Part, ...]:
+    """Parts of a backward that leaves all gradients; the last one is what all of them take."""
+    total, done = sum(sizes), 0
+    found: list[Part] = []
+    index = len(sizes)
+    for place, count in enumerate(groups):
+        waits = tied if place else 0
+        base, largest = Instant(waits, total if accumulates else done), 0
+        for _ in range(count):
+            index -= 1
+            done += sizes[index]
+            largest = max(largest, 2 * sizes[index] if tied and not index else sizes[index])
+        # What was there is added to; what was not is kept as it was made.
+        new = waits + (largest if accumulates else (tied if place and index == 0 and tied else 0))
+        found.append(Part(base, Instant(new, total if accumulates else done)))
+    return (*found, Part(Instant(0, total), Instant(0, total)))
+
+
+@lru_cache(maxsize=1024)
+def beyond(sizes: tuple[int, ...], cut: Cut) -> int:
+    """Elements by which stage 1's reduction after backward exceeds all gradients and the bucket."""
+    mine = cut.rank * cut.part, (cut.rank + 1) * cut.part
+    waiting: list[tuple[int, int]] = []
+    removed = found = kept = elements = start = 0
+    for size in (*sizes, 0):
+        if waiting and (elements + size > cut.bucket or not size):
+            moved = elements if elements <= cut.bucket else 0
+            found = max(found, copied(waiting, cut) - removed - moved + kept)
+            kept = cut.whole if kept or _touches(waiting, mine) else 0
+            found = max(found, kept - removed - moved)
+            removed += elements
+            waiting, elements = [], 0
+        waiting.append((start, size))
+        elements += size
+        start += size
+    return found
+
+
+def copied(waiting: list[tuple[int, int]], cut: Cut) -> int:
+    """Elements of the largest flattened copy: ``allreduce_and_scatter`` over pieces by rank."""
+    pieces: list[tuple[int, int]] = []
+    for start, size in waiting:
+        end = start + size
+        while start < end:
+            owner = start // cut.part
+            piece = min(end, (owner + 1) * cut.part) - start
+            if pieces and pieces[-1][0] == owner:
+                pieces[-1] = (owner, pieces[-1][1] + piece)
+            else:
+                pieces.append((owner, piece))
+            start += piece
+    return _largest_flat([piece for _, piece in pieces], cut.bucket)
+
+
+@lru_cache(maxsize=1024)
+def all_reduce_bucket(sizes: tuple[int, ...], elements: int = ALL_REDUCE_ELEMENTS) -> int:
+    """Elements of stage 0's largest flattened copy."""
+    return _largest_flat(list(sizes), elements)
+
+
+def _largest_flat(pieces: list[int], elements: int) -> int:
+    """The largest run of pieces that is flattened: it ends with the one that overfills it."""
+    largest = group = number = 0
+    for piece in pieces:
+        group, number = group + piece, number + 1
+        if group > elements:
+            largest, group, number = max(largest, group if number > 1 else 0), 0, 0
+    # One piece is reduced where it lies.
+    return max(largest, group if number > 1 else 0)
+
+
+def _touches(waiting: list[tuple[int, int]], mine: tuple[int, int]) -> bool:
+    return any(start < mine[1] and start + size > mine[0] for start, size in waiting)
+
+
+def _total(instant: Instant) -> int:
+    return instant.total

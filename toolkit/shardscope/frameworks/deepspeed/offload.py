@@ -1,0 +1,131 @@
+"""Where ZeRO's pieces are after offloading to the host or to NVMe, and what that takes of the host.
+
+Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity); buffers as
+``deepspeed/runtime/zero`` and ``deepspeed/runtime/swap_tensor`` allocate them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.arithmetic import ceil_div, smallest
+from shardscope.memory.precision import FP32
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.words import gib
+
+if TYPE_CHECKING:
+    from shardscope.memory.state import TrainingState
+    from shardscope.plan import Plan
+
+AIO_BYTES = 2**20
+"""What is read from NVMe at once, to which buffers round up (``AIO_BLOCK_SIZE_DEFAULT``)."""
+
+
+class Pieces(NamedTuple):
+    """One rank's elements that can move."""
+
+    half: int
+    """Bytes of a weight and of its gradient."""
+    part: int
+    """Weights that this rank updates."""
+    group: int
+    """Those that are updated at once: all in stages 1 and 2, a sub-group in stage 3."""
+    kept: int
+    """Gradients that it keeps: whole tensors in stages 1 and 2."""
+    largest: int
+    """The largest tensor, whole."""
+    moments: int
+    """Bytes of the optimizer's moments."""
+
+
+def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState:
+    """``state`` less what is on the host or on NVMe, which are counted as such.
+
+    On CPU ranks the host's memory is the rank's own, and offloading to it moves nothing.
+    """
+    layout: Any = plan.layout
+    if layout.offload_optimizer == "nvme" or (layout.offload_optimizer and plan.on_gpu):
+        state = _optimizer(plan, state, pieces)
+    if layout.offload_params == "nvme" or (layout.offload_params and plan.on_gpu):
+        state = _parameters(layout, state, pieces)
+    return state
+
+
+def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
+    layout: Any = plan.layout
+    main = FP32 * p.part
+    host = nvme = 0
+    if layout.offload_optimizer == "cpu":
+        # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
+        host += main + p.moments + FP32 * p.part
+    else:
+        # Main copies, moments and gradients are files; a pool of buffers holds the sub-group that is updated.
+        nvme += main + p.moments + FP32 * p.part
+        host += layout.offload_optimizer_buffer_count * _aligned(FP32 * p.group)
+    extra = 0
+    if layout.stage == 3:
+        # grad_partitions_flat_buffer, in the gradients' own type, pinned.
+        host += p.half * p.part
+        gradients = no_bytes("reduced gradients wait in pinned host memory (offload_optimizer)")
+    else:
+        # What goes back to the GPU, a tensor on its way in each direction, and sums of micro-batches.
+        host += p.half * (p.part + p.largest)
+        if plan.num_micro_batches > 1:
+            host += p.half * p.kept
+        extra = p.half * p.largest
+        late = layout.stage == 1 and (not layout.overlap_comm or plan.num_micro_batches > 1)
+        gradients = state.gradients if late else no_bytes("copied to the host as they are reduced")
+    where = "in host memory" if layout.offload_optimizer == "cpu" else "on NVMe"
+    rest = Term(extra, lambda: f"{gib(extra)} GiB for one gradient on its way to the host") if extra else None
+    away = no_bytes(f"{where} (offload_optimizer), updated there")
+    initialisation = {
+        name: term for name, term in state.initialisation.items() if name not in ("optimizer", "gradients")
+    }
+    return state._replace(
+        gradients=gradients,
+        gradients_reduced=no_bytes("on the host"),
+        gradients_stay=False,
+        optimizer=away,
+        optimizer_working=no_bytes("the update runs on the host (DeepSpeedCPUAdam)"),
+        initialisation=initialisation,
+        gather_rest=state.gather_rest or rest,
+        gather_forward=_plus(state.gather_forward, extra),
+        gather_layer=_plus(state.gather_layer or state.gather_backward, extra),
+        gather_backward=_plus(state.gather_backward, extra),
+        host_bytes=state.host_bytes + host,
+        nvme_bytes=state.nvme_bytes + nvme,
+    )
+
+
+def _parameters(layout: Any, state: TrainingState, p: Pieces) -> TrainingState:
+    host = nvme = 0
+    weights = state.parameters.num_bytes
+    if layout.offload_params == "cpu":
+        # param_groups_fp16_flat_cpu_memory, pinned.
+        host += weights
+    else:
+        # DeepSpeed pins room for max_in_cpu elements; a sub-group that does not fit there is a file.
+        room = int(smallest(weights, p.half * layout.offload_params_max_in_cpu))
+        host += room
+        if weights > room:
+            nvme += weights
+            host += p.half * p.group
+        host += layout.offload_params_buffer_count * _aligned(p.half * layout.offload_params_buffer_size)
+    where = "in host memory" if layout.offload_params == "cpu" else "on NVMe"
+    return state._replace(
+        parameters=no_bytes(f"{where} (offload_params), gathered when used"),
+        host_bytes=state.host_bytes + host,
+        nvme_bytes=state.nvme_bytes + nvme,
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return int(ceil_div(num_bytes, AIO_BYTES) * AIO_BYTES)
+
+
+def _plus(term: Term, extra: int) -> Term:
+    if not extra:
+        return term
+    return Term(
+        term.num_bytes + extra, lambda: f"{term.explain()} + {gib(extra)} GiB for a gradient to the host"
+    )

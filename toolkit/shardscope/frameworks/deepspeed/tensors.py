@@ -1,0 +1,203 @@
+"""The tensors of one rank in the order in which the model lists them, as DeepSpeed flattens and cuts them.
+
+ZeRO's padding, the gradients that a partition really keeps and the parameters that are never cut all depend
+on single tensors, so counts are not enough here.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.lora import adapter_targets, first_layer
+from shardscope.memory.precision import FP32, widths
+from shardscope.memory.stages import outer_shapes, rank_shapes
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
+
+FP64 = 8
+"""Gradient norms accumulate in double precision (``get_norm_dtype``, deepspeed/runtime/zero/utils.py)."""
+
+
+class Tensors(NamedTuple):
+    """Elements of every tensor on one rank, in the model's order."""
+
+    trained: tuple[int, ...]
+    """Tensors that get gradients, routed experts excluded."""
+    experts: tuple[int, ...]
+    """Routed experts that get gradients, where expert parallelism keeps them in a group of their own."""
+    frozen: tuple[int, ...]
+    """Tensors under adapters."""
+    used: tuple[int, ...]
+    """All of them, in the order in which forward needs them."""
+    num_before: int
+    """Tensors of ``used`` before the first decoder layer."""
+    per_layer: tuple[int, ...]
+    """Tensors of ``used`` in each decoder layer."""
+    trained_before: int
+    """Tensors of ``trained`` before the first decoder layer."""
+    trained_per_layer: tuple[int, ...]
+    """Tensors of ``trained`` in each decoder layer."""
+
+
+def tensors_of(plan: Plan, stage: Stage) -> Tensors:
+    """Every tensor of one rank of ``stage``."""
+    outer = outer_shapes(plan, stage.is_first, stage.is_last)
+    before = tuple(rows * columns for group, rows, columns in outer if group == "embedding" and rows)
+    after = tuple(rows * columns for group, rows, columns in outer if group != "embedding")
+    recipe = plan.recipe
+    adapted = recipe if recipe.has_adapters else None
+    return _tensors(
+        plan.architecture,
+        adapted,
+        plan.degrees.tp,
+        plan.degrees.ep,
+        stage.num_layers - stage.num_moe_layers,
+        stage.num_moe_layers,
+        before,
+        after,
+    )
+
+
+def fullest_rank(plan: Plan) -> int:
+    """The rank of a plan without pipeline stages that keeps most gradients."""
+    from shardscope.memory.stages import stages_of
+
+    if plan.layout.stage not in (1, 2):  # type: ignore[attr-defined]
+        return 0
+    tensors = tensors_of(plan, stages_of(plan)[0])
+    half = widths[plan.recipe.precision].compute
+    return partition(tensors.trained, plan.degrees.data_parallel, half).rank
+
+
+@lru_cache(maxsize=512)
+def _tensors(
+    arch: Architecture,
+    adapted: Recipe | None,
+    tp: int,
+    ep: int,
+    dense_layers: int,
+    moe_layers: int,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+) -> Tensors:
+    trained: list[int] = []
+    experts: list[int] = []
+    frozen: list[int] = []
+    used: list[int] = list(before)
+    per_layer: list[int] = []
+    trained_per_layer: list[int] = []
+    (frozen if adapted else trained).extend(before)
+    # Dense layers come first (DeepSeek's first_k_dense_replace); where kinds alternate, sizes are the same.
+    for moe, count in ((False, dense_layers), (True, moe_layers)):
+        if not count:
+            continue
+        layer, layer_experts, layer_frozen, layer_used = _layer(arch, adapted, moe, tp, ep)
+        trained.extend(layer * count)
+        experts.extend(layer_experts * count)
+        frozen.extend(layer_frozen * count)
+        used.extend(layer_used * count)
+        per_layer.extend([len(layer_used)] * count)
+        trained_per_layer.extend([len(layer)] * count)
+    used.extend(after)
+    (frozen if adapted else trained).extend(after)
+    return Tensors(
+        tuple(trained),
+        tuple(experts),
+        tuple(frozen),
+        tuple(used),
+        len(before),
+        tuple(per_layer),
+        0 if adapted else len(before),
+        tuple(trained_per_layer),
+    )
+
+
+@lru_cache(maxsize=512)
+def _layer(
+    arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Trained, expert and frozen tensors of one decoder layer, and all in the order of use."""
+    shapes = rank_shapes(arch, moe, tp, ep)
+    sizes = [(shape.group, shape.copies * shape.rows * shape.columns) for shape in shapes]
+    used = tuple(size for _, size in sizes)
+    if adapted is None:
+        split = ep > 1
+        trained = tuple(size for group, size in sizes if not (split and group == "experts"))
+        experts = tuple(size for group, size in sizes if split and group == "experts")
+        return trained, experts, (), used
+    rank, targets = adapted.adapter_rank, adapter_targets(arch, adapted)
+    adapters: list[int] = []
+    for target, (out, inner) in arch.layer_linears(first_layer(arch, moe)):
+        if target in targets:
+            adapters += [rank * inner, rank * out]
+    return tuple(ceil_div(size, tp) for size in adapters), (), used, (*used, *adapters)
+
+
+class Partition(NamedTuple):
+    """One flat buffer of stages 1 and 2, cut into equal parts; of its fullest rank where ranks differ."""
+
+    flat: int
+    """Elements, padded to twice the ranks (``nccl_start_alignment_factor``)."""
+    part: int
+    """Elements of one rank's part."""
+    whole: int
+    """Elements of all tensors that the rank's part touches: their gradients are kept whole."""
+    piece: int
+    """Elements of the largest piece of a tensor in the part."""
+    rank: int
+    """The rank that holds most when the optimizer begins."""
+
+
+@lru_cache(maxsize=4096)
+def partition(sizes: tuple[int, ...], num_ranks: int, half: int) -> Partition:
+    """``DeepSpeedZeroOptimizer``'s flat buffer over ``sizes`` and what each rank's part touches.
+
+    ``copy_grads_in_partition`` keeps whole gradients of all tensors that a partition touches
+    (deepspeed/runtime/zero/stage_1_and_2.py), and the norm takes each piece in double precision, so ranks
+    differ. ``half`` is the bytes of a gradient.
+    """
+    if not sizes:
+        return Partition(0, 0, 0, 0, 0)
+    flat = ceil_div(sum(sizes), 2 * num_ranks) * 2 * num_ranks
+    part = flat // num_ranks
+    touched, pieces = [0] * num_ranks, [0] * num_ranks
+    start = 0
+    for size in sizes:
+        end = start + size
+        for rank in range(start // part, (end - 1) // part + 1):
+            touched[rank] += size
+            pieces[rank] = max(pieces[rank], min(end, (rank + 1) * part) - max(start, rank * part))
+        start = end
+    fullest = max(range(num_ranks), key=lambda rank: half * touched[rank] + working(half, part, pieces[rank]))
+    return Partition(flat, part, touched[fullest], pieces[fullest], fullest)
+
+
+def working(half: int, part: int, piece: int) -> int:
+    """Bytes beside kept gradients: a piece in fp64 for its norm, or the part flat, and flat in fp32."""
+    return max(FP64 * piece, (FP32 + (half if half < FP32 else 0)) * part)
+
+
+@lru_cache(maxsize=4096)
+def cut_each(sizes: tuple[int, ...], num_ranks: int) -> int:
+    """Elements that one rank of stage 3 keeps: every tensor is cut, and its parts rounded up."""
+    return sum(ceil_div(size, num_ranks) for size in sizes)
+
+
+@lru_cache(maxsize=4096)
+def largest_group(sizes: tuple[int, ...], num_ranks: int, sub_group_size: int) -> int:
+    """Elements of stage 3's largest sub-group (``_create_fp16_sub_groups``)."""
+    parts = [ceil_div(size, num_ranks) for size in sizes]
+    if sub_group_size >= sum(parts):
+        return sum(parts)
+    largest = group = 0
+    for part in parts:
+        group += part
+        if group >= sub_group_size:
+            largest, group = max(largest, group), 0
+    return max(largest, group)
