@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from families import FAMILIES, NARROW_VALUES, architecture
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
+from shardscope.architecture import Architecture
 from shardscope.memory.activations import (
     cast_weights,
     kept_by_selective,
+    layer_activations,
     saved_tensors,
 )
 from shardscope.memory.lora import adapter_targets
@@ -32,70 +34,7 @@ from shardscope.training.recompute import apply_recompute
 
 SEQ_LEN = 32
 RANK = 4
-SHAPE = {
-    "hidden_size": 168,
-    "intermediate_size": 232,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-}
-"""Widths that differ from each other, so that no tensor is taken for another."""
-
-MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
-LATENT = LatentAttention(
-    q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24
-)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 32},
-    "mistral": {"head_dim": 32},
-    "mistral with a window": {"head_dim": 32, "sliding_window": 16, "sliding_window_layers": 1},
-    "qwen2": {"head_dim": 28, "attention_bias": True},
-    "qwen3": {"head_dim": 32, "qk_norm": True},
-    "gemma2": {
-        "head_dim": 32,
-        "norms_per_layer": 4,
-        "tie_word_embeddings": True,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
-    },
-    "phi3": {"head_dim": 28},
-    "mixtral": {"head_dim": 32, "mixture_of_experts": replace(MOE, moe_intermediate_size=232)},
-    "qwen3_moe": {"head_dim": 28, "qk_norm": True, "mixture_of_experts": MOE},
-    "deepseek_v3": {
-        "head_dim": 16,
-        "num_key_value_heads": 6,
-        "latent_attention": LATENT,
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=96),
-    },
-    "deepseek_v3 with equal heads": {
-        "head_dim": 16,
-        "num_key_value_heads": 6,
-        "latent_attention": replace(LATENT, v_head_dim=48),
-        "mixture_of_experts": replace(MOE, num_experts=16, shared_expert_intermediate_size=96),
-    },
-    "gpt2": {
-        "hidden_size": 192,
-        "head_dim": 32,
-        "num_key_value_heads": 6,
-        "norm": "layernorm",
-        "gated_mlp": False,
-        "position_embedding": "learned",
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-    },
-}
 MODES = ("bf16", "autocast", "fp32")
-
-
-def architecture(family: str, num_layers: int) -> Architecture:
-    fields = {**SHAPE, **FAMILIES[family]}
-    if fields.get("sliding_window_layers"):
-        fields["sliding_window_layers"] = num_layers if family.startswith("mistral") else num_layers // 2
-    model_type = family.split(" ")[0]
-    return Architecture(name=family, model_type=model_type, num_hidden_layers=num_layers, **fields)
 
 
 def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
@@ -201,7 +140,7 @@ def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) 
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek_v3"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NARROW_VALUES))
 def test_selective_recomputation_keeps_products_and_attention(family: str, recipe: Recipe) -> None:
     arch = architecture(family, 2)
     recipe = replace(recipe, recompute="selective")
@@ -218,6 +157,28 @@ def test_full_recomputation_keeps_the_input_of_a_layer(family: str, mode: str) -
     recipe = replace(FULL, recompute="full")
     measured = one_layer(family, mode, recipe)
     assert measured.per_token == arch.hidden_size * modules(arch, mode, recipe).stream
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
+def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
+    """Gemma 3's third layer of three attends to everything, and keeps no mask."""
+    counted = []
+    for layers in (2, 3):
+        arch = replace(architecture("gemma3_text", layers), sliding_window=16, sliding_window_layers=1)
+        counted.append(kept_bytes(replace(arch, sliding_window_layers=layers - 1), "bf16", recipe, True))
+    (two, more_of_two), (three, more_of_three) = counted
+    windowed = (more_of_three - more_of_two - three + two) / SEQ_LEN
+    arch = replace(architecture("gemma3_text", 4), sliding_window=16, sliding_window_layers=3)
+    here = modules(arch, "bf16", recipe)
+    assert windowed == total(saved_tensors(arch, False, here._replace(windowed=True)))
+    assert one_layer("gemma3_text", "bf16", recipe).per_token == total(
+        saved_tensors(arch, False, here._replace(windowed=False))
+    )
+    of_a_layer = [
+        layer_activations(arch, False, here._replace(windowed=windowed), "none", 1, False).saved
+        for windowed in (True, False, None)
+    ]
+    assert 4 * of_a_layer[2] == 3 * of_a_layer[0] + of_a_layer[1] + (-of_a_layer[0] * 3 - of_a_layer[1]) % 4
 
 
 @pytest.mark.parametrize("mode", MODES)

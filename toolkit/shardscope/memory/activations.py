@@ -64,8 +64,8 @@ def layer_activations(
 ) -> LayerActivations:
     """Bytes one token leaves in one decoder layer, and what its backward needs beside them.
 
-    Where some layers have a window and others none, that is the mean of both kinds, rounded up: exact over all
-    layers together. What one layer needs while it goes backward is that of the larger kind.
+    Where some layers have a window and others none, that is the mean of both kinds, rounded up: exact over
+    all layers together. What one layer needs while it goes backward is that of the larger kind.
     """
     if modules.windowed is None and _mixes_windows(architecture, modules):
         inside, outside = (

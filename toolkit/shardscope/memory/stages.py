@@ -14,23 +14,15 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 # Small matrices that every tensor-parallel rank keeps whole: latent attention's down projections
-# (DeepSeek-V2, section 2.1) and the router.
-_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "mlp.gate.")
+# (DeepSeek-V2, section 2.1), the router, and the gate of Qwen's shared expert.
+_WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate"})
 # Column-parallel projections; their biases are cut with them (Shoeybi et al. 2019, section 3).
-_COLUMN = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "qkv_proj",
-    "c_attn",
-    "q_b_proj",
-    "kv_b_proj",
-    "gate_proj",
-    "up_proj",
-)
-_COLUMN_MLP = ("gate_up_proj", "c_fc")
+_COLUMN = frozenset({
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "q_b_proj", "kv_b_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h",
+})  # fmt: skip
 # Row-parallel projections are cut along their inputs, the second dimension.
-_ROW = ("o_proj", "down_proj", "c_proj")
+_ROW = frozenset({"o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2"})
 
 
 class Shard(NamedTuple):
@@ -168,6 +160,8 @@ def outer_shapes(
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
         if not (arch.tie_word_embeddings and is_first):
             found.append(("lm_head", rows, hidden))
+        if arch.model_type == "phi":
+            found.append(("lm_head", rows, 1))
     return found
 
 
@@ -216,12 +210,14 @@ def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tupl
         if group == "experts":
             # tp cuts each expert's inner width; which side that is does not change the count.
             rows = shape[1] if len(shape) > 2 else 1
-            columns = ceil_div(numel // shape[0] // rows, tp)
+            columns = numel // shape[0] // rows
+            if not name.endswith("down_proj_bias"):  # added once the ranks' parts are summed
+                columns = ceil_div(columns, tp)
             found.append(RankShape(group, name, ceil_div(shape[0], ep), rows, columns))
             continue
         rows, columns = shape[0], numel // shape[0]
         if _is_cut(name, shape):
-            if any(part in name for part in _ROW):
+            if _module(name) in _ROW:
                 columns = ceil_div(columns, tp)
             else:
                 rows = ceil_div(rows, tp)
@@ -230,8 +226,13 @@ def rank_shapes(architecture: Architecture, moe: bool, tp: int, ep: int) -> tupl
 
 
 def _is_cut(name: str, shape: tuple[int, ...]) -> bool:
-    if any(part in name for part in _WHOLE):
+    module = _module(name)
+    if module in _WHOLE:
         return False
-    if len(shape) > 1:
-        return True
-    return name.endswith("bias") and any(part in name for part in (*_COLUMN, *_COLUMN_MLP))
+    # gpt-oss has one sink for each head.
+    return len(shape) > 1 or name.endswith("sinks") or (name.endswith("bias") and module in _COLUMN)
+
+
+def _module(name: str) -> str:
+    """Whose parameter it is: "o_proj" of "self_attn.o_proj.weight"."""
+    return name.split(".")[-2]

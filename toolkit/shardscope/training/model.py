@@ -59,7 +59,8 @@ def config_values(architecture: Any) -> dict[str, Any]:
         # Attention reads it off the config all the same, though the family's config class does not list it.
         spelled["head_dim"] = architecture.head_dim
     values = spelled | _special(architecture, family)
-    if "sliding_window" in known and not architecture_has_windows(architecture):
+    by_layer = hasattr(family, "layer_types")  # which then say that no layer has a window
+    if "sliding_window" in known and not by_layer and not architecture_has_windows(architecture):
         # Some families default to a window (Mistral's 4,096), which the plan did not count.
         values["sliding_window"] = None
     if getattr(family, "n_group", None) and values.get("n_routed_experts", 0) % family.n_group:

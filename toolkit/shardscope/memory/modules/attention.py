@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.modules.saved import INT64, Modules, Saved
 from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
-EAGER = frozenset({"gemma2"})
-"""Families that transformers runs without a fused kernel: scores are capped, which SDPA cannot do."""
+EAGER = frozenset({"gemma2", "gpt_oss"})
+"""Families that transformers runs without a fused kernel: SDPA can neither cap scores nor add sinks."""
+
+CONCATENATED = frozenset({"phi3", "glm", "glm4", "gpt_neox", "phi", "nemotron"})
+"""Families that put rotated and other numbers of the query together with ``cat``, which lays it by heads."""
+
+FUSED_VALUES = frozenset({"phi3", "gpt_neox"})
+"""Families whose values are a view of the fused projection's output, which so stays whole."""
 
 
 class Widths(NamedTuple):
@@ -39,22 +45,30 @@ def widths(arch: Architecture) -> Widths:
     return Widths(heads * arch.head_dim, kv, kv, heads * arch.head_dim)
 
 
-def slides(arch: Architecture, seq_len: int) -> bool:
-    """Whether a sliding window is in force: transformers then passes a mask, and the kernel keeps it.
+def masked(arch: Architecture, modules: Modules) -> bool:
+    """Whether transformers passes a mask, which the kernel keeps: a sliding window in force, or Falcon.
 
-    Taken for all layers of a model that has any such layer: published ones have all or are eager.
+    Falcon always makes its mask (``allow_is_causal_skip=False``).
     """
-    return bool(arch.sliding_window_layers and arch.sliding_window and seq_len >= arch.sliding_window)
+    if arch.model_type == "falcon":
+        return True
+    windowed = bool(arch.sliding_window_layers) if modules.windowed is None else modules.windowed
+    return bool(windowed and arch.sliding_window and modules.seq_len >= arch.sliding_window)
 
 
 def scores_per_token(arch: Architecture, modules: Modules) -> int:
     """Bytes of attention scores that one query keeps, over all heads and keys; 0 with a fused kernel."""
-    each_key = arch.num_attention_heads * modules.seq_len
+    heads = arch.num_attention_heads
+    each_key = heads * modules.seq_len
     if modules.kernels == "megatron":
         return 0
+    cast = modules.compute if modules.compute < FP32 else 0
+    if arch.model_type == "gpt_oss":
+        # The softmax over keys and sink, where each row's largest score stood, and autocast's copy.
+        softmax = heads * (modules.seq_len + 1) * modules.stream
+        return softmax + heads * INT64 + (each_key * cast if modules.autocast else 0)
     if arch.model_type in EAGER:
         # The cap's tanh, the fp32 softmax, and its cast for the product with the values.
-        cast = modules.compute if modules.compute < FP32 else 0
         return each_key * (modules.compute + FP32 + cast)
     if _in_plain_math(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
@@ -67,21 +81,21 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
     c, heads, width = modules.compute, arch.num_attention_heads, widths(arch)
     scores = scores_per_token(arch, modules)
     if scores:
-        # Keys and values are repeated to all heads; plain math in half precision upcasts its operands.
-        eager = arch.model_type in EAGER
-        operands = (width.query + 2 * heads * arch.head_dim) * c if eager else width.inputs * FP32
         feeds = modules.inner_copies(output_projection) * width.output * c
-        return [Saved("attention", operands + scores + feeds, "tp")]
+        return [Saved("attention", _plain_operands(arch, modules) + scores + feeds, "tp")]
     key, value = width.key, width.value
-    masked = slides(arch, modules.seq_len)
+    has_mask = masked(arch, modules)
     tensors = [Saved("attention", FP32 * heads, "tp")]
-    if masked:
-        # With a mask SDPA wants as many keys as queries, and keeps the mask in the operands' type.
+    if arch.model_type == "falcon":
+        key, value = _falcon_operands(arch, modules)
+    elif has_mask:
+        # With a mask SDPA wants as many keys as queries.
         key = value = width.query
-        tensors.append(Saved("attention", modules.seq_len * c, "whole"))
-    elif arch.model_type == "phi3":
-        # The values are a view of the fused projection's output, which so stays whole.
+    elif arch.model_type in FUSED_VALUES:
         value = width.query + 2 * width.key
+    if has_mask:
+        # The kernel keeps the mask in the operands' type.
+        tensors.append(Saved("attention", modules.seq_len * c, "whole"))
     if arch.model_type == "gpt2":
         key = value = width.query
     latent = arch.latent_attention
@@ -89,22 +103,53 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
         value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     tensors.append(Saved("attention", (width.query + key + value + width.output) * c, "tp"))
     copied = modules.inner_copies(
-        output_projection, already_saved=not _output_is_copied(arch, masked, modules)
+        output_projection, already_saved=not _output_is_copied(arch, has_mask, modules)
     )
     if copied:
         tensors.append(Saved("attention", width.output * c, "tp"))
     return tensors
 
 
+def _plain_operands(arch: Architecture, modules: Modules) -> int:
+    """Query, key and value where the scores are a tensor: repeated to all heads; upcast in plain math."""
+    width, c = widths(arch), modules.compute
+    if arch.model_type in EAGER:
+        return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
+    if arch.model_type == "falcon":
+        return 3 * width.query * FP32
+    return width.inputs * FP32
+
+
+def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Numbers that key and value keep: newer Falcons repeat both to all heads, older ones' are views.
+
+    Values are a view of the fused output; with biases autocast makes that fp32, and the kernel has a copy.
+    """
+    query = widths(arch).query
+    repeated = arch.new_decoder_architecture or (modules.autocast and arch.attention_bias)
+    return query, query if repeated else 3 * query
+
+
 def _in_plain_math(arch: Architecture, modules: Modules) -> bool:
-    """Whether a CPU rank has no fused kernel: dropout in attention, or values narrower than keys."""
+    """Whether there is no fused kernel: a lone key head that SDPA is to broadcast (Falcon-7B).
+
+    On CPU ranks also with dropout in attention, and where values are narrower than keys.
+    """
+    if has_one_key_head(arch):
+        return True
     if modules.on_gpu:
         return False
     latent = arch.latent_attention
     return arch.model_type == "gpt2" or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
 
 
-def _output_is_copied(arch: Architecture, masked: bool, modules: Modules) -> bool:
+def has_one_key_head(arch: Architecture) -> bool:
+    """Whether SDPA is to broadcast a lone key head, which only plain math does (older Falcons)."""
+    older = arch.model_type == "falcon" and not arch.new_decoder_architecture
+    return older and arch.num_key_value_heads < arch.num_attention_heads
+
+
+def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> bool:
     """Whether the output must be made contiguous for the projection.
 
     Flash attention lays its output out as the query is. Families that put the query together with ``cat``
@@ -113,4 +158,4 @@ def _output_is_copied(arch: Architecture, masked: bool, modules: Modules) -> boo
     latent = arch.latent_attention
     if latent is not None:
         return latent.qk_head_dim == latent.v_head_dim
-    return arch.model_type == "phi3" and not (masked and modules.on_gpu)
+    return arch.model_type in CONCATENATED and not (has_mask and modules.on_gpu)

@@ -1,4 +1,5 @@
-"""A pre-norm RMSNorm layer of the transformers library: Llama, Mistral, Qwen, Gemma, Phi-3, DeepSeek."""
+"""An RMSNorm layer of the transformers library: Llama, Granite, Mistral, Qwen, Gemma, Phi-3, GLM, OLMo 2,
+DeepSeek, gpt-oss."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
 
+SCALES_BEFORE_CAST = frozenset({"gemma", "gemma2", "gemma3_text", "olmo2", "gpt_oss"})
+"""Families whose RMSNorm multiplies with its weight before it casts back, and so keeps fp32 numbers."""
+
+
 def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
     """Every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
     attention_readers, mlp_readers = stream_readers(arch)
     tensors = [
-        Saved("norms", arch.norms_per_layer * _norm(arch, modules), "sequence"),
+        Saved("norms", _norms(arch, modules), "sequence"),
         Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "sequence"),
         *kernel_tensors(arch, modules),
         *_query_key_norms(arch, modules),
@@ -36,22 +41,27 @@ def mlp_copies(arch: Architecture, modules: Modules) -> int:
     return (3 if arch.gated_mlp else 1) + modules.inner_copies("down_proj")
 
 
-def _norm(arch: Architecture, modules: Modules) -> int:
+def _norms(arch: Architecture, modules: Modules) -> int:
     """RMSNorm upcasts: fp32 input, 1/rms (one number) and, for the weight's gradient, normalised input."""
-    hidden = arch.hidden_size
-    saved = hidden * FP32 + FP32
-    if modules.trained:
-        # Gemma multiplies with its weight before it casts back.
-        saved += hidden * (FP32 if arch.model_type == "gemma2" else modules.stream)
-    return saved
+    hidden, count = arch.hidden_size, arch.norms_per_layer
+    saved = count * (hidden * FP32 + FP32)
+    if not modules.trained:
+        return saved
+    if arch.model_type in SCALES_BEFORE_CAST:
+        return saved + count * hidden * FP32
+    # Norms behind a projection (GLM-4) cast back to what it puts out.
+    behind = count - 2 if count > 2 else 0
+    return saved + hidden * ((count - behind) * modules.stream + behind * modules.compute)
 
 
 def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
-    normed = modules.compute if modules.trained else 0
-    return [Saved("attention", (width.query + width.key) * (FP32 + normed) + FP32 * heads, "tp")]
+    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.compute
+    saved = (width.query + width.key) * (FP32 + normed * modules.trained)
+    # OLMo 2 normalises all query heads together, and all key heads.
+    return [Saved("attention", saved + FP32 * (2 if arch.model_type == "olmo2" else heads), "tp")]
 
 
 def _latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:

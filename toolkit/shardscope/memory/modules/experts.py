@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.modules.saved import INT64, Modules, Saved
 from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
-
-INT64 = 8
 
 
 def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
@@ -24,8 +22,12 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
     width = FP32 if modules.autocast else c
     # Frozen experts need no inputs; the unweighted output stays, for the router's weights get gradients.
     routed = 2 * hidden * width if modules.trained else hidden * width
-    inner = (3 + modules.trained) * experts.moe_intermediate_size * width
+    # gpt-oss clamps its gate, and multiplies it with a sigmoid in plain operations.
+    copies = (6 if arch.model_type == "gpt_oss" else 3) + modules.trained
+    inner = copies * experts.moe_intermediate_size * width
     readers = (("router",) if modules.trained else ()) + (("gate_proj", "up_proj") if shared else ())
+    gated = arch.model_type == "qwen2_moe"
+    readers += ("shared_expert_gate",) if gated else ()
     tensors = [
         Saved("norms", modules.stream_copies(*readers) * hidden * c, "sequence"),
         Saved("experts", top_k * routed, "sequence"),
@@ -35,6 +37,9 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
     if shared:
         copies = 3 + modules.inner_copies("down_proj")
         tensors.append(Saved("mlp", copies * shared * c, "tp"))
+    if gated:
+        # What the shared expert puts out, and how much of it its gate lets through.
+        tensors.append(Saved("experts", (hidden + 1) * c, "sequence"))
     return tensors
 
 
@@ -44,7 +49,13 @@ def _router(arch: Architecture, modules: Modules) -> int:
     assert experts is not None
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
     places = 4 * INT64 * top_k
-    if arch.model_type == "qwen3_moe":
+    if arch.model_type == "gpt_oss":
+        # Experts in sorted order choose the biases that get gradients.
+        return 2 * top_k * c + places + INT64 * top_k * modules.trained
+    if arch.model_type == "deepseek_v2":
+        upcast = arch.hidden_size * FP32 if modules.trained and not modules.autocast and c < FP32 else 0
+        return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + places + upcast
+    if arch.model_type in ("qwen2_moe", "qwen3_moe"):
         return count * FP32 + top_k * c + places
     if arch.model_type == "deepseek_v3":
         score = c if modules.autocast else FP32

@@ -23,11 +23,15 @@ def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
         Saved("norms", 2 * (hidden * modules.stream + statistics) + inputs * hidden * c, "sequence"),
         *kernel_tensors(arch, modules, output_projection="c_proj"),
         Saved("norms", 2 * hidden * mask, "sequence"),
-        Saved("mlp", (_gelu(modules) + modules.inner_copies("c_proj") * c) * arch.intermediate_size, "tp"),
+        Saved(
+            "mlp",
+            (gelu_in_plain_operations(modules) + modules.inner_copies("c_proj") * c) * arch.intermediate_size,
+            "tp",
+        ),
     ]
 
 
-def _gelu(modules: Modules) -> int:
+def gelu_in_plain_operations(modules: Modules) -> int:
     """0.5 x (1 + tanh(...x^3)): x for its power, 0.5 x, tanh, and 1 + tanh. CUDA autocast powers in fp32."""
     if modules.autocast and modules.on_gpu:
         return 3 * FP32 + modules.compute

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 KNOWN = frozenset({
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3", "deepseek_v3", "gpt2",
+    "qwen2_moe", "gemma", "gemma3_text", "phi", "deepseek_v2", "gpt_neox", "gpt_oss", "olmo2", "granite",
+    "glm", "glm4", "falcon", "starcoder2", "nemotron",
 })  # fmt: skip
 """Checked tensor by tensor against transformers' own modules (tests/runs/test_saved_tensors.py)."""
 
@@ -22,5 +24,12 @@ def check_known(arch: Architecture) -> None:
             "Architecture.model_type",
             arch.model_type,
             f"a family whose activations are known: {', '.join(sorted(KNOWN))}",
+            "plan.rehearse(), which runs the family's own modules on fake tensors",
+        )
+    if arch.position_embedding == "alibi":
+        refuse(
+            "Architecture.position_embedding",
+            "alibi",
+            "rope or learned: what a mask of biases for each head takes is not known",
             "plan.rehearse(), which runs the family's own modules on fake tensors",
         )

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardscope.parameter_names import attention_inputs, mlp_inputs
+
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
 Operator = Literal["norms", "attention", "mlp", "experts"]
-Cut = Literal["tp", "key_value_heads", "sequence", "whole"]
+Cut = Literal["tp", "key_value_heads", "sequence", "expert_tokens", "whole"]
+
+
+INT64 = 8
+"""Bytes of an index."""
 
 
 class Saved(NamedTuple):
@@ -18,7 +24,8 @@ class Saved(NamedTuple):
     bytes_per_token: int
     cut_by: Cut
     """``tp``: always divided by it; ``key_value_heads``: by it, but not below one such head;
-    ``sequence``: only with sequence parallelism; ``whole``: never."""
+    ``sequence``: only with sequence parallelism; ``expert_tokens``: where each rank of tp has experts of its
+    own; ``whole``: never."""
 
 
 class Modules(NamedTuple):
@@ -35,8 +42,16 @@ class Modules(NamedTuple):
     targets: tuple[str, ...] | None = None
     """Adapted projections; None in full training."""
     adapter_rank: int = 0
+    windowed: bool | None = None
+    """Whether this is a layer with a sliding window, in a model that has both kinds; None: as most are."""
     on_gpu: bool = True
     """On CPU ranks some kernels save other tensors than on a GPU."""
+    dropout: float = 0.0
+    """Probability of dropout, which leaves masks."""
+    attention: str | None = None
+    """``Recipe.attention``: None is what the modules use by themselves."""
+    expert_load: float = 1.0
+    """Tokens of the fullest rank's experts over an even share."""
 
     @property
     def trained(self) -> bool:
@@ -73,15 +88,4 @@ class Modules(NamedTuple):
 
 def stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The projections that read the attention's norm and the dense MLP's norm."""
-    if arch.model_type == "gpt2":
-        return ("c_attn",), ("c_fc",)
-    if arch.latent_attention is not None:
-        query = "q_a_proj" if arch.latent_attention.q_lora_rank else "q_proj"
-        attention: tuple[str, ...] = (query, "kv_a_proj_with_mqa")
-    elif arch.model_type == "phi3":
-        attention = ("qkv_proj",)
-    else:
-        attention = ("q_proj", "k_proj", "v_proj")
-    if not arch.gated_mlp:
-        return attention, ("up_proj",)
-    return attention, ("gate_up_proj",) if arch.model_type == "phi3" else ("gate_proj", "up_proj")
+    return attention_inputs(arch), mlp_inputs(arch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.lora import first_layer
-from shardscope.memory.modules.attention import EAGER, widths
+from shardscope.memory.modules.attention import EAGER, has_one_key_head, widths
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
     """Every tensor that one layer keeps; grouped products of experts are recomputed."""
-    c, hidden, attention = modules.compute, arch.hidden_size, widths(arch)
+    c, hidden = modules.compute, arch.hidden_size
     tensors = [
         Saved("norms", hidden * modules.stream, "sequence"),
-        Saved("attention", (_projected(arch) + attention.output) * c, "tp"),
-        Saved("attention", _scores(arch, modules), "tp"),
+        Saved("attention", _projected(arch) * c + _attention(arch, modules), "tp"),
         Saved("attention", hidden * c, "sequence"),
         *_adapters(arch, moe, modules),
     ]
     experts = arch.mixture_of_experts
     width = arch.intermediate_size
     if moe and experts is not None:
-        score = FP32 if arch.model_type == "deepseek_v3" and not modules.autocast else c
+        score = FP32 if arch.latent_attention is not None and not modules.autocast else c
         tensors.append(Saved("experts", experts.num_experts * score, "sequence"))
         width = experts.shared_expert_intermediate_size
+        if arch.model_type == "qwen2_moe":  # the shared expert's gate
+            tensors.append(Saved("experts", c, "sequence"))
     if width:
         tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
         tensors.append(Saved("mlp", hidden * c, "sequence"))
@@ -48,11 +49,14 @@ def _projected(arch: Architecture) -> int:
     return compressed + heads * (latent.qk_head_dim + latent.qk_nope_head_dim + latent.v_head_dim)
 
 
-def _scores(arch: Architecture, modules: Modules) -> int:
-    """Flash attention's statistics; in eager attention the scores are a matrix product's output."""
+def _attention(arch: Architecture, modules: Modules) -> int:
+    """Attention's output with flash attention's statistics, or with the scores where a product makes them."""
+    heads, output = arch.num_attention_heads, widths(arch).output
     if arch.model_type in EAGER:
-        return arch.num_attention_heads * modules.seq_len * modules.compute
-    return FP32 * arch.num_attention_heads
+        return (heads * modules.seq_len + output) * modules.compute
+    if has_one_key_head(arch):
+        return (heads * modules.seq_len + output) * FP32
+    return output * modules.compute + FP32 * heads
 
 
 def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
