@@ -8,9 +8,10 @@ is in the first layers that backward meets, or in its last one, when whole gradi
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.modules.attention import EAGER, scores_per_token
+from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term
 
@@ -27,6 +28,9 @@ class LayerBackward(NamedTuple):
     factors and of itself, less the product."""
     stream: int
     """The gradient that passes from layer to layer."""
+    later: int
+    """Where routed experts' first matrices get their gradients, all of them whole by then; less what the
+    experts had saved. As ``inside`` in a dense layer."""
 
 
 class Backward(NamedTuple):
@@ -42,6 +46,8 @@ class Backward(NamedTuple):
     """What the layer that backward meets first has saved."""
     inside: int
     """Beside that in the layer, recomputed activations included."""
+    later: int
+    """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
     stream: int
     """The gradient that passes from layer to layer."""
     norm: int
@@ -72,9 +78,13 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
         # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
         weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
-        return LayerBackward(stream + max(weighted, inner - rows * hidden * width), stream)
+        saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
+        both = rows * width * (2 * experts.moe_intermediate_size + hidden)
+        inside = stream + max(weighted, inner - rows * hidden * width)
+        return LayerBackward(inside, stream, stream + both - saved)
     inner = arch.intermediate_size * c * _inner_gradients(arch, modules)
-    return LayerBackward(stream + max(inner, _scores(arch, modules)), stream)
+    inside = stream + max(inner, _scores(arch, modules))
+    return LayerBackward(inside, stream, inside)
 
 
 def _inner_gradients(arch: Architecture, modules: Modules) -> int:
@@ -103,8 +113,3 @@ def final_norm(arch: Architecture, modules: Modules) -> int:
         return arch.hidden_size * modules.stream
     # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
     return arch.hidden_size * (4 * FP32)
-
-
-def at_once(*candidates: tuple[int, Any]) -> Any:
-    """The second of the pair whose first is largest."""
-    return max(candidates, key=lambda candidate: candidate[0])[1]

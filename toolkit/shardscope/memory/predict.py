@@ -17,6 +17,7 @@ from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.backward import Backward, final_norm, layer_backward
 from shardscope.memory.head import LOSS_CHUNK_TOKENS, chunked, fused, loss_in_force
 from shardscope.memory.logits import logits_per_token
+from shardscope.memory.quantization import largest_matrix
 from shardscope.memory.report import (
     Component,
     MemoryReport,
@@ -235,7 +236,8 @@ class _Shared:
             edges=tokens * (self._edge_bytes(stage) - 8 * stage.is_first),
             cast=self._autocast_copies(stage)[1],
             saved=tokens * layer.saved,
-            inside=tokens * (own.inside + layer.recomputed),
+            inside=tokens * (own.inside + layer.recomputed) + self._dequantised(stage),
+            later=tokens * (own.later + layer.recomputed),
             stream=tokens * own.stream,
             norm=tokens * final_norm(arch, self.modules),
         )
@@ -258,8 +260,8 @@ class _Shared:
         edges = tokens * self._edge_bytes(stage)
         full = chunk * chunks + edges
         busiest = max((layer for _, layer, _ in kinds), key=lambda layer: layer.saved + layer.working)
-        working = tokens * busiest.working
-        first = full + self._first_working(stage, kinds)
+        working = tokens * busiest.working + self._dequantised(stage)
+        first = full + self._first_working(stage, kinds) + self._dequantised(stage)
         # While backward is in the last of its layers, other micro-batches in flight still wait.
         waiting = chunk * (chunks - 1)
         cast, cast_again = self._autocast_copies(stage)
@@ -301,6 +303,12 @@ class _Shared:
             ),
             last=Term(waiting + tokens * busiest.saved + working, last_words),
         )
+
+    def _dequantised(self, stage: Stage) -> int:
+        """The largest quantised matrix made whole, in the type of products (bitsandbytes, MatMul4Bit)."""
+        if not self.modules.quantized:
+            return 0
+        return self.modules.compute * largest_matrix(self.plan.architecture, stage)
 
     def _first_working(self, stage: Stage, kinds: list[tuple[int, LayerActivations, str]]) -> int:
         """The most that backward adds while nearly all activations are there.

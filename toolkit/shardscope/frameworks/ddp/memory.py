@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.head import loss_in_force
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
+from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, stages_of
 from shardscope.memory.state import TrainingState
@@ -27,11 +29,20 @@ def stages(plan: Plan) -> list[Stage]:
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
     width = widths[plan.recipe.precision]
-    trained = width.original * stage.trainable
-    optimizer = optimizer_bytes(plan, stage, width.original, num_shards=1, library="bitsandbytes")
-    parameters = width.original * (stage.base + stage.adapters)
+    quantised = plan.recipe.base_quantization is not None
+    # peft makes adapters of a quantised Linear in the type that this computes in.
+    each = width.compute if quantised else width.original
+    trained = each * stage.trainable
+    optimizer = optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
+    base = frozen_base_bytes(plan, stage, width.original) if quantised else width.original * stage.base
+    parameters = base + each * stage.adapters
 
     def parameter_words() -> str:
+        if quantised:
+            return (
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, others × {width.original} "
+                f"bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. 2023, bitsandbytes)"
+            )
         if stage.adapters:
             return (
                 f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes · whole "
@@ -45,7 +56,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         gradients=Term(
             trained,
             lambda: (
-                f"{count(stage.trainable, 'gradient')} × {width.original} bytes · views of the reduction "
+                f"{count(stage.trainable, 'gradient')} × {each} bytes · views of the reduction "
                 "buckets (gradient_as_bucket_view=True)"
             ),
         ),
@@ -63,7 +74,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 
 def _waiting(trained: int) -> Term:
-    """Without reduction (``no_sync``) gradients are tensors of their own; the last backward puts them away."""
+    """Without reduction (``no_sync``) gradients are tensors of their own, until the last backward."""
     return Term(
         2 * trained,
         lambda: (
@@ -82,13 +93,20 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[P
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
     vocab, hidden = plan.architecture.vocab_size, plan.architecture.hidden_size
     full = shape.layers + shape.edges + shape.cast
-    logits = 0 if stage.adapters else width.compute * vocab * tokens
+    whole_logits = loss_in_force(plan) == "full" and not stage.adapters
+    logits = 0 if not whole_logits else width.compute * vocab * tokens
     head = max(
         full + logits + width.compute * stage.head * (not stage.adapters),
         full - (width.compute * stage.head if mixed else 0) + each * stage.head + shape.stream,
     )
     matrix = each * plan.architecture.intermediate_size * hidden
-    inside = shape.layers + shape.cast * (not mixed) + max(shape.inside, shape.stream + matrix)
+    experts = plan.architecture.mixture_of_experts
+    layer = max(shape.inside, shape.stream + matrix)
+    if stage.num_moe_layers and experts is not None and not stage.adapters:
+        # Grouped products are not autocast, so their weights' gradients are the originals' own type.
+        gate_up = experts.num_experts * 2 * experts.moe_intermediate_size * hidden * width.original
+        layer = max(shape.inside, shape.later + gate_up)
+    inside = shape.layers + shape.cast * (not mixed) + layer
     inside += (shape.cast - width.compute * stage.head) * mixed
     embedding = shape.stream + (0 if stage.adapters else width.original * stage.edges)
     whole = Term(trained, lambda: f"{gib(trained)} GiB, views of the reduction buckets")

@@ -14,7 +14,7 @@ from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, stages_of
+from shardscope.memory.stages import Stage, layer_shard, outer_shapes, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
 
@@ -90,6 +90,8 @@ class _Groups(NamedTuple):
     """A layer's reduce-scatter input."""
     head: int
     """The gradient of the head's weight."""
+    left_over: int
+    """The root's reduce-scatter input of the micro-batch before, held until the next reduction."""
     root_gradient: int
     root_reduction: int
     shard: int
@@ -100,9 +102,16 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
     layout: Any = plan.layout
     width = widths[plan.recipe.precision]
     ranks = plan.degrees.shard * plan.degrees.cp
-    adapters = stage.adapters // max(1, stage.num_layers)
-    layer = width.compute * (stage.largest_layer + adapters)
-    all_layers = width.compute * (stage.layers + stage.experts + stage.adapters)
+    layers = max(1, stage.num_layers)
+    # Every tensor is cut into rows for each rank, the last ones padded: eight experts on 32 ranks become 32.
+    edge_shard = sum(
+        ceil_div(rows, ranks) * columns
+        for _, rows, columns in outer_shapes(plan, stage.is_first, stage.is_last)
+    )
+    adapters = stage.adapters // layers
+    adapters_whole = ranks * stage.trainable_shard if stage.adapters else 0
+    layer = width.compute * (ranks * _largest_shard(plan, stage, ranks) + adapters_whole // layers)
+    all_layers = width.compute * (ranks * (stage.shard - edge_shard) + adapters_whole)
     reshard = layout.reshard_after_forward
     kept = 0
     if reshard is False:
@@ -111,24 +120,36 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
         kept = all_layers // reshard
     trained = adapters or stage.largest_layer
     edges = 0 if stage.adapters else stage.edges
+    root_reduction = 0 if stage.adapters else width.reduce * ranks * edge_shard
     return _Groups(
         layer=layer,
-        root=width.compute * stage.edges,
+        root=width.compute * ranks * edge_shard,
         staging=layer if ranks > 1 else 0,
         kept=kept,
         gradient=width.compute * trained,
-        reduction=width.reduce * trained,
+        reduction=width.reduce * (adapters_whole // layers)
+        if adapters
+        else layer // width.compute * width.reduce,
         head=0 if stage.adapters else width.compute * stage.head,
+        left_over=root_reduction if plan.num_micro_batches > 1 else 0,
         root_gradient=width.compute * edges,
-        root_reduction=width.reduce * edges,
+        root_reduction=root_reduction,
         shard=width.original * ceil_div(trained, ranks),
     )
+
+
+def _largest_shard(plan: Plan, stage: Stage, ranks: int) -> int:
+    """Weights that one rank keeps of the largest decoder layer, padding included."""
+    arch, degrees = plan.architecture, plan.degrees
+    kinds = ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers))
+    shards = (layer_shard(arch, moe, degrees.tp, degrees.ep, ranks) for moe, layers in kinds if layers)
+    return max(shard.dense_padded + shard.experts_padded for shard in shards)
 
 
 def _gathered_forward(layout: Fsdp2Layout, groups: _Groups) -> Term:
     """At the loss: the root group, what forward left, and the last all-gather's output."""
     return Term(
-        groups.root + groups.staging + groups.kept,
+        groups.root + groups.staging + groups.kept + groups.left_over,
         lambda: (
             f"{gib(groups.root)} GiB root group (embedding, final norm, head) + {gib(groups.staging)} GiB "
             "last all-gather"
@@ -136,6 +157,11 @@ def _gathered_forward(layout: Fsdp2Layout, groups: _Groups) -> Term:
                 f" + {gib(groups.kept)} GiB layers kept after forward "
                 f"(reshard_after_forward={layout.reshard_after_forward})"
                 if groups.kept
+                else ""
+            )
+            + (
+                f" + {gib(groups.left_over)} GiB reduce-scatter input of the micro-batch before"
+                if groups.left_over
                 else ""
             )
         ),
@@ -148,7 +174,10 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
     whole = layout.reshard_after_forward is False
     prefetched = 0 if whole else groups.staging
     full = shape.layers + shape.edges + shape.cast
-    root = groups.root + groups.head
+    tied = plan.architecture.tie_word_embeddings
+    # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
+    held_head = groups.head if tied else 0
+    root = groups.root + (0 if tied else groups.head)
 
     def gradients(done: int) -> Term:
         held = trained if plan.num_micro_batches > 1 else min(trained, done * groups.shard)
@@ -158,51 +187,61 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
         """In the layer after ``done`` others, and right after it, with its gradients whole."""
         left = stage.num_layers - done
         activations = shape.layers - done * shape.saved
-        gathered = (
-            groups.kept * left // stage.num_layers
-            if whole
-            else groups.layer + groups.kept * (left - 1) // stage.num_layers
-        )
-        base = root + gathered + (prefetched if left > 1 else 0) + groups.reduction * (done > 0)
+        others = root + groups.kept * (left - 1) // stage.num_layers + prefetched * (left > 1)
+        before = groups.reduction if done else groups.left_over
+        base = others + groups.layer + before
         fraction = 0.36 + 0.6 * done / stage.num_layers
         part = groups.gradient // 3
+        inside = shape.inside
+        if shape.later != inside and groups.gradient + shape.later > part + inside:
+            # Where experts are large, the instant at which their gradients are all there.
+            part, inside = groups.gradient, shape.later
         return [
             Peak(
                 fraction,
-                _held(activations + shape.inside, "saved, and gradients inside one layer"),
+                _held(activations + inside + held_head, "saved, and gradients inside one layer"),
                 _gathered(base + part, "root group, layers in use, first gradients"),
                 gradients(done),
             ),
             Peak(
                 fraction + 0.01,
-                _held(activations - shape.saved + 2 * shape.stream, "saved by the layers left"),
-                _gathered(base + groups.gradient, "root group, layers in use, one layer's gradients"),
-                gradients(done),
+                _held(activations - shape.saved + 2 * shape.stream + held_head, "saved by the layers left"),
+                # Then the layer's parameters go, and its reduce-scatter input comes in place of the last one.
+                _gathered(
+                    max(base, others + groups.reduction) + groups.gradient,
+                    "root group, layers in use, one layer's gradients and a reduce-scatter input",
+                ),
+                gradients(done + (base < others + groups.reduction)),
             ),
         ]
 
-    tied = groups.head if plan.architecture.tie_word_embeddings else 0
-    root_whole = groups.root + groups.root_gradient + tied + groups.reduction
+    root_whole = groups.root + groups.root_gradient + groups.reduction
     places = sorted({0, min(1, stage.num_layers - 1), stage.num_layers - 1})
     none = gradients(0)
     return [
         Peak(
             0.34,
             _held(full, "all that forward saved"),
-            _gathered(groups.root + prefetched + groups.kept, "root group, next layer's all-gather"),
+            _gathered(
+                groups.root + prefetched + groups.kept + groups.left_over,
+                "root group, next layer's all-gather",
+            ),
             none,
             logits=True,
         ),
         Peak(
             0.35,
-            _held(full + shape.norm, "all that forward saved, and the final norm's gradients"),
-            _gathered(root + prefetched + groups.kept, "root group, its head's gradient, next all-gather"),
+            _held(full + shape.norm + held_head, "all that forward saved, and the final norm's gradients"),
+            _gathered(
+                root + prefetched + groups.kept + groups.left_over,
+                "root group, its head's gradient, next all-gather",
+            ),
             none,
         ),
         *(peak for done in places for peak in layer(done)),
         Peak(
             0.97,
-            _held(shape.stream, "the embedding's gradient"),
+            _held(shape.stream + 2 * held_head, "the embedding's gradient, and a tied head's"),
             _gathered(root_whole, "root group, its gradients, last layer's reduce-scatter"),
             gradients(stage.num_layers),
         ),
@@ -212,7 +251,7 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             _gathered(
                 groups.root_gradient + groups.root_reduction, "root gradients, and their reduce-scatter"
             ),
-            Term(trained, lambda: f"{gib(trained)} GiB all shards"),
+            gradients(stage.num_layers),
         ),
     ]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker
 
-_COLLECTIVES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+_COLLECTIVES = ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward")
 
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:

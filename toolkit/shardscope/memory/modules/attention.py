@@ -115,7 +115,7 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
     width, c = widths(arch), modules.compute
     if arch.model_type in EAGER:
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
-    if arch.model_type == "falcon":
+    if arch.model_type == "falcon" or (modules.on_gpu and no_fused_groups(arch, modules)):
         return 3 * width.query * FP32
     return width.inputs * FP32
 
@@ -133,12 +133,13 @@ def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
 def _in_plain_math(arch: Architecture, modules: Modules) -> bool:
     """Whether there is no fused kernel: a lone key head that SDPA is to broadcast (Falcon-7B).
 
-    On CPU ranks also with dropout in attention, and where values are narrower than keys.
+    On a GPU also with grouped queries in fp32. On CPU ranks also with dropout in attention, and where values
+    are narrower than keys.
     """
     if has_one_key_head(arch):
         return True
     if modules.on_gpu:
-        return False
+        return no_fused_groups(arch, modules)
     latent = arch.latent_attention
     return arch.model_type == "gpt2" or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
 
@@ -159,3 +160,13 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
     if latent is not None:
         return latent.qk_head_dim == latent.v_head_dim
     return arch.model_type in CONCATENATED and not (has_mask and modules.on_gpu)
+
+
+def no_fused_groups(arch: Architecture, modules: Modules) -> bool:
+    """Whether queries are grouped in fp32 and without a mask, which on CUDA only plain math takes.
+
+    Flash attention is half precision; the memory-efficient kernel has no grouped queries (torch's
+    ``sdp_utils.cpp``, ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
+    """
+    grouped = arch.latent_attention is None and arch.num_key_value_heads < arch.num_attention_heads
+    return grouped and modules.compute == FP32 and arch.model_type not in EAGER and not masked(arch, modules)
