@@ -48,7 +48,7 @@ def _gpu(name: str, memory_gb: int | None) -> Gpu:
         if memory_gb is None:
             return next(iter(cards.values()))
         nearest = min(cards.values(), key=lambda gpu: abs(gpu.memory_bytes / GIB - memory_gb))
-        if abs(nearest.memory_bytes / GIB - memory_gb) <= 0.1 * memory_gb:
+        if abs(nearest.memory_bytes / GIB - memory_gb) <= 0.015 * memory_gb:
             return nearest
         # The same chip with other memory (H100 with 96 GB): the driver leaves the same share of it.
         memory = memory_gb * GIB

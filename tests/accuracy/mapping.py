@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from tests.accuracy.layouts import Framework, framework, layout
@@ -32,13 +33,34 @@ def mapped(row: Row) -> Mapped:
     machines = cluster(row)
     spread, about_layout = layout(row, kind, arch.num_hidden_layers)
     what, about_recipe = recipe(row, kind, _data_parallel(row, kind, machines.num_gpus))
-    try:
-        plan = ss.Plan(arch, machines, what, spread)
-        plan.memory()
-    except ValueError as error:
-        raise UnmappedError(f"refused: {_short(error)}") from None
+    plan, about_plan = _plan(arch, machines, what, spread)
     _check_data_parallel(row, plan)
-    return Mapped(row, plan, kind.name, (*about_model, *about_layout, *about_recipe))
+    return Mapped(row, plan, kind.name, (*about_model, *about_layout, *about_recipe, *about_plan))
+
+
+def _plan(
+    arch: ss.Architecture, machines: ss.Cluster, what: ss.Recipe, spread: ss.Layout
+) -> tuple[ss.Plan, list[str]]:
+    """The plan; where the framework's model has no formula for a detail that weighs little, without it."""
+    left_out: list[str] = []
+    details: list[tuple[str, object]] = [("lora_dropout", 0.0)]
+    if what.recompute == "full":
+        # Only one layer's scores are there at a time.
+        details.append(("attention", None))
+    while True:
+        try:
+            plan = ss.Plan(arch, machines, what, spread)
+            plan.memory()
+        except ValueError as error:
+            field, default = next(
+                (detail for detail in details if f"Recipe.{detail[0]} is" in str(error)), ("", None)
+            )
+            if not field or getattr(what, field) == default:
+                raise UnmappedError(f"refused: {_short(error)}") from None
+            left_out.append(f"without {field}={getattr(what, field)!r}, for which there is no formula")
+            what = replace(what, **{field: default})
+        else:
+            return plan, left_out
 
 
 def _data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:

@@ -22,8 +22,9 @@ _SCRIPTS: dict[str, dict[str, Any]] = {
         "lora_dropout": 0.05,
         "targets": "q,k,v,o,gate,up,down",
     },
-    # scripts/benchmarks/scenarios.yaml, scenarios-liger.yaml: lora_dropout: 0.1.
-    "foundation-model-stack/fms-acceleration": {"lora_dropout": 0.1},
+    # scripts/benchmarks/scenarios.yaml, scenarios-liger.yaml: lora_dropout: 0.1; Trainer's optimizer was then
+    # adamw_torch, which does not fuse.
+    "foundation-model-stack/fms-acceleration": {"lora_dropout": 0.1, "optimizer": "adamw_foreach"},
 }
 _TARGETS = {key: f"{key}_proj" for key in ("q", "k", "v", "o", "gate", "up", "down")}
 
@@ -43,15 +44,14 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
         "global_batch_size": batch,
         **adapters,
         "precision": _precision(row, kind, bool(adapters)),
-        "optimizer": _optimizer(row),
+        "optimizer": _optimizer(row, scripts),
         "kernels": _kernels(row, kind),
         "attention": _attention(row, kind),
         **_recompute(row, kind, scripts, assumed),
     }
     if "foak" in text(row, "table") and "liger" not in text(row, "table"):
-        # Fused operators of its own with a full table of logits: the nearest kernels that we know.
-        fields["loss"] = "full"
-        assumed.append("fused operators counted as Liger's with full logits")
+        # Its gradient overwrites fp32 logits: neither transformers' loss nor Liger's.
+        raise UnmappedError("a fused cross-entropy of its own (unsloth's) is not modelled")
     if "gptq" in text(row, "qlora"):
         assumed.append("GPTQ's 4 bits counted as NF4's")
     return ss.Recipe(**fields), assumed
@@ -134,7 +134,7 @@ def _precision(row: Row, kind: Framework, adapters: bool) -> str:
     return "fp16-mixed" if re.search(r"fp16|float16", said) else "bf16-mixed"
 
 
-def _optimizer(row: Row) -> str:
+def _optimizer(row: Row, scripts: Mapping[str, Any]) -> str:
     said = text(row, "optimizer").replace("-", "_")
     if "8bit" in said or "8_bit" in said:
         return "paged_adamw_8bit" if "paged" in said else "adamw_8bit"
@@ -145,7 +145,7 @@ def _optimizer(row: Row) -> str:
             return name
     if said and "adam" not in said:
         raise UnmappedError(f"optimizer {row['optimizer']!r}")
-    return "adamw"
+    return str(scripts.get("optimizer", "adamw"))
 
 
 def _kernels(row: Row, kind: Framework) -> str | None:

@@ -39,7 +39,10 @@ MIXTRAL = replace(
 TIED = replace(LLAMA, tie_word_embeddings=True)
 MODELS = {"llama": LLAMA, "mixtral": MIXTRAL, "tied": TIED}
 TWO = ss.Cluster.parse("2xcpu")
-ALL = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "sgd", "lion", "muon")
+ALL = (
+    *("adamw", "adamw_foreach", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
+    *("adafactor", "sgd", "lion", "muon"),
+)
 
 
 def hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -50,7 +53,7 @@ def hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def optimizers(name: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """The real optimizers that a recipe names."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    if name in ("adamw", "sgd"):
+    if name in ("adamw", "adamw_foreach", "sgd"):
         return [build_optimizer(name, trained)]
     if name == "adafactor":
         # Matrices first, as training.optimizers groups them.
@@ -139,7 +142,7 @@ def test_the_optimizer_of_adapters(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adafactor", "muon", "sgd", "adamw"])
+@pytest.mark.parametrize("name", ["adafactor", "muon", "sgd", "adamw", "adamw_foreach"])
 def test_an_update_needs_what_is_predicted(name: str, precision: str) -> None:
     """Beside the state, at the fullest moment of the second step; numbers of a few bytes are let go."""
     model = build_model(LLAMA).to(torch.bfloat16 if precision == "bf16" else torch.float32)

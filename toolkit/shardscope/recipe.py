@@ -12,7 +12,15 @@ Method = Literal["full", "lora", "qlora"]
 Quantization = Literal["int8", "nf4"]
 Precision = Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"]
 Optimizer = Literal[
-    "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "sgd", "lion", "muon"
+    "adamw",
+    "adamw_foreach",
+    "adamw_8bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "adafactor",
+    "sgd",
+    "lion",
+    "muon",
 ]
 Recompute = Literal["none", "selective", "full", "offload"]
 Kernels = Literal["transformers", "liger", "megatron", "compiled"]
@@ -56,10 +64,11 @@ class Recipe(JsonNoun):
     """``bf16-mixed``/``fp16-mixed`` keep fp32 originals; ``fp8-mixed`` is ``bf16-mixed`` whose large products
     run in 8 bits (Micikevicius et al. 2022); ``bf16`` and ``fp32`` keep one copy in that type."""
     optimizer: Optimizer = "adamw"
-    """``adamw`` keeps two moments a weight (Loshchilov & Hutter 2019), ``adamw_8bit`` the same in blocks of 8
-    bits (Dettmers et al. 2022), ``paged_...`` in memory that can move to the host, ``adafactor`` a row and a
-    column (Shazeer & Stern 2018), ``sgd`` and ``lion`` (Chen et al. 2023) one momentum, ``muon`` one momentum
-    for hidden matrices and AdamW for the rest (Jordan et al. 2024)."""
+    """``adamw`` keeps two moments a weight (Loshchilov & Hutter 2019) and steps in one fused kernel,
+    ``adamw_foreach`` in torch's multi-tensor operations; ``adamw_8bit`` keeps them in blocks of 8 bits
+    (Dettmers et al. 2022), ``paged_...`` in memory that can go to the host; ``adafactor`` a row and a column
+    (Shazeer & Stern 2018), ``sgd`` and ``lion`` (Chen et al. 2023) one momentum, ``muon`` one momentum for
+    hidden matrices and AdamW for the rest (Jordan et al. 2024)."""
     recompute: Recompute = "none"
     """Activations recomputed in backward: none, all but matrix products and attention, or whole layers;
     ``offload`` keeps them all, in host memory."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WORDS = {
     "adamw": "two moments (Loshchilov & Hutter 2019)",
+    "adamw_foreach": "two moments (Loshchilov & Hutter 2019)",
     "adamw_8bit": "two moments of 8 bits in blocks of 256 (Dettmers et al. 2022)",
     "paged_adamw": "two fp32 moments in managed memory (bitsandbytes)",
     "paged_adamw_8bit": "two moments of 8 bits in managed memory (bitsandbytes, Dettmers et al. 2022)",
@@ -96,6 +97,11 @@ def _loop_working(plan: Plan, stage: Stage, width: int, num_shards: int) -> Term
     name = plan.recipe.optimizer
     if name == "adamw":
         return no_bytes("fused AdamW updates in place")
+    if name == "adamw_foreach":
+        # All second moments' roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another group.
+        shards = _Shards("matrices", width, plan.degrees.tp, plan.degrees.ep, num_shards, "")
+        roots = _sum(plan, stage, shards).state
+        return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
     if name == "sgd" and num_shards == 1 and plan.on_gpu:
         matrices = _sum(plan, stage, _Shards("matrices", width, plan.degrees.tp, plan.degrees.ep, 1, ""))
         return Term(

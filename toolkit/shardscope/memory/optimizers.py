@@ -21,7 +21,7 @@ MIN_PAGED = 100_000
 QUANTILE_MAP = 256 * FP32
 """The 256 numbers that 8 bits stand for."""
 
-ELEMENTWISE: dict[str, int] = {"adamw": 2, "sgd": 1, "lion": 1}
+ELEMENTWISE: dict[str, int] = {"adamw": 2, "adamw_foreach": 2, "sgd": 1, "lion": 1}
 """Optimizers that keep so many numbers a weight in the weight's own type, whatever the tensor's shape."""
 
 

@@ -32,6 +32,8 @@ def build_optimizer(
         # One kernel for all weights where torch has it; its default on a CPU makes ten passes over memory.
         fused = all(parameter.device.type in FUSED_DEVICES for parameter in parameters)
         return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=fused)
+    if name == "adamw_foreach":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, foreach=True)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM)
     raise ValueError(

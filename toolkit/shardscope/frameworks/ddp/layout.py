@@ -20,8 +20,12 @@ class DdpLayout(Layout):
     framework: ClassVar[str] = "ddp"
     title: ClassVar[str] = "DDP"
     mixes_by_autocast: ClassVar[bool] = True
+    supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
+    supported_quantization: ClassVar[tuple[str, ...]] = ("nf4",)
+    """bitsandbytes' weights become no DTensors, so no other layout here has them."""
     supported_optimizers: ClassVar[tuple[str, ...]] = (
-        *("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "sgd", "lion", "muon"),
+        *("adamw", "adamw_foreach", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
+        *("adafactor", "sgd", "lion", "muon"),
     )
     """All: a replica's tensors are plain ones. 8-bit and paged are bitsandbytes'."""
 

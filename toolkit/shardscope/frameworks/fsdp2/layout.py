@@ -32,7 +32,7 @@ class Fsdp2Layout(Layout):
     title: ClassVar[str] = "FSDP2"
     # 8-bit is torchao's: bitsandbytes knows no DTensor, torch.optim.Adafactor refuses sharded ones, and Muon
     # gathers whole matrices as DTensor sees fit, for which there is no formula.
-    supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "adamw_8bit", "sgd", "lion")
+    supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "adamw_foreach", "adamw_8bit", "sgd", "lion")
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,
