@@ -55,18 +55,20 @@ class Layout(JsonNoun):
     default_kernels: ClassVar[str] = "transformers"
     """Whose modules run when ``Recipe.kernels`` is None."""
     # What the framework can run of a recipe, and the memory model has a formula for (shardscope.support).
-    supported_kernels: ClassVar[tuple[str, ...]] = ("transformers",)
+    supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger")
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora")
     supported_precisions: ClassVar[tuple[str, ...]] = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
     supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full", "offload")
     supported_attention: ClassVar[tuple[str, ...]] = ()
-    supported_losses: ClassVar[tuple[str, ...]] = ("full",)
+    supported_losses: ClassVar[tuple[str, ...]] = ("full", "chunked", "fused")
     supported_quantization: ClassVar[tuple[str, ...]] = ()
     supports_packing: ClassVar[bool] = False
     supports_recompute_interval: ClassVar[bool] = True
     supports_expert_capacity: ClassVar[bool] = False
     """Whether experts can have room for so many tokens only; otherwise they are dropless."""
+    own_formulas: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the recipe for which this framework's memory model has a formula of its own."""
     mixes_by_autocast: ClassVar[bool] = False
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
 
@@ -122,6 +124,11 @@ class Layout(JsonNoun):
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
         """Decoder layers on each pipeline stage, first to last."""
         return even_stages(architecture.num_hidden_layers, degrees.pp)
+
+    @property
+    def keeps_frozen_inputs(self) -> bool:
+        """Whether projections without gradients of their own keep their inputs all the same."""
+        return False
 
     @property
     def splits_sequence(self) -> bool:
@@ -194,8 +201,12 @@ class Layout(JsonNoun):
         ep: int = 1,
         sequence_parallel: bool | None = None,
         distributed_optimizer: bool = True,
+        etp: int | None = None,
     ) -> Layout:
-        """Megatron-core: tensor, pipeline, context, expert parallel. ``sequence_parallel=None``: tp > 1."""
+        """Megatron-core: tensor, pipeline, context, expert parallel. ``sequence_parallel=None``: tp > 1.
+
+        ``etp`` is the tensor-parallel degree inside an expert; None: ``tp``.
+        """
         return _layout_class("megatron")(
             tp=tp,
             pp=pp,
@@ -204,6 +215,7 @@ class Layout(JsonNoun):
             ep=ep,
             sequence_parallel=sequence_parallel,
             distributed_optimizer=distributed_optimizer,
+            etp=etp,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.memory.head import loss_in_force
+from shardscope.memory.modules.liger import LIGER_FAMILIES
 from shardscope.validation import nearest, refuse
 
 if TYPE_CHECKING:
@@ -47,13 +49,14 @@ def check_supported(plan: Plan) -> None:
         if value is not None and value not in supported(plan.layout, field):
             _refuse_unsupported(plan, field, value)
     for field, known in WITHOUT_FORMULA.items():
-        if getattr(plan.recipe, field) != known:
+        if getattr(plan.recipe, field) != known and field not in plan.layout.own_formulas:
             refuse(
                 f"Recipe.{field}",
                 getattr(plan.recipe, field),
                 f"{known}: the memory model has no formula for others yet",
                 f"{field}={known}",
             )
+    _check_kernels(plan)
     _check_experts(plan)
     _check_interval(plan)
     _check_packing(plan)
@@ -70,6 +73,30 @@ def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
     else:
         fix = f"{field}={nearest(value, list(values))!r}"
     refuse(f"Recipe.{field}", value, f"{allowed} with {plan.layout.title}", fix)
+
+
+def _check_kernels(plan: Plan) -> None:
+    """Kernels are written for some families, for GPUs, and for vocabularies that are whole."""
+    recipe, arch = plan.recipe, plan.architecture
+    uses_liger = recipe.kernels == "liger" or recipe.loss == "fused"
+    field, value = ("kernels", "liger") if recipe.kernels == "liger" else ("loss", recipe.loss)
+    if recipe.kernels == "liger" and (arch.model_type not in LIGER_FAMILIES or arch.num_moe_layers):
+        refuse(
+            "Recipe.kernels",
+            "liger",
+            f"None or 'transformers' with {arch.name} ({arch.model_type}): the memory model knows Liger's "
+            f"kernels in {', '.join(LIGER_FAMILIES)}",
+            "kernels=None",
+        )
+    if uses_liger and not plan.on_gpu:
+        refuse(f"Recipe.{field}", value, "None on CPU ranks: Liger's kernels need a GPU", f"{field}=None")
+    if loss_in_force(plan) != "full" and plan.degrees.tp > 1:
+        refuse(
+            f"Recipe.{field}",
+            value,
+            "the full loss with tp > 1, which cuts the vocabulary",
+            "loss='full'" if recipe.loss is None else "loss=None",
+        )
 
 
 def _check_experts(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""A plan in megatron-core's own words: ``TransformerConfig``'s and ``GPTModel``'s arguments as plain values."""
+"""A plan in megatron-core's own words: ``TransformerConfig``'s and ``GPTModel``'s arguments as values."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ def check_rehearsed(plan: Plan) -> None:
             "16 or 32 bits in a rehearsal: fp8 is Transformer Engine's, which needs CUDA",
             'precision="bf16-mixed"',
         )
+    experts = arch.mixture_of_experts
+    if experts is not None and not arch.gated_mlp:
+        refuse("Architecture.gated_mlp", False, "True with experts in a rehearsal", "plan.memory()")
     if recipe.optimizer not in ("adamw", "sgd"):
         refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", 'optimizer="adamw"')
 
@@ -102,24 +105,19 @@ def _recompute(plan: Plan) -> dict[str, Any]:
     if recipe.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if recipe.recompute == "full":
-        if recipe.recompute_interval == 1:
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        layers = max(plan.stage_layers) // plan.degrees.vpp
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": ceil_div(layers, recipe.recompute_interval),
-        }
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {}
 
 
 def _experts(plan: Plan) -> dict[str, Any]:
-    arch, recipe = plan.architecture, plan.recipe
+    arch, recipe, layout = plan.architecture, plan.recipe, plan.layout
+    assert isinstance(layout, MegatronLayout)
     experts = arch.mixture_of_experts
     if experts is None:
         return {}
     return {
         "num_moe_experts": experts.num_experts,
+        "expert_tensor_parallel_size": layout.expert_tp,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_ffn_hidden_size": experts.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": experts.shared_expert_intermediate_size or None,

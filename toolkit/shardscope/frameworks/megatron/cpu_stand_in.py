@@ -1,8 +1,9 @@
 """Megatron-core on CPU tensors: its CUDA calls answered by the CPU, inside a ``with`` and nowhere else.
 
-Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its layers, so it cannot even be
-built without a GPU. A rehearsal moves no data: here those calls mean the CPU. Nothing that trains on CUDA may
-come through here, so a process that has initialised CUDA is refused, and a test holds who imports this file.
+Megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its layers, so it cannot
+even be built without a GPU. A rehearsal moves no data: here those calls mean the CPU. Nothing that trains on
+CUDA may come through here, so a process that has initialised CUDA is refused, and a test holds who imports
+this file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def cpu_stand_in() -> Iterator[None]:
         yield
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class _CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
     """Factories asked for a CUDA device make CPU tensors, and ``.cuda()`` moves nothing."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +53,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
-        return device.type == "cuda"
+        return bool(device.type == "cuda")
     return isinstance(device, str) and device.startswith("cuda")
 
 
@@ -68,6 +69,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer.moe import moe_utils
 
     stream = _Stream()
     dummies: dict[Any, torch.Tensor] = {}
@@ -85,6 +87,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     def as_everywhere(found: list[Any], mine: Any, group: Any = None) -> None:
         found[:] = [mine] * len(found)
 
+    def together(*args: Any, **kwargs: Any) -> contextlib.nullcontext[_Stream]:
+        return contextlib.nullcontext(stream)
+
     # The weight-gradient kernels add into the main gradient and allocate nothing.
     fused_wgrad = SimpleNamespace(wgrad_gemm_accum_fp32=nothing, wgrad_gemm_accum_fp16=nothing)
     found = [
@@ -99,11 +104,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (torch.distributed, "all_gather_object", as_everywhere),
         # Several collectives launched as one have no fake counterpart; one by one they have.
-        (
-            param_and_grad_buffer,
-            "_coalescing_manager",
-            lambda *args, **kwargs: contextlib.nullcontext(stream),
-        ),
+        (param_and_grad_buffer, "_coalescing_manager", together),
         (random, "_get_cuda_rng_state", nothing),
         (random, "_set_cuda_rng_state", nothing),
         (random.CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
@@ -111,6 +112,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (layers, "_grad_accum_fusion_available", True),
         (layers, "get_dummy_wgrad", dummy_gradient),
         (layers, "HAVE_TE", True),
+        # Asked for without Transformer Engine too, and there only with it (megatron-core 0.16.1).
+        (moe_utils, "te_general_gemm", None),
         (clip_grads, "l2_norm_impl", lambda *args: (torch.zeros(1), None)),
         (clip_grads, "multi_tensor_scale_impl", nothing),
     ]

@@ -1,8 +1,8 @@
 """What stands in a rehearsal for Transformer Engine's kernels, which no machine without CUDA can load.
 
-Each keeps for backward, and allocates in backward, what the kernel that it stands for does; nothing is computed.
-All around them is megatron-core's own code. Without these, megatron-core's "local" modules would be rehearsed:
-they write out attention's scores and are not what anybody trains with.
+Each keeps for backward, and allocates in backward, what the kernel that it stands for does; nothing is
+computed. All around them is megatron-core's own code. Without these, megatron-core's "local" modules would be
+rehearsed: they write out attention's scores and are not what anybody trains with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.tracker import Tracker
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """cuDNN's and FlashAttention's: operands, output, and one fp32 statistic a query and head."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class FusedAttention(torch.nn.Module):
+class FusedAttention(torch.nn.Module):  # type: ignore[misc]
     """In the place of ``TEDotProductAttention``: its operands are contiguous, as its kernels want them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class FusedAttention(torch.nn.Module):
         return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous()).flatten(2)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):  # type: ignore[misc]
     """Saves its input and one fp32 number a token, the mean too where it takes one."""
 
     @staticmethod
@@ -64,7 +64,7 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), of_bias
 
 
-class FusedNorm(torch.nn.Module):
+class FusedNorm(torch.nn.Module):  # type: ignore[misc]
     """In the place of ``TENorm``; takes sequence parallelism, which megatron-core's torch norm refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ class FusedNorm(torch.nn.Module):
         self.bias = None
         for name in sizes:
             parameter = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
             setattr(self, name, parameter)
 
     def forward(self, x: Any) -> Any:
@@ -81,7 +81,7 @@ class FusedNorm(torch.nn.Module):
         return _Norm.apply(x, self.weight, self.bias)
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):  # type: ignore[misc]
     """Saves the angles only, which all layers share."""
 
     @staticmethod
@@ -97,6 +97,74 @@ class _Rotary(torch.autograd.Function):
 def fused_rotary(x: Any, angles: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of Transformer Engine's ``fused_apply_rotary_pos_emb``."""
     return _Rotary.apply(x, angles)
+
+
+class DuplicatedLinear(torch.nn.Module):  # type: ignore[misc]
+    """In the place of ``TELinear(parallel_mode="duplicated")``: every tp rank has all of the matrix."""
+
+    def __init__(self, inner: int, out: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.empty(out, inner, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Any) -> tuple[Any, None]:
+        """(..., inner) to (..., out), and no bias."""
+        from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+        out = linear_with_grad_accumulation_and_async_allreduce(
+            x, self.weight, None, self.config.gradient_accumulation_fusion, False, False
+        )
+        return out, None
+
+
+class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
+    """Each expert's rows times its matrix in one kernel; weight gradients go into the main gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, *weights: Any) -> Any:
+        ctx.save_for_backward(x, *weights)
+        return x.new_empty((x.shape[0], weights[0].shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        from megatron.core.tensor_parallel import layers
+
+        x, *weights = ctx.saved_tensors
+        for weight in weights:
+            weight.grad_added_to_main_grad = True
+        dummies = [layers.get_dummy_wgrad(list(weight.shape), weight.dtype) for weight in weights]
+        return torch.empty_like(x), *dummies
+
+
+class FusedExperts(torch.nn.Module):  # type: ignore[misc]
+    """In the place of ``TEGroupedMLP``: all experts of a rank in two grouped products."""
+
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+        branches = 2 if config.gated_linear_unit else 1
+        self.fc1 = self._weights(num_local_experts, branches * inner, config.hidden_size)
+        self.fc2 = self._weights(num_local_experts, config.hidden_size, inner)
+
+    def _weights(self, num_local_experts: int, out: int, inner: int) -> torch.nn.ParameterList:
+        made = [
+            torch.nn.Parameter(torch.empty(out, inner, dtype=self.config.params_dtype))
+            for _ in range(num_local_experts)
+        ]
+        for weight in made:
+            # With this mark DDP puts them in the buffers of the expert-data-parallel ranks.
+            weight.allreduce = self.config.expert_model_parallel_size == 1
+        return torch.nn.ParameterList(made)
+
+    def forward(self, x: Any, tokens_per_expert: Any, probabilities: Any) -> tuple[Any, None]:
+        """(tokens, hidden) of all experts of this rank, sorted by expert; the same shape comes back."""
+        from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+        inner = _GroupedProduct.apply(x, *self.fc1)
+        inner = weighted_bias_swiglu_impl(inner, None, probabilities.unsqueeze(-1))
+        return _GroupedProduct.apply(inner, *self.fc2), None
 
 
 class FusedRegions:

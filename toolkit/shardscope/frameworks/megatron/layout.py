@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +35,10 @@ class MegatronLayout(Layout):
     default_kernels: ClassVar[str] = "megatron"
     supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
     supported_methods: ClassVar[tuple[str, ...]] = ("full",)
+    supported_attention: ClassVar[tuple[str, ...]] = ("flash", "eager")
+    supported_losses: ClassVar[tuple[str, ...]] = ("full", "fused")
+    supports_expert_capacity: ClassVar[bool] = True
+    own_formulas: ClassVar[frozenset[str]] = frozenset({"dropout", "expert_imbalance"})
     supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full")
     supports_recompute_interval: ClassVar[bool] = False
     """Its ``recompute_num_layers`` means chunks of layers, or the first ones, not every so-manieth."""
@@ -43,6 +48,7 @@ class MegatronLayout(Layout):
         "vpp": None,
         "cp": None,
         "ep": None,
+        "etp": (None, 1),
         "sequence_parallel": (True, False),
         "distributed_optimizer": (True, False),
     })  # fmt: skip
@@ -57,6 +63,8 @@ class MegatronLayout(Layout):
     """Context-parallel degree."""
     ep: int = 1
     """Ranks that share out the experts; taken from data x context parallel."""
+    etp: int | None = None
+    """Tensor-parallel degree inside an expert; ``None``: ``tp``."""
     sequence_parallel: bool | None = None
     """Split norms and residuals along the sequence within tp; ``None``: whenever tp > 1."""
     distributed_optimizer: bool = True
@@ -64,6 +72,8 @@ class MegatronLayout(Layout):
 
     def __post_init__(self) -> None:
         check_degrees(self, "tp", "pp", "vpp", "cp", "ep")
+        if self.etp is not None:
+            check_degrees(self, "etp")
         flag("Layout.distributed_optimizer", self.distributed_optimizer)
         if self.sequence_parallel is not None:
             flag("Layout.sequence_parallel", self.sequence_parallel)
@@ -77,13 +87,19 @@ class MegatronLayout(Layout):
         """Whether sequence parallelism is in force."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel degree inside an expert."""
+        return self.tp if self.etp is None else self.etp
+
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Data-parallel ranks are what tp, pp and cp leave."""
         check_heads(architecture, self.tp, shares_key_value_heads=True)
         check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
-        check_experts(architecture, self.ep, data_parallel * self.cp)
+        self._check_expert_tp(architecture)
+        check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
         self._check_sequence(architecture, recipe)
         degrees = Degrees(
             data_parallel=data_parallel,
@@ -135,6 +151,14 @@ class MegatronLayout(Layout):
             "with loss and embedding counted as a layer each",
             f"pp={nearest}",
         )
+
+    def _check_expert_tp(self, architecture: Architecture) -> None:
+        if self.etp is None:
+            return
+        if architecture.mixture_of_experts is None:
+            refuse("Layout.etp", self.etp, f"None, for {architecture.name} has no experts", "etp=None")
+        if self.tp % self.etp:
+            refuse("Layout.etp", self.etp, f"a divisor of tp={self.tp}", f"etp={gcd(self.etp, self.tp)}")
 
     def _check_sequence(self, architecture: Architecture, recipe: Recipe) -> None:
         if self.tp > 1 and not self.splits_sequence and architecture.num_moe_layers:

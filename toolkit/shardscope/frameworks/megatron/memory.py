@@ -1,29 +1,56 @@
 """Megatron-core's training state: half-precision weights, fp32 main gradients, fp32 main copies and moments.
 
 Per weight 18 bytes without, 6 + 12 / data-parallel ranks with the distributed optimizer (Megatron-LM,
-docs/source/api-guide/dist_optimizer.md). The vocabulary is padded to 128 x tp.
+docs/source/api-guide/dist_optimizer.md). The vocabulary is padded to 128 x tp, and the distributed
+optimizer's buffers to whole shards.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.megatron.activations import chunk_layers, find_activations
+from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
+from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.modules.attention import widths as attention_widths
+from shardscope.memory.modules.megatron import branches
 from shardscope.memory.precision import FP32, num_moments, widths
-from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, stages_of
+from shardscope.memory.report import Term
+from shardscope.memory.stages import Stage, layer_shard, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.plan import Plan
 
-MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
+_WORD = 128
+"""Numbers to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
 
 
 def stages(plan: Plan) -> list[Stage]:
-    """Stages with the padded vocabulary."""
-    return stages_of(plan, vocab_multiple=MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp)
+    """Stages with the padded vocabulary, and with the layers of all their model chunks."""
+    found = stages_of(plan, vocab_multiple=MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp)
+    if plan.architecture.mixture_of_experts is None:
+        return found
+    return [_with_experts(plan, stage) for stage in found]
+
+
+def _with_experts(plan: Plan, stage: Stage) -> Stage:
+    """The stage whose layers are those of its model chunks, and whose experts are cut by their own tp."""
+    arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
+    assert isinstance(layout, MegatronLayout)
+    moe_layers = sum(moe for _, moe in chunk_layers(plan, stage.number))
+    dense_layers = stage.num_layers - moe_layers
+    moe = layer_shard(arch, True, degrees.tp, degrees.ep, 1)
+    layers = moe_layers * moe.dense
+    if dense_layers:
+        layers += dense_layers * layer_shard(arch, False, degrees.tp, degrees.ep, 1).dense
+    experts = layer_shard(arch, True, layout.expert_tp, degrees.ep, 1).experts
+    return stage._replace(num_moe_layers=moe_layers, layers=layers, experts=moe_layers * experts)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
@@ -34,20 +61,31 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     main = FP32 if half < FP32 else 0
     kept = main + num_moments[recipe.optimizer] * FP32
     replicas = degrees.data_parallel * degrees.cp
-    dense_ranks = replicas if layout.distributed_optimizer else 1
-    # An expert has fewer replicas than a dense weight: ep of them were spent on other experts.
-    expert_ranks = max(1, replicas // degrees.ep) if layout.distributed_optimizer else 1
-    dense = stage.layers + stage.edges
-    weights = dense + stage.experts
-    optimizer = kept * (ceil_div(dense, dense_ranks) + ceil_div(stage.experts, expert_ranks))
-    head = half * stage.edges
+    dense_ranks = expert_ranks = 1
+    dense, experts = stage.layers + stage.edges, stage.experts
+    if layout.distributed_optimizer:
+        dense_ranks = replicas
+        # An expert has fewer replicas than a dense weight: ranks were spent on other experts.
+        expert_ranks = max(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
+        dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
+    weights = dense + experts
+    optimizer = kept * (ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks))
+    staging = half * _staging(plan, stage)
+    embedding = half * _embedding(plan) if stage.is_first else 0
 
     def optimizer_words() -> str:
         split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""
-        experts = f" + {stage.experts:,} of experts / {expert_ranks}" if stage.experts else ""
+        of_experts = f" + {experts:,} of experts / {expert_ranks}" if experts else ""
         return (
-            f"({dense:,}{split}{experts}) × {kept} bytes · fp32 main copy and {recipe.optimizer} moments "
+            f"({dense:,}{split}{of_experts}) × {kept} bytes · fp32 main copy and {recipe.optimizer} moments "
             f"(distributed_optimizer={layout.distributed_optimizer})"
+        )
+
+    def staging_words() -> str:
+        return (
+            f"{gib(staging)} GiB: one half-precision gradient of each shape of matrix, which autograd is "
+            "shown while kernels add to the main gradients (Transformer Engine, get_dummy_wgrad), and the "
+            "sequence gathered over tp"
         )
 
     return TrainingState(
@@ -61,13 +99,88 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             ),
         ),
         optimizer=Term(optimizer, optimizer_words),
-        gather_forward=no_bytes("parameters are gathered in place after the optimizer step"),
+        initialisation={
+            "parameters": Term(
+                weights * half * (2 if layout.distributed_optimizer else 1),
+                lambda: "the module's own weights beside the buffer that they move to",
+            )
+        },
+        gather_rest=Term(staging, staging_words),
+        gather_forward=Term(staging, staging_words),
+        gather_layer=Term(staging, staging_words),
         gather_backward=Term(
-            head, lambda: f"{gib(head)} GiB half-precision gradient of the embedding or head"
+            staging + embedding,
+            lambda: f"{gib(embedding)} GiB half-precision gradient of the embedding + {staging_words()}",
         ),
-        group_sizes=(degrees.data_parallel * degrees.cp, degrees.tp, degrees.pp, degrees.ep),
+        group_sizes=(replicas, degrees.tp, degrees.pp, degrees.ep),
         gradients_stay=True,
+        find_activations=lambda number: find_activations(plan, stage._replace(number=number)),
     )
+
+
+def _padded(numbers: int, ranks: int) -> int:
+    """Numbers of a buffer that the distributed optimizer cuts into equal shards.
+
+    Bucket by bucket and parameter by parameter there is padding too, of at most 63 numbers each: none where
+    sizes are multiples of 64, and never enough to be seen.
+    """
+    multiple = lcm(ranks, _WORD)
+    found: int = ceil_div(numbers, multiple) * multiple
+    return found
+
+
+def _embedding(plan: Plan) -> int:
+    """Numbers of the token embedding on one rank."""
+    rows: int = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp) // plan.degrees.tp
+    return plan.architecture.hidden_size * rows
+
+
+def _staging(plan: Plan, stage: Stage) -> int:
+    """Numbers in the dummy gradients of a rank, and in the gathered sequence."""
+    layout = plan.layout
+    assert isinstance(layout, MegatronLayout)
+    kinds = ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers))
+    shapes: set[tuple[int, int]] = set()
+    for moe, layers in kinds:
+        if layers:
+            shapes |= _matrices(plan.architecture, moe, plan.degrees.tp, layout.expert_tp)
+    found = sum(rows * columns for rows, columns in shapes)
+    if stage.is_last:
+        found += _embedding(plan)
+    if layout.splits_sequence:
+        tokens = plan.recipe.micro_batch_size * ceil_div(plan.recipe.seq_len, plan.degrees.cp)
+        found += tokens * plan.architecture.hidden_size
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> frozenset[tuple[int, int]]:
+    """The shapes of one layer's matrices on one rank, fused as megatron-core fuses them."""
+    hidden, width, latent = arch.hidden_size, attention_widths(arch), arch.latent_attention
+    found = {(hidden, ceil_div(width.output, tp))}
+    if latent is None:
+        found.add((ceil_div(width.inputs, tp), hidden))
+    else:
+        expanded = arch.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        found |= {
+            (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden),
+            (ceil_div(expanded, tp), latent.kv_lora_rank),
+        }
+        if latent.q_lora_rank is None:
+            found.add((ceil_div(width.query, tp), hidden))
+        else:
+            found |= {(latent.q_lora_rank, hidden), (ceil_div(width.query, tp), latent.q_lora_rank)}
+    experts = arch.mixture_of_experts
+    inners = [(arch.intermediate_size, tp)]
+    if moe and experts is not None:
+        inners = [
+            (experts.moe_intermediate_size, expert_tp),
+            (experts.shared_expert_intermediate_size, tp),
+        ]
+    for inner, cut in inners:
+        if inner:
+            found |= {(ceil_div(branches(arch) * inner, cut), hidden), (hidden, ceil_div(inner, cut))}
+    return frozenset(found)
 
 
 def _cut(plan: Plan) -> str:

@@ -1,5 +1,5 @@
-"""Megatron-core's own model, schedule, gradient buffers and optimizer on fake tensors, one pipeline stage at a
-time, at the plan's true sizes and world size.
+"""Megatron-core's own model, schedule, gradient buffers and optimizer on fake tensors: one pipeline stage
+at a time, at the plan's true sizes and world size.
 
 Megatron-core's own: ``GPTModel``, ``DistributedDataParallel``, the distributed optimizer and the 1F1B or
 interleaved schedule, which so keeps in flight what it really keeps. Not its own: the kernels of Transformer
@@ -21,11 +21,14 @@ from shardscope.frameworks.megatron.core_config import (
 )
 from shardscope.frameworks.megatron.cpu_stand_in import cpu_stand_in
 from shardscope.frameworks.megatron.fused_modules import (
+    DuplicatedLinear,
     FusedAttention,
+    FusedExperts,
     FusedNorm,
     FusedRegions,
     fused_rotary,
 )
+from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
@@ -106,12 +109,14 @@ class _StageRehearsal:
     def _model_parallel(self) -> Iterator[None]:
         from megatron.core import parallel_state
 
-        degrees = self.plan.degrees
+        degrees, layout = self.plan.degrees, self.plan.layout
+        assert isinstance(layout, MegatronLayout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=degrees.tp,
             pipeline_model_parallel_size=degrees.pp,
             virtual_pipeline_model_parallel_size=degrees.vpp if degrees.vpp > 1 else None,
             expert_model_parallel_size=degrees.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
             create_gloo_process_groups=False,
         )
         try:
@@ -125,6 +130,7 @@ class _StageRehearsal:
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import layers
+        from megatron.core.transformer import multi_latent_attention
 
         dummy = layers.get_dummy_wgrad
 
@@ -140,10 +146,11 @@ class _StageRehearsal:
 
             return call
 
-        replaced = [
+        replaced: list[tuple[Any, str, Any]] = [
             (schedules, "forward_step", in_phase("forward", schedules.forward_step)),
             (schedules, "backward_step", in_phase("backward", schedules.backward_step)),
             (layers, "get_dummy_wgrad", kept_dummy),
+            (multi_latent_attention, "TELinear", DuplicatedLinear),
             (rope_utils, "fused_apply_rotary_pos_emb", fused_rotary),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
@@ -293,9 +300,14 @@ def _use_fused_kernels(layer: Any, *, fused_attention: bool) -> None:
     parts = layer.submodules
     parts.input_layernorm = FusedNorm
     parts.pre_mlp_layernorm = FusedNorm
+    if hasattr(parts.mlp.submodules, "experts"):
+        parts.mlp.submodules.experts.module = FusedExperts
     attention = parts.self_attention.submodules
     if fused_attention:
         attention.core_attention = FusedAttention
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if hasattr(attention, name):
+            setattr(attention, name, DuplicatedLinear)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if hasattr(attention, name) and "Identity" not in str(getattr(attention, name)):
             setattr(attention, name, FusedNorm)

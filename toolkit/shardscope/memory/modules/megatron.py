@@ -1,7 +1,8 @@
-"""Megatron-core's layer with fused norms, flash attention and fused activations, without dropout.
+"""What Megatron-core's layer keeps for backward, with Transformer Engine's fused kernels.
 
-Reduces to Korthikanti et al. 2022 for a GPT layer: their 34 s b h + 5 a s^2 b less the two dropout masks
-(2 s b h) and with flash attention's statistics (4 a s b) for the scores.
+Reduces to Korthikanti et al. 2022 for a GPT layer with dropout: their 34 s b h, and 5 a s^2 b where attention
+is eager; fused attention keeps one number a query and head instead (4 a s b). Counted tensor by tensor
+against megatron-core's own modules on fake tensors (``frameworks/megatron/rehearse.py``).
 """
 
 from __future__ import annotations
@@ -9,65 +10,133 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.modules.attention import widths
-from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.modules.saved import Cut, Modules, Saved
 from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
+INDEX = 8
+"""Bytes of an index: PyTorch's are int64."""
+
 
 def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
     """Every tensor that the layer saves."""
-    c, hidden, attention = modules.compute, arch.hidden_size, widths(arch)
+    c, hidden = modules.compute, arch.hidden_size
     tensors = [
-        # Two norms: each keeps its input; its output feeds a matrix product.
-        Saved("norms", 4 * hidden * c, "sequence"),
-        Saved("attention", (attention.query + attention.output) * c, "tp"),
-        # Where tp exceeds the key/value heads, linear_qkv's output is gathered and each rank keeps one head
-        # (megatron/core/transformer/attention.py, get_query_key_value_tensors).
-        Saved(
-            "attention",
-            (attention.key + attention.value) * c,
-            "tp" if arch.latent_attention else "key_value_heads",
-        ),
-        *_statistics(arch),
+        # Two norms: each keeps its input and its statistics; its output feeds a matrix product.
+        Saved("norms", 4 * hidden * c + 2 * norm_statistics(arch), "sequence"),
+        *_attention(arch, c, selective=False),
+        *core_attention(arch, modules),
     ]
-    latent = arch.latent_attention
-    if latent is not None:
-        ranks = (latent.q_lora_rank or 0) + latent.kv_lora_rank
-        tensors.append(Saved("attention", 2 * ranks * c, "sequence"))
+    if modules.dropout:
+        # One byte a number of each residual branch.
+        tensors.append(Saved("norms", 2 * hidden, "sequence"))
     if moe:
-        return tensors + _experts(arch, c)
+        return tensors + _experts(arch, modules)
     # The fused activation keeps its input (both branches if gated), the second product its input.
-    return [*tensors, Saved("mlp", (_branches(arch) + 1) * arch.intermediate_size * c, "tp")]
+    return [*tensors, Saved("mlp", (branches(arch) + 1) * arch.intermediate_size * c, "tp")]
 
 
 def megatron_selective(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """Recomputing the core attention frees its statistics only, once flash attention has freed its scores.
+    """Every tensor that the layer saves while its core attention is recomputed.
 
-    Its operands stay as the checkpoint's inputs, its output as the projection's (Korthikanti et al. 2022,
-    section 5; Megatron-LM#1225).
+    The operands stay as the checkpoint's inputs, the output as the projection's (Korthikanti et al. 2022,
+    section 5). With fused attention little is won, and some is lost: the values are a view, by which the
+    checkpoint holds the whole output of the query-key-value product (Megatron-LM#1225).
     """
-    statistics = _statistics(arch)
-    return [tensor for tensor in megatron_layer(arch, moe, modules) if tensor not in statistics]
+    core = core_attention(arch, modules)
+    operands = _attention(arch, modules.compute, selective=False)
+    kept = [tensor for tensor in megatron_layer(arch, moe, modules) if tensor not in (*core, *operands)]
+    return kept + _attention(arch, modules.compute, selective=True)
 
 
-def _statistics(arch: Architecture) -> list[Saved]:
-    return [Saved("attention", FP32 * arch.num_attention_heads, "tp")]
+def core_attention(arch: Architecture, modules: Modules) -> list[Saved]:
+    """What the attention kernel keeps beside its operands and its output."""
+    heads = arch.num_attention_heads
+    if modules.attention != "eager":
+        return [Saved("attention", FP32 * heads, "tp")]
+    # The softmax; with dropout its mask of one byte and the product of both (Korthikanti et al., eq. 1).
+    each = modules.compute + (1 + modules.compute if modules.dropout else 0)
+    return [Saved("attention", heads * modules.seq_len * each, "tp")]
 
 
-def _branches(arch: Architecture) -> int:
+def norm_statistics(arch: Architecture) -> int:
+    """Bytes a token of what one norm keeps beside its input: 1 / rms, or the mean too."""
+    return FP32 * (1 if arch.norm == "rmsnorm" else 2)
+
+
+def branches(arch: Architecture) -> int:
+    """Up projections of the MLP."""
     return 2 if arch.gated_mlp else 1
 
 
-def _experts(arch: Architecture, c: int) -> list[Saved]:
-    """Tokens by expert, both products' inputs, and the router; tp cuts the experts, not their tokens."""
-    experts = arch.mixture_of_experts
-    assert experts is not None
-    copies, top_k = _branches(arch) + 1, experts.num_experts_per_tok
-    inner = top_k * experts.moe_intermediate_size + experts.shared_expert_intermediate_size
-    return [
-        Saved("experts", top_k * arch.hidden_size * c, "whole"),
-        Saved("experts", copies * inner * c, "tp"),
-        Saved("experts", 2 * FP32 * experts.num_experts, "sequence"),
+def _attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
+    """Operands and output of the core attention, and what the projections before it keep."""
+    width, latent = widths(arch), arch.latent_attention
+    if latent is not None:
+        return _latent_attention(arch, c, selective=selective)
+    # Where tp exceeds the key/value heads, linear_qkv's output is gathered and each rank keeps one head
+    # (megatron/core/transformer/attention.py, get_query_key_value_tensors).
+    shared: Cut = "key_value_heads"
+    found = [
+        Saved("attention", (width.query + width.output) * c, "tp"),
+        Saved("attention", (width.key + width.value) * c, shared),
     ]
+    if arch.qk_norm:
+        # The norms keep their inputs: the queries a copy, the keys a view that holds the whole product.
+        heads = arch.num_attention_heads
+        found.append(Saved("attention", 2 * width.query * c + heads * norm_statistics(arch), "tp"))
+        found.append(
+            Saved(
+                "attention",
+                (width.key + width.value) * c + arch.num_key_value_heads * norm_statistics(arch),
+                shared,
+            )
+        )
+        if selective:
+            # The values are then no copy.
+            found.append(Saved("attention", -width.value * c, shared))
+    elif selective and arch.position_embedding == "rope":
+        found.append(Saved("attention", width.query * c, "tp"))
+        found.append(Saved("attention", width.key * c, shared))
+    return found
+
+
+def _latent_attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
+    """DeepSeek's: the compressed forms before and after their norms, whole on every rank of tp."""
+    latent, width = arch.latent_attention, widths(arch)
+    assert latent is not None
+    query = latent.q_lora_rank or 0
+    norms = norm_statistics(arch) * (2 if query else 1)
+    compressed = 2 * query + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+    # Angles are turned into sines and cosines anew in each layer, in fp32 and in the compute type.
+    angles = latent.qk_rope_head_dim * (2 * FP32 + 4 * c)
+    values = arch.num_attention_heads * latent.qk_nope_head_dim if selective else 0
+    return [
+        Saved("attention", (width.query + width.key + width.value + width.output + values) * c, "tp"),
+        Saved("attention", compressed * c + norms, "sequence"),
+        Saved("attention", angles, "whole"),
+    ]
+
+
+def _experts(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Tokens by expert, both products' inputs, and the router's."""
+    experts, c = arch.mixture_of_experts, modules.compute
+    assert experts is not None
+    top_k, copies = experts.num_experts_per_tok, branches(arch) + 1
+    routed = top_k * experts.moe_intermediate_size * copies * c
+    # Masks, probabilities, the best and their places, and both orders of the sorted tokens.
+    router = experts.num_experts * (1 + c) + top_k * (INDEX + FP32 + 2 * INDEX)
+    load = modules.expert_load
+    return [
+        Saved("experts", _loaded(top_k * (arch.hidden_size + 1) * c, load), "expert_tokens"),
+        Saved("experts", _loaded(routed, load), "tp"),
+        Saved("experts", copies * experts.shared_expert_intermediate_size * c, "tp"),
+        Saved("experts", router, "sequence"),
+    ]
+
+
+def _loaded(num_bytes: int, load: float) -> int:
+    """Bytes on the fullest rank, whose experts have ``load`` times their even share."""
+    return num_bytes if load == 1 else round(num_bytes * load)

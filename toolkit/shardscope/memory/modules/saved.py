@@ -53,6 +53,11 @@ class Modules(NamedTuple):
     expert_load: float = 1.0
     """Tokens of the fullest rank's experts over an even share."""
 
+    quantized: bool = False
+    """The frozen base is in NF4, and its products come out in their input's type (bitsandbytes)."""
+    keeps_frozen_inputs: bool = False
+    """Frozen projections keep their inputs too (DeepSpeed's own ``linear`` of ZeRO-3)."""
+
     @property
     def trained(self) -> bool:
         """Whether the model's own weights get gradients."""
@@ -65,7 +70,7 @@ class Modules(NamedTuple):
 
     def feeds(self, projection: str) -> bool:
         """Whether a projection keeps its input: its own weight is trained, or an adapter's."""
-        return self.targets is None or projection in self.targets
+        return self.targets is None or self.keeps_frozen_inputs or projection in self.targets
 
     def stream_copies(self, *projections: str) -> int:
         """Copies of one norm's output that the projections reading it keep between them.
@@ -82,7 +87,7 @@ class Modules(NamedTuple):
         """
         if not self.feeds(projection):
             return 0
-        recast = self.autocast and not self.trained
+        recast = self.autocast and not self.trained and not self.quantized
         return 1 if recast or not already_saved else 0
 
 
