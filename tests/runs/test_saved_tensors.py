@@ -8,6 +8,7 @@ tables that all layers share drop out. A part that does not grow with tokens is 
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from shardscope.training.recompute import apply_recompute
 
+add_adapters_of = add_adapters
 SEQ_LEN = 32
 RANK = 4
 MODES = ("bf16", "autocast", "fp32")
@@ -43,8 +45,8 @@ def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
         autocast=mode == "autocast",
         compute=4 if mode == "fp32" else 2,
         seq_len=SEQ_LEN,
-        targets=adapter_targets(arch, recipe) if recipe.method == "lora" else None,
-        adapter_rank=recipe.adapter_rank if recipe.method == "lora" else 0,
+        targets=adapter_targets(arch, recipe) if recipe.has_adapters else None,
+        adapter_rank=recipe.adapter_rank if recipe.has_adapters else 0,
         on_gpu=False,
     )
 
@@ -74,8 +76,8 @@ def kept_bytes(arch: Architecture, mode: str, recipe: Recipe, dropout: bool) -> 
     model = build_model(arch)
     if mode == "bf16":
         model = model.to(torch.bfloat16)
-    if recipe.method == "lora":
-        model = add_adapters(model, arch, recipe)
+    if recipe.has_adapters:
+        model = add_adapters_of(model, arch, recipe)
     apply_recompute(model, recipe.recompute, recipe.recompute_interval)
     model.train()
     if not dropout:
@@ -216,6 +218,37 @@ def test_offloading_changes_no_gradient() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         found.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj")])
+@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+def test_a_layer_over_a_base_in_nf4(
+    monkeypatch: pytest.MonkeyPatch, family: str, mode: str, targets: tuple[str, ...] | None
+) -> None:
+    """bitsandbytes' own Linears on a CPU, with peft's adapters."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def with_nf4(model: Any, *others: Any) -> Any:
+        for layer in [module for module in model.modules() if isinstance(module, torch.nn.Linear)]:
+            if layer is not model.lm_head:
+                layer.weight = bnb.nn.Params4bit(
+                    layer.weight.data.bfloat16(), requires_grad=False, quant_type="nf4"
+                )
+                layer.__class__ = bnb.nn.Linear4bit
+                layer.compute_dtype, layer.compute_type_is_set = torch.bfloat16, False
+                layer.quant_state, layer.quant_storage = None, torch.uint8
+                layer.support_avx512bf16_for_cpu = False
+                layer.to("cpu")
+        return add_adapters(model, *others)
+
+    monkeypatch.setattr(sys.modules[__name__], "add_adapters_of", with_nf4)
+    recipe = Recipe(method="qlora", lora_rank=RANK, lora_targets=targets)
+    arch = architecture(family, 2)
+    predicted = modules(arch, mode, recipe)._replace(quantized=True)
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == total(saved_tensors(arch, False, predicted))
+    assert measured.constant == cast_weights(arch, False, predicted)
 
 
 def test_llama_by_hand() -> None:

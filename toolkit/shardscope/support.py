@@ -78,6 +78,8 @@ def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
 def _check_kernels(plan: Plan) -> None:
     """Kernels are written for some families, for GPUs, and for vocabularies that are whole."""
     recipe, arch = plan.recipe, plan.architecture
+    if plan.kernels == "megatron":
+        return
     uses_liger = recipe.kernels == "liger" or recipe.loss == "fused"
     field, value = ("kernels", "liger") if recipe.kernels == "liger" else ("loss", recipe.loss)
     if recipe.kernels == "liger" and (arch.model_type not in LIGER_FAMILIES or arch.num_moe_layers):

@@ -55,6 +55,11 @@ def modules_of(plan: Plan) -> Modules:
         targets=adapter_targets(plan.architecture, recipe) if lora else None,
         adapter_rank=recipe.adapter_rank if lora else 0,
         on_gpu=plan.on_gpu,
+        dropout=recipe.dropout,
+        attention=recipe.attention,
+        expert_load=recipe.expert_imbalance,
+        quantized=recipe.base_quantization is not None,
+        keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs,
     )
 
 
@@ -141,13 +146,21 @@ def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tu
         tensors = layernorm_layer(architecture, modules)
     else:
         tensors = decoder_layer(architecture, moe, modules)
-    return (*tensors, *_adapter_tensors(architecture, moe, modules))
+    return (*tensors, *_adapter_tensors(architecture, moe, modules), *_wide_branches(architecture, modules))
+
+
+def _wide_branches(arch: Architecture, modules: Modules) -> list[Saved]:
+    """What autocast makes of a quantised MLP: its products come out as wide as the stream that they read."""
+    if not (modules.quantized and modules.autocast):
+        return []
+    branches = 3 if arch.gated_mlp else 1
+    return [Saved("mlp", branches * arch.intermediate_size * (modules.stream - modules.compute), "tp")]
 
 
 @lru_cache(maxsize=4096)
 def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int:
     """Bytes of the half-precision copies that autocast makes of one layer's matrices; experts have none."""
-    if not modules.autocast:
+    if not modules.autocast or modules.quantized:
         return 0
     layer = first_layer(architecture, moe)
     matrices = architecture.layer_matrix_parameters(layer)
@@ -167,7 +180,8 @@ def edge_activations(architecture: Architecture, modules: Modules, loss: str = "
     if modules.kernels == "megatron":
         return 2 * hidden * c
     # A fused loss keeps gradients instead (memory/head.py), a chunked one what it starts from again.
-    head = {"full": hidden * c * modules.trained, "chunked": hidden * modules.stream, "fused": 0}[loss]
+    keeps = modules.trained or modules.keeps_frozen_inputs
+    head = {"full": hidden * c * keeps, "chunked": hidden * modules.stream, "fused": 0}[loss]
     if modules.kernels == "liger":
         return liger_edge(architecture, modules) + head
     if architecture.norm == "layernorm":

@@ -98,7 +98,7 @@ def _loop_working(plan: Plan, stage: Stage, width: int, num_shards: int) -> Term
     if name == "adamw":
         return no_bytes("fused AdamW updates in place")
     if name == "adamw_foreach":
-        # All second moments' roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another group.
+        # All matrices' roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another group.
         shards = _Shards("matrices", width, plan.degrees.tp, plan.degrees.ep, num_shards, "")
         roots = _sum(plan, stage, shards).state
         return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")

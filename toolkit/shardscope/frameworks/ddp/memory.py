@@ -40,8 +40,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     def parameter_words() -> str:
         if quantised:
             return (
-                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, others × {width.original} "
-                f"bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. 2023, bitsandbytes)"
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, others × "
+                f"{width.original} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
+                "2023, bitsandbytes)"
             )
         if stage.adapters:
             return (
