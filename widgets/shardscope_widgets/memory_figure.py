@@ -1,24 +1,28 @@
-"""The one figure of the memory view: bars at the peak above, the worst rank's course over one step below."""
+"""The one figure of the memory view: bars at the peak, or the course of one step, on the same place."""
 
 from __future__ import annotations
 
-from html import escape
-from textwrap import wrap
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 
-from shardscope.memory.report import COMPONENTS, MemoryReport, StageMemory
+from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope_widgets.figures import survive_reload
-from shardscope_widgets.theme import COMPONENT_COLOURS
+from shardscope_widgets.memory_rows import Bar, Shown, bars_of
+from shardscope_widgets.theme import BESIDE_COLOURS, COMPONENT_COLOURS
 
 GIB = 2**30
-MAX_BARS = 16
-BAR_PIXELS, AXIS_PIXELS, TOP_PIXELS = 30, 50, 8
-COURSE_PIXELS, BOTTOM_PIXELS = 118, 22
-PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", 0.98))
-INK = "#66707a"
+Mode = Literal["peak", "step"]
+BAR_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 30, 8, 24
+LEAST_PIXELS = 132
+"""Height of bars and of the course alike, so that nothing below them moves."""
+COURSE_EDGE = 0.98
+PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_EDGE))
+INK = "#7f8790"
+NAMES = (*COMPONENTS, *BESIDE_COLOURS)
+OTHER_COURSES = ("rehearsed", "measured", "A")
+DASHES = ("dash", "dot", "dashdot")
 
 
 def empty_figure() -> go.FigureWidget:
@@ -27,10 +31,14 @@ def empty_figure() -> go.FigureWidget:
         go.Bar(
             name=name.replace("_", " "),
             orientation="h",
-            marker={"color": COMPONENT_COLOURS[name], "line": {"width": 0}},
+            marker={
+                "color": {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name],
+                "line": {"width": 0},
+                "pattern": {"shape": "/" if name in BESIDE_COLOURS else "", "size": 5, "solidity": 0.25},
+            },
             hovertemplate="%{customdata}<extra></extra>",
         )
-        for name in COMPONENTS
+        for name in NAMES
     ]
     areas = [
         go.Scatter(
@@ -45,167 +53,191 @@ def empty_figure() -> go.FigureWidget:
         )
         for name in COMPONENTS
     ]
-    figure = go.FigureWidget(
-        [*bars, *areas],
-        layout={
-            "barmode": "stack",
-            "bargap": 0.3,
-            "autosize": True,
-            "margin": {"l": 78, "r": 116, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "showlegend": False,
-            "hoverlabel": {"align": "left"},
-            "xaxis": {
-                "ticksuffix": " GiB",
-                "zeroline": False,
-                "fixedrange": True,
-                "nticks": 7,
-                "anchor": "y",
-            },
-            "yaxis": {"fixedrange": True, "showgrid": False, "zeroline": False, "type": "category"},
-            "xaxis2": {
-                "fixedrange": True,
-                "showgrid": False,
-                "zeroline": False,
-                "range": [0, 1.0],
-                "tickvals": [0.17, 0.66, 0.99],
-                "ticktext": ["forward", "backward", "optimizer"],
-                "anchor": "y2",
-            },
-            "yaxis2": {"fixedrange": True, "zeroline": False, "nticks": 4, "ticksuffix": " GiB"},
-            # A redraw that moves would say that something happened which did not.
-            "transition": {"duration": 0},
-        },
-    )
+    lines = [
+        go.Scatter(
+            name=name,
+            xaxis="x2",
+            yaxis="y2",
+            mode="lines+markers",
+            marker={"size": 5},
+            line={"width": 1.5, "color": INK, "dash": dash},
+            hovertemplate=f"{name} %{{y:.3g}} GiB<extra></extra>",
+        )
+        for name, dash in zip(OTHER_COURSES, DASHES, strict=True)
+    ]
+    figure = go.FigureWidget([*bars, *areas, *lines], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
     return survive_reload(figure)
 
 
-def draw(figure: go.FigureWidget, report: MemoryReport) -> None:
-    """Show ``report``: one update, in place."""
-    stages = shown_stages(report)
-    labels = ["predicted"] if len(report.by_stage) == 1 else [f"stage {stage.stage}" for stage in stages]
-    capacity = report.usable_bytes / GIB
-    fullest = max(stage.peak_bytes for stage in stages) / GIB
-    upper = BAR_PIXELS * len(labels)
-    inner = upper + AXIS_PIXELS + COURSE_PIXELS
+def _layout() -> dict[str, Any]:
+    return {
+        "barmode": "stack",
+        "bargap": 0.3,
+        "autosize": True,
+        "margin": {"l": 84, "r": 116, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "showlegend": False,
+        "hoverlabel": {"align": "left"},
+        "xaxis": {"ticksuffix": " GiB", "zeroline": False, "fixedrange": True, "nticks": 7, "anchor": "y"},
+        "yaxis": {
+            "fixedrange": True,
+            "showgrid": False,
+            "zeroline": False,
+            "type": "category",
+            "ticks": "outside",
+            "ticklen": 6,
+            "tickcolor": "rgba(0,0,0,0)",
+        },
+        "xaxis2": {
+            "fixedrange": True,
+            "showgrid": False,
+            "zeroline": False,
+            "range": [0, 1.0],
+            "tickvals": [0.17, 0.66, 0.99],
+            "ticktext": ["forward", "backward", "optimizer"],
+            "anchor": "y2",
+        },
+        "yaxis2": {"fixedrange": True, "zeroline": False, "nticks": 5, "ticksuffix": " GiB"},
+        # A redraw that moves would say that something happened which did not.
+        "transition": {"duration": 0},
+    }
+
+
+def draw(figure: go.FigureWidget, shown: Shown, mode: Mode = "peak") -> None:
+    """Show it: one update, in place."""
+    rows = bars_of(shown)
+    filled = [row for row in rows if row.components]
+    labels = [row.label for row in rows]
+    inner = max(LEAST_PIXELS, BAR_PIXELS * len(rows))
     with figure.batch_update():
-        for bar, name in zip(figure.data[: len(COMPONENTS)], COMPONENTS, strict=True):
-            bar.y = labels
-            bar.x = [stage.components[name] / GIB for stage in stages]
-            bar.customdata = [_hover(stage, name) for stage in stages]
-        times, course = _course(report)
-        for area, name in zip(figure.data[len(COMPONENTS) :], COMPONENTS, strict=True):
-            area.x = times
-            area.y = [components[name] / GIB for components in course]
+        for bar, name in zip(figure.data[: len(NAMES)], NAMES, strict=True):
+            bar.y = [row.label for row in filled]
+            bar.x = [row.components.get(name, 0) / GIB for row in filled]
+            bar.customdata = [row.explain(name) for row in filled]
+            bar.visible = mode == "peak"
+        _draw_courses(figure, shown, mode)
         layout = figure.layout
         layout.height = inner + TOP_PIXELS + BOTTOM_PIXELS
-        layout.yaxis.domain = [1 - upper / inner, 1]
-        layout.yaxis2.domain = [0, COURSE_PIXELS / inner]
-        layout.xaxis.range = [0, max(fullest * 1.02, capacity * 1.03)]
+        layout.xaxis.visible = layout.yaxis.visible = mode == "peak"
+        layout.xaxis2.visible = layout.yaxis2.visible = mode == "step"
+        layout.yaxis.categoryorder = "array"
+        layout.yaxis.categoryarray = labels
         layout.yaxis.range = [len(labels) - 0.5, -0.5]
-        layout.yaxis2.range = [0, max(fullest, capacity) * 1.08]
-        layout.shapes = [*_capacity_lines(capacity), *_phase_lines()]
-        layout.annotations = [
-            *(_total(label, stage) for label, stage in zip(labels, stages, strict=True)),
-            _course_note(capacity),
-            _peak_note(report),
-        ]
+        layout.xaxis.range = [0, _widest(rows)]
+        if mode == "peak":
+            layout.shapes = _marks(rows)
+            layout.annotations = [_total(index, row) for index, row in enumerate(rows)]
+        else:
+            capacity = shown.report.usable_bytes / GIB
+            layout.shapes = [_capacity_across(capacity), *_phase_lines()]
+            layout.annotations = [_course_note(capacity), _peak_note(shown.report)]
 
 
-def shown_stages(report: MemoryReport) -> list[StageMemory]:
-    """All stages; of many, evenly chosen ones, the first, the last and the worst among them."""
-    stages = list(report.by_stage)
-    if len(stages) <= MAX_BARS:
-        return stages
-    step = (len(stages) - 1) / (MAX_BARS - 1)
-    chosen = {round(index * step) for index in range(MAX_BARS)} | {report.worst_stage.stage}
-    return [stages[index] for index in sorted(chosen)]
+def _widest(rows: list[Bar]) -> float:
+    """The end of the axis: every bar, band and capacity is on it."""
+    ends = [max(row.total * 1.02, row.band[1] * 1.01 if row.band else 0) for row in rows]
+    capacities = [row.capacity_bytes * 1.03 for row in rows if row.label not in ("host", "NVMe")]
+    shares = [min(row.capacity_bytes * 1.03, max(ends)) for row in rows if row.label in ("host", "NVMe")]
+    return max((*ends, *capacities, *shares)) / GIB
+
+
+def _draw_courses(figure: go.FigureWidget, shown: Shown, mode: Mode) -> None:
+    times, course = _course(shown.report)
+    first = len(NAMES)
+    for area, name in zip(figure.data[first : first + len(COMPONENTS)], COMPONENTS, strict=True):
+        area.x = times
+        area.y = [components[name] / GIB for components in course]
+        area.visible = mode == "step"
+    others = {**shown.reports, **({"A": shown.kept.memory()} if shown.kept else {})}
+    fullest = [max(sum(components.values()) for components in course) / GIB]
+    for line, name in zip(figure.data[first + len(COMPONENTS) :], OTHER_COURSES, strict=True):
+        report = others.get(name)
+        line.visible = mode == "step" and report is not None
+        line.x, line.y = [], []
+        if report is not None:
+            line.x, parts = _course(report)
+            line.y = [sum(components.values()) / GIB for components in parts]
+            fullest.append(max(line.y, default=0))
+    figure.layout.yaxis2.range = [0, max(*fullest, shown.report.usable_bytes / GIB) * 1.12]
 
 
 def _course(report: MemoryReport) -> tuple[list[float], list[Any]]:
     """Fractions of a step and components at each; a step ends as it began."""
     moments = [m for m in report.worst_stage.moments if m.phase != "initialisation"]
-    rest = next(m for m in moments if m.phase == "rest")
+    if not moments:
+        return [], []
+    rest = next((m for m in moments if m.phase == "rest"), moments[0])
     return [*(m.fraction for m in moments), 1.0], [*(m.components for m in moments), rest.components]
 
 
-def _hover(stage: StageMemory, name: str) -> str:
-    term = stage.peak.terms.get(name)  # type: ignore[call-overload]
-    if term is None:
-        return ""
-    lines = wrap(escape(term.explain()), 72)
-    return "<br>".join([f"<b>{name.replace('_', ' ')}: {gib(term.num_bytes)} GiB</b>", *lines])
+def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
+    """At each row its capacity; on the bars that have one, the band from the least to the most."""
+    marks = []
+    thick = {"type": "line", "xref": "x", "yref": "y", "line": {"width": 2, "color": INK}}
+    thin = {**thick, "line": {"width": 1.5, "color": INK}}
+    for index, row in enumerate(rows):
+        if row.capacity_bytes:
+            end = row.capacity_bytes / GIB
+            marks.append({**thick, "x0": end, "x1": end, "y0": index - 0.5, "y1": index + 0.5})
+        if row.band:
+            low, high = (value / GIB for value in row.band)
+            marks.append({**thin, "x0": low, "x1": high, "y0": index, "y1": index})
+            marks += [
+                {**thin, "x0": at, "x1": at, "y0": index - 0.14, "y1": index + 0.14} for at in (low, high)
+            ]
+    return marks
 
 
-def _capacity_lines(capacity: float) -> list[dict[str, Any]]:
-    line = {"type": "line", "line": {"width": 2, "color": INK}}
-    dashed = {"type": "line", "line": {"width": 1, "color": INK, "dash": "dot"}}
-    return [
-        {**line, "xref": "x", "yref": "y domain", "x0": capacity, "x1": capacity, "y0": -0.06, "y1": 1.06},
-        {**dashed, "xref": "x2 domain", "yref": "y2", "x0": 0, "x1": 1, "y0": capacity, "y1": capacity},
-    ]
+def _capacity_across(capacity: float) -> dict[str, Any]:
+    line = {"width": 1, "color": INK, "dash": "dot"}
+    return {
+        "type": "line", "xref": "x2 domain", "yref": "y2", "x0": 0, "x1": 1, "y0": capacity, "y1": capacity,
+        "line": line,
+    }  # fmt: skip
 
 
 def _phase_lines() -> list[dict[str, Any]]:
+    line = {"width": 1, "color": INK}
     return [
         {
-            "type": "line",
-            "xref": "x2",
-            "yref": "y2 domain",
-            "x0": start,
-            "x1": start,
-            "y0": 0,
-            "y1": 1,
-            "line": {"width": 1, "color": INK},
-            "opacity": 0.35,
+            "type": "line", "xref": "x2", "yref": "y2 domain", "x0": start, "x1": start, "y0": 0, "y1": 1,
+            "line": line, "opacity": 0.35,
         }
         for _, start in PHASES
-    ]
+    ]  # fmt: skip
 
 
-def _total(label: str, stage: StageMemory) -> dict[str, Any]:
-    text = f"<b>{gib(stage.peak_bytes)}</b> GiB"
-    return {
-        "x": 1,
-        "xref": "paper",
-        "xanchor": "left",
-        "xshift": 8,
-        "y": label,
-        "yref": "y",
-        "text": text,
-        "showarrow": False,
-        "font": {"size": 13},
-    }
+def _total(index: int, row: Bar) -> dict[str, Any]:
+    """The bar's bytes at the right edge; in the place of an empty bar, why it is."""
+    note = {"yref": "y", "y": index, "showarrow": False, "xanchor": "left"}
+    if not row.components:
+        return {
+            **note,
+            "x": 0,
+            "xref": "x",
+            "xshift": 2,
+            "text": row.note,
+            "font": {"size": 12},
+            "opacity": 0.7,
+        }
+    text = f"<b>{gib(row.total)}</b> GiB"
+    return {**note, "x": 1, "xref": "paper", "xshift": 8, "text": text, "font": {"size": 13}}
 
 
 def _course_note(capacity: float) -> dict[str, Any]:
     return {
-        "x": 1,
-        "xref": "paper",
-        "xanchor": "left",
-        "xshift": 8,
-        "y": capacity,
-        "yref": "y2",
-        "text": f"{gib(capacity * GIB)} GiB usable",
-        "showarrow": False,
-        "font": {"size": 12},
-    }
+        "x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": capacity, "yref": "y2",
+        "text": f"{gib(capacity * GIB)} GiB usable", "showarrow": False, "font": {"size": 12},
+    }  # fmt: skip
 
 
 def _peak_note(report: MemoryReport) -> dict[str, Any]:
     peak = report.worst_stage.peak
     late = peak.fraction > 0.7
     return {
-        "x": peak.fraction,
-        "xref": "x2",
-        "xanchor": "right" if late else "left",
-        "xshift": -6 if late else 6,
-        "y": peak.total / GIB,
-        "yref": "y2",
-        "yanchor": "bottom",
-        "text": f"peak {gib(peak.total)}",
-        "showarrow": False,
-        "font": {"size": 12},
-    }
+        "x": peak.fraction, "xref": "x2", "xanchor": "right" if late else "left", "xshift": -6 if late else 6,
+        "y": peak.total / GIB, "yref": "y2", "yanchor": "bottom", "text": f"peak {gib(peak.total)}",
+        "showarrow": False, "font": {"size": 12},
+    }  # fmt: skip

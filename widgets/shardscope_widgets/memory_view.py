@@ -2,81 +2,93 @@
 
 from __future__ import annotations
 
-from html import escape
-
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
-from shardscope.memory.words import gib
-from shardscope_widgets.memory_figure import draw, empty_figure, shown_stages
+from shardscope_widgets.memory_figure import draw, empty_figure
+from shardscope_widgets.memory_rows import Shown
+from shardscope_widgets.memory_table import caption, table
+from shardscope_widgets.pickers.base import segments
+from shardscope_widgets.rehearse_panel import RehearsePanel
 from shardscope_widgets.sheet import Sheet
-from shardscope_widgets.theme import COMPONENT_COLOURS
-from shardscope_widgets.words import device_count
+
+MAX_REMEMBERED = 32
+"""Reports of rehearsals and runs that come back when their plan does."""
 
 
 class MemoryView(widgets.VBox):
-    """One bar for all GPUs, or one a pipeline stage; redrawn in place when ``show`` gets another plan."""
+    """A plan's memory in every tier that there is, redrawn in place when ``show`` gets another plan.
 
-    def __init__(self, plan: ss.Plan | None = None) -> None:
+    ``MemoryView(plan, other_plan)`` puts two plans side by side: A, and B, with the differences named.
+    """
+
+    def __init__(self, plan: ss.Plan | None = None, other_plan: ss.Plan | None = None) -> None:
         self.report: MemoryReport | None = None
+        self.plan: ss.Plan | None = None
+        self._kept: ss.Plan | None = None
+        self._remembered: list[tuple[ss.Plan, MemoryReport]] = []
+        self.mode = segments([("peak by stage", "peak"), ("over one step", "step")], "Memory")
+        self.mode.observe(self._draw, "value")
+        self.keep = widgets.Button(
+            description="Keep as A", tooltip="Keep this plan to compare others with it"
+        )
+        self.keep.add_class("ss-ghost")
+        self.keep.add_class("ss-small")
+        self.keep.on_click(self._keep_or_let_go)
+        self.rehearse = RehearsePanel(on_report=self.add)
+        bar = widgets.HBox([self.mode, self.keep, self.rehearse])
+        bar.add_class("ss-toolbar")
         self.figure = empty_figure()
         self.caption = widgets.HTML()
         self.caption.add_class("ss-hint")
         self.table = widgets.HTML()
-        super().__init__([Sheet(), self.figure, self.caption, self.table])
+        super().__init__([Sheet(), bar, self.rehearse.words, self.figure, self.caption, self.table])
         self.add_class("ss-root")
         self.add_class("ss-memory")
-        if plan is not None:
+        if plan is not None and other_plan is not None:
+            self.show(other_plan)
+            self.compare(plan)
+        elif plan is not None:
             self.show(plan)
 
     def show(self, plan: ss.Plan, report: MemoryReport | None = None) -> None:
         """Draw a plan's memory; ``report`` saves asking the plan again."""
-        report = report or plan.memory()
-        self.report = report
-        draw(self.figure, report)
-        self.caption.value = _caption(plan, report)
-        self.table.value = _table(report)
+        self.plan = plan
+        self.report = report or plan.memory()
+        self.rehearse.offer(plan)
+        self._draw()
 
+    def compare(self, kept: ss.Plan | None) -> None:
+        """Keep a plan as A beside what is shown (B); None lets go of it."""
+        self._kept = kept
+        self.keep.description = "Keep as A" if kept is None else "Let go of A"
+        self._draw()
 
-def _caption(plan: ss.Plan, report: MemoryReport) -> str:
-    num_stages, num_shown = len(report.by_stage), len(shown_stages(report))
-    if num_stages == 1:
-        alike = f"all {device_count(plan.cluster)} alike" if plan.world_size > 1 else "one GPU"
-    else:
-        alike = f"{num_stages} pipeline stages of {plan.world_size // plan.degrees.pp:,} ranks each"
-        alike += f", {num_shown} shown" if num_shown < num_stages else ""
-    moment = {
-        "backward": "as backward starts"
-        if report.worst_stage.peak.fraction < 0.5
-        else "at the end of backward",
-        "forward": "at the end of forward",
-        "optimizer": "in the optimizer step",
-        "rest": "between steps",
-        "initialisation": "while it is made",
-    }[report.peak_phase]
-    sharers = plan.cluster.gpus_per_node if plan.cluster.gpu.memory_is_shared else 1
-    return (
-        f"{alike} · peak {moment} · line: {gib(report.usable_bytes)} GiB usable of "
-        f"{gib(plan.cluster.gpu.memory_bytes / sharers)} · likely {gib(report.low_bytes)} to "
-        f"{gib(report.high_bytes)} GiB"
-    )
+    def add(self, plan: ss.Plan, report: MemoryReport) -> None:
+        """Remember a rehearsed or measured report; it is shown whenever its plan is."""
+        others = [
+            (known, old) for known, old in self._remembered if not (known == plan and old.tier == report.tier)
+        ]
+        self._remembered = [*others, (plan, report)][-MAX_REMEMBERED:]
+        self._draw()
 
+    @property
+    def shown(self) -> Shown | None:
+        """What is drawn: the plan, its reports by tier, and the plan kept as A."""
+        if self.plan is None or self.report is None:
+            return None
+        plan = self.plan
+        reports = {report.tier: report for known, report in self._remembered if known == plan}
+        return Shown(plan, {"predicted": self.report, **reports}, self._kept)
 
-def _table(report: MemoryReport) -> str:
-    """Every component with its share; opening a row explains it."""
-    rows = []
-    for name, value in report.components.items():
-        share = 100 * value / max(1, report.peak_bytes)
-        words = report.explain(name)
-        why = words.partition(" = ")[2] or words.partition(": ")[2]
-        rows.append(
-            f"<details name='ss-why'><summary><i style='background:{COMPONENT_COLOURS[name]}'></i>"
-            f"<span>{name.replace('_', ' ')}</span><em>{gib(value)} GiB</em><em>{share:.0f} %</em></summary>"
-            f"<p>{escape(why)}</p></details>"
-        )
-    worst = f" (stage {report.worst_stage.stage})" if len(report.by_stage) > 1 else ""
-    return (
-        f"<h2>At the peak{worst} <span class='ss-hint'>open a row for its formula</span></h2>"
-        f"<div class='ss-legend'>{''.join(rows)}</div>"
-    )
+    def _keep_or_let_go(self, _: object) -> None:
+        self.compare(self.plan if self._kept is None else None)
+
+    def _draw(self, change: object = None) -> None:
+        shown = self.shown
+        if shown is None:
+            return
+        draw(self.figure, shown, self.mode.value)
+        self.caption.value = caption(shown)
+        self.table.value = table(shown)

@@ -166,7 +166,7 @@ class RunView(widgets.VBox):
             f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else ""
         )
         record = run.what_it_was().get(0, {})
-        self.what.value = _what_it_was(record)
+        self.what.value = _what_it_was(record) + (_measured(run) if "memory" in record else "")
         self.table.value = _table(self._latest, self._predicted, self._unit, "engine" in record)
 
     def _show_log(self) -> None:
@@ -184,6 +184,11 @@ def _what_it_was(record: dict[str, Any]) -> str:
     """One sentence on what the engine of rank 0 really made."""
     words = record.get("engine", {}).get("sentence")
     return f"<div class='ss-hint'>What it really was: {escape(str(words))}</div>" if words else ""
+
+
+def _measured(run: ss.Run) -> str:
+    """One sentence on what the ranks measured, beside what was predicted."""
+    return f"<div class='ss-hint'>{escape(run.memory().sentence)}</div>"
 
 
 def _table(

@@ -15,6 +15,7 @@ from shardscope.validation import FieldError
 from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+from shardscope_widgets.repairs_panel import RepairsPanel
 from shardscope_widgets.run_view import RunView
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.trace_view import TraceView
@@ -40,7 +41,9 @@ class Studio(widgets.VBox):
         self.run_view = RunView(on_end=self._run_ended)
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.headline = widgets.HTML()
-        self.headline.add_class("ss-head")
+        self.repairs = RepairsPanel(on_apply=self.apply)
+        head = widgets.VBox([self.headline, self.repairs])
+        head.add_class("ss-head")
         self.tabs = widgets.ToggleButtons(options=TABS, tooltips=[f"Show {name.lower()}" for name in TABS])
         self.tabs.style.button_width = "auto"
         self.tabs.add_class("ss-tabs")
@@ -53,7 +56,7 @@ class Studio(widgets.VBox):
         main.add_class("ss-main")
         body = widgets.Box([side, main])
         body.add_class("ss-body")
-        super().__init__([Sheet(), self.headline, body])
+        super().__init__([Sheet(), head, body])
         self.add_class("ss-root")
         self.add_class("ss-studio")
         for picker in self._pickers:
@@ -88,6 +91,16 @@ class Studio(widgets.VBox):
             self._show_staleness()
         self.plan = plan
 
+    def apply(self, plan: ss.Plan) -> None:
+        """Set the inputs to what ``plan`` trains and how it is spread: all changes go through them."""
+        self._planning = True
+        try:
+            self.recipe.take(plan.recipe)
+            self.layout_picker.take(plan.layout)
+        finally:
+            self._planning = False
+        self._replan()
+
     def _show_staleness(self, change: object = None) -> None:
         """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
         wrong = any(picker.is_wrong for picker in self._pickers)
@@ -101,6 +114,7 @@ class Studio(widgets.VBox):
         self.headline.value = (
             f"{sentence(self.plan)}<div class='ss-verdict {kind}'>{escape(verdict(self.plan, report))}</div>"
         )
+        self.repairs.offer(self.plan, report)
         self.memory.show(self.plan, report)
         self.launch_panel.offer(self.plan, report)
 
@@ -137,10 +151,21 @@ class Studio(widgets.VBox):
     def _run_ended(self, run: ss.Run) -> None:
         self.launch_panel.busy = False
         self.launch_panel.offer(self.plan, self.plan.memory())
+        self._keep_measured(run)
         try:
             self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
         except (ValueError, OSError) as error:
             self._show_trace(_hint(str(error)))
+
+    def _keep_measured(self, run: ss.Run) -> None:
+        """Put what the run measured beside the prediction of its own plan."""
+        try:
+            plan = run.plan
+        except ValueError:
+            return
+        measured = run.memory()
+        if measured.tensor_bytes:
+            self.memory.add(plan, measured)
 
     def _show_trace(self, view: widgets.Widget) -> None:
         """Put ``view`` into the Trace tab and let go of what was there, a whole trace perhaps."""

@@ -18,6 +18,13 @@ COMPONENT_COLOURS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """One colour a component, in every chart, table and trace; mostly Paul Tol's bright scheme."""
 
+BESIDE_COLOURS: Mapping[str, str] = MappingProxyType({
+    "other": "#b4bac2",
+    "host": "#8a94a6",
+    "nvme": "#6f7b8f",
+})  # fmt: skip
+"""Bars beside the nine components, hatched: measured bytes without a name, the host's memory, its NVMe."""
+
 RANK_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#8b6b4a", "#9aa3ad")
 """Lines of the first ranks; line dashes tell the others apart."""
 

@@ -19,6 +19,7 @@ LABELS = {
     "vpp": "Interleave",
     "cp": "Context",
     "ep": "Experts",
+    "etp": "Expert tensor",
     "reshard_after_forward": "Reshard",
     "offload": "Offload",
     "offload_optimizer": "Optimizer",
@@ -28,6 +29,7 @@ LABELS = {
 }
 WORDS: dict[str, dict[Any, str]] = {
     "reshard_after_forward": {True: "after forward", False: "no"},
+    "etp": {None: "as tensor"},
     "offload": {None: "none", "cpu": "CPU"},
     "offload_optimizer": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
     "offload_params": {None: "on GPU", "cpu": "CPU", "nvme": "NVMe"},
@@ -67,6 +69,24 @@ class LayoutPicker(Picker):
     def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
         """Restrict choices to what can run here; one that no longer can falls back to the nearest."""
         self._situation = (architecture, cluster, recipe)
+        self.read()
+
+    def take(self, layout: ss.Layout) -> None:
+        """Set the inputs to ``layout``."""
+        name = layout.framework
+        self._offering = True
+        try:
+            self.framework.value = name
+            for field, control in self._controls[name].items():
+                current = getattr(layout, field)
+                value = NOTHING if current is None else current
+                if value not in [offered for _, offered in control.options]:
+                    # What runs depends on the fields before: with those of this layout it will be on offer.
+                    control.options = [*control.options, *_options(field, [current])]
+                control.value = value
+        finally:
+            self._offering = False
+        self._layouts[name] = layout
         self.read()
 
     def make(self) -> ss.Layout:
@@ -121,7 +141,7 @@ class LayoutPicker(Picker):
             self._offering = False
 
     def _add_row(self, name: str, field: str, values: tuple[Any, ...] | None) -> None:
-        label = LABELS[field]
+        label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _options(field, values or (1,))
         control = (
             widgets.Dropdown(options=options, tooltip=f"{label} parallel ranks")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from html import escape
 from typing import get_args
 
 import ipywidgets as widgets
@@ -20,6 +22,8 @@ class RecipePicker(Picker):
 
     def __init__(self, recipe: ss.Recipe | None = None) -> None:
         recipe = recipe or ss.Recipe()
+        self._base = recipe
+        self._taking = False
         self.method = segments([(METHODS[name], name) for name in get_args(Method)], "Method")
         self.method.value = recipe.method
         self.lora_rank = text_input(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
@@ -38,6 +42,11 @@ class RecipePicker(Picker):
             label.layout.flex = "0 0 auto"
         batch = Row("Batch", self.micro, each, self.global_batch, total)
         self._rank_row = Row("LoRA rank", self.lora_rank)
+        self.also = widgets.HTML()
+        self.also.add_class("ss-hint")
+        self.reset = widgets.Button(description="Back to defaults", layout=widgets.Layout(display="none"))
+        self.reset.add_class("ss-link")
+        self.reset.on_click(self._forget_unshown)
         super().__init__(
             {
                 "method": Row("Method", self.method),
@@ -47,7 +56,8 @@ class RecipePicker(Picker):
                 "global_batch_size": batch,
                 "micro_batch_size": batch,
                 "recompute": Row("Recompute", self.recompute),
-            }
+            },
+            widgets.VBox([self.also, self.reset]),
         )
         for control in (
             self.method,
@@ -61,10 +71,48 @@ class RecipePicker(Picker):
             control.observe(self.read, "value")
         self.read()
 
+    def take(self, recipe: ss.Recipe) -> None:
+        """Set the inputs to ``recipe``; what has no input of its own is kept beside them."""
+        self._taking = True
+        try:
+            self._base = recipe
+            self.method.value = recipe.method
+            self.lora_rank.value = str(recipe.adapter_rank)
+            self.precision.value = recipe.precision
+            self.seq_len.value = str(recipe.seq_len)
+            self.micro.value = str(recipe.micro_batch_size)
+            self.global_batch.value = str(recipe.global_batch_size)
+            self.recompute.value = recipe.recompute
+        finally:
+            self._taking = False
+        self.read()
+
+    def _forget_unshown(self, _: object) -> None:
+        """Give fields without an input their defaults again."""
+        self._base = ss.Recipe()
+        self.read()
+
+    def _say_unshown(self) -> None:
+        """Name what a mend or a script set and no input shows: nothing works in hiding."""
+        recipe, default = self.value, ss.Recipe()
+        names = [field.name for field in fields(recipe) if field.name not in self.rows]
+        changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
+        parts = ", ".join(f"{name.replace('_', ' ')} {getattr(recipe, name)}" for name in changed)
+        self.also.value = f"Also: {escape(parts)}" if parts else ""
+        self.reset.layout.display = "" if parts else "none"
+
     def make(self) -> ss.Recipe:
         """The recipe that the inputs describe."""
         lora = self.method.value != "full"
-        return ss.Recipe(
+        base = self._base
+        if not lora:
+            base = replace(
+                base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None
+            )
+        if self.recompute.value == "none":
+            base = replace(base, recompute="none", recompute_interval=1)
+        return replace(
+            base,
             method=self.method.value,
             precision=self.precision.value,
             seq_len=typed_number(self.seq_len.value),
@@ -76,5 +124,9 @@ class RecipePicker(Picker):
 
     def read(self, change: object = None) -> None:
         """Take the inputs over; the rank is asked for only with LoRA."""
+        if self._taking:
+            return
         self._rank_row.layout.display = "" if self.method.value != "full" else "none"
         super().read(change)
+        if self.value is not None:
+            self._say_unshown()

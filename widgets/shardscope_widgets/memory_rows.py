@@ -1,0 +1,134 @@
+"""The bars of the memory chart: one for each tier, stage, kept plan, and for the host and its NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from textwrap import wrap
+from typing import NamedTuple
+
+import shardscope as ss
+from shardscope.memory.report import MemoryReport, StageMemory
+from shardscope.memory.words import gib
+
+MAX_STAGES = 16
+TIERS = ("predicted", "rehearsed", "measured")
+WAITING = {"rehearsed": "not rehearsed yet", "measured": "no run of this plan yet"}
+
+
+class Bar(NamedTuple):
+    """One row of the chart."""
+
+    label: str
+    components: Mapping[str, int]
+    """Component -> bytes; empty while there is nothing to show."""
+    capacity_bytes: int
+    """What is there to be filled; 0: not known."""
+    explain: Callable[[str], str] = lambda name: ""
+    band: tuple[int, int] | None = None
+    """The least and the most that the peak may be."""
+    note: str = ""
+    """What stands in the place of an empty bar."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole bar."""
+        return sum(self.components.values())
+
+
+class Shown(NamedTuple):
+    """What the view shows: a plan's reports by tier, and a plan kept beside it."""
+
+    plan: ss.Plan
+    reports: Mapping[str, MemoryReport]
+    """Tier -> report; ``predicted`` is always there."""
+    kept: ss.Plan | None = None
+
+    @property
+    def report(self) -> MemoryReport:
+        """The prediction."""
+        return self.reports["predicted"]
+
+
+def bars_of(shown: Shown) -> list[Bar]:
+    """Every row, from top to bottom; the GPUs' first, then the host's and the NVMe's."""
+    if shown.kept is not None:
+        kept = shown.kept.memory()
+        rows = [_bar("A", kept.worst_stage, kept), *_tier_bars(shown, "B", waiting=False)]
+    elif len(shown.report.by_stage) == 1:
+        rows = _tier_bars(shown, "predicted", waiting=True)
+    else:
+        rows = _stage_bars(shown)
+    return [*rows, *_offload_bars(shown)]
+
+
+def _tier_bars(shown: Shown, predicted_label: str, waiting: bool) -> list[Bar]:
+    """The worst rank in each tier; a tier that is not there yet keeps its place."""
+    rows = []
+    for tier in TIERS:
+        report = shown.reports.get(tier)
+        label = predicted_label if tier == "predicted" else tier
+        if report is not None:
+            rows.append(_bar(label, report.worst_stage, report))
+        elif waiting:
+            rows.append(Bar(label, {}, shown.report.usable_bytes, note=WAITING[tier]))
+    return rows
+
+
+def _stage_bars(shown: Shown) -> list[Bar]:
+    rows = []
+    for stage in shown_stages(shown.report):
+        rows.append(_bar(f"stage {stage.stage}", stage, shown.report))
+        for tier in TIERS[1:]:
+            report = shown.reports.get(tier)
+            same = [s for s in report.by_stage if s.stage == stage.stage] if report else []
+            rows += [_bar(f"{s.stage} {tier}", s, report) for s in same if report is not None]
+    return rows
+
+
+def shown_stages(report: MemoryReport) -> list[StageMemory]:
+    """All stages; of many, evenly chosen ones, the first, the last and the worst among them."""
+    stages = list(report.by_stage)
+    if len(stages) <= MAX_STAGES:
+        return stages
+    step = (len(stages) - 1) / (MAX_STAGES - 1)
+    chosen = {round(index * step) for index in range(MAX_STAGES)} | {report.worst_stage.stage}
+    return [stages[index] for index in sorted(chosen)]
+
+
+def _bar(label: str, stage: StageMemory, report: MemoryReport) -> Bar:
+    terms = stage.peak.terms
+
+    def explain(name: str) -> str:
+        term = terms.get(name)  # type: ignore[call-overload]
+        if term is None:
+            return ""
+        lines = wrap(escape(term.explain()), 72)
+        return "<br>".join([f"<b>{name.replace('_', ' ')}: {gib(term.num_bytes)} GiB</b>", *lines])
+
+    is_worst = stage.stage == report.worst_stage.stage
+    band = (report.low_bytes, report.high_bytes)
+    return Bar(
+        label,
+        stage.components,
+        report.usable_bytes,
+        explain,
+        band=band if is_worst and band[0] < band[1] else None,
+    )
+
+
+def _offload_bars(shown: Shown) -> list[Bar]:
+    """What a rank keeps outside of its card, against its share of the node's host memory and NVMe."""
+    cluster = shown.plan.cluster
+    rows = []
+    for label, component, num_bytes, room in (
+        ("host", "host", shown.report.host_bytes, cluster.host_memory_bytes),
+        ("NVMe", "nvme", shown.report.nvme_bytes, cluster.nvme_bytes),
+    ):
+        if num_bytes:
+            share = room // cluster.gpus_per_node if room else 0
+            words = f"<b>{label}: {gib(num_bytes)} GiB a rank</b><br>" + (
+                f"of its {gib(share)} GiB share of the node's" if share else "the node's size is not known"
+            )
+            rows.append(Bar(label, {component: num_bytes}, share, lambda name, words=words: words))  # type: ignore[misc]
+    return rows
