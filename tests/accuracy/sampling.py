@@ -124,7 +124,36 @@ def fsdp2(draw: Random, world_size: int) -> Layout:
     return Layout.fsdp2(replicate=replicate, reshard_after_forward=reshard)
 
 
-LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {"ddp": ddp, "fsdp2": fsdp2}
+def deepspeed(draw: Random, world_size: int) -> Layout:
+    """ZeRO stages, and buckets smaller than a model and larger."""
+    return Layout.zero(
+        stage=draw.choice((0, 1, 2, 2, 3, 3, 3)),
+        reduce_bucket_size=draw.choice((500_000_000, 500_000_000, 100_000_000, 20_000_000)),
+        overlap_comm=draw.choice((None, None, True, False)),
+        stage3_prefetch_bucket_size=draw.choice((50_000_000, 50_000_000, 5_000_000)),
+        stage3_max_reuse_distance=draw.choice((1_000_000_000, 1_000_000_000, 100_000_000)),
+    )
+
+
+def megatron(draw: Random, world_size: int) -> Layout:
+    """Tensor, pipeline and expert parallel, chunks, and where sequence and optimizer are split."""
+    return Layout.megatron(
+        tp=draw.choice((1, 1, 2, 2, 4, 8)),
+        pp=draw.choice((1, 1, 2, 4)),
+        vpp=draw.choice((1, 1, 2)),
+        ep=draw.choice((1, 1, 2, 4)),
+        etp=draw.choice((None, None, 1)),
+        sequence_parallel=draw.choice((None, None, False)),
+        distributed_optimizer=draw.choice((True, True, True, False)),
+    )
+
+
+LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+    "megatron": megatron,
+}
 """How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here."""
 
 

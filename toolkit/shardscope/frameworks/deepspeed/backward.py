@@ -15,33 +15,43 @@ if TYPE_CHECKING:
 
 
 def peaks(
-    parts: Sequence[Part], shape: Backward, half: int, bucket: int, forward: int, waiting: int
+    parts: Sequence[Part],
+    shape: Backward,
+    half: int,
+    *,
+    bucket: int = 0,
+    at_norm: int | None = None,
+    forward: int = 0,
+    waiting: int = 0,
+    before: int | None = None,
 ) -> list[Peak]:
     """The instants that can be fullest.
 
-    ``parts`` of backward in elements of ``half`` bytes; ``bucket`` bytes that are there from the first
-    gradient on; ``forward`` bytes gathered when forward ends; ``waiting`` bytes of gradients left by
-    micro-batches before.
+    ``parts`` of backward are in elements of ``half`` bytes. ``bucket`` bytes are there from the first
+    gradient on, ``at_norm`` of them in the final norm; ``forward`` are gathered when forward ends;
+    ``waiting`` are of gradients beside those in ``parts``, ``before`` of all gradients while the loss is
+    differentiated.
     """
     head, *layers, embedding, end = parts
     num_layers = len(layers)
     full = shape.layers + shape.edges + shape.cast
 
-    def peak(fraction: float, activations: int, words: str, instant: Instant, logits: bool = False) -> Peak:
-        staging = bucket + half * instant.staging
-        kept = max(waiting, 0) + half * instant.kept
+    there = waiting if before is None else before
+
+    def peak(at: float, activations: int, words: str, instant: Instant, allocated: int = bucket) -> Peak:
+        staging = allocated + half * instant.staging
+        kept = waiting + half * instant.kept
         return Peak(
-            fraction,
+            at,
             Term(activations, lambda: f"{gib(activations)} GiB {words}"),
             Term(
                 staging,
                 lambda: (
-                    f"{gib(bucket)} GiB bucket (reduce_bucket_size) + {instant.staging:,} elements × {half} "
-                    "bytes gathered, waiting to be reduced, or copied for that"
+                    f"{gib(allocated)} GiB bucket (reduce_bucket_size) + {instant.staging:,} elements × "
+                    f"{half} bytes gathered, waiting to be reduced, or copied for that"
                 ),
             ),
             Term(kept, lambda: f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
-            logits,
         )
 
     found = [
@@ -49,10 +59,16 @@ def peaks(
             0.34,
             Term(full, lambda: f"{gib(full)} GiB all that forward saved"),
             Term(forward, lambda: f"{gib(forward)} GiB gathered when forward ended"),
-            Term(waiting, lambda: f"{gib(waiting)} GiB of micro-batches before"),
+            Term(there, lambda: f"{gib(there)} GiB of micro-batches before"),
             logits=True,
         ),
-        peak(0.35, full + shape.norm, "all that forward saved, and the final norm's gradients", head.peak),
+        peak(
+            0.35,
+            full + shape.norm,
+            "all that forward saved, and the final norm's gradients",
+            head.peak,
+            bucket if at_norm is None else at_norm,
+        ),
     ]
     for done in sorted({0, min(1, num_layers - 1), num_layers - 1}):
         fraction = 0.36 + 0.6 * done / num_layers

@@ -67,6 +67,8 @@ class FakeDevice:
         self._patch(importlib.import_module("torch._subclasses.fake_tensor").FakeTensor, "data_ptr", _aligned)
         # The model is made in its type and place; Module.to would swap every fake parameter for a copy.
         self._patch(torch.nn.Module, "to", _already_there)
+        # zero.Init puts its own in place and leaves it there.
+        self._patch(torch.nn.functional, "linear", torch.nn.functional.linear)
         return self
 
     def __exit__(

@@ -41,14 +41,15 @@ def gathered(
     per_layer: tuple[int, ...],
     tied: int,
     trained: bool,
+    cuts: bool,
     recomputes: bool,
     limits: Thresholds,
 ) -> Gathered:
     """Follow one step over ``used`` tensors in the order of forward.
 
     ``num_before`` tensors come before the layers, ``per_layer`` are in each of them, the others after.
-    ``recomputes`` runs each layer's forward again in its backward; ``trained``: all get gradients; ``tied``:
-    elements of a head that is the embedding.
+    ``recomputes`` runs each layer's forward again in its backward; ``trained``: all get gradients; ``cuts``:
+    there are other ranks, one alone has everything; ``tied``: elements of a head that is the embedding.
     """
     forward = list(range(len(used)))
     # A tied head gathers the embedding again.
@@ -60,15 +61,22 @@ def gathered(
         layer = list(range(end - count, end))
         parts.append((layer if recomputes else []) + layer[::-1])
         end -= count
-    parts.append(forward[:num_before][::-1])
-    return _Coordinator(used, [*forward, *again], parts, limits).run(trained, tied)
+    # No gradient reaches an embedding under frozen layers.
+    parts.append(forward[:num_before][::-1] if trained else [])
+    return _Coordinator(used, [*forward, *again], parts, limits, cuts).run(trained, tied)
 
 
 class _Coordinator:
     def __init__(
-        self, sizes: tuple[int, ...], forward: list[int], parts: list[list[int]], limits: Thresholds
+        self,
+        sizes: tuple[int, ...],
+        forward: list[int],
+        parts: list[list[int]],
+        limits: Thresholds,
+        cuts: bool,
     ) -> None:
         self.sizes, self.limits = sizes, limits
+        self.costs = sizes if cuts else (0,) * len(sizes)
         self.forward, self.parts = forward, parts
         self.trace = [*forward, *(index for part in parts for index in part)]
         self.persists = [size <= limits.persistence for size in sizes]
@@ -76,7 +84,7 @@ class _Coordinator:
         self.queue = deque(enumerate(self.trace))
         self.fetched_for = [-1] * len(sizes)
         self.num_available = 0
-        self.live = self.rest = sum(sizes[index] for index in self.available)
+        self.live = self.rest = sum(self.costs[index] for index in self.available)
         self.flights: dict[int, list[int]] = {}
         self.fill = self.oversized = 0
 
@@ -124,7 +132,7 @@ class _Coordinator:
         elif index not in self.available:
             # Alone it needs no second copy.
             self.available.add(index)
-            self.live += self.sizes[index]
+            self.live += self.costs[index]
             self.num_available += self.sizes[index]
         if self.fetched_for[index] < step and self.queue:
             place, popped = self.queue.popleft()
@@ -145,7 +153,7 @@ class _Coordinator:
         if not chosen:
             return
         self.num_available += elements
-        self.live += elements
+        self.live += sum(self.costs[index] for index in chosen)
         flight = list(chosen)
         for index in chosen:
             self.flights[index] = flight
@@ -157,9 +165,9 @@ class _Coordinator:
             members = list(flight)
             self.available.update(members)
             if len(members) > 1:
-                self.live += sum(self.sizes[member] for member in members)
+                self.live += sum(self.costs[member] for member in members)
         if all(self.flights.get(member) is not flight for member in flight) and len(flight) > 1:
-            self.live -= sum(self.sizes[member] for member in flight)
+            self.live -= sum(self.costs[member] for member in flight)
 
     def _release(self, step: int, index: int) -> None:
         if self.persists[index] or self.fetched_for[index] > step or index not in self.available:
@@ -173,5 +181,5 @@ class _Coordinator:
                 return
             traversed += self.sizes[later]
         self.available.discard(index)
-        self.live -= self.sizes[index]
+        self.live -= self.costs[index]
         self.num_available -= self.sizes[index]

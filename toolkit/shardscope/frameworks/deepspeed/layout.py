@@ -158,6 +158,11 @@ class ZeroLayout(Layout):
                 refuse("Layout.stage", self.stage, f"0 to 2 with {field} > 1 ({why})", fix)
 
     @property
+    def keeps_frozen_inputs(self) -> bool:
+        """``zero.Init`` puts a ``linear`` of its own in place (deepspeed/runtime/zero/linear.py)."""
+        return self.stage == 3
+
+    @property
     def description(self) -> str:
         """The stage and where state was moved to."""
         moved = [f"{what} on {where}" for what, where in self._offloads() if where]

@@ -156,7 +156,7 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
             n.half * flattened,
             lambda: f"{gib(n.half * flattened)} GiB of gradients flattened at once for the all-reduce",
         ),
-        find_backward=lambda shape: peaks(parts, shape, n.half, 0, 0, 0),
+        find_backward=lambda shape: peaks(parts, shape, n.half, before=gradients if n.accumulates else 0),
         optimizer_working=Term(
             update,
             lambda: f"{gib(update)} GiB fp32 gradients (FP16_Optimizer.step makes them singly, then flat)",
@@ -219,7 +219,15 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         else no_bytes("parameters are whole, so nothing is gathered in forward"),
         gather_backward=_bucket_term(layout, bucket),
         find_backward=lambda shape: peaks(
-            parts, shape, half, bucket, bucket if n.accumulates and is_late else 0, waiting
+            parts,
+            shape,
+            half,
+            bucket=bucket,
+            # The head's own gradient has its hook first; a tied one only with the embedding's.
+            at_norm=0 if n.tied and not (n.accumulates and is_late) else bucket,
+            forward=bucket if n.accumulates and is_late else 0,
+            waiting=waiting,
+            before=half * held if n.accumulates else 0,
         ),
         optimizer_working=Term(
             update,
@@ -305,7 +313,12 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gather_forward=staging(whole.forward, "when forward ends"),
         gather_backward=staging(whole.rest, "and never released"),
         find_backward=lambda shape: peaks(
-            whole.backward, shape, half, bucket, bucket + half * whole.forward, half * trained
+            whole.backward,
+            shape,
+            half,
+            bucket=bucket,
+            forward=bucket + half * whole.forward,
+            waiting=half * trained,
         ),
         optimizer_working=Term(
             update,
@@ -331,6 +344,7 @@ def gathered_elements(plan: Plan, n: _Numbers) -> Gathered:
         tensors.per_layer,
         n.tied or (tensors.frozen[0] if n.tied_head else 0),
         not tensors.frozen,
+        n.ranks > 1,
         plan.recipe.recompute in ("full", "selective"),
         Thresholds(
             layout.stage3_param_persistence_threshold,

@@ -77,7 +77,7 @@ def _play(
     config.pop("train_batch_size")
     note_progress("building the model", 0.1)
     with tracker.labelling("parameters"):
-        model = _model(plan, deepspeed, config)
+        model = _model(plan, deepspeed, config, tracker)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config["optimizer"] = _optimizer(plan)
@@ -98,7 +98,9 @@ def _play(
             del loss
             if plan.layout.stage < 2:  # type: ignore[attr-defined]
                 tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
-            with tracker.phase("optimizer"):
+            # Between micro-batches it only counts them.
+            is_update = index == num_micro_batches - 1
+            with tracker.phase("optimizer") if is_update else contextlib.nullcontext():
                 engine.step()
             _label_state(tracker, engine, optimizer)
     what = type(optimizer).__name__
@@ -117,21 +119,27 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     return {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "foreach": False}}
 
 
-def _model(plan: Plan, deepspeed: Any, config: dict[str, Any]) -> torch.nn.Module:
+def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker) -> torch.nn.Module:
     """The plan's model in the type that DeepSpeed computes in; in stage 3 partitioned while it is made."""
-    kind = _TYPES.get(plan.recipe.precision, torch.bfloat16)
-    partitioned = (
-        deepspeed.zero.Init(config_dict_or_path=config) if config["zero_optimization"]["stage"] == 3 else None
-    )
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    kind = _TYPES.get(plan.recipe.precision, torch.bfloat16)
     arch = plan.architecture
     attention = "eager" if arch.model_type in WITHOUT_SDPA else "sdpa"
     values = AutoConfig.for_model(arch.model_type, **config_values(arch))
-    with partitioned or contextlib.nullcontext(), _fresh_weights_unset():
+    cuts = config["zero_optimization"]["stage"] == 3
+    # transformers' modules of experts do not come up inside zero.Init: theirs are made whole and cut then.
+    inside = cuts and arch.mixture_of_experts is None
+    with (
+        deepspeed.zero.Init(config_dict_or_path=config) if inside else contextlib.nullcontext(),
+        tracker.paused() if cuts and not inside else contextlib.nullcontext(),
+        _fresh_weights_unset(),
+    ):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             values, attn_implementation=attention, dtype=kind
         )
+    if cuts and not inside:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     made = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     assert made == arch.num_parameters, (made, arch.num_parameters)
     if plan.recipe.method != "full":
