@@ -1,0 +1,75 @@
+"""One CPU rank of real ZeRO over gloo: prints what DeepSpeed's own tensors hold, stage by stage, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def main(plan_json: str) -> None:
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    import shardscope as ss
+    from shardscope.frameworks.deepspeed.config import deepspeed_config
+    from shardscope.training.model import build_model
+
+    # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.
+    get_accelerator().create_op_builder = lambda name: None
+    deepspeed.init_distributed("gloo")
+    found: dict[str, Any] = {}
+    plan = ss.Plan.from_json(plan_json)
+    for stage in (1, 2, 3):
+        config = deepspeed_config(
+            ss.Plan(plan.architecture, plan.cluster, plan.recipe, ss.Layout.zero(stage))
+        )
+        config["zero_optimization"]["reduce_bucket_size"] = plan.layout.reduce_bucket_size
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        model = build_model(plan.architecture)
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+        shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
+        ids = torch.randint(0, plan.architecture.vocab_size, shape)
+        losses = []
+        for _ in range(2):
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            kept = kept_gradients(optimizer)
+            engine.step()
+            losses.append(float(loss))
+        assert losses[1] < losses[0]
+        found[str(stage)] = {**held(optimizer), "gradients": kept}
+        engine.destroy()
+    print(json.dumps(found), flush=True)
+
+
+def size(tensors: Any) -> int:
+    """Bytes of the storages under ``tensors``, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def kept_gradients(optimizer: Any) -> int:
+    """What is left of the gradients when the optimizer begins."""
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if buffer is not None:
+        return size([buffer])
+    return size(t for group in optimizer.averaged_gradients.values() for t in group)
+
+
+def held(optimizer: Any) -> dict[str, int]:
+    """Parameters, optimizer and staging that live through steps."""
+    flat = getattr(optimizer, "bit16_groups_flat", None) or [optimizer.lp_param_buffer]
+    main = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    main = main or optimizer.fp32_partitioned_groups_flat
+    moments = [v for s in optimizer.optimizer.state.values() for v in s.values() if v.numel() > 1]
+    buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
+    kept = [buffer for buffer in buffers if not isinstance(buffer, list) and buffer is not None]
+    return {"parameters": size(flat), "optimizer": size([*main, *moments]), "bucket": size(kept)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
