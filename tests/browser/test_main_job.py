@@ -27,6 +27,8 @@ def test_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) 
 
     change_the_model_and_see_chart_and_sentence_follow(page)
     a_bad_input_says_so_and_the_picture_stays(page)
+    what_does_not_fit_is_mended_by_a_button(page)
+    one_step_over_time_is_a_click_away(page)
     screenshot(page, "studio_light")
 
     start_a_run(page, steps=4000)
@@ -107,6 +109,32 @@ def a_bad_input_says_so_and_the_picture_stays(page: Any) -> None:
     screenshot(page, "bad_input")
     fill(page, "Sequence", "4096")
     error.wait_for(state="detached")
+
+
+def what_does_not_fit_is_mended_by_a_button(page: Any) -> None:
+    """The mend goes through the inputs: the box says what it did."""
+    fill(page, "Batch", "4")
+    chips = page.locator(".ss-studio .ss-chip")
+    chips.first.wait_for()
+    assert "Does not fit" in page.locator(".ss-verdict").inner_text()
+    assert all(": saves " in words and " GiB, " in words for words in chips.all_inner_texts())
+    screenshot(page, "repairs")
+    chips.filter(has_text="Micro-batch").click()
+    page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
+    assert chips.count() == 0
+    row = page.locator(".ss-side .widget-hbox", has=page.get_by_text("Batch", exact=True)).last
+    assert int(row.locator("input").first.input_value()) < 4
+    fill(page, "Batch", "1")
+
+
+def one_step_over_time_is_a_click_away(page: Any) -> None:
+    view = page.locator(".ss-studio .ss-memory")
+    view.get_by_role("button", name="over one step").click()
+    view.locator(".scatterlayer .fills path").first.wait_for(state="attached")
+    view.locator(".barlayer path").first.wait_for(state="detached")
+    assert "79.1 GiB usable" in view.locator(".infolayer").text_content()
+    view.get_by_role("button", name="peak by stage").click()
+    view.locator(".barlayer path").first.wait_for(state="attached")
 
 
 def start_a_run(page: Any, steps: int) -> None:

@@ -67,8 +67,7 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
 
 def in_words(plan: Plan, repair: Repair) -> str:
     """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it."""
-    enough = "" if _fits(repair.plan) else ", not enough alone"
-    return f"{repair.change}: saves {gib(repair.bytes_won)} GiB{enough}, {_cost_words(plan, repair)}"
+    return f"{repair.change}: saves {gib(repair.bytes_won)} GiB, {_cost_words(plan, repair)}"
 
 
 def _cost_words(plan: Plan, repair: Repair) -> str:
