@@ -48,6 +48,8 @@ def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
         targets=adapter_targets(arch, recipe) if recipe.has_adapters else None,
         adapter_rank=recipe.adapter_rank if recipe.has_adapters else 0,
         on_gpu=False,
+        dropout=recipe.dropout,
+        adapter_dropout=recipe.lora_dropout > 0,
     )
 
 
@@ -70,20 +72,16 @@ class Alive(TorchDispatchMode):
         return sum(n for key, (weak, n) in self.made.items() if not weak.expired() and key not in without)
 
 
-def kept_bytes(arch: Architecture, mode: str, recipe: Recipe, dropout: bool) -> list[int]:
+def kept_bytes(arch: Architecture, mode: str, recipe: Recipe) -> list[int]:
     """Bytes that forward leaves, weights excluded: with two sequences, and with three."""
     torch.manual_seed(0)
-    model = build_model(arch)
+    model = build_model(arch, recipe.dropout)
     if mode == "bf16":
         model = model.to(torch.bfloat16)
     if recipe.has_adapters:
         model = add_adapters_of(model, arch, recipe)
     apply_recompute(model, recipe.recompute, recipe.recompute_interval)
     model.train()
-    if not dropout:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     found = []
     for rows in (2, 3):
@@ -102,8 +100,8 @@ class Measured(NamedTuple):
     constant: int
 
 
-def one_layer(family: str, mode: str, recipe: Recipe, dropout: bool = True) -> Measured:
-    two, three = (kept_bytes(architecture(family, layers), mode, recipe, dropout) for layers in (2, 3))
+def one_layer(family: str, mode: str, recipe: Recipe) -> Measured:
+    two, three = (kept_bytes(architecture(family, layers), mode, recipe) for layers in (2, 3))
     layer = [more - fewer for fewer, more in zip(two, three, strict=True)]
     per_row = layer[1] - layer[0]
     return Measured(per_row / SEQ_LEN, layer[0] - 2 * per_row)
@@ -146,9 +144,9 @@ def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) 
 def test_selective_recomputation_keeps_products_and_attention(family: str, recipe: Recipe) -> None:
     arch = architecture(family, 2)
     recipe = replace(recipe, recompute="selective")
-    # With dropout, and with DeepSeek's narrower values, a CPU rank has no fused attention; a GPU has one all
+    # With DeepSeek's narrower values a CPU rank has no fused attention; a GPU has one all
     # the same, and the list is a GPU's.
-    measured = one_layer(family, "bf16", recipe, dropout=False)
+    measured = one_layer(family, "bf16", recipe)
     assert measured.per_token == total(kept_by_selective(arch, is_moe(family), modules(arch, "bf16", recipe)))
 
 
@@ -167,7 +165,7 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
     counted = []
     for layers in (2, 3):
         arch = replace(architecture("gemma3_text", layers), sliding_window=16, sliding_window_layers=1)
-        counted.append(kept_bytes(replace(arch, sliding_window_layers=layers - 1), "bf16", recipe, True))
+        counted.append(kept_bytes(replace(arch, sliding_window_layers=layers - 1), "bf16", recipe))
     (two, more_of_two), (three, more_of_three) = counted
     windowed = (more_of_three - more_of_two - three + two) / SEQ_LEN
     arch = replace(architecture("gemma3_text", 4), sliding_window=16, sliding_window_layers=3)
@@ -184,6 +182,26 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3", "gpt2"])
+def test_dropout_leaves_masks(family: str, mode: str) -> None:
+    """A CPU rank then has no fused attention either: scores, their mask and the product of both."""
+    arch, recipe = architecture(family, 2), replace(FULL, dropout=0.25)
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == total(saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "gate_proj", "up_proj")])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_dropout_before_adapters_gives_each_an_input_of_its_own(
+    family: str, mode: str, targets: tuple[str, ...] | None
+) -> None:
+    arch, recipe = architecture(family, 2), replace(LORA, lora_targets=targets, lora_dropout=0.25)
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == total(saved_tensors(arch, False, modules(arch, mode, recipe)))
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_offloaded_activations_wait_on_the_host_once_each(family: str, mode: str) -> None:
     """On a CPU the host's memory is the same: as much as without, and not a copy for each use."""
@@ -195,7 +213,7 @@ def test_offloaded_activations_wait_on_the_host_once_each(family: str, mode: str
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_every_second_layer_is_recomputed(recompute: str) -> None:
     recipe = replace(FULL, recompute=recompute, recompute_interval=2)
-    two, four = (kept_bytes(architecture("llama", layers), "bf16", recipe, True) for layers in (2, 4))
+    two, four = (kept_bytes(architecture("llama", layers), "bf16", recipe) for layers in (2, 4))
     arch = architecture("llama", 2)
     plan_modules = modules(arch, "bf16", FULL)
     kept = arch.hidden_size * 2

@@ -28,12 +28,13 @@ SUPPORT = {
 """Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
 
 WITHOUT_FORMULA: dict[str, object] = {
-    "dropout": 0.0,
-    "lora_dropout": 0.0,
     "packing": False,
-    "expert_imbalance": 1.0,
 }
 """Fields of which the memory model knows one value only yet."""
+
+
+DROPOUT_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""GPT-2 has dropout everywhere; the others in attention alone. Each is checked against transformers."""
 
 
 def supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
@@ -57,6 +58,7 @@ def check_supported(plan: Plan) -> None:
                 f"{field}={known}",
             )
     _check_kernels(plan)
+    _check_dropout(plan)
     _check_experts(plan)
     _check_interval(plan)
     _check_packing(plan)
@@ -111,6 +113,18 @@ def _check_experts(plan: Plan) -> None:
             f"1.0 with {plan.architecture.name}, which has no experts",
             "expert_imbalance=1.0",
         )
+    if (
+        recipe.expert_imbalance != 1.0
+        and plan.degrees.ep > 1
+        and "expert_imbalance" not in layout.own_formulas
+    ):
+        # Without ep each rank has all experts, and its own tokens are as many however they are routed.
+        refuse(
+            "Recipe.expert_imbalance",
+            recipe.expert_imbalance,
+            f"1.0 with ep={plan.degrees.ep} of {layout.title}, for which there is no formula",
+            "expert_imbalance=1.0",
+        )
     if recipe.expert_capacity_factor is not None and (dense or not layout.supports_expert_capacity):
         why = f"{plan.architecture.name} has no experts" if dense else f"{layout.title} is dropless"
         refuse(
@@ -118,6 +132,21 @@ def _check_experts(plan: Plan) -> None:
             recipe.expert_capacity_factor,
             f"None: {why}",
             "expert_capacity_factor=None",
+        )
+
+
+def _check_dropout(plan: Plan) -> None:
+    """Fused attention keeps a seed for its dropout, not a mask; of other masks only GPT-2's are counted."""
+    if not plan.recipe.dropout or "dropout" in plan.layout.own_formulas:
+        return
+    family = plan.architecture.model_type
+    if family not in DROPOUT_FAMILIES:
+        refuse(
+            "Recipe.dropout",
+            plan.recipe.dropout,
+            f"0.0 with {plan.architecture.name} ({family}): the memory model knows dropout in "
+            f"{', '.join(DROPOUT_FAMILIES)}",
+            "dropout=0.0",
         )
 
 

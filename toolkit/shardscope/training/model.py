@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import torch
+
+from shardscope.unknown_family import UnknownFamily
 
 OTHER_SPELLINGS = {
     "num_experts": ("num_local_experts", "n_routed_experts"),
@@ -21,15 +24,26 @@ WITHOUT_SDPA = frozenset({"gemma2", "gpt_oss"})
 """Families whose attention, soft-capped or with sinks, transformers runs in plain operations only."""
 
 
-def build_model(architecture: Any) -> torch.nn.Module:
+DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    *("hidden_dropout", "residual_dropout", "embedding_dropout"),
+)
+"""What families call the probabilities of their dropouts; GPT-2's are 0.1 by themselves."""
+
+
+def build_model(architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
     """A causal language model of exactly ``architecture``'s sizes, fp32, SDPA where there is, no KV cache.
 
+    ``dropout`` is the probability of every dropout that the family has (``Recipe.dropout``).
     Every field of the architecture that the family's own transformers config knows goes into it by name.
     Raises ``RuntimeError`` if the model that comes out has another number of parameters than planned.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(architecture.model_type, **config_values(architecture))
+    values = config_values(architecture)
+    known = AutoConfig.for_model(architecture.model_type).to_dict()
+    values |= {name: dropout for name in DROPOUTS if name in known}
+    config = AutoConfig.for_model(architecture.model_type, **values)
     attention = "eager" if architecture.model_type in WITHOUT_SDPA else "sdpa"
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
@@ -40,6 +54,16 @@ def build_model(architecture: Any) -> torch.nn.Module:
             f"the plan's {architecture.model_type} has {architecture.num_parameters:,} parameters, and "
             f"transformers made {made:,}: what was planned is not what would train"
         )
+    return model
+
+
+def build_unknown(architecture: UnknownFamily) -> torch.nn.Module:
+    """The model of a family without formulas, from its own config.json, fp32, without a KV cache."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads(architecture.config_json))
+    config.get_text_config().use_cache = False
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 

@@ -81,7 +81,7 @@ class Pretrain:
         plan, engine = ctx.plan, ctx.engine
         engine.seed, engine.fresh_weights = self.seed, True
         engine.setup(
-            lambda: build_model(plan.architecture),
+            lambda: build_model(plan.architecture, plan.recipe.dropout),
             lambda parameters: build_optimizer(
                 plan.recipe.optimizer, parameters, self.learning_rate, self.weight_decay
             ),

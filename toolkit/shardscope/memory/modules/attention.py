@@ -72,7 +72,7 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
         return each_key * (modules.compute + FP32 + cast)
     if _in_plain_math(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
-        return each_key * FP32 * (3 if arch.model_type == "gpt2" else 1)
+        return each_key * FP32 * (3 if modules.dropout else 1)
     return 0
 
 
@@ -88,7 +88,7 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
     tensors = [Saved("attention", FP32 * heads, "tp")]
     if arch.model_type == "falcon":
         key, value = _falcon_operands(arch, modules)
-    elif has_mask:
+    elif has_mask and width.key < width.query:
         # With a mask SDPA wants as many keys as queries.
         key = value = width.query
     elif arch.model_type in FUSED_VALUES:
@@ -115,6 +115,8 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
     width, c = widths(arch), modules.compute
     if arch.model_type in EAGER:
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
+    if arch.latent_attention is None and modules.dropout:
+        return 3 * width.query * FP32
     if arch.model_type == "falcon" or (modules.on_gpu and no_fused_groups(arch, modules)):
         return 3 * width.query * FP32
     return width.inputs * FP32
@@ -141,7 +143,7 @@ def _in_plain_math(arch: Architecture, modules: Modules) -> bool:
     if modules.on_gpu:
         return no_fused_groups(arch, modules)
     latent = arch.latent_attention
-    return arch.model_type == "gpt2" or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
+    return bool(modules.dropout) or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
 
 
 def has_one_key_head(arch: Architecture) -> bool:

@@ -1,4 +1,4 @@
-"""GPT-2's layer in transformers: LayerNorm, one qkv projection, dropout 0.1, gelu in plain operations."""
+"""GPT-2's layer in transformers: LayerNorm, one qkv projection, dropout, gelu in plain operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
     """Every tensor that the layer saves. Dropout's mask is a byte a number on a GPU, a number on a CPU."""
     c, hidden = modules.compute, arch.hidden_size
-    mask = 1 if modules.on_gpu else c
+    mask = (1 if modules.on_gpu else c) if modules.dropout else 0
     # LayerNorm's mean and 1/std: fp32, but on a CPU in the type of its input.
     statistics = 2 * (FP32 if modules.on_gpu else modules.stream)
     inputs = modules.stream_copies("c_attn") + modules.stream_copies("c_fc")
