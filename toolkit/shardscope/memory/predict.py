@@ -231,15 +231,18 @@ class _Shared:
         has_experts = stage.num_moe_layers > 0
         layer = max((kind for _, kind, _ in kinds), key=lambda kind: kind.saved + kind.recomputed)
         own = layer_backward(arch, has_experts, self.modules)
+        tp, cut = self.plan.degrees.tp, self.plan.degrees.tp if self.splits_sequence else 1
+        num_chunks, chunks = in_flight(self.plan, stage.number)
+        saved = ceil_div(tokens * sum(layers * kind.saved for layers, kind, _ in kinds), num_chunks) * chunks
         shape = Backward(
-            layers=tokens * (sum(layers * kind.saved for layers, kind, _ in kinds) + 8 * stage.is_first),
+            layers=saved + 8 * tokens * stage.is_first,
             edges=tokens * (self._edge_bytes(stage) - 8 * stage.is_first),
             cast=self._autocast_copies(stage)[1],
             saved=tokens * layer.saved,
-            inside=tokens * (own.inside + layer.recomputed) + self._dequantised(stage),
-            later=tokens * (own.later + layer.recomputed),
-            stream=tokens * own.stream,
-            norm=tokens * final_norm(arch, self.modules),
+            inside=tokens * (ceil_div(own.inside, tp) + layer.recomputed) + self._dequantised(stage),
+            later=tokens * (ceil_div(own.later, tp) + layer.recomputed) + self._dequantised(stage),
+            stream=tokens * ceil_div(own.stream, cut),
+            norm=tokens * ceil_div(final_norm(arch, self.modules), cut) * stage.is_last,
         )
         for peak in state.find_backward(shape):
             terms: dict[Component, Term] = {

@@ -35,7 +35,9 @@ def main() -> None:
         stages = framework.rehearse(plan, lambda words, fraction: say(progress=[words, fraction]))
         say(stages=[stage.to_dict() for stage in stages])
     except BaseException as problem:
-        say(error=f"{type(problem).__name__}: {problem}", traceback=traceback.format_exc())
+        refused = isinstance(problem, ValueError)
+        words = str(problem) if refused else f"{type(problem).__name__}: {problem}"
+        say(error=words, refused=refused, traceback=traceback.format_exc())
         raise SystemExit(1) from problem
 
 

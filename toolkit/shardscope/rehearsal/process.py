@@ -88,19 +88,24 @@ def _listen(
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(plan.to_json())
         child.stdin.close()
+    latest = ("starting", 0.0)
     for line in _lines_until(child, lines, time.monotonic() + timeout, timeout):
+        if not line and progress is not None:
+            # Said again while nothing is new: whoever listens may want to end it, by an exception.
+            progress(*latest)
         if not line.startswith("{"):
             continue
         said = json.loads(line)
         if "progress" in said and progress is not None:
-            progress(str(said["progress"][0]), float(said["progress"][1]))
+            latest = (str(said["progress"][0]), float(said["progress"][1]))
+            progress(*latest)
         elif "stages" in said:
             if progress is not None:
                 progress("done", 1.0)
             return [RehearsedStage.from_dict(stage) for stage in said["stages"]]
         elif "error" in said:
-            if str(said["error"]).startswith("ValueError: "):
-                raise ValueError(said["error"].removeprefix("ValueError: "))
+            if said["refused"]:
+                raise ValueError(said["error"])
             raise RehearsalError(f"{plan.layout.title}: {said['error']}\n{said.get('traceback', '')}")
     tail = "".join(complaints[-20:])
     raise RehearsalError(f"the rehearsing process ended with {child.wait()} and no answer\n{tail}")
@@ -109,7 +114,7 @@ def _listen(
 def _lines_until(
     child: subprocess.Popen[str], lines: queue.Queue[str | None], deadline: float, timeout: float
 ) -> Iterator[str]:
-    """Lines as they come; raises when the time is up or the process too large."""
+    """Lines as they come, an empty one where none did; raises when time is up or the process too large."""
     while True:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the rehearsal took longer than {timeout:g} seconds")
@@ -119,6 +124,7 @@ def _lines_until(
             held = _resident_bytes(child.pid)
             if held > MAX_BYTES:
                 raise MemoryError(f"the rehearsal held {held / 2**30:.1f} GiB, more than 4") from None
+            yield ""
             continue
         if line is None:
             return

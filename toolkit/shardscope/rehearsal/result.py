@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from shardscope.memory import overheads
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
+from shardscope.unknown_family import UnknownFamily
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -87,7 +88,7 @@ class RehearsedStage:
 
 def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
     """The rehearsal in the same words as the prediction, with the overheads that no tensor shows."""
-    predicted = plan.memory()
+    predicted = _overheads_of(plan)
     if not rehearsed:
         raise ValueError("a rehearsal of no stage")
     by_stage = tuple(_stage(plan, stage, predicted) for stage in rehearsed)
@@ -98,6 +99,16 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
         find_band=lambda: _band(plan, predicted, rehearsed),
         tier="rehearsed",
     )
+
+
+def _overheads_of(plan: Plan) -> MemoryReport:
+    """The prediction, of which only communication, runtime and the band are used: what no tensor shows.
+
+    They follow from the layout, so a family without formulas takes those of a Llama of its sizes.
+    """
+    if isinstance(plan.architecture, UnknownFamily):
+        return replace(plan, architecture=plan.architecture.look_alike).memory()
+    return plan.memory()
 
 
 def _beside(predicted: MemoryReport, number: int) -> dict[Component, Term]:

@@ -55,7 +55,7 @@ def play(
     note_progress("building the model", 0.1)
     engine.fresh_weights = True
     with tracker.paused() if built_on_host else contextlib.nullcontext():
-        module = engine._module = engine.wrap(lambda: build_model(plan.architecture))
+        module = engine._module = engine.wrap(lambda: build_model(plan.architecture, plan.recipe.dropout))
     module.train()
     tracker.label(engine.model.parameters(), "parameters")
     tracker.label(engine.model.buffers(), "parameters")

@@ -186,7 +186,8 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
     def layer(done: int) -> list[Peak]:
         """In the layer after ``done`` others, and right after it, with its gradients whole."""
         left = stage.num_layers - done
-        activations = shape.layers - done * shape.saved
+        # Dense layers of a model with experts save less than those: what is left is never less than nothing.
+        activations = max(shape.saved, shape.layers - done * shape.saved)
         others = root + groups.kept * (left - 1) // stage.num_layers + prefetched * (left > 1)
         before = groups.reduction if done else groups.left_over
         base = others + groups.layer + before
