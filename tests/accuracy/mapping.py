@@ -43,7 +43,7 @@ def _plan(
 ) -> tuple[ss.Plan, list[str]]:
     """The plan; where the framework's model has no formula for a detail that weighs little, without it."""
     left_out: list[str] = []
-    details: list[tuple[str, object]] = [("lora_dropout", 0.0)]
+    details: list[tuple[str, object]] = [("lora_dropout", 0.0), ("dropout", 0.0)]
     if what.recompute == "full":
         # Only one layer's scores are there at a time.
         details.append(("attention", None))

@@ -25,6 +25,9 @@ _SCRIPTS: dict[str, dict[str, Any]] = {
     # scripts/benchmarks/scenarios.yaml, scenarios-liger.yaml: lora_dropout: 0.1; Trainer's optimizer was then
     # adamw_torch, which does not fuse.
     "foundation-model-stack/fms-acceleration": {"lora_dropout": 0.1, "optimizer": "adamw_foreach"},
+    # examples/pretrain_zero_bubble.sh: --fp16, Megatron's own dropout of 0.1, one layer a chunk. Attention is
+    # not said; plain attention is what the calibration rows fit (34 s b h + 5 a s^2 b a layer).
+    "2401.10241": {"precision": "fp16", "dropout": 0.1, "flash_attention": False},
 }
 _TARGETS = {key: f"{key}_proj" for key in ("q", "k", "v", "o", "gate", "up", "down")}
 
@@ -33,6 +36,8 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
     """The recipe and what had to be assumed about it. Raises ``UnmappedError`` if it cannot say so."""
     scripts = next((facts for key, facts in _SCRIPTS.items() if key in str(row.get("source_url"))), {})
     assumed: list[str] = []
+    # What the row itself says goes before its source's scripts.
+    row = {**{key: scripts[key] for key in ("precision", "flash_attention") if key in scripts}, **row}
     seq_len = number(row, "seq_len")
     if seq_len is None:
         raise UnmappedError("sequence length not stated")
@@ -47,11 +52,15 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
         "optimizer": _optimizer(row, scripts),
         "kernels": _kernels(row, kind),
         "attention": _attention(row, kind),
+        "dropout": scripts.get("dropout", 0.0),
         **_recompute(row, kind, scripts, assumed),
     }
-    if "foak" in text(row, "table") and "liger" not in text(row, "table"):
-        # Its gradient overwrites fp32 logits: neither transformers' loss nor Liger's.
-        raise UnmappedError("a fused cross-entropy of its own (unsloth's) is not modelled")
+    if "foak" in text(row, "table"):
+        if "liger" not in text(row, "table"):
+            # Its gradient overwrites fp32 logits: neither transformers' loss nor Liger's.
+            raise UnmappedError("a fused cross-entropy of its own (unsloth's) is not modelled")
+        # FMS-acceleration takes Liger's loss only; norms and rotations are kernels of its own.
+        fields["loss"] = "fused"
     if "gptq" in text(row, "qlora"):
         assumed.append("GPTQ's 4 bits counted as NF4's")
     return ss.Recipe(**fields), assumed
@@ -152,7 +161,7 @@ def _kernels(row: Row, kind: Framework) -> str | None:
     said = text(row, "table", "framework")
     if kind.family == "megatron":
         return None
-    if "liger" in said or "foak" in said:
+    if "liger" in said and "foak" not in said:
         return "liger"
     return "compiled" if row.get("torch_compile") is True else None
 

@@ -17,9 +17,10 @@ from shardscope.memory.modules.known import check_known
 from shardscope.memory.modules.layernorm import casts_norms, layernorm_layer
 from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
-from shardscope.memory.modules.saved import Modules, Saved
+from shardscope.memory.modules.saved import Modules, Saved, stream_readers
 from shardscope.memory.modules.selective import selective_layer
 from shardscope.memory.precision import FP32, widths
+from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -54,6 +55,7 @@ def modules_of(plan: Plan) -> Modules:
         seq_len=recipe.seq_len,
         targets=adapter_targets(plan.architecture, recipe) if lora else None,
         adapter_rank=recipe.adapter_rank if lora else 0,
+        adapter_dropout=lora and recipe.lora_dropout > 0,
         on_gpu=plan.on_gpu,
         dropout=recipe.dropout,
         attention=recipe.attention,
@@ -204,8 +206,29 @@ def _adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[Sa
     if modules.targets is None:
         return []
     linears = arch.layer_linears(first_layer(arch, moe))
-    adapted = sum(target in modules.targets for target, _ in linears)
-    return [Saved("attention", adapted * modules.adapter_rank * modules.compute, "sequence")]
+    adapted = [(target, shape[1]) for target, shape in linears if target in modules.targets]
+    narrow = len(adapted) * modules.adapter_rank * modules.compute
+    return [Saved("attention", narrow + _dropped_inputs(arch, modules, adapted), "sequence")]
+
+
+def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
+    """What dropout before adapters adds: a mask each, and inputs that they no longer share.
+
+    The mask is a byte a number on a GPU, on a CPU a number. Autocast gives each adapter an input of its own
+    anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy.
+    """
+    if not modules.adapter_dropout:
+        return 0
+    c = modules.compute
+    masks = sum(inner for _, inner in adapted) * (1 if modules.on_gpu else FP32 if modules.autocast else c)
+    if modules.autocast:
+        return masks
+    copies = sum(inner for _, inner in adapted) * c
+    for readers in stream_readers(arch):
+        copies -= modules.stream_copies(*readers) * arch.hidden_size * c
+    product = (names_of(arch).down, arch.intermediate_size)
+    copies -= adapted.count(product) * arch.intermediate_size * c
+    return masks + copies
 
 
 def _in_flight(arch: Architecture, moe: bool, modules: Modules, tp: int) -> int:

@@ -21,7 +21,7 @@ def add_adapters(model: torch.nn.Module, architecture: Any, recipe: Any) -> torc
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        lora_dropout=0.0,
+        lora_dropout=recipe.lora_dropout,
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=list(adapter_targets(architecture, recipe)),

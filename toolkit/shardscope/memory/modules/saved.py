@@ -42,6 +42,8 @@ class Modules(NamedTuple):
     targets: tuple[str, ...] | None = None
     """Adapted projections; None in full training."""
     adapter_rank: int = 0
+    adapter_dropout: bool = False
+    """Adapters have dropout before them, so that each keeps an input of its own."""
     windowed: bool | None = None
     """Whether this is a layer with a sliding window, in a model that has both kinds; None: as most are."""
     on_gpu: bool = True
