@@ -217,7 +217,7 @@ def _total(index: int, row: Bar) -> dict[str, Any]:
             **note,
             "x": 0,
             "xref": "x",
-            "xshift": 2,
+            "xshift": 6,
             "text": row.note,
             "font": {"size": 12},
             "opacity": 0.7,

@@ -44,6 +44,7 @@ class RehearsePanel(widgets.HBox):
         self.words = widgets.HTML()
         """Stands apart, where the view puts it: a framework's own words can be long."""
         self.words.add_class("ss-hint")
+        self.words.add_class("ss-words")
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-rehearse")
         # A Plan that cannot be rehearsed has no such method: then there is nothing to offer.

@@ -14,10 +14,15 @@ MAX_BUTTONS = 10
 
 
 class RepairsPanel(widgets.VBox):
-    """Buttons for ``plan.repairs()`` while the plan does not fit; ``on_apply`` gets the mended plan."""
+    """Buttons for ``plan.repairs()`` while the plan does not fit; ``on_apply`` gets the mended plan.
+
+    The same buttons are used again and again: making ten anew at each move of an input would be slow.
+    """
 
     def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
         self._on_apply = on_apply
+        self._pool: list[widgets.Button] = []
+        self._offered: list[Repair] = []
         self.words = widgets.HTML()
         self.words.add_class("ss-hint")
         self.buttons = widgets.Box()
@@ -27,22 +32,29 @@ class RepairsPanel(widgets.VBox):
 
     def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Show what mends ``plan``, or nothing if it fits."""
-        found = [] if report.fits else plan.repairs()[:MAX_BUTTONS]
-        before = self.buttons.children
-        self.buttons.children = [self._button(plan, repair) for repair in found]
-        for old in before:
-            old.close()
+        self._offered = [] if report.fits else plan.repairs()[:MAX_BUTTONS]
+        while len(self._pool) < len(self._offered):
+            self._pool.append(self._button(len(self._pool)))
+        shown = self._pool[: len(self._offered)]
+        for button, repair in zip(shown, self._offered, strict=True):
+            button.description = button.tooltip = in_words(plan, repair)
+        if list(self.buttons.children) != shown:
+            self.buttons.children = shown
         self.layout.display = "none" if report.fits else ""
-        if not found:
+        if not self._offered:
             self.words.value = "No single change makes room: fewer parameters, or more GPUs."
-        elif any(repair.plan.memory().fits for repair in found):
+        elif any(repair.plan.memory().fits for repair in self._offered):
             self.words.value = "One of these makes it fit:"
         else:
             self.words.value = "No single change is enough. These win most:"
 
-    def _button(self, plan: ss.Plan, repair: Repair) -> widgets.Button:
-        words = in_words(plan, repair)
-        button = widgets.Button(description=words, tooltip=words)
+    def _button(self, index: int) -> widgets.Button:
+        button = widgets.Button()
         button.add_class("ss-chip")
-        button.on_click(lambda _: self._on_apply(repair.plan))
+        button.on_click(lambda _: self._apply(index))
         return button
+
+    def _apply(self, index: int) -> None:
+        # Two quick clicks: after the first, there may be fewer on offer.
+        if index < len(self._offered):
+            self._on_apply(self._offered[index].plan)

@@ -82,6 +82,7 @@ class Studio(widgets.VBox):
                 picker.clear_plan_errors()
             nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
             self.layout_picker.offer(*nouns)
+            self.recipe.offer(self.layout_picker.value)
             plan = ss.Plan(*nouns, self.layout_picker.value)
         except FieldError as error:
             self._show_error(error)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from html import escape
-from typing import get_args
 
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.recipe import Method, Precision, Recompute
 from shardscope_widgets.pickers.base import Picker, Row, segments, text_input, typed_number
-
-METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+from shardscope_widgets.pickers.recipe_choices import Advanced, options
 
 
 class RecipePicker(Picker):
-    """The training recipe; what is not shown keeps ``Recipe``'s defaults."""
+    """The training recipe, the rarer choices behind a button; what is not shown keeps its default."""
 
     heading = "Training"
 
@@ -24,24 +21,25 @@ class RecipePicker(Picker):
         recipe = recipe or ss.Recipe()
         self._base = recipe
         self._taking = False
-        self.method = segments([(METHODS[name], name) for name in get_args(Method)], "Method")
+        self.method = segments(options("method", None, None), "Method")
         self.method.value = recipe.method
         self.lora_rank = text_input(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
         self.precision = widgets.Dropdown(
-            options=list(get_args(Precision)), value=recipe.precision, tooltip="Precision"
+            options=options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
         self.seq_len = text_input(recipe.seq_len, "Tokens in one sequence")
         self.micro = text_input(recipe.micro_batch_size, "Sequences that a GPU takes at once", "44px")
         self.global_batch = text_input(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
         for box in (self.micro, self.global_batch, self.lora_rank):
             box.layout.flex = "0 0 auto"
-        self.recompute = segments([(name, name) for name in get_args(Recompute)], "Recompute activations")
+        self.recompute = segments(options("recompute", None, None), "Recompute activations")
         self.recompute.value = recipe.recompute
         each, total = widgets.Label("a GPU,"), widgets.Label("in all")
         for label in (each, total):
             label.layout.flex = "0 0 auto"
         batch = Row("Batch", self.micro, each, self.global_batch, total)
         self._rank_row = Row("LoRA rank", self.lora_rank)
+        self.advanced = Advanced(recipe)
         self.also = widgets.HTML()
         self.also.add_class("ss-hint")
         self.reset = widgets.Button(description="Back to defaults", layout=widgets.Layout(display="none"))
@@ -56,9 +54,13 @@ class RecipePicker(Picker):
                 "global_batch_size": batch,
                 "micro_batch_size": batch,
                 "recompute": Row("Recompute", self.recompute),
+                **self.advanced.rows,
             },
             widgets.VBox([self.also, self.reset]),
         )
+        # The button stands between what everybody sees and what it opens.
+        first = self.children.index(self.rows["optimizer"])
+        self.children = (*self.children[:first], self.advanced.button, *self.children[first:])
         for control in (
             self.method,
             self.lora_rank,
@@ -67,6 +69,7 @@ class RecipePicker(Picker):
             self.micro,
             self.global_batch,
             self.recompute,
+            *self.advanced.inputs,
         ):
             control.observe(self.read, "value")
         self.read()
@@ -83,9 +86,28 @@ class RecipePicker(Picker):
             self.micro.value = str(recipe.micro_batch_size)
             self.global_batch.value = str(recipe.global_batch_size)
             self.recompute.value = recipe.recompute
+            self.advanced.take(recipe)
         finally:
             self._taking = False
         self.read()
+
+    def offer(self, layout: ss.Layout) -> None:
+        """Restrict choices to what ``layout``'s framework can run; what is chosen stays, and says so."""
+        self._taking = True
+        try:
+            for field, control in (
+                ("method", self.method),
+                ("precision", self.precision),
+                ("recompute", self.recompute),
+            ):
+                value = control.value
+                offered = options(field, layout, value)
+                if list(control.options) != offered:
+                    control.options = offered
+                    control.value = value
+            self.advanced.offer(layout)
+        finally:
+            self._taking = False
 
     def _forget_unshown(self, _: object) -> None:
         """Give fields without an input their defaults again."""
@@ -109,10 +131,9 @@ class RecipePicker(Picker):
             base = replace(
                 base, method="full", lora_rank=None, lora_targets=None, lora_dropout=0.0, quantization=None
             )
-        if self.recompute.value == "none":
-            base = replace(base, recompute="none", recompute_interval=1)
         return replace(
             base,
+            **self.advanced.fields(lora, self.recompute.value != "none"),
             method=self.method.value,
             precision=self.precision.value,
             seq_len=typed_number(self.seq_len.value),
@@ -128,5 +149,6 @@ class RecipePicker(Picker):
             return
         self._rank_row.layout.display = "" if self.method.value != "full" else "none"
         super().read(change)
+        self.advanced.fit(self.method.value != "full", self.recompute.value != "none")
         if self.value is not None:
             self._say_unshown()

@@ -1,0 +1,157 @@
+"""The words for a recipe's choices, and the inputs of its advanced part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.recipe import CHOICES, OPEN_CHOICES
+from shardscope.support import supported
+from shardscope_widgets.pickers.base import NOTHING, Nothing, Row, text_input
+
+WORDS: dict[str, str] = {
+    "full": "full",
+    "lora": "LoRA",
+    "qlora": "QLoRA",
+    "adamw": "AdamW",
+    "adamw_foreach": "AdamW, not fused",
+    "adamw_8bit": "AdamW in 8 bits",
+    "paged_adamw": "AdamW, paged to the host",
+    "paged_adamw_8bit": "AdamW in 8 bits, paged to the host",
+    "adafactor": "Adafactor",
+    "sgd": "SGD with momentum",
+    "lion": "Lion",
+    "muon": "Muon",
+    "int8": "8 bits (LLM.int8)",
+    "nf4": "4 bits (NF4)",
+    "transformers": "transformers",
+    "liger": "Liger",
+    "megatron": "Megatron",
+    "compiled": "compiled",
+    "eager": "plain operations",
+    "sdpa": "PyTorch's fused",
+    "flash": "FlashAttention",
+}
+LOSSES = {"full": "all logits at once", "chunked": "in chunks", "fused": "fused with the head"}
+OPEN = {
+    "quantization": "not quantised",
+    "kernels": "the framework's own",
+    "attention": "the modules' own",
+    "loss": "the kernels' own",
+}
+"""What it means that a field is left open."""
+ADVANCED = {
+    "optimizer": "Optimizer",
+    "quantization": "Base weights",
+    "kernels": "Kernels",
+    "attention": "Attention",
+    "loss": "Loss",
+}
+"""Choices of the advanced part, and their labels."""
+
+
+def options(field: str, layout: ss.Layout | None, current: Any) -> list[tuple[str, Any]]:
+    """What a dropdown of ``field`` offers: what ``layout`` can run, and what is chosen now.
+
+    A choice that the framework lost stays in the list, for the message at the input to be about it.
+    """
+    values = CHOICES.get(field) or OPEN_CHOICES[field]
+    if layout is not None:
+        possible = supported(layout, field)
+        values = tuple(value for value in values if value in possible or value == current)
+    words = LOSSES if field == "loss" else WORDS
+    found: list[tuple[str, Any]] = [(words.get(value, value), value) for value in values]
+    return [(OPEN[field], NOTHING), *found] if field in OPEN else found
+
+
+def chosen(value: Any) -> Any:
+    """A dropdown's value as the recipe has it."""
+    return None if isinstance(value, Nothing) else value
+
+
+def typed_real(text: str) -> Any:
+    """What a person typed as a number if it is one, else the text, for the recipe to refuse."""
+    try:
+        return float(text.strip())
+    except ValueError:
+        return text
+
+
+class Advanced:
+    """Rows that most people never need, behind one button; each dropdown offers what can run."""
+
+    def __init__(self, recipe: ss.Recipe) -> None:
+        self.dropdowns: dict[str, widgets.Dropdown] = {
+            field: widgets.Dropdown(options=options(field, None, None), tooltip=label)
+            for field, label in ADVANCED.items()
+        }
+        self.interval = text_input(recipe.recompute_interval, "Every so-manieth layer", "44px")
+        self.dropout = text_input(recipe.dropout, "Probability of dropout", "64px")
+        every, layers = widgets.Label("every"), widgets.Label("layers: 1 is all of them")
+        for fixed in (self.interval, self.dropout, every, layers):
+            fixed.layout.flex = "0 0 auto"
+        self.rows: dict[str, Row] = {
+            field: Row(label, self.dropdowns[field]) for field, label in ADVANCED.items()
+        }
+        self.rows["recompute_interval"] = Row("Recompute", every, self.interval, layers)
+        self.rows["dropout"] = Row("Dropout", self.dropout)
+        self.button = widgets.Button(description="Advanced", icon="chevron-right")
+        self.button.add_class("ss-link")
+        self.is_open = False
+        self.button.on_click(lambda _: self.open(not self.is_open))
+        self.take(recipe)
+        self.open(False)
+
+    @property
+    def inputs(self) -> list[widgets.Widget]:
+        """Every input, to be observed."""
+        return [*self.dropdowns.values(), self.interval, self.dropout]
+
+    def open(self, is_open: bool) -> None:
+        """Show the rows, or put them away; one with a message at it stays."""
+        self.is_open = is_open
+        self.button.icon = "chevron-down" if is_open else "chevron-right"
+        for row in self.rows.values():
+            row.layout.display = "" if is_open or row.error.value else "none"
+
+    def fit(self, recipe_is_adapted: bool, recomputes: bool) -> None:
+        """Put away what would mean nothing: a base's type without adapters, an interval of nothing."""
+        self.open(self.is_open)
+        for field, means_something in (
+            ("quantization", recipe_is_adapted),
+            ("recompute_interval", recomputes),
+        ):
+            if not means_something:
+                self.rows[field].layout.display = "none"
+
+    def take(self, recipe: ss.Recipe) -> None:
+        """Set the inputs to ``recipe``."""
+        for field, dropdown in self.dropdowns.items():
+            value = getattr(recipe, field)
+            dropdown.value = NOTHING if value is None else value
+        self.interval.value = str(recipe.recompute_interval)
+        self.dropout.value = f"{recipe.dropout:g}"
+
+    def offer(self, layout: ss.Layout) -> None:
+        """Offer what ``layout`` can run, and what is chosen."""
+        for field, dropdown in self.dropdowns.items():
+            value = dropdown.value
+            offered = options(field, layout, value)
+            if list(dropdown.options) != offered:
+                dropdown.options = offered
+                dropdown.value = value
+
+    def fields(self, with_adapters: bool, recomputes: bool) -> dict[str, Any]:
+        """The recipe's fields that these inputs say."""
+        found = {field: chosen(dropdown.value) for field, dropdown in self.dropdowns.items()}
+        found["dropout"] = typed_real(self.dropout.value)
+        found["recompute_interval"] = _number(self.interval.value) if recomputes else 1
+        if not with_adapters:
+            found["quantization"] = None
+        return found
+
+
+def _number(text: str) -> Any:
+    return int(text) if text.strip().isdecimal() else text
