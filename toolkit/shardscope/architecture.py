@@ -148,23 +148,31 @@ class Architecture(JsonNoun):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
         fields = dict(data)
+        if cls is Architecture and "config_json" in fields:
+            from shardscope.unknown_family import UnknownFamily  # it imports this module
+
+            return UnknownFamily.from_dict(fields)  # type: ignore[return-value]
         for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
             if isinstance(fields.get(field), Mapping):
                 fields[field] = noun.from_dict(fields[field])
         return super().from_dict(fields)
 
     @classmethod
-    def from_hf(cls, config: str | Path | Mapping[str, Any]) -> Architecture:
+    def from_hf(cls, config: str | Path | Mapping[str, Any], *, rehearse_only: bool = False) -> Architecture:
         """The architecture that a Hugging Face ``config.json`` describes.
 
         ``config`` is a path to the file, its folder, its contents as a dict, or a hub id ("org/name"; the
         download needs ``pip install "shardscope[train]"``, and weights are never fetched). Missing keys take
         that family's own defaults in transformers. Raises ``ValueError`` for missing or absurd sizes, an
         unknown ``model_type``, and a file that is no JSON object, holds a key twice, or exceeds 1 MB.
+
+        ``rehearse_only`` takes any ``model_type`` that the installed transformers knows (``train`` extra);
+        where there are no formulas for it, its plans have ``plan.rehearse()`` and no ``plan.memory()``.
         """
         from shardscope import hf_config  # it imports this module
 
-        return hf_config.load(config)
+        flag("rehearse_only", rehearse_only)
+        return hf_config.load(config, rehearse_only)
 
     @classmethod
     def of_size(cls, size: str) -> Architecture:

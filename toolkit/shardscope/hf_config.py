@@ -7,7 +7,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardscope.architecture import Architecture
 from shardscope.hf_families import FAMILIES
@@ -19,19 +19,19 @@ MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""
 
 
-def load(config: str | Path | Mapping[str, Any]) -> Architecture:
+def load(config: str | Path | Mapping[str, Any], rehearse_only: bool = False) -> Architecture:
     """See :meth:`shardscope.architecture.Architecture.from_hf`."""
     if isinstance(config, Mapping):
-        return from_dict(config, None)
+        return from_dict(config, None, rehearse_only)
     if not isinstance(config, str | Path) or not str(config).strip() or "\0" in str(config):
         allowed = "a path to config.json, its folder, a dict, or a hub id"
         refuse("config", config, allowed, "Architecture.from_hf('folder/config.json')")
     path = Path(config).expanduser()
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return from_dict(read(file), _called(file.absolute()))
+        return from_dict(read(file), _called(file.absolute()), rehearse_only)
     if isinstance(config, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", config, re.A) and path.suffix != ".json":
-        return from_dict(read(_from_hub(config)), config)
+        return from_dict(read(_from_hub(config)), config, rehearse_only)
     allowed = "a file or folder that exists, or a hub id 'org/name'"
     return refuse("config", str(config), allowed, "check the spelling")
 
@@ -78,26 +78,33 @@ def read(file: Path) -> Mapping[str, Any]:
     return data
 
 
-def from_dict(data: Mapping[str, Any], name: str | None) -> Architecture:
+def from_dict(data: Mapping[str, Any], name: str | None, rehearse_only: bool = False) -> Architecture:
     """The architecture of a config's keys; ``name`` is used if the config does not say its own."""
     family = data.get("model_type")
+    called = name or data.get("_name_or_path") or family
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        for part in ("text_config", "llm_config", "language_config", "thinker_config"):
-            if isinstance(data.get(part), Mapping):
-                fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
-                refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-        fix = (
-            f"{nearest(family, list(FAMILIES))!r} if its layers are the same; plan.rehearse() runs any "
-            "transformers model's own code on fake tensors"
-        )
-        refuse("config.json model_type", family, f"known architectures: {known}", fix)
-    config = HfConfig(data)
-    called = name or config.get("_name_or_path") or family
+        if rehearse_only and isinstance(family, str):
+            from shardscope.unknown_family import UnknownFamily
+
+            return UnknownFamily.of_config(data, str(called))
+        _refuse_family(data, family)
     if not isinstance(called, str):
         refuse("config.json _name_or_path", called, "text", repr(family))
-    fields = {"name": called, "model_type": family, **FAMILIES[family](config)}
+    fields = {"name": called, "model_type": family, **FAMILIES[family](HfConfig(data))}
     return Architecture.from_dict(fields)
+
+
+def _refuse_family(data: Mapping[str, Any], family: object) -> NoReturn:
+    known = ", ".join(FAMILIES)
+    for part in ("text_config", "llm_config", "language_config", "thinker_config"):
+        if isinstance(data.get(part), Mapping):
+            fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
+            refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
+    fix = (
+        f"{nearest(family, list(FAMILIES))!r} if its layers are the same; or from_hf(config, "
+        "rehearse_only=True), whose plan.rehearse() works for any transformers model"
+    )
+    refuse("config.json model_type", family, f"known architectures: {known}", fix)
 
 
 def _line_of(text: str, error: ValueError) -> str:

@@ -1,0 +1,77 @@
+"""A config.json of a family without formulas: refused, or taken for rehearsals only."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import shardscope as ss
+from shardscope.unknown_family import UnknownFamily
+
+CONFIG = {
+    "model_type": "stablelm",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}
+
+
+def plan_of(config: dict[str, object]) -> ss.Plan:
+    architecture = ss.Architecture.from_hf(config, rehearse_only=True)
+    recipe = ss.Recipe(seq_len=64, global_batch_size=4)
+    return ss.Plan(architecture, ss.Cluster.parse("4xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+
+
+def test_an_unknown_family_is_refused_and_the_way_that_works_is_named() -> None:
+    with pytest.raises(ValueError, match=r"model_type is 'stablelm'.*rehearse_only=True.*plan\.rehearse\(\)"):
+        ss.Architecture.from_hf(CONFIG)
+
+
+def test_a_known_family_has_its_formulas_whatever_is_asked() -> None:
+    llama = ss.Architecture.from_hf({**CONFIG, "model_type": "llama"}, rehearse_only=True)
+    assert type(llama) is ss.Architecture
+
+
+def test_its_plans_are_not_predicted() -> None:
+    pytest.importorskip("transformers")
+    plan = plan_of(CONFIG)
+    for ask in (plan.memory, plan.architecture.layer_shapes, lambda: plan.architecture.parameter_groups):
+        with pytest.raises(ValueError, match=r"stablelm.*plan\.rehearse\(\)"):
+            ask(0) if ask == plan.architecture.layer_shapes else ask()
+
+
+def test_its_plans_survive_json_and_pickle() -> None:
+    pytest.importorskip("transformers")
+    plan = plan_of(CONFIG)
+    assert ss.Plan.from_json(plan.to_json()) == plan
+    assert pickle.loads(pickle.dumps(plan.architecture)) == plan.architecture
+    assert UnknownFamily.from_json(plan.architecture.to_json()) == plan.architecture
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ],
+)
+def test_what_transformers_cannot_read_is_refused(change: dict[str, object], said: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=said):
+        ss.Architecture.from_hf({**CONFIG, **change}, rehearse_only=True)
+
+
+def test_parameters_are_counted_on_the_meta_device() -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = transformers.AutoConfig.for_model(**CONFIG)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert plan_of(CONFIG).architecture.num_parameters == sum(p.numel() for p in model.parameters())
