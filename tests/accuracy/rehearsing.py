@@ -1,4 +1,4 @@
-"""``python -m tests.accuracy.rehearsals --make N [--framework ddp fsdp2]``: rehearses sampled plans, stores them.
+"""``python -m tests.accuracy.rehearsals --make N [--framework ddp fsdp2]``: sampled plans rehearsed and stored.
 
 Stored are JSON lines in ``tests/fixtures/rehearsals/<framework>.jsonl``, one plan each::
 
@@ -86,9 +86,8 @@ def main() -> None:
         close = [sum(abs(one.error) <= limit for one in rows) for limit in (0.01, 0.03)]
         if rows:
             worst = 100 * abs(rows[0].error)
-            print(
-                f"{framework}: {close[0]} within 1 %, {close[1]} within 3 % of {len(rows)}, worst {worst:.2f} %"
-            )
+            shares = f"{close[0]} within 1 %, {close[1]} within 3 % of {len(rows)}"
+            print(f"{framework}: {shares}, worst {worst:.2f} %")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ class _Groups(NamedTuple):
     """Embedding, final norm and head, gathered until the end of backward."""
     staging: int
     """A layer's all-gather output beside its parameters; one rank alone copies without any."""
+    dense: int
+    """The gathered parameters of a layer without experts, where others have them; 0: all layers are alike."""
     kept: int
     """Gathered layers that forward leaves for backward."""
     gradient: int
@@ -125,6 +127,7 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
         layer=layer,
         root=width.compute * ranks * edge_shard,
         staging=layer if ranks > 1 else 0,
+        dense=width.compute * ranks * _dense_shard(plan, stage, ranks),
         kept=kept,
         gradient=width.compute * trained,
         reduction=width.reduce * (adapters_whole // layers)
@@ -144,6 +147,13 @@ def _largest_shard(plan: Plan, stage: Stage, ranks: int) -> int:
     kinds = ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers))
     shards = (layer_shard(arch, moe, degrees.tp, degrees.ep, ranks) for moe, layers in kinds if layers)
     return max(shard.dense_padded + shard.experts_padded for shard in shards)
+
+
+def _dense_shard(plan: Plan, stage: Stage, ranks: int) -> int:
+    """The same of a layer without experts, of which a model with experts may have a few first; or 0."""
+    if not 0 < stage.num_moe_layers < stage.num_layers:
+        return 0
+    return layer_shard(plan.architecture, False, plan.degrees.tp, plan.degrees.ep, ranks).dense_padded
 
 
 def _gathered_forward(layout: Fsdp2Layout, groups: _Groups) -> Term:
@@ -188,7 +198,10 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
         left = stage.num_layers - done
         # Dense layers of a model with experts save less than those: what is left is never less than nothing.
         activations = max(shape.saved, shape.layers - done * shape.saved)
-        others = root + groups.kept * (left - 1) // stage.num_layers + prefetched * (left > 1)
+        # Layers without experts come first, and so last in backward.
+        smaller = groups.dense and done + 1 >= stage.num_moe_layers
+        coming = min(prefetched, groups.dense) if smaller else prefetched
+        others = root + groups.kept * (left - 1) // stage.num_layers + coming * (left > 1)
         before = groups.reduction if done else groups.left_over
         base = others + groups.layer + before
         fraction = 0.36 + 0.6 * done / stage.num_layers
@@ -216,8 +229,10 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             ),
         ]
 
-    root_whole = groups.root + groups.root_gradient + groups.reduction
-    places = sorted({0, min(1, stage.num_layers - 1), stage.num_layers - 1})
+    last = groups.reduction * groups.dense // groups.layer if groups.dense else groups.reduction
+    root_whole = groups.root + groups.root_gradient + last
+    deepest = (stage.num_moe_layers if groups.dense else stage.num_layers) - 1
+    places = sorted({0, min(1, deepest), deepest})
     none = gradients(0)
     return [
         Peak(

