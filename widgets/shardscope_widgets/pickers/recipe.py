@@ -109,6 +109,18 @@ class RecipePicker(Picker):
         finally:
             self._taking = False
 
+    def _show(self, error: Exception) -> None:
+        super()._show(error)
+        self._fit()
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._fit()
+
+    def _fit(self) -> None:
+        """Show the advanced rows that are asked for, that mean something, or that have a message."""
+        self.advanced.fit(self.method.value != "full", self.recompute.value != "none")
+
     def _forget_unshown(self, _: object) -> None:
         """Give fields without an input their defaults again."""
         self._base = ss.Recipe()
@@ -149,6 +161,5 @@ class RecipePicker(Picker):
             return
         self._rank_row.layout.display = "" if self.method.value != "full" else "none"
         super().read(change)
-        self.advanced.fit(self.method.value != "full", self.recompute.value != "none")
         if self.value is not None:
             self._say_unshown()

@@ -100,6 +100,7 @@ class Advanced:
         self.button = widgets.Button(description="Advanced", icon="chevron-right")
         self.button.add_class("ss-link")
         self.is_open = False
+        self._meaningless: set[str] = set()
         self.button.on_click(lambda _: self.open(not self.is_open))
         self.take(recipe)
         self.open(False)
@@ -110,21 +111,21 @@ class Advanced:
         return [*self.dropdowns.values(), self.interval, self.dropout]
 
     def open(self, is_open: bool) -> None:
-        """Show the rows, or put them away; one with a message at it stays."""
+        """Show the rows that mean something, or put them away; one with a message at it stays."""
         self.is_open = is_open
         self.button.icon = "chevron-down" if is_open else "chevron-right"
-        for row in self.rows.values():
-            row.layout.display = "" if is_open or row.error.value else "none"
+        for field, row in self.rows.items():
+            wanted = is_open and field not in self._meaningless
+            row.layout.display = "" if wanted or row.error.value else "none"
 
-    def fit(self, recipe_is_adapted: bool, recomputes: bool) -> None:
+    def fit(self, has_adapters: bool, recomputes: bool) -> None:
         """Put away what would mean nothing: a base's type without adapters, an interval of nothing."""
+        self._meaningless = {
+            field
+            for field, has_meaning in (("quantization", has_adapters), ("recompute_interval", recomputes))
+            if not has_meaning
+        }
         self.open(self.is_open)
-        for field, means_something in (
-            ("quantization", recipe_is_adapted),
-            ("recompute_interval", recomputes),
-        ):
-            if not means_something:
-                self.rows[field].layout.display = "none"
 
     def take(self, recipe: ss.Recipe) -> None:
         """Set the inputs to ``recipe``."""

@@ -1,0 +1,108 @@
+"""The recipe's picker: the advanced part, what each framework is offered, and messages at hidden inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ipywidgets")
+
+import shardscope as ss
+from shardscope.support import SUPPORT, supported
+from shardscope_widgets import Studio
+from shardscope_widgets.pickers import RecipePicker
+from shardscope_widgets.pickers.recipe_choices import ADVANCED, OPEN, chosen, options
+
+LAYOUTS = {
+    "ddp": ss.Layout.ddp(),
+    "fsdp2": ss.Layout.fsdp2(),
+    "zero": ss.Layout.zero(),
+    "megatron": ss.Layout.megatron(),
+}
+
+
+def shown(picker: RecipePicker) -> set[str]:
+    return {field for field, row in picker.advanced.rows.items() if row.layout.display != "none"}
+
+
+def test_the_advanced_part_waits_behind_its_button() -> None:
+    picker = RecipePicker()
+    assert picker.value == ss.Recipe()
+    assert not shown(picker)
+    picker.advanced.button.click()
+    assert shown(picker) == {"optimizer", "kernels", "attention", "loss", "dropout"}
+    picker.recompute.value = "full"
+    picker.method.value = "lora"
+    assert shown(picker) == {*ADVANCED, "recompute_interval", "dropout"}
+    picker.advanced.button.click()
+    assert not shown(picker)
+
+
+def test_every_input_reaches_the_recipe() -> None:
+    picker = RecipePicker()
+    picker.method.value, picker.recompute.value = "lora", "selective"
+    for field, value in {"optimizer": "lion", "quantization": "nf4", "loss": "chunked"}.items():
+        picker.advanced.dropdowns[field].value = value
+    picker.advanced.interval.value, picker.advanced.dropout.value = "2", "0.1"
+    recipe = picker.value
+    assert (recipe.optimizer, recipe.quantization, recipe.loss) == ("lion", "nf4", "chunked")
+    assert (recipe.recompute_interval, recipe.dropout) == (2, 0.1)
+    picker.method.value = "full"
+    assert picker.value.quantization is None
+    picker.recompute.value = "none"
+    assert picker.value.recompute_interval == 1
+    assert "optimizer" not in picker.also.value, "what has an input is not named beside it"
+
+
+@pytest.mark.parametrize(
+    ("box", "text"), [("dropout", "much"), ("dropout", "2"), ("interval", "x"), ("interval", "0")]
+)
+def test_a_message_stands_at_a_hidden_input(box: str, text: str) -> None:
+    picker = RecipePicker()
+    picker.recompute.value = "full"
+    getattr(picker.advanced, box).value = text
+    field = {"interval": "recompute_interval"}.get(box, box)
+    assert picker.is_wrong
+    assert picker.rows[field].error.value
+    assert shown(picker) == {field}
+    getattr(picker.advanced, box).value = "1" if box == "interval" else "0"
+    assert not picker.is_wrong
+    assert not shown(picker)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_only_what_the_framework_can_run_is_offered(name: str) -> None:
+    picker = RecipePicker()
+    picker.offer(LAYOUTS[name])
+    for field, control in {
+        **picker.advanced.dropdowns,
+        "method": picker.method,
+        "precision": picker.precision,
+        "recompute": picker.recompute,
+    }.items():
+        offered = {chosen(value) for _, value in control.options}
+        assert offered - {None} == set(supported(LAYOUTS[name], field))
+        assert (None in offered) == (field in OPEN)
+    assert picker.value == ss.Recipe(), "offering changes nothing that is chosen"
+
+
+def test_every_choice_has_words() -> None:
+    for field in {*ADVANCED, "method"}:
+        for words, value in options(field, None, None):
+            assert words != value or value in ("full", "transformers", "compiled")
+    assert set(ADVANCED) <= set(SUPPORT)
+
+
+def test_a_choice_that_a_framework_lost_says_so() -> None:
+    studio: Any = Studio()
+    studio.layout_picker.framework.value = "ddp"
+    studio.recipe.advanced.dropdowns["optimizer"].value = "muon"
+    assert studio.plan.recipe.optimizer == "muon"
+    studio.layout_picker.framework.value = "fsdp2"
+    assert "muon" in studio.recipe.rows["optimizer"].error.value
+    assert "optimizer" in shown(studio.recipe)
+    studio.recipe.advanced.dropdowns["optimizer"].value = "adamw"
+    assert not studio.recipe.rows["optimizer"].error.value
+    assert studio.plan.layout.framework == "fsdp2"
+    assert "muon" not in {value for _, value in studio.recipe.advanced.dropdowns["optimizer"].options}
