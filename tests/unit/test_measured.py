@@ -140,3 +140,15 @@ def test_pipeline_stages_are_told_apart() -> None:
     report = measured_memory(plan, records, [])
     assert [stage.components["activations"] for stage in report.by_stage] == [1 * MIB, 3 * MIB]
     assert report.worst_stage.stage == 1
+
+
+def test_a_snapshot_can_be_asked_of_a_run_under_way() -> None:
+    class Context:
+        def look(self) -> tuple[bool, list[dict[str, Any]]]:
+            return False, [{"command": "memory_snapshot"}]
+
+    from shardscope.training.commands import look
+
+    assert look(Context(), 3).memory_snapshot
+    with pytest.raises(ValueError, match=r"Pretrain\.memory_snapshot is 1; allowed"):
+        ss.Pretrain(memory_snapshot=1)  # type: ignore[arg-type]
