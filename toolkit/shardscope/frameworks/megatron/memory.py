@@ -18,7 +18,7 @@ from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
 from shardscope.memory.precision import FP32, num_moments, widths
-from shardscope.memory.report import Term
+from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, layer_shard, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
@@ -34,7 +34,7 @@ _WORD = 128
 def stages(plan: Plan) -> list[Stage]:
     """Stages with the padded vocabulary, and with the layers of all their model chunks."""
     found = stages_of(plan, vocab_multiple=MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp)
-    if plan.architecture.mixture_of_experts is None:
+    if not plan.architecture.num_moe_layers:
         return found
     return [_with_experts(plan, stage) for stage in found]
 
@@ -60,6 +60,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     half = widths[recipe.precision].compute
     main = FP32 if half < FP32 else 0
     kept = main + num_moments[recipe.optimizer] * FP32
+    # Gradients accumulate in fp32 with bf16 only: "fp16 param, fp16 grads" (docs/.../dist_optimizer.md).
+    gradient = half if recipe.precision == "fp16-mixed" else FP32
     replicas = degrees.data_parallel * degrees.cp
     dense_ranks = expert_ranks = 1
     dense, experts = stage.layers + stage.edges, stage.experts
@@ -69,7 +71,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         expert_ranks = max(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
-    optimizer = kept * (ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks))
+    updated = ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks)
+    optimizer = kept * updated
     staging = half * _staging(plan, stage)
     embedding = half * _embedding(plan) if stage.is_first else 0
 
@@ -93,18 +96,21 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             weights * half, lambda: f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"
         ),
         gradients=Term(
-            weights * FP32,
-            lambda: (
-                f"{weights:,} × {FP32} bytes · fp32 main gradients in one contiguous buffer, kept all along"
-            ),
+            weights * gradient,
+            lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
         ),
         optimizer=Term(optimizer, optimizer_words),
         initialisation={
             "parameters": Term(
                 weights * half * (2 if layout.distributed_optimizer else 1),
                 lambda: "the module's own weights beside the buffer that they move to",
-            )
+            ),
+            "gather_buffers": no_bytes("no collective has run"),
         },
+        optimizer_working=Term(
+            FP32 * updated if gradient < FP32 else 0,
+            lambda: f"{updated:,} × {FP32} bytes · fp32 copies of this rank's gradients for the update",
+        ),
         gather_rest=Term(staging, staging_words),
         gather_forward=Term(staging, staging_words),
         gather_layer=Term(staging, staging_words),

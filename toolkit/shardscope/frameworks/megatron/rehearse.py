@@ -26,6 +26,7 @@ from shardscope.frameworks.megatron.fused_modules import (
     FusedExperts,
     FusedNorm,
     FusedRegions,
+    embedding,
     fused_rotary,
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
@@ -150,6 +151,7 @@ class _StageRehearsal:
             (schedules, "forward_step", in_phase("forward", schedules.forward_step)),
             (schedules, "backward_step", in_phase("backward", schedules.backward_step)),
             (layers, "get_dummy_wgrad", kept_dummy),
+            (torch.nn.functional, "embedding", embedding),
             (multi_latent_attention, "TELinear", DuplicatedLinear),
             (rope_utils, "fused_apply_rotary_pos_emb", fused_rotary),
         ]
@@ -174,7 +176,8 @@ class _StageRehearsal:
         with tracker.labelling("parameters"):
             models = [self._chunk(config, chunk) for chunk in range(self.plan.degrees.vpp)]
         buffers = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed_optimizer
+            grad_reduce_in_fp32=self.dtype != torch.float16,
+            use_distributed_optimizer=layout.distributed_optimizer,
         )
         with tracker.labelling("gradients"):
             chunks = [
