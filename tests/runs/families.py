@@ -35,6 +35,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_layers": 1,
     },
     "phi3": {"head_dim": 28},
+    "phi3 with a window": {"head_dim": 28, "sliding_window": 16, "sliding_window_layers": 1},
+    "phi3 with a window and all heads": {
+        "head_dim": 28,
+        "num_key_value_heads": 6,
+        "sliding_window": 16,
+        "sliding_window_layers": 1,
+    },
+    "mistral with a window and all heads": {
+        "head_dim": 32,
+        "num_key_value_heads": 6,
+        "sliding_window": 16,
+        "sliding_window_layers": 1,
+    },
     "mixtral": {"head_dim": 32, "mixture_of_experts": replace(MOE, moe_intermediate_size=232)},
     "qwen3_moe": {"head_dim": 28, "qk_norm": True, "mixture_of_experts": MOE},
     "deepseek_v3": {
@@ -152,7 +165,7 @@ FAMILIES |= {
     },
     "nemotron": {"head_dim": 32, **PLAIN},
 }
-ALL_WINDOWS = ("mistral", "gemma3_text", "starcoder2")
+ALL_WINDOWS = ("mistral", "phi3", "gemma3_text", "starcoder2")
 """Families of which every layer here has the window; the others' every other layer."""
 NARROW_VALUES = {"deepseek_v3", "deepseek_v2", "deepseek_v2 with whole queries"}
 """DeepSeek's values are narrower than its keys, for which a CPU rank has no fused attention."""

@@ -28,6 +28,7 @@ def gpu_operators() -> Iterator[None]:
         (F, "dropout", _dropout),
         *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
         (F, "grouped_mm", _grouped_products(F.grouped_mm)),
+        (torch, "is_autocast_enabled", _asks_for_cuda(torch.is_autocast_enabled)),
     ]
     before = [getattr(owner, name) for owner, name, _ in stand_ins]
     for owner, name, stand_in in stand_ins:
@@ -39,7 +40,23 @@ def gpu_operators() -> Iterator[None]:
             setattr(owner, name, was)
 
 
-_POWERS: tuple[tuple[Any, str], ...] = ((torch, "pow"), (torch.Tensor, "pow"), (torch.Tensor, "__pow__"))
+_POWERS: tuple[tuple[Any, str], ...] = (
+    (torch, "pow"),
+    (torch.Tensor, "pow"),
+    (torch.Tensor, "__pow__"),
+    (torch, "square"),
+    (torch.Tensor, "square"),
+)
+"""``square`` is pow in torch itself, where autocast sees it."""
+
+
+def _asks_for_cuda(is_enabled: Any) -> Any:
+    """Without a device ``torch.is_autocast_enabled()`` asks for CUDA's (Nemotron's norm does)."""
+
+    def enabled(device_type: str = "cpu") -> Any:
+        return is_enabled(device_type)
+
+    return enabled
 
 
 def _in_fp32(power: Any) -> Any:
@@ -132,14 +149,16 @@ def _plain(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query,
-        key,
-        value,
-        mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )[0]
+    # SDPA's own autocast rule is behind us: inside of it there is none.
+    with torch.autocast("cpu", enabled=False):
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )[0]
     return out
