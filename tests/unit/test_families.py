@@ -1,0 +1,130 @@
+"""What every family shares with the planner: FLOPs right in kind, and how tensor parallelism cuts tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from shardscope.architecture import MODEL_TYPES, Architecture
+from shardscope.catalog import models
+from shardscope.memory import stages
+from shardscope.memory.modules.known import KNOWN
+from shardscope.parameter_names import attention_inputs, mlp_inputs, names_of
+
+ONE_OF_EACH = {arch.model_type: arch for arch in models.values()}
+
+
+def test_every_family_is_in_the_catalogue_and_has_a_list_of_what_it_saves() -> None:
+    assert set(ONE_OF_EACH) == set(MODEL_TYPES) == KNOWN
+
+
+# --------------------------------------------------------------------------------------------- FLOPs
+
+
+@pytest.mark.parametrize("name", sorted(models))
+def test_flops_are_six_for_each_matrix_parameter_and_the_scores(name: str) -> None:
+    """Counted again here, tensor by tensor (Kaplan et al. 2020, section 2.1; PaLM, appendix B)."""
+    arch = models[name]
+    moe = arch.mixture_of_experts
+    matrices = arch.vocab_size * arch.hidden_size
+    for index in range(arch.num_hidden_layers):
+        for group, parameter, shape in arch.layer_shapes(index):
+            if len(shape) == 1 or parameter.endswith("_bias"):
+                continue
+            size = math.prod(shape)
+            if group == "experts":
+                assert moe is not None
+                size = size * moe.num_experts_per_tok // moe.num_experts
+            matrices += size
+    latent = arch.latent_attention
+    width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim
+    seq_len = 4096
+    windows = [seq_len] * (arch.num_hidden_layers - arch.sliding_window_layers)
+    windows += [min(seq_len, arch.sliding_window or seq_len)] * arch.sliding_window_layers
+    scores = 6 * sum(windows) * arch.num_attention_heads * width
+    assert arch.flops_per_token(seq_len, causal=False) == 6 * matrices + scores
+    # Under a causal mask each token sees itself and those before it, as far back as the window reaches.
+    seen = [sum(min(window, place + 1) for place in range(seq_len)) / seq_len for window in windows]
+    causal = 6 * matrices + 6 * sum(seen) * arch.num_attention_heads * width
+    assert arch.flops_per_token(seq_len) == pytest.approx(causal, rel=1e-3)
+
+
+def test_windows_on_every_other_layer_halve_what_grows() -> None:
+    oss = models["gpt-oss-20b"]
+    growth = oss.flops_per_token(65_536) - oss.flops_per_token(32_768)
+    full = dataclasses.replace(oss, sliding_window=None, sliding_window_layers=0)
+    assert growth == pytest.approx(
+        (full.flops_per_token(65_536) - full.flops_per_token(32_768)) / 2, rel=1e-2
+    )
+    gemma = models["gemma-3-27b"]
+    lengths = np.array([1_024, 8_192, 131_072])
+    everywhere = dataclasses.replace(gemma, sliding_window=None, sliding_window_layers=0)
+    ratio = gemma.flops_per_token(lengths) / everywhere.flops_per_token(lengths)
+    assert ratio[0] == 1
+    assert ratio[2] < ratio[1] < 1
+
+
+def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> None:
+    qwen = models["qwen1.5-moe-a2.7b"]
+    experts = qwen.mixture_of_experts
+    assert experts is not None
+    idle = dataclasses.replace(
+        qwen, mixture_of_experts=dataclasses.replace(experts, num_experts=2 * experts.num_experts)
+    )
+    router = qwen.num_hidden_layers * experts.num_experts * qwen.hidden_size
+    assert idle.flops_per_token(1) - qwen.flops_per_token(1) == 6 * router
+    shared = 3 * qwen.hidden_size * experts.shared_expert_intermediate_size
+    assert qwen.layer_matrix_parameters(0)["shared_experts"] == shared + qwen.hidden_size
+    # arXiv:2508.10925, table 1: 3.61 and 5.13 billion active, the embedding not among them.
+    for name, billions in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
+        active = models[name].num_active_parameters - models[name].embedding_parameters
+        assert active / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+# --------------------------------------------------------------------------------- tensor parallelism
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_every_projection_is_known_to_tensor_parallelism(family: str) -> None:
+    """A name that is not in the lists would be cut as a column: here each one is named."""
+    arch = ONE_OF_EACH[family]
+    kinds = {arch.is_moe_layer(index): index for index in range(arch.num_hidden_layers)}
+    for index in kinds.values():
+        for group, name, shape in arch.layer_shapes(index):
+            module = name.split(".")[-2]
+            if len(shape) == 2 and group != "experts":
+                assert (module in stages._COLUMN) + (module in stages._ROW) + (module in stages._WHOLE) == 1
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_two_ranks_of_tp_hold_the_layer_between_them(family: str) -> None:
+    arch = _two_heads_at_least(ONE_OF_EACH[family])
+    for moe in {arch.is_moe_layer(index) for index in range(arch.num_hidden_layers)}:
+        whole, cut = ({shape.name: shape for shape in stages.rank_shapes(arch, moe, tp, 1)} for tp in (1, 2))
+        assert whole.keys() == cut.keys()
+        kept = {
+            name
+            for name in whole
+            if (whole[name].rows, whole[name].columns) == (cut[name].rows, cut[name].columns)
+        }
+        for name in whole.keys() - kept:
+            numbers = [shape.copies * shape.rows * shape.columns for shape in (whole[name], cut[name])]
+            assert numbers[0] == 2 * numbers[1], name
+        names = names_of(arch)
+        inputs = {*attention_inputs(arch), *mlp_inputs(arch)} - {"q_a_proj", "kv_a_proj_with_mqa"}
+        for module in {*inputs, names.output, names.down}:
+            assert not any(name.endswith(f".{module}.weight") for name in kept), module
+        for name in kept:
+            group, vector = whole[name].group, whole[name].columns == 1
+            assert vector or group in ("router", "experts") or name.split(".")[-2] in stages._WHOLE, name
+
+
+def _two_heads_at_least(arch: Architecture) -> Architecture:
+    if arch.num_attention_heads % 2 == 0:
+        return arch
+    return dataclasses.replace(
+        arch, num_attention_heads=2, num_key_value_heads=2, head_dim=arch.hidden_size // 2
+    )
