@@ -20,7 +20,8 @@ def peaks(
     half: int,
     *,
     bucket: int = 0,
-    at_norm: int | None = None,
+    first_hook: bool = True,
+    trains_all: bool = True,
     forward: int = 0,
     waiting: int = 0,
     before: int | None = None,
@@ -28,7 +29,8 @@ def peaks(
     """The instants that can be fullest.
 
     ``parts`` of backward are in elements of ``half`` bytes. ``bucket`` bytes are there from the first
-    gradient on, ``at_norm`` of them in the final norm; ``forward`` are gathered when forward ends;
+    gradient on, which is that of the head if ``first_hook``, and comes after the last layer's
+    feed-forward unless ``trains_all``; ``forward`` are gathered when forward ends;
     ``waiting`` are of gradients beside those in ``parts``, ``before`` of all gradients while the loss is
     differentiated.
     """
@@ -67,14 +69,15 @@ def peaks(
             full + shape.norm,
             "all that forward saved, and the final norm's gradients",
             head.peak,
-            bucket if at_norm is None else at_norm,
+            bucket if first_hook else 0,
         ),
     ]
     for done in sorted({0, min(1, num_layers - 1), num_layers - 1}):
         fraction = 0.36 + 0.6 * done / num_layers
         saved = shape.layers - done * shape.saved
         words = f"saved by {count(num_layers - done, 'layer')}, and gradients inside one"
-        found.append(peak(fraction, saved + shape.inside, words, layers[done].base))
+        allocated = bucket if first_hook or done or trains_all else 0
+        found.append(peak(fraction, saved + shape.inside, words, layers[done].base, allocated))
         left = max(0, saved - shape.saved) + 2 * shape.stream
         words = f"saved by {count(num_layers - done - 1, 'layer')}"
         found.append(peak(fraction + 0.01, left, words, layers[done].peak))

@@ -122,9 +122,10 @@ class _Numbers(NamedTuple):
 
 
 def group_sizes(plan: Plan) -> tuple[int, ...]:
-    """Ranks of each communicator."""
+    """Ranks of each communicator: pipeline neighbours send and receive in one for each pair (torch's
+    ``ProcessGroupNCCL``; deepspeed/runtime/pipe/p2p.py)."""
     degrees = plan.degrees
-    return (degrees.data_parallel, degrees.tp, degrees.pp, degrees.ep)
+    return (degrees.data_parallel, degrees.tp, *(2,) * min(2, degrees.pp - 1), degrees.ep)
 
 
 def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
@@ -224,7 +225,8 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
             half,
             bucket=bucket,
             # The head's own gradient has its hook first; a tied one only with the embedding's.
-            at_norm=0 if n.tied and not (n.accumulates and is_late) else bucket,
+            first_hook=(n.accumulates and is_late) or not (n.tied or tensors.frozen),
+            trains_all=not tensors.frozen,
             forward=bucket if n.accumulates and is_late else 0,
             waiting=waiting,
             before=half * held if n.accumulates else 0,

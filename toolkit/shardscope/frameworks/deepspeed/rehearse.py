@@ -25,6 +25,7 @@ from shardscope.training.recompute import apply_recompute
 from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
+    from shardscope.memory.report import Component
     from shardscope.plan import Plan
     from shardscope.rehearsal.tracker import Tracker
 
@@ -151,10 +152,12 @@ def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker)
 
 def _label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
     """Name what lives through steps: flat weights, fp32 main copies and moments."""
-    tracker.label((p.data for p in engine.module.parameters() if p.numel()), "parameters")
+    flat = getattr(optimizer, "lp_param_buffer", None)
+    # In stage 3 what a parameter holds is gathered, if it holds anything.
+    whole: Component = "parameters" if flat is None else "gather_buffers"
+    tracker.label((p.data for p in engine.module.parameters() if p.numel()), whole)
     for name in ("bit16_groups_flat", "fp16_groups_flat"):
         tracker.label(getattr(optimizer, name, ()), "parameters")
-    flat = getattr(optimizer, "lp_param_buffer", None)
     if flat is not None:
         tracker.label([flat], "parameters")
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)

@@ -1,0 +1,294 @@
+"""ZeRO's memory: identities that everyone quotes, options, offload, and DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from planning import LLAMA, plans
+
+import shardscope as ss
+from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
+from shardscope.frameworks.deepspeed.gathers import Thresholds, gathered
+from shardscope.frameworks.deepspeed.tensors import cut_each, largest_group, partition, tensors_of
+from shardscope.memory.stages import stages_of
+from shardscope.plan import Plan
+from shardscope.validation import FieldError
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+P = LLAMA.num_parameters
+
+
+def zero(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA, **rest: Any) -> Plan:
+    known = ss.Layout.zero().__dataclass_fields__
+    options = {name: rest.pop(name) for name in list(rest) if name in known}
+    rest.setdefault("global_batch_size", cluster.num_gpus)
+    return Plan(arch, cluster, ss.Recipe(**rest), ss.Layout.zero(stage, **options))
+
+
+def test_zero_0_takes_16_bytes_a_parameter_and_24_while_it_updates() -> None:
+    """bf16 runs FP16_Optimizer, not BF16_Optimizer (deepspeed/runtime/engine.py)."""
+    report = zero(0).memory()
+    rest, update = report.at("rest"), report.at("optimizer")
+    assert (rest["parameters"], rest["gradients"], rest["optimizer"]) == (2 * P, 0, 12 * P)
+    assert update["gradients"] == 2 * P
+    # Every gradient in fp32, and all of them flattened, before the bf16 ones are given up.
+    assert update["optimizer"] == 12 * P + 2 * 4 * P
+    assert sum(update[name] for name in ("parameters", "gradients", "optimizer")) == 24 * P
+
+
+def test_fp32_needs_no_main_copy_on_whole_ranks_only() -> None:
+    assert zero(0, precision="fp32").memory().at("rest")["optimizer"] == 8 * P
+    # ZeRO clones its part of the weights even where they are fp32.
+    assert zero(1, precision="fp32").memory().at("rest")["optimizer"] == pytest.approx(12 * P / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_zero_divides_by_its_ranks(ranks: int) -> None:
+    cluster = ss.Cluster.parse(f"{ranks}xh100-sxm-80gb")
+    rest = {stage: zero(stage, cluster).memory().at("rest") for stage in (1, 2, 3)}
+    for stage in (1, 2, 3):
+        assert rest[stage]["optimizer"] == pytest.approx(12 * P / ranks, rel=1e-4)
+    assert rest[1]["parameters"] == rest[2]["parameters"] == pytest.approx(2 * P, rel=1e-6)
+    assert rest[3]["parameters"] == rest[3]["gradients"] == pytest.approx(2 * P / ranks, rel=1e-4)
+
+
+def test_figure_1_of_the_zero_paper() -> None:
+    """7.5B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB of state (Rajbhandari et al. 2020, figure 1)."""
+    arch = ss.Architecture.of_size("7.5b")
+    scale = 7.5e9 / arch.num_parameters
+    cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
+    whole = 2 * arch.vocab_size * arch.hidden_size
+    for stage, gigabytes in ((0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)):
+        report = zero(stage, cluster, arch).memory()
+        rest = report.at("rest")
+        gradients = 2 * arch.num_parameters if stage < 2 else report.at("optimizer")["gradients"]
+        found = (rest["parameters"] + rest["optimizer"] + gradients) * scale / 1e9
+        # Stage 2 keeps tensors whole that a partition touches, the embedding among them.
+        slack = whole / 1e9 if stage == 2 else 0
+        # The paper rounds to a tenth.
+        assert gigabytes * 0.995 - 0.05 < found < gigabytes * 1.005 + 0.05 + slack
+
+
+@given(plans("deepspeed"))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+def test_stages_are_ordered(a_plan: Plan) -> None:
+    assume(a_plan.layout.pp == a_plan.layout.tp == a_plan.layout.ep == 1)  # type: ignore[attr-defined]
+    assume(a_plan.recipe.precision != "fp32" and a_plan.degrees.data_parallel > 1)
+    # Flat buffers are padded to twice the ranks, and stage 3 rounds every tensor up.
+    tensors = tensors_of(a_plan, stages_of(a_plan)[0])
+    slack = 16 * 2 * (a_plan.world_size + len(tensors.used))
+    held: list[tuple[int, int, int]] = []
+    for stage in range(4):
+        layout = replace(a_plan.layout, stage=stage, offload_optimizer=None, offload_params=None)  # type: ignore[call-arg]
+        report = replace(a_plan, layout=layout).memory()
+        rest, update = report.at("rest"), report.at("optimizer")
+        held.append((rest["parameters"], update["gradients"], rest["optimizer"]))
+    for fewer, more in pairwise(held):
+        assert all(b <= a + slack for a, b in zip(fewer, more, strict=True))
+
+
+def test_a_partition_keeps_whole_gradients_of_what_it_touches() -> None:
+    found = partition((100, 10, 10, 10), 4, 2)
+    # 130 are padded to 136; ranks 0 to 2 touch the first tensor, whose end lies in rank 2's part.
+    assert (found.flat, found.part) == (136, 34)
+    assert found.whole == 100 + 10 and found.rank == 2
+    assert partition((), 4, 2).flat == 0
+    assert cut_each((5, 8), 4) == 2 + 2
+    assert largest_group((40, 40, 40), 4, 15) == 20
+    assert largest_group((40, 40, 40), 4, 10**9) == 30
+
+
+def test_a_bucket_is_copied_where_it_goes_to_several_ranks() -> None:
+    cut = Cut(part=50, rank=0, whole=60, bucket=100)
+    assert copied([(0, 20), (20, 20)], cut) == 0
+    assert copied([(0, 40), (40, 40)], cut) == 80
+    parts = early((30, 30, 40), (1, 1, 1), cut, 0)
+    assert parts[0].peak.total == 40
+    # All fits into one bucket, so it is reduced, flattened, when backward has ended; then 60 are kept.
+    assert (parts[-1].base.total, parts[-1].peak.total) == (100, 100)
+    assert beyond((60, 60, 60), Cut(part=90, rank=0, whole=120, bucket=100)) == 60
+    assert all_reduce_bucket((10, 10, 10), 15) == 20
+
+
+def test_stage_3_keeps_what_is_used_again_soon() -> None:
+    used = tuple([1000] * 12)
+    free = Thresholds(0, 0, 10**9, 0, 10**9)
+    nothing = gathered(used, 1, (5, 5), 0, True, True, False, free)
+    assert (nothing.rest, nothing.forward) == (0, 0)
+    # Of 12 tensors, those that come again before 5,000 others have been used stay.
+    some = gathered(used, 1, (5, 5), 0, True, True, False, free._replace(max_reuse_distance=5000))
+    assert some.forward == 3000
+    everything = gathered(used, 1, (5, 5), 0, True, True, False, free._replace(max_reuse_distance=10**9))
+    assert everything.forward == 12_000
+    small = gathered(used, 1, (5, 5), 0, True, True, False, free._replace(persistence=1000))
+    assert small.rest == small.forward == 12_000
+    # Alone, a rank has everything and gathers nothing.
+    assert gathered(used, 1, (5, 5), 0, True, False, False, free).forward == 0
+
+
+def test_buckets_and_thresholds_move_memory() -> None:
+    def staging(stage: int, phase: str, **options: Any) -> int:
+        return zero(stage, **options).memory().at(phase)["gather_buffers"]  # type: ignore[arg-type]
+
+    tiny = {"reduce_bucket_size": 1_000_000}
+    assert staging(3, "rest") - staging(3, "rest", **tiny) == 2 * (500_000_000 - 1_000_000)
+    end = {True: zero(2, overlap_comm=True, **tiny), False: zero(2, overlap_comm=False, **tiny)}
+    more, less = (end[x].memory().timeline[-2][2]["gather_buffers"] for x in (True, False))
+    assert more - less == 2 * 1_000_000
+    # Alone a short distance releases nothing more: what prefetching has skipped, DeepSpeed keeps.
+    alone = staging(3, "forward", stage3_max_reuse_distance=0)
+    assert alone == staging(3, "forward")
+    assert staging(3, "forward", stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0) < alone / 2
+    update = [zero(3, sub_group_size=size).memory().at("optimizer")["optimizer"] for size in (10**9, 10**6)]
+    assert update[0] > update[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("reduce_bucket_size", 0), ("reduce_bucket_size", "auto"), ("reduce_bucket_size", 5e8),
+        ("allgather_bucket_size", 3), ("stage3_prefetch_bucket_size", -1), ("overlap_comm", 1),
+        ("contiguous_gradients", None), ("pin_memory", "yes"), ("offload_optimizer_buffer_count", 3),
+        ("stage3_max_live_parameters", 2**60),
+    ],
+)  # fmt: skip
+def test_options_outside_deepspeeds_ranges_are_refused(field: str, value: object) -> None:
+    with pytest.raises(FieldError) as refused:
+        ss.Layout.zero(3, **{field: value})  # type: ignore[arg-type]
+    assert refused.value.field == f"Layout.{field}"
+
+
+def test_options_survive_json_and_reach_deepspeed() -> None:
+    from shardscope.frameworks.deepspeed.config import deepspeed_config
+
+    plan = zero(3, stage3_prefetch_bucket_size=7, offload_params="nvme", offload_params_max_in_cpu=9)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    config = deepspeed_config(again)["zero_optimization"]
+    assert config["stage3_prefetch_bucket_size"] == 7
+    assert config["offload_param"]["max_in_cpu"] == 9
+
+
+def test_offload_moves_bytes_to_the_host() -> None:
+    part = P / 8
+    here = zero(3).memory()
+    assert (here.host_bytes, here.nvme_bytes) == (0, 0)
+    there = zero(3, offload_optimizer="cpu").memory()
+    assert there.at("rest")["optimizer"] == there.at("rest")["gradients"] == 0
+    # fp32 main copies, two moments and fp32 gradients, and the reduced gradients in bf16.
+    assert there.host_bytes == pytest.approx((16 + 2) * part, rel=1e-4)
+    both = zero(3, offload_optimizer="cpu", offload_params="cpu").memory()
+    assert both.at("rest")["parameters"] == 0
+    assert both.host_bytes - there.host_bytes == here.at("rest")["parameters"]
+    two = zero(2, offload_optimizer="cpu").memory()
+    largest = LLAMA.vocab_size * LLAMA.hidden_size
+    # Stages 1 and 2: main copies, moments, fp32 gradients, the way back in bf16, one tensor on its way.
+    assert two.host_bytes == pytest.approx((16 + 2) * part + 2 * largest, rel=1e-4)
+    assert two.at("rest")["gather_buffers"] == 2 * largest
+
+
+def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
+    report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
+    part = cut_each(tensors_of(zero(3), stages_of(zero(3))[0]).trained, 8)
+    assert report.nvme_bytes == 16 * part
+    assert report.host_bytes < 6 * part
+    room = zero(3, offload_params="nvme").memory()
+    # All fits into max_in_cpu: nothing is a file, and five buffers of 100 million stand ready.
+    assert room.nvme_bytes == 0
+    assert room.host_bytes == pytest.approx(2 * part + 5 * 2 * 100_000_000, rel=1e-2)
+    files = zero(3, offload_params="nvme", offload_params_max_in_cpu=0).memory()
+    assert files.nvme_bytes == 2 * part
+
+
+def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:
+    mixtral = ss.models["mixtral-8x7b"]
+    experts = mixtral.parameter_groups["experts"]
+    dense = mixtral.num_parameters - experts
+    for stage in (1, 2):
+        rest = zero(stage, arch=mixtral, ep=8).memory().at("rest")
+        assert rest["optimizer"] == pytest.approx(12 * (dense / 8 + experts / 8), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------- DeepSpeed's own engine
+
+
+def test_stored_rehearsals_are_predicted() -> None:
+    from tests.accuracy.rehearsals import STORED, read_rehearsals
+
+    file = STORED / "deepspeed.jsonl"
+    if not file.exists():
+        pytest.skip("no stored rehearsals of DeepSpeed")
+    rows, refused = read_rehearsals([file])
+    assert len(rows) >= 40 and not refused
+    errors = sorted(abs(row.error) for row in rows)
+    assert errors[int(0.8 * len(errors))] < 0.01
+    assert errors[int(0.95 * len(errors))] < 0.03
+    assert errors[-1] < 0.06
+    for row in rows:
+        for name in ("parameters", "optimizer"):
+            # What is one component's bytes at one peak may be another moment's: compare moments of rest.
+            assert row.predicted[name] >= 0
+
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
+)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_itself_holds_what_is_predicted(stage: int) -> None:
+    arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
+    plan = zero(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
+    report = plan.rehearse()
+    predicted = plan.memory()
+    assert report.tier == "rehearsed"
+    for name in ("parameters", "gradients", "optimizer", "gather_buffers"):
+        # Rotary frequencies and DeepSpeed's own flags are a few hundred bytes.
+        assert 0 <= report.at("rest")[name] - predicted.at("rest")[name] < 4096, name
+    assert report.at("optimizer")["gradients"] == predicted.at("optimizer")["gradients"]
+    assert report.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.01)
+
+
+@needs_deepspeed
+def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
+    from tests.accuracy.rehearsals import STORED
+
+    from shardscope.rehearsal.process import rehearsed_stages
+
+    file = STORED / "deepspeed.jsonl"
+    if not file.exists():
+        pytest.skip("no stored rehearsals of DeepSpeed")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row in sorted(rows, key=lambda row: row["seconds"])[:3]:
+        again = rehearsed_stages(Plan.from_dict(row["plan"]))
+        assert [stage.to_dict()["moments"] for stage in again] == json.loads(
+            json.dumps([stage["moments"] for stage in row["stages"]])
+        ) or [stage.peak.num_bytes for stage in again] == [
+            max(sum(m["components"].values()) for m in stage["moments"]) for stage in row["stages"]
+        ]
+
+
+@needs_deepspeed
+def test_what_is_not_rehearsed_is_refused_by_name() -> None:
+    from shardscope.frameworks.deepspeed.rehearse import check_plan
+
+    for plan in (zero(1, tp=2), zero(3, offload_optimizer="cpu")):
+        with pytest.raises(FieldError, match=r"Layout\.(tp|offload_optimizer)"):
+            check_plan(plan)
+
+
+@given(st.integers(0, 3), st.sampled_from(("none", "full")))
+@settings(max_examples=10, deadline=None)
+def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) -> None:
+    report = zero(stage, recompute=recompute).memory()
+    for moment in report.worst_stage.moments:
+        for term in moment.terms.values():
+            assert term.explain()
