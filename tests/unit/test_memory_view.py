@@ -124,6 +124,7 @@ def test_offloaded_bytes_are_bars_of_their_own() -> None:
     view = MemoryView(plan)
     assert drawn(view)["host"]["host"] == plan.memory().host_bytes / GIB
     assert drawn(view)["predicted"]["host"] == 0
+    assert re.search(r"host memory: [\d.]+ GiB a rank of [\d,.]+ GiB", words(view.caption.value))
     assert "host" not in drawn(MemoryView(plan_of()))
 
 

@@ -130,6 +130,18 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
             assert change.plan.architecture == plan.architecture
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans())
+def test_repairs_of_any_plan_are_all_enough_or_none_is(plan: ss.Plan) -> None:
+    found = plan.repairs()
+    if plan.memory().fits:
+        assert found == []
+    enough = {repair.plan.memory().fits for repair in found}
+    assert len(enough) <= 1
+    assert all(repair.bytes_won > 0 for repair in found)
+    assert all(": saves " in in_words(plan, repair) for repair in found)
+
+
 # ------------------------------------------------------------------------------ the first-order time
 
 

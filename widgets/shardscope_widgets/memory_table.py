@@ -28,7 +28,7 @@ def caption(shown: Shown) -> str:
         f"{gib(plan.cluster.gpu.memory_bytes / sharers)} · likely {gib(report.low_bytes)} to "
         f"{gib(report.high_bytes)} GiB"
     )
-    return "<br>".join(filter(None, (_pair(shown), line, _measured(shown))))
+    return "<br>".join(filter(None, (_pair(shown), line, _offloaded(shown), _measured(shown))))
 
 
 def _moment(report: MemoryReport) -> str:
@@ -54,6 +54,20 @@ def _pair(shown: Shown) -> str:
     if before != after:
         effect = f"{gib(abs(after - before))} GiB {'less' if after < before else 'more'} at the peak"
     return f"<b>B instead of A</b>: {escape('; '.join(changes))} · {effect}"
+
+
+def _offloaded(shown: Shown) -> str:
+    """What is kept outside of the card, and how much of the node's there is for one rank."""
+    cluster, report = shown.plan.cluster, shown.report
+    parts = []
+    for place, num_bytes, room in (
+        ("host memory", report.host_bytes, cluster.host_memory_bytes),
+        ("NVMe", report.nvme_bytes, cluster.nvme_bytes),
+    ):
+        if num_bytes:
+            share = f"{gib(room / cluster.gpus_per_node)} GiB" if room else "a node's, of unknown size"
+            parts.append(f"{place}: {gib(num_bytes)} GiB a rank of {share}")
+    return " · ".join(parts)
 
 
 def _measured(shown: Shown) -> str:

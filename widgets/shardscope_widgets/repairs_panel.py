@@ -46,7 +46,8 @@ class RepairsPanel(widgets.VBox):
         elif any(repair.plan.memory().fits for repair in self._offered):
             self.words.value = "One of these makes it fit:"
         else:
-            self.words.value = "No single change is enough. These win most:"
+            most = "These win" if len(self._offered) > 1 else "This wins"
+            self.words.value = f"No single change is enough. {most} most:"
 
     def _button(self, index: int) -> widgets.Button:
         button = widgets.Button()
