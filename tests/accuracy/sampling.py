@@ -137,13 +137,14 @@ def deepspeed(draw: Random, world_size: int) -> Layout:
 
 def megatron(draw: Random, world_size: int) -> Layout:
     """Tensor, pipeline and expert parallel, chunks, and where sequence and optimizer are split."""
+    tp, pp = draw.choice((1, 1, 2, 2, 4, 8)), draw.choice((1, 1, 2, 4))
     return Layout.megatron(
-        tp=draw.choice((1, 1, 2, 2, 4, 8)),
-        pp=draw.choice((1, 1, 2, 4)),
-        vpp=draw.choice((1, 1, 2)),
+        tp=tp,
+        pp=pp,
+        vpp=draw.choice((1, 2)) if pp > 1 else 1,
         ep=draw.choice((1, 1, 2, 4)),
         etp=draw.choice((None, None, 1)),
-        sequence_parallel=draw.choice((None, None, False)),
+        sequence_parallel=draw.choice((None, None, False)) if tp > 1 else None,
         distributed_optimizer=draw.choice((True, True, True, False)),
     )
 

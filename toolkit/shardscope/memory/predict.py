@@ -197,7 +197,8 @@ class _Shared:
         for stage, state in stages:
             communication = overheads.communication(state.group_sizes, self.on_gpu)
             for moment in stage.moments:
-                gaps = overheads.fragmentation(_churned(moment.terms), self.on_gpu)
+                lost = moment.terms.get("fragmentation", no_bytes("this moment has no gaps")).num_bytes
+                gaps = overheads.fragmentation(_churned(moment.terms), self.on_gpu)._replace(point=lost)
                 bands = (communication, self.runtime, gaps)
                 tensors = moment.total - sum(band.point for band in bands)
                 low = max(low, tensors + sum(band.low for band in bands))

@@ -85,7 +85,8 @@ class _Stage:
         travelling = self._travelling()
         logits = self._logits()
         forward = waiting + angles + edges + 2 * travelling
-        ending = waiting + angles + 2 * travelling + self._ending()
+        # A gradient for another micro-batch may have come already.
+        ending = waiting + angles + 2 * travelling + self._ending() + (self.degrees.pp > 1) * self.stream
         if ending > forward + logits[0].num_bytes:
             # The last layer's own forward needs more than the head, before there are logits.
             forward = ending
@@ -94,9 +95,11 @@ class _Stage:
         # When backward reaches the first layer, the other micro-batches still wait, and the embedding's
         # gradient comes: the layer's own activations have gone by then.
         last = waiting + angles + travelling + self.stream - self._newest()
+        # In fp32 the logits' gradient is not cast, and so still there when that of the head's input comes.
+        uncast = self.stream if self.modules.compute == FP32 else 0
         return StepActivations(
             forward=Term(forward, words),
-            head=Term(waiting + angles + edges + travelling, words),
+            head=Term(waiting + angles + edges + travelling + uncast, words),
             first=Term(first, lambda: f"{working_words()} + {words()}"),
             last=Term(last, lambda: f"all but {gib(self._newest())} GiB, which have gone, of {words()}"),
             logits_forward=logits[0],
@@ -261,14 +264,14 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
     if moe:
         working, ending = _expert_working(arch, modules, cuts, stream)
     else:
-        # What the MLP returns, the sum of both, and the gradient that has come for another micro-batch.
-        working, ending = _dense_working(arch, modules, cuts, stream), 3 * stream
+        # What the MLP returns, and its sum with the residual stream.
+        working, ending = _dense_working(arch, modules, cuts, stream), 2 * stream
     if modules.attention == "eager":
         scores = _on_rank(core_attention(arch, modules), arch, cuts)
         working = max(working, scores + stream)
     if recompute == "full":
         # The layer is played again; its input is what was kept, its output is new.
-        again = everything + max(working, ending - 2 * stream)
+        again = everything + max(working, ending - stream)
         return Layer(stream, again, ending + _without_gradient(arch, moe, modules, cuts, stream))
     if recompute == "selective":
         kept = _on_rank(megatron_selective(arch, moe, modules), arch, cuts)
@@ -302,8 +305,7 @@ def _dense_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int
 def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int) -> tuple[int, int]:
     """Backward in the experts, and the end of their forward: tokens return by way of several copies.
 
-    Counted in rehearsals: the experts' output, the same sorted by rank, what is scattered over tp and what
-    has come back over ep.
+    Counted in rehearsals.
     """
     experts = arch.mixture_of_experts
     assert experts is not None
@@ -311,7 +313,8 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
     own: int = ceil_div(rows, cuts.sequence)
     gathered: int = ceil_div(rows, ceil_div(cuts.tp, cuts.expert_tp))
     inner = rows * experts.moe_intermediate_size // arch.hidden_size // cuts.tp
-    ending = 3 * gathered + (own if cuts.ep > 1 else 0) + stream
+    # Copies before and after they are sorted by rank, scattered over tp, sent over ep, and put back in order.
+    ending = 2 * gathered + own * (1 + (gathered > own) + (cuts.ep > 1))
     if cuts.ep * cuts.tp == 1:
         # All experts are here: nothing is sorted or sent.
         ending = 2 * own

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.frameworks.megatron.families import check_family
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def padded_vocab_size(vocab_size: Any, tp: Any) -> Any:
 def check_rehearsed(plan: Plan) -> None:
     """Refuse by name what megatron-core's GPT cannot build, or needs CUDA for."""
     arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
+    check_family(arch)
     if arch.norms_per_layer != 2:
         refuse(
             "Architecture.norms_per_layer",
@@ -48,6 +50,13 @@ def check_rehearsed(plan: Plan) -> None:
     experts = arch.mixture_of_experts
     if experts is not None and not arch.gated_mlp:
         refuse("Architecture.gated_mlp", False, "True with experts in a rehearsal", "plan.memory()")
+    if recipe.optimizer != "adamw" and getattr(plan.layout, "distributed_optimizer", False):
+        refuse(
+            "Recipe.optimizer",
+            recipe.optimizer,
+            "'adamw' with distributed_optimizer=True: megatron-core's takes no other",
+            'optimizer="adamw"',
+        )
     if recipe.optimizer not in ("adamw", "sgd"):
         refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", 'optimizer="adamw"')
 

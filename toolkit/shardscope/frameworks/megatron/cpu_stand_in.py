@@ -39,8 +39,9 @@ class _CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.item:
-            # A fake tensor has no value; what Megatron asks for are norms and flags. One is harmless in all.
-            return 1.0
+            # A fake tensor has no value. Megatron asks for norms and infinities, of which there are none, and
+            # for the number of a mask, of which there is a first.
+            return 0.0 if args[0].is_floating_point() else 1
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The distributed optimizer takes torch.cuda.BFloat16Tensor and its like only.
             return function(*args).replace("torch.", "torch.cuda.")
@@ -123,8 +124,14 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _fused(kind: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: kind(*args, **{**kwargs, "fused": True})
+def _fused(kind: Any) -> Any:
+    """The optimizer class, told to step in one kernel."""
+
+    class Fused(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "fused": True})
+
+    return Fused
 
 
 @contextlib.contextmanager

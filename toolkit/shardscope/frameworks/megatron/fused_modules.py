@@ -94,6 +94,25 @@ class _Rotary(torch.autograd.Function):  # type: ignore[misc]
         return torch.empty(gradients[0].shape, dtype=gradients[0].dtype), None
 
 
+class _Embedding(torch.autograd.Function):  # type: ignore[misc]
+    """Saves its indices, and makes one gradient; on fake tensors PyTorch's own would make two."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Any, weight: Any) -> Any:
+        ctx.save_for_backward(indices)
+        ctx.like = weight.detach()
+        return weight.new_empty((*indices.shape, weight.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, torch.empty_like(ctx.like)
+
+
+def embedding(indices: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of ``torch.nn.functional.embedding``."""
+    return _Embedding.apply(indices, weight)
+
+
 def fused_rotary(x: Any, angles: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of Transformer Engine's ``fused_apply_rotary_pos_emb``."""
     return _Rotary.apply(x, angles)

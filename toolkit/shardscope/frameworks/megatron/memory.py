@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.megatron.activations import chunk_layers, find_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
+from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.modules.attention import widths as attention_widths
@@ -32,7 +33,11 @@ _WORD = 128
 
 
 def stages(plan: Plan) -> list[Stage]:
-    """Stages with the padded vocabulary, and with the layers of all their model chunks."""
+    """Stages with the padded vocabulary, and with the layers of all their model chunks.
+
+    Raises ``ValueError`` for a family that megatron-core has no layers for.
+    """
+    check_family(plan.architecture)
     found = stages_of(plan, vocab_multiple=MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp)
     if not plan.architecture.num_moe_layers:
         return found
@@ -75,6 +80,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     optimizer = kept * updated
     staging = half * _staging(plan, stage)
     embedding = half * _embedding(plan) if stage.is_first else 0
+    if stage.is_last and plan.architecture.tie_word_embeddings:
+        # Autograd adds it to the head's, into a third.
+        embedding *= 2
 
     def optimizer_words() -> str:
         split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""

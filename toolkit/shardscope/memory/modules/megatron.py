@@ -24,8 +24,12 @@ def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Save
     """Every tensor that the layer saves."""
     c, hidden = modules.compute, arch.hidden_size
     tensors = [
-        # Two norms: each keeps its input and its statistics; its output feeds a matrix product.
-        Saved("norms", 4 * hidden * c + 2 * norm_statistics(arch), "sequence"),
+        # Each norm keeps its input and its statistics; the outputs of two feed matrix products.
+        Saved(
+            "norms",
+            (arch.norms_per_layer + 2) * hidden * c + arch.norms_per_layer * norm_statistics(arch),
+            "sequence",
+        ),
         *_attention(arch, c, selective=False),
         *core_attention(arch, modules),
     ]
@@ -75,7 +79,7 @@ def _attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
     """Operands and output of the core attention, and what the projections before it keep."""
     width, latent = widths(arch), arch.latent_attention
     if latent is not None:
-        return _latent_attention(arch, c, selective=selective)
+        return _latent_attention(arch, c)
     # Where tp exceeds the key/value heads, linear_qkv's output is gathered and each rank keeps one head
     # (megatron/core/transformer/attention.py, get_query_key_value_tensors).
     shared: Cut = "key_value_heads"
@@ -84,9 +88,10 @@ def _attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
         Saved("attention", (width.key + width.value) * c, shared),
     ]
     if arch.qk_norm:
-        # The norms keep their inputs: the queries a copy, the keys a view that holds the whole product.
+        # The norms keep their inputs: views, which hold the whole product, or of grouped queries a copy.
         heads = arch.num_attention_heads
-        found.append(Saved("attention", 2 * width.query * c + heads * norm_statistics(arch), "tp"))
+        copies = 2 if heads > arch.num_key_value_heads else 1
+        found.append(Saved("attention", copies * width.query * c + heads * norm_statistics(arch), "tp"))
         found.append(
             Saved(
                 "attention",
@@ -103,7 +108,7 @@ def _attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
     return found
 
 
-def _latent_attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
+def _latent_attention(arch: Architecture, c: int) -> list[Saved]:
     """DeepSeek's: the compressed forms before and after their norms, whole on every rank of tp."""
     latent, width = arch.latent_attention, widths(arch)
     assert latent is not None
@@ -112,9 +117,8 @@ def _latent_attention(arch: Architecture, c: int, *, selective: bool) -> list[Sa
     compressed = 2 * query + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
     # Angles are turned into sines and cosines anew in each layer, in fp32 and in the compute type.
     angles = latent.qk_rope_head_dim * (2 * FP32 + 4 * c)
-    values = arch.num_attention_heads * latent.qk_nope_head_dim if selective else 0
     return [
-        Saved("attention", (width.query + width.key + width.value + width.output + values) * c, "tp"),
+        Saved("attention", (width.query + width.key + width.value + width.output) * c, "tp"),
         Saved("attention", compressed * c + norms, "sequence"),
         Saved("attention", angles, "whole"),
     ]

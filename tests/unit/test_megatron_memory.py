@@ -1,0 +1,152 @@
+"""Megatron's memory: the identities of its papers; vocabularies, chunks and experts as its code has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planning import LATENT, LLAMA, MOE
+
+import shardscope as ss
+from shardscope.frameworks.megatron.activations import Cuts, chunk_layers, chunks_in_flight, layer
+from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.memory.modules.saved import Modules
+from shardscope.plan import Plan
+
+GPT = ss.models["gpt-3-175b"]
+H, A, S = 12_288, 96, 2048
+STATISTICS = 2 * 2 * 4
+"""Two layer norms' mean and 1 / deviation in fp32, which the papers leave out."""
+
+
+def plan(
+    arch: Any, cluster: str = "8xh100-sxm-80gb", recipe: dict[str, Any] | None = None, **layout: Any
+) -> Plan:
+    chosen = ss.Recipe(**{"global_batch_size": 64, **(recipe or {})})
+    return Plan(arch, ss.Cluster.parse(cluster), chosen, ss.Layout.megatron(**layout))
+
+
+def saved(
+    tp: int, sequence_parallel: bool, recompute: str = "none", attention: str | None = "eager"
+) -> float:
+    modules = Modules("megatron", False, 2, S, dropout=0.1, attention=attention)
+    return layer(GPT, False, modules, recompute, Cuts(tp, tp if sequence_parallel else 1, tp, 1)).saved
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_korthikanti_tables(tp: int) -> None:
+    """Korthikanti et al. 2022, table 2: bytes of a layer over s b, with dropout and eager attention."""
+    scores = 5 * A * S
+    assert saved(1, False) - STATISTICS == 34 * H + scores
+    assert saved(tp, False) - STATISTICS == 10 * H + 24 * H / tp + scores / tp
+    assert saved(tp, True) - STATISTICS / tp == 34 * H / tp + scores / tp
+    assert saved(tp, False, "selective") - STATISTICS == 10 * H + 24 * H / tp
+    assert saved(tp, True, "selective") - STATISTICS / tp == 34 * H / tp
+    assert saved(tp, False, "full") == 2 * H
+    assert saved(tp, True, "full") == 2 * H / tp
+
+
+def test_fused_attention_keeps_a_number_a_query_and_head() -> None:
+    assert saved(1, False, attention=None) - STATISTICS == 34 * H + 4 * A
+
+
+def test_selective_recomputation_with_fused_attention_wins_next_to_nothing() -> None:
+    # Without rotary positions the statistics go; with them the values hold the whole fused product.
+    none, some = (saved(1, False, how, None) for how in ("none", "selective"))
+    assert none - some == 4 * A
+    modules = Modules("megatron", False, 2, S)
+    kept = [layer(LLAMA, False, modules, how, Cuts(1, 1, 1, 1)).saved for how in ("none", "selective")]
+    query_and_key = 2 * LLAMA.head_dim * (LLAMA.num_attention_heads + LLAMA.num_key_value_heads)
+    assert kept[1] - kept[0] == query_and_key - 4 * LLAMA.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"), [(50_257, 1, 50_304), (50_257, 8, 51_200), (51_200, 8, 51_200)]
+)
+def test_the_vocabulary_is_padded(vocab: int, tp: int, padded: int) -> None:
+    # 50,257 becomes 50,304 with tp 1 and 51,200 with tp 8: Megatron's own logs say so.
+    assert padded_vocab_size(vocab, tp) == padded
+
+
+def test_logits_use_the_padded_vocabulary() -> None:
+    odd = replace(LLAMA, vocab_size=32_001)
+    at_head = plan(odd, tp=2).memory().by_stage[0].at("forward").components["logits"]
+    # bf16 logits and their fp32 softmax.
+    assert at_head == 4096 * padded_vocab_size(32_001, 2) // 2 * 6
+
+
+def test_each_chunk_has_its_layers() -> None:
+    experts = replace(LATENT, num_hidden_layers=16)
+    two = plan(experts, pp=2, vpp=2)
+    # Four chunks of four layers, of which the first two layers of the model are dense.
+    assert chunk_layers(two, 0) == ((2, 2), (0, 4))
+    assert chunk_layers(two, 1) == ((0, 4), (0, 4))
+    uneven = plan(replace(LLAMA, num_hidden_layers=14), pp=2, vpp=2)
+    assert chunk_layers(uneven, 0) == ((3, 0), (4, 0))
+    assert chunk_layers(uneven, 1) == ((4, 0), (3, 0))
+    assert sum(map(sum, chunk_layers(uneven, 0))) == uneven.stage_layers[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_chunks_in_flight(stage: int) -> None:
+    """Narayanan et al. 2021, section 2.2: pp - stage micro-batches, or Megatron's interleaved warm-up."""
+    even = replace(LLAMA, num_hidden_layers=16)
+    assert chunks_in_flight(plan(even, pp=4), stage) == (4 - stage,)
+    held = chunks_in_flight(plan(even, pp=4, vpp=2), stage)
+    assert sum(held) == 2 * (3 - stage) + 4 + 1
+    # Four micro-batches of the first chunk, four of the second, and then the first's again.
+    assert held == {0: (7, 4), 1: (5, 4), 2: (4, 3), 3: (4, 1)}[stage]
+    few = plan(even, recipe={"global_batch_size": 2}, pp=4)
+    assert chunks_in_flight(few, stage) == (min(4 - stage, 1),)
+
+
+def test_experts_have_a_tensor_parallelism_of_their_own() -> None:
+    def experts(**layout: Any) -> int:
+        return plan(MOE, **layout).memory().by_stage[0].at("rest").components["parameters"]
+
+    whole = 2 * MOE.parameter_groups["experts"]
+    # ep 4 x tp 2 and ep 8 x etp 1 cut the experts into eight alike.
+    assert experts(tp=2, ep=4) == experts(tp=2, ep=8, etp=1)
+    assert experts(tp=2, ep=2, etp=1) - experts(tp=2, ep=4, etp=1) == whole // 4
+    with pytest.raises(ValueError, match=r"Layout\.etp"):
+        plan(LLAMA, tp=2, etp=1)
+    with pytest.raises(ValueError, match=r"Layout\.etp"):
+        plan(MOE, tp=2, etp=4)
+
+
+def test_imbalance_and_capacity_weigh_on_the_fullest_rank() -> None:
+    def kept(**recipe: Any) -> int:
+        return plan(MOE, recipe=recipe, ep=8).memory().by_stage[0].at("backward").components["activations"]
+
+    assert kept(expert_imbalance=2.0) > kept() > 0
+    assert kept(expert_capacity_factor=2.0) == kept(expert_imbalance=2.0)
+
+
+def test_the_distributed_optimizer_pads_to_whole_shards() -> None:
+    odd = replace(LLAMA, hidden_size=2048, vocab_size=32_000)
+    report = plan(odd, "6xh100-sxm-80gb", {"global_batch_size": 6}).memory().by_stage[0].at("rest")
+    numbers = report.components["parameters"] // 2
+    assert numbers % (6 * 64) == 0
+    assert 0 <= numbers - odd.num_parameters < 6 * 64
+    assert report.components["optimizer"] == 12 * numbers // 6
+
+
+def test_dropout_leaves_a_byte_a_number_of_each_branch() -> None:
+    def kept(dropout: float) -> int:
+        report = plan(LLAMA, recipe={"dropout": dropout}).memory().by_stage[0]
+        return report.at("forward").components["activations"]
+
+    layers_and_embedding = 2 * LLAMA.num_hidden_layers + 1
+    assert kept(0.1) - kept(0.0) == 4096 * LLAMA.hidden_size * layers_and_embedding
+
+
+@pytest.mark.parametrize("arch", [LLAMA, MOE, LATENT, GPT], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_full_recomputation_keeps_a_layer_s_input(arch: Any, tp: int) -> None:
+    modules, cuts = Modules("megatron", False, 2, S), Cuts(tp, tp, tp, 1)
+    moe = arch.num_moe_layers > 0
+    none, full = (layer(arch, moe, modules, how, cuts) for how in ("none", "full"))
+    assert full.saved == 2 * arch.hidden_size // tp < none.saved
+    # What was not kept comes back while the layer is played again.
+    assert full.working >= none.saved + none.working - full.saved

@@ -1,0 +1,133 @@
+"""Megatron-core's own code on fake tensors: what was stored of it, and a few of those played again."""
+
+from __future__ import annotations
+
+import ast
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
+from tests.accuracy.rehearsing import in_words
+
+import shardscope as ss
+from shardscope.frameworks.megatron import cpu_stand_in
+from shardscope.frameworks.megatron.rehearse import rehearse
+from shardscope.memory.report import PHASES, Moment
+from shardscope.plan import Plan
+from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
+
+FILE = STORED / "megatron.jsonl"
+PACKAGE = Path(ss.__file__).parent
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+@cache
+def rows() -> tuple[Rehearsed, ...]:
+    found, refused = read_rehearsals([FILE])
+    assert not refused
+    return tuple(found)
+
+
+def tensors_of(moment: Moment) -> int:
+    return sum(moment.components[name] for name in TENSOR_COMPONENTS)
+
+
+def played(plan: Plan, *stages: int) -> list[RehearsedStage]:
+    return rehearse(plan, lambda words, fraction: None, stages or None)
+
+
+def test_predictions_agree_with_stored_rehearsals() -> None:
+    assert len(rows()) >= 40
+    close = [row for row in rows() if abs(row.error) <= 0.01]
+    worst = max(rows(), key=lambda row: abs(row.error))
+    assert len(close) >= 0.95 * len(rows()), [in_words(row) for row in rows() if row not in close]
+    assert abs(worst.error) <= 0.03, in_words(worst)
+
+
+def test_every_stored_stage_is_near_its_own_prediction() -> None:
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        by_stage = Plan.from_dict(row["plan"]).memory().by_stage
+        for stored in map(RehearsedStage.from_dict, row["stages"]):
+            predicted = max(map(tensors_of, by_stage[stored.stage].moments))
+            assert predicted == pytest.approx(stored.peak.num_bytes, rel=0.05), (row["name"], stored.stage)
+
+
+def test_weights_gradients_and_optimizer_are_exact() -> None:
+    """No estimate: a few numbers of padding between parameters are all that may be missing."""
+    for row in rows():
+        for name in ("parameters", "gradients"):
+            assert row.predicted[name] == pytest.approx(row.stored[name], rel=2e-3), in_words(row)
+
+
+@pytest.mark.parametrize("place", [0, 9, 18, 27])
+def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
+    row = rows()[place]
+    stages = played(row.plan)
+    assert max(stage.peak.num_bytes for stage in stages) == pytest.approx(sum(row.stored.values()), rel=1e-3)
+    assert [stage.num_layers for stage in stages] == list(row.plan.stage_layers)
+    assert all({moment.phase for moment in stage.moments} == set(PHASES) for stage in stages)
+
+
+def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
+    arch = ss.Architecture.of_size("1b")
+    plan = Plan(arch, EIGHT, ss.Recipe(seq_len=2048, global_batch_size=16), ss.Layout.megatron(tp=2, pp=2))
+    first, last = played(plan)
+    kept = [
+        max(moment.components["activations"] for moment in stage.moments if moment.phase == "forward")
+        for stage in (first, last)
+    ]
+    assert kept[0] == pytest.approx(2 * kept[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "named"),
+    [
+        ({"cp": 2}, {}, "Layout.cp"),
+        ({}, {"optimizer": "sgd"}, "Recipe.optimizer"),
+    ],
+)
+def test_what_needs_cuda_or_megatron_refuses_is_refused_by_name(
+    layout: dict[str, Any], recipe: dict[str, Any], named: str
+) -> None:
+    plan = Plan(ss.Architecture.of_size("60m"), EIGHT, ss.Recipe(**recipe), ss.Layout.megatron(**layout))
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        played(plan)
+
+
+# ------------------------------------------------------------------------------------- the CPU stand-in
+
+
+def test_only_the_rehearsal_imports_the_cpu_stand_in() -> None:
+    importing = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            module = getattr(node, "module", None) or ""
+            if any("cpu_stand_in" in name for name in (*names, module)):
+                importing.add(file.relative_to(PACKAGE).as_posix())
+    assert importing == {"frameworks/megatron/rehearse.py"}
+
+
+def test_the_cpu_stand_in_refuses_a_process_that_uses_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="uses CUDA"), cpu_stand_in.cpu_stand_in():
+        pass
+
+
+def test_the_cpu_stand_in_leaves_nothing_behind() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "synchronize")}
+    adam, available = torch.optim.AdamW, layers._grad_accum_fusion_available
+    with cpu_stand_in.cpu_stand_in():
+        assert torch.empty(1, device="cuda").device.type == "cpu"
+        assert torch.optim.AdamW is not adam
+    assert all(getattr(torch.cuda, name) is was for name, was in before.items())
+    assert torch.optim.AdamW is adam and layers._grad_accum_fusion_available is available
