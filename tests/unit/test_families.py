@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+import shardscope as ss
 from shardscope.architecture import MODEL_TYPES, Architecture
 from shardscope.catalog import models
 from shardscope.memory import stages
@@ -82,6 +83,28 @@ def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> N
     for name, billions in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
         active = models[name].num_active_parameters - models[name].embedding_parameters
         assert active / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+# --------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", ["pythia-1b", "phi-2", "falcon-7b", "olmo-2-7b", "gpt-oss-20b"])
+def test_layers_that_megatron_does_not_have_are_refused_by_name(name: str) -> None:
+    cluster, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024, global_batch_size=64)
+    with pytest.raises(ValueError, match=r"Architecture\.model_type is .*plan\.rehearse\(\)"):
+        ss.Plan(models[name], cluster, recipe, ss.Layout.megatron()).memory()
+    assert ss.Plan(models[name], cluster, recipe, ss.Layout.fsdp2()).memory().peak_bytes > 0
+
+
+def test_masks_of_biases_are_refused_by_name() -> None:
+    plan = ss.Plan(
+        models["falcon-rw-1b"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(seq_len=1024),
+        ss.Layout.fsdp2(),
+    )
+    with pytest.raises(ValueError, match=r"position_embedding is 'alibi'.*plan\.rehearse\(\)"):
+        plan.memory()
 
 
 # --------------------------------------------------------------------------------- tensor parallelism
