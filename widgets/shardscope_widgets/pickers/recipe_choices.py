@@ -28,7 +28,6 @@ WORDS: dict[str, str] = {
     "nf4": "4 bits (NF4)",
     "transformers": "transformers",
     "liger": "Liger",
-    "megatron": "Megatron",
     "compiled": "compiled",
     "eager": "plain operations",
     "sdpa": "PyTorch's fused",
