@@ -1,4 +1,4 @@
-"""``python -m tests.accuracy.rehearsals --make N [--framework ddp fsdp2]``: sampled plans rehearsed and stored.
+"""``python -m tests.accuracy.rehearsals --make N [--framework ddp ...]``: sampled plans rehearsed and stored.
 
 Stored are JSON lines in ``tests/fixtures/rehearsals/<framework>.jsonl``, one plan each::
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.memory.modules.attention import EAGER, scores_per_token
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Term
+from shardscope.memory.report import Phase, Term
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -63,6 +63,8 @@ class Peak(NamedTuple):
     gradients: Term
     logits: bool = False
     """Whether the loss is being differentiated."""
+    phase: Phase = "backward"
+    """``forward`` where a collective of forward holds more than its end does."""
 
 
 @lru_cache(maxsize=4096)
@@ -89,6 +91,9 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
 
 def _inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
+    if arch.model_type == "gpt2" and modules.autocast and modules.on_gpu:
+        # CUDA's autocast takes the cube of gelu in fp32, and so its gradients.
+        return 6
     if not arch.gated_mlp:
         return 3
     if modules.kernels == "liger":
@@ -103,8 +108,11 @@ def _scores(arch: Architecture, modules: Modules) -> int:
     if not saved:
         return 0
     each = arch.num_attention_heads * modules.seq_len
-    gone = 3 * arch.intermediate_size * modules.compute
-    return max(0, each * ((modules.compute + FP32) if arch.model_type in EAGER else 2 * FP32) - gone)
+    c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
+    if arch.model_type in EAGER:
+        return max(0, each * (c + FP32) - 3 * inner * c)
+    # By then the feed-forward and its norm have let go of what they saved.
+    return max(0, each * 2 * FP32 - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
 
 
 def final_norm(arch: Architecture, modules: Modules) -> int:

@@ -158,8 +158,8 @@ class _Shared:
         first: dict[Component, Term] = {**busy, "gather_buffers": state.gather_layer or state.gather_backward}
         if state.find_backward is not None:
             middle = [
-                self._with_gaps("backward", fraction, {**busy, **terms})
-                for fraction, terms in self._backward(stage, state, logits_backward)
+                self._with_gaps(phase, fraction, {**busy, **terms})
+                for phase, fraction, terms in self._backward(stage, state, logits_backward)
             ]
         else:
             last: dict[Component, Term] = {**backward, "gradients": state.gradients}
@@ -170,7 +170,7 @@ class _Shared:
                 self._with_gaps("backward", 0.36, {**first, "activations": activations.first}),
                 self._with_gaps("backward", 0.97, {**last, "activations": activations.last}),
             ]
-        return (
+        found = (
             Moment.of("initialisation", 0.0, {**always, **state.initialisation}),
             Moment.of("rest", 0.0, resting),
             self._with_gaps(
@@ -187,6 +187,7 @@ class _Shared:
                 },
             ),
         )
+        return tuple(sorted(found, key=lambda moment: moment.fraction))
 
     def band(self, stages: list[tuple[StageMemory, TrainingState]]) -> tuple[int, int]:
         """The peak if library buffers and the allocator take their least, and if they take their most.
@@ -222,7 +223,7 @@ class _Shared:
 
     def _backward(
         self, stage: Stage, state: TrainingState, logits: Term
-    ) -> Iterator[tuple[float, dict[Component, Term]]]:
+    ) -> Iterator[tuple[Phase, float, dict[Component, Term]]]:
         """Backward's instants as the framework tells them, each with its own components."""
         if state.find_backward is None:
             return
@@ -253,7 +254,7 @@ class _Shared:
             }
             if peak.logits:
                 terms["logits"] = logits
-            yield peak.fraction, terms
+            yield peak.phase, peak.fraction, terms
 
     def _activations(self, stage: Stage) -> _Activations:
         """Activations at the moments of a step at which they can be fullest."""

@@ -109,13 +109,22 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[P
         layer = max(shape.inside, shape.later + gate_up)
     inside = shape.layers + shape.cast * (not mixed) + layer
     inside += (shape.cast - width.compute * stage.head) * mixed
-    embedding = shape.stream + (0 if stage.adapters else width.original * stage.edges)
+    # A tied head's gradient waits inside of autograd for the embedding's, and then for their sum.
+    tied = 0
+    if plan.architecture.tie_word_embeddings and not stage.adapters:
+        tied = width.original * stage.head
+    embedding = shape.stream + (0 if stage.adapters else max(width.original * stage.edges, 3 * tied))
     whole = Term(trained, lambda: f"{gib(trained)} GiB, views of the reduction buckets")
     gradients = _waiting(trained) if plan.num_micro_batches > 1 else whole
     return [
         Peak(0.34, _held(full, "all that forward saved"), _NOTHING_GATHERED, gradients, logits=True),
         Peak(0.36, _held(head, "that, and the gradient of the head's weight"), _NOTHING_GATHERED, gradients),
-        Peak(0.40, _held(inside, "all layers', and gradients inside the last"), _NOTHING_GATHERED, gradients),
+        Peak(
+            0.40,
+            _held(inside + tied, "all layers', and gradients inside the last"),
+            _NOTHING_GATHERED,
+            gradients,
+        ),
         Peak(0.97, _held(embedding, "the gradient of the embedding"), _NOTHING_GATHERED, whole),
     ]
 

@@ -112,7 +112,8 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
     )
     adapters = stage.adapters // layers
     adapters_whole = ranks * stage.trainable_shard if stage.adapters else 0
-    layer = width.compute * (ranks * _largest_shard(plan, stage, ranks) + adapters_whole // layers)
+    largest = _largest_shard(plan, stage, ranks)
+    layer = width.compute * (ranks * largest + adapters_whole // layers)
     all_layers = width.compute * (ranks * (stage.shard - edge_shard) + adapters_whole)
     reshard = layout.reshard_after_forward
     kept = 0
@@ -137,7 +138,7 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
         left_over=root_reduction if plan.num_micro_batches > 1 else 0,
         root_gradient=width.compute * edges,
         root_reduction=root_reduction,
-        shard=width.original * ceil_div(trained, ranks),
+        shard=width.original * (ceil_div(adapters_whole, layers * ranks) if adapters else largest),
     )
 
 
@@ -204,13 +205,28 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
         others = root + groups.kept * (left - 1) // stage.num_layers + coming * (left > 1)
         before = groups.reduction if done else groups.left_over
         base = others + groups.layer + before
+        # Whole gradients beside parameters; then beside their reduce-scatter input; then that and its output.
+        reducing, reduced = others + groups.reduction + groups.gradient, others + groups.reduction
+        after = max(
+            (base + groups.gradient, "root group, layers in use, one layer's gradients"),
+            (reducing, "root group, one layer's gradients and their reduce-scatter input"),
+            (reduced, "root group, one layer's reduce-scatter input"),
+            key=lambda held: held[0] + groups.shard * (held[0] == reduced),
+        )
         fraction = 0.36 + 0.6 * done / stage.num_layers
         part = groups.gradient // 3
         inside = shape.inside
         if shape.later != inside and groups.gradient + shape.later > part + inside:
             # Where experts are large, the instant at which their gradients are all there.
             part, inside = groups.gradient, shape.later
+        arriving = root + groups.kept * (left - 1) // stage.num_layers + groups.layer + before
         return [
+            Peak(
+                fraction - 0.005,
+                _held(activations + shape.stream + held_head, "saved by the layers left"),
+                _gathered(arriving + prefetched, "root group, a layer's parameters and all-gather output"),
+                gradients(done),
+            ),
             Peak(
                 fraction,
                 _held(activations + inside + held_head, "saved, and gradients inside one layer"),
@@ -220,12 +236,8 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             Peak(
                 fraction + 0.01,
                 _held(activations - shape.saved + 2 * shape.stream + held_head, "saved by the layers left"),
-                # Then the layer's parameters go, and its reduce-scatter input comes in place of the last one.
-                _gathered(
-                    max(base, others + groups.reduction) + groups.gradient,
-                    "root group, layers in use, one layer's gradients and a reduce-scatter input",
-                ),
-                gradients(done + (base < others + groups.reduction)),
+                _gathered(*after),
+                gradients(done + (after[0] == reduced)),
             ),
         ]
 
@@ -234,7 +246,25 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
     deepest = (stage.num_moe_layers if groups.dense else stage.num_layers) - 1
     places = sorted({0, min(1, deepest), deepest})
     none = gradients(0)
+    last_layer = shape.layers - shape.saved
+    # The all-gather output before is let go only after the next one is copied out (wait_for_unshard).
+    before_it = groups.staging if stage.num_layers > 1 else groups.root * (groups.staging > 0)
     return [
+        Peak(
+            0.32,
+            _held(max(0, last_layer), "saved by all layers but the last"),
+            _gathered(
+                groups.root
+                + groups.kept * (stage.num_layers - 1) // stage.num_layers
+                + groups.layer
+                + groups.staging
+                + before_it
+                + groups.left_over,
+                "root group, the last layer's parameters, its all-gather output and the one before",
+            ),
+            none,
+            phase="forward",
+        ),
         Peak(
             0.34,
             _held(full, "all that forward saved"),
@@ -268,6 +298,12 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
                 groups.root_gradient + groups.root_reduction, "root gradients, and their reduce-scatter"
             ),
             gradients(stage.num_layers),
+        ),
+        Peak(
+            0.978,
+            no_bytes("all are used up"),
+            _gathered(groups.root_reduction, "the root's reduce-scatter input"),
+            Term(trained, lambda: f"{gib(trained)} GiB all shards"),
         ),
     ]
 
