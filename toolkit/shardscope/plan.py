@@ -17,8 +17,8 @@ from shardscope.validation import known_keys, nearest, refuse
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
-    from shardscope.rehearsal.process import Progress
     from shardscope.planner.repairs import Repair
+    from shardscope.rehearsal.process import Progress
 
 
 @dataclass(frozen=True)
