@@ -86,7 +86,8 @@ class _Stage:
         logits = self._logits()
         forward = waiting + angles + edges + 2 * travelling
         # A gradient for another micro-batch may have come already.
-        ending = waiting + angles + 2 * travelling + self._ending() + (self.degrees.pp > 1) * self.stream
+        arrived = self.stream if self._alternates() else 0
+        ending = waiting + angles + 2 * travelling + self._ending() + arrived
         if ending > forward + logits[0].num_bytes:
             # The last layer's own forward needs more than the head, before there are logits.
             forward = ending
@@ -166,6 +167,8 @@ class _Stage:
         degrees = self.degrees
         if degrees.pp == 1:
             return 0
+        if not self._alternates():
+            return 0
         arrived = 2 if degrees.vpp > 1 else 0 if self.stage.is_first else 1
         return arrived * self.stream
 
@@ -177,6 +180,12 @@ class _Stage:
         saved += moe * self._layer(True, recompute).saved if moe else 0
         found: int = self.tokens * saved
         return found
+
+    def _alternates(self) -> bool:
+        """Whether backward begins before all micro-batches have gone forward."""
+        degrees = self.degrees
+        held = sum(chunks_in_flight(self.plan, self.stage.number))
+        return degrees.pp > 1 and held < self.plan.num_micro_batches * degrees.vpp
 
     # ---- what backward needs
 
