@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 from tests.accuracy.rows import Row, text
@@ -38,9 +39,10 @@ def kind(row: Row) -> Kind:
 
 
 def measured_bytes(row: Row) -> float:
-    """The row's peak: GiB as its field is called, or GB where the row says that its GB are decimal."""
-    said = text(row, "notes", "memory_kind")
-    decimal = "unit gb in" in said
+    """The row's peak: GiB as its field is called, or GB where the row says that it kept GB as printed."""
+    said = text(row, "memory_kind")
+    converted = "peak_memory_gib" in str(row.get("derived_fields"))
+    decimal = re.search(r"\bgb\b", said) and "treated as gib" not in text(row, "notes") and not converted
     return float(row["peak_memory_gib"]) * (1e9 if decimal else GIB)
 
 

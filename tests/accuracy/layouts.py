@@ -87,7 +87,15 @@ def layout(row: Row, kind: Framework, num_layers: int) -> tuple[ss.Layout, list[
         vpp=vpp,
         sequence_parallel=_sequence_parallel(row, kind, degrees["tp"]),
         distributed_optimizer=_distributed_optimizer(said, kind),
+        **_expert_tp(row, degrees),
     ), assumed
+
+
+def _expert_tp(row: Row, degrees: dict[str, int]) -> dict[str, int]:
+    """Experts whole on each rank, where their parallelism leaves no room for the others' tp."""
+    replicas = (number(row, "n_gpus") or 1) // (degrees["tp"] * degrees["pp"])
+    whole = degrees["ep"] > 1 and degrees["tp"] > 1 and replicas % degrees["ep"] != 0
+    return {"etp": 1} if whole else {}
 
 
 def _vpp(row: Row, said: str, pp: int, num_layers: int) -> tuple[int, list[str]]:

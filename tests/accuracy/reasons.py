@@ -58,7 +58,16 @@ _KNOWN: list[tuple[_Applies, str]] = [
         "how memory was read and whether layers were recomputed is not in the table; the model's own modules",
     ),
     (
-        _says("foak"),
-        "fused operators of FMS-acceleration, counted as Liger's",
+        _says("baseline-peft-bnb"),
+        "peft's prepare_model_for_kbit_training casts norms, embeddings and head to fp32",
+    ),
+    (
+        _says("Megatron-Bridge"),
+        "recipe defaults of Megatron-Bridge that the table leaves out (recomputation among them)",
+    ),
+    (
+        _says("torchtitan"),
+        "torchtitan's own Llama: norms that keep half-precision inputs; selective recomputation keeps every "
+        "second product",
     ),
 ]

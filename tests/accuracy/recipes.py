@@ -57,10 +57,13 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
     }
     if "foak" in text(row, "table"):
         if "liger" not in text(row, "table"):
-            # Its gradient overwrites fp32 logits: neither transformers' loss nor Liger's.
+            # Its gradient overwrites fp32 logits, 8 bytes a logit where transformers' own loss has 12.
             raise UnmappedError("a fused cross-entropy of its own (unsloth's) is not modelled")
         # FMS-acceleration takes Liger's loss only; norms and rotations are kernels of its own.
         fields["loss"] = "fused"
+    if fields.get("method") == "qlora" and re.search(r"mixtral|moe|a3b", text(row, "model")):
+        # transformers 4 had a Linear for each expert, which bitsandbytes quantises; 5 has bare parameters.
+        raise UnmappedError("experts in 4 bits, which transformers' modules no longer allow")
     if "gptq" in text(row, "qlora"):
         assumed.append("GPTQ's 4 bits counted as NF4's")
     return ss.Recipe(**fields), assumed
@@ -144,6 +147,9 @@ def _precision(row: Row, kind: Framework, adapters: bool) -> str:
 
 
 def _optimizer(row: Row, scripts: Mapping[str, Any]) -> str:
+    if "Megatron-Bridge" in str(row.get("source_url")) and "moonlight" in text(row, "model"):
+        # recipes/moonlight/moonlight_16b.py: precision-aware optimizer, moments and main gradients in bf16.
+        raise UnmappedError("moments in bf16 (precision-aware optimizer) are not modelled")
     said = text(row, "optimizer").replace("-", "_")
     if "8bit" in said or "8_bit" in said:
         return "paged_adamw_8bit" if "paged" in said else "adamw_8bit"

@@ -160,7 +160,8 @@ def test_each_kind_of_memory_is_compared_with_what_it_counts() -> None:
         "nvidia-smi",
     ]
     assert measured_bytes(row()) == 47 * GIB
-    assert measured_bytes(row(notes="Memory unit GB in paper")) == 47e9
+    assert measured_bytes(row(memory_kind="unknown (peak, GB)")) == 47e9
+    assert measured_bytes(row(memory_kind="printed GB", notes="GB treated as GiB")) == 47 * GIB
 
 
 def test_large_sources_are_sampled_the_same_way_in_any_order() -> None:

@@ -69,7 +69,7 @@ def test_components_sum_everywhere(a_plan: Plan) -> None:
 @given(plans())
 @example(plan(LLAMA_8B, ss.Layout.zero(1), seq_len=9216, recompute="full", global_batch_size=8))
 def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
-    """The example's peak is the optimizer's; with 12 % of what backward frees lost, backward's."""
+    """The example's peak is the optimizer's; with a quarter of what backward frees lost, backward's."""
     model, report = frameworks[a_plan.layout.framework].memory_model(), a_plan.memory()
     runtime = overheads.runtime(a_plan.on_gpu)
     lows, highs = [], []

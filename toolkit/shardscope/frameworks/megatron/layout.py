@@ -95,7 +95,9 @@ class MegatronLayout(Layout):
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Data-parallel ranks are what tp, pp and cp leave."""
         check_heads(architecture, self.tp, shares_key_value_heads=True)
-        check_layers(architecture, self.pp, self.vpp)
+        if self.pp * self.vpp > architecture.num_hidden_layers + 2:
+            # With embedding and loss counted as a layer each, the first and the last chunk may hold no other.
+            check_layers(architecture, self.pp, self.vpp)
         check_context(recipe, self.cp)
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
         self._check_expert_tp(architecture)
