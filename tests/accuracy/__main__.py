@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
-from tests.accuracy.rows import ROOT, default_files, read
+from tests.accuracy.rows import OWN, ROOT, default_files, read
 from tests.accuracy.scoring import overall_line, score_memory
-from tests.accuracy.writing import memory_report
+from tests.accuracy.writing import memory_report, own_report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,8 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         parser.error(f"no such file: {', '.join(map(str, missing))}")
     score = score_memory(read(chosen.rows or default_files()))
-    rehearsed = "" if chosen.rows else rehearsal_report(*read_rehearsals(stored_files()))
-    report = memory_report(score, rehearsed)
+    sections: list[str] = []
+    if not chosen.rows:
+        sections.append(rehearsal_report(*read_rehearsals(stored_files())))
+        if OWN.is_file():
+            sections.append(own_report(score_memory(read([OWN]))))
+    report = memory_report(score, *sections)
     print(report)
     target = chosen.write or (None if chosen.rows else ROOT / "docs" / "accuracy.md")
     if target is not None:

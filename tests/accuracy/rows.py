@@ -13,6 +13,7 @@ Row = Mapping[str, Any]
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests" / "measured"
+OWN = MEASURED / "own.jsonl"
 SHARED = ROOT.parent / "shared" / "data" / "measured.jsonl"
 LARGEST_SOURCE = 150
 """Rows of one source that are scored: of more, a fixed sample."""
@@ -20,7 +21,7 @@ LARGEST_SOURCE = 150
 
 def default_files() -> list[Path]:
     """The rows that come with the project, and a wider collection where there is one beside it."""
-    kept = sorted(path for path in MEASURED.glob("*.jsonl") if path.name != "own.jsonl")
+    kept = sorted(path for path in MEASURED.glob("*.jsonl") if path != OWN)
     return kept + ([SHARED] if SHARED.is_file() else [])
 
 

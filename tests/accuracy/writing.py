@@ -20,8 +20,8 @@ are predicted over measured less one; medians and p90 are of absolute errors, of
 is a band. Constants may be fitted on rows of role `calibration`; `judge` rows are apart."""
 
 
-def memory_report(score: MemoryScore, rehearsals: str = "") -> str:
-    """The whole report as Markdown; ``rehearsals`` is that section."""
+def memory_report(score: MemoryScore, *sections: str) -> str:
+    """The whole report as Markdown; ``sections`` are those about rehearsals and our own runs."""
     parts = [
         "# How accurate the predictions are",
         "Written by `make accuracy`; do not edit.",
@@ -30,13 +30,32 @@ def memory_report(score: MemoryScore, rehearsals: str = "") -> str:
         _by_source(score),
         _by_framework(score),
         _by_component(score),
-        rehearsals,
+        *sections,
         _worst(score),
         _fits(score),
         _assumed(score),
         _unmapped(score),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def own_report(score: MemoryScore) -> str:
+    """The section about our own runs: what was measured, and how far the prediction was off."""
+    if not score.scored and not score.unmapped:
+        return ""
+    lines = [
+        "## Against our own runs",
+        "",
+        "| run | what | kind | measured | predicted | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(score.scored, key=lambda row: -abs(row.error)):
+        lines.append(
+            f"| {row.mapped.row.get('id')} | {_what(row)} | {kind(row.mapped.row)} | {gib(row.measured)} | "
+            f"{gib(row.predicted.point)} | {100 * row.error:+.1f} % |"
+        )
+    lines += [f"- without a plan: {row.get('id')}: {why}" for row, why in score.unmapped]
+    return "\n".join(lines)
 
 
 def _goals(score: MemoryScore) -> str:
