@@ -77,6 +77,10 @@ class _Stage:
             self.tokens * self.arch.hidden_size * self.modules.compute, self.cuts.sequence
         )
 
+        self.in_flight = chunks_in_flight(plan, stage.number)
+        self.chunk_layers = chunk_layers(plan, stage.number)
+        self.layers: dict[tuple[bool, str], Layer] = {}
+
     def step(self) -> StepActivations:
         """Every moment of the step."""
         waiting, words = self._in_flight()
@@ -111,9 +115,7 @@ class _Stage:
 
     def _in_flight(self) -> tuple[int, Any]:
         """Bytes of all micro-batches in flight, and their words."""
-        chunks = chunks_in_flight(self.plan, self.stage.number)
-        layers = chunk_layers(self.plan, self.stage.number)
-        recipe = self.plan.recipe
+        chunks, layers, recipe = self.in_flight, self.chunk_layers, self.plan.recipe
         held, counted = 0, [0, 0]
         for times, (dense, moe) in zip(chunks, layers, strict=True):
             for is_moe, num_layers in ((False, dense), (True, moe)):
@@ -138,7 +140,10 @@ class _Stage:
         return self.tokens * held, words
 
     def _layer(self, moe: bool, recompute: str) -> Layer:
-        return layer(self.arch, moe, self.modules, recompute, self.cuts)
+        # Looked up once: what the cache compares is long.
+        if (moe, recompute) not in self.layers:
+            self.layers[moe, recompute] = layer(self.arch, moe, self.modules, recompute, self.cuts)
+        return self.layers[moe, recompute]
 
     def _angles(self) -> int:
         """Rotary angles of a sequence, in fp32, which all layers and micro-batches share."""
@@ -154,7 +159,7 @@ class _Stage:
         arch = self.arch
         found: int = 0
         if self.stage.is_first:
-            micro_batches = chunks_in_flight(self.plan, self.stage.number)[0]
+            micro_batches = self.in_flight[0]
             mask = ceil_div(arch.hidden_size, self.cuts.sequence) if self.modules.dropout else 0
             found += micro_batches * self.tokens * (8 + mask)
         if self.stage.is_last:
@@ -174,7 +179,7 @@ class _Stage:
 
     def _newest(self) -> int:
         """Bytes of the micro-batch whose backward runs, in the model chunk that goes first."""
-        dense, moe = chunk_layers(self.plan, self.stage.number)[-1]
+        dense, moe = self.chunk_layers[-1]
         recompute = self.plan.recipe.recompute
         saved = dense * self._layer(False, recompute).saved if dense else 0
         saved += moe * self._layer(True, recompute).saved if moe else 0
@@ -184,8 +189,7 @@ class _Stage:
     def _alternates(self) -> bool:
         """Whether backward begins before all micro-batches have gone forward."""
         degrees = self.degrees
-        held = sum(chunks_in_flight(self.plan, self.stage.number))
-        return degrees.pp > 1 and held < self.plan.num_micro_batches * degrees.vpp
+        return degrees.pp > 1 and sum(self.in_flight) < self.plan.num_micro_batches * degrees.vpp
 
     # ---- what backward needs
 
@@ -225,7 +229,6 @@ class _Stage:
         )
 
 
-@lru_cache(maxsize=4096)
 def chunk_layers(plan: Plan, number: int) -> tuple[tuple[int, int], ...]:
     """(dense layers, layers with routed experts) of each model chunk of a stage, first chunk first.
 
@@ -244,12 +247,11 @@ def chunk_layers(plan: Plan, number: int) -> tuple[tuple[int, int], ...]:
         place = chunk * degrees.pp + number
         start = place * each - (embedding if place else 0)
         stop = (place + 1) * each - embedding - (loss if place == num_chunks - 1 else 0)
-        moe = sum(arch.is_moe_layer(index) for index in range(start, stop))
+        moe = sum(arch.is_moe_layer(index) for index in range(start, stop)) if arch.num_moe_layers else 0
         found.append((stop - start - moe, moe))
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def chunks_in_flight(plan: Plan, number: int) -> tuple[int, ...]:
     """Micro-batches of each model chunk that a stage holds when its first backward begins.
 
@@ -326,7 +328,7 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
     ending = 2 * gathered + own * (1 + (gathered > own) + (cuts.ep > 1))
     if cuts.ep * cuts.tp == 1:
         # All experts are here: nothing is sorted or sent.
-        ending = 2 * own
+        return stream + max(own + inner, branches(arch) * inner), own + stream
     return stream + max(2 * gathered, branches(arch) * inner), ending
 
 

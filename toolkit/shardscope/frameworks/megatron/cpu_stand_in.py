@@ -104,6 +104,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "manual_seed", nothing),
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (torch.distributed, "all_gather_object", as_everywhere),
+        # CUDA's kernel unscales in place, a CPU's by way of copies.
+        (torch, "_amp_foreach_non_finite_check_and_unscale_", nothing),
         # Several collectives launched as one have no fake counterpart; one by one they have.
         (param_and_grad_buffer, "_coalescing_manager", together),
         (random, "_get_cuda_rng_state", nothing),
