@@ -194,6 +194,22 @@ def test_offload_moves_bytes_to_the_host() -> None:
     assert two.at("rest")["gather_buffers"] == 2 * largest
 
 
+def test_flattening_moves_to_the_host_where_two_copies_do_not_fit() -> None:
+    """deepspeed/runtime/zero/stage_1_and_2.py: flatten_on_accelerator."""
+    llama = ss.models["llama-3.1-8b"]
+    there, here = (
+        zero(1, ss.Cluster.parse(f"8x{gpu}"), llama).memory().at("initialisation")["parameters"]
+        for gpu in ("h100-sxm-80gb", "l4-24gb")
+    )
+    assert there == 2 * here
+
+
+def test_offloaded_gradients_are_not_there_in_backward() -> None:
+    for stage in (2, 3):
+        report = zero(stage, offload_optimizer="cpu", global_batch_size=16).memory()
+        assert {moment.components["gradients"] for moment in report.worst_stage.moments} == {0}
+
+
 def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
     report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
     part = cut_each(tensors_of(zero(3), stages_of(zero(3))[0]).trained, 8)

@@ -189,6 +189,10 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     bucket = half * _bucket(plan, n)
     cut = Cut(dense.part, dense.rank, dense.whole, layout.reduce_bucket_size)
     parts = _flat_parts(n, cut, experts.whole, is_late)
+    # Where both do not fit, DeepSpeed flattens on the host.
+    flattening = half * (flat + n.trained)
+    if flattening + n.frozen > plan.cluster.usable_bytes_per_gpu:
+        flattening = half * flat
     update = max(FP64 * experts.piece, working(half, part, dense.piece))
     held = n.trained if is_late else kept
 
@@ -240,7 +244,8 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         ),
         initialisation={
             "parameters": Term(
-                half * (flat + n.trained) + n.frozen, lambda: "weights and the flat buffer they are copied to"
+                flattening + n.frozen,
+                lambda: "weights, and the flat buffer they are copied to if there is room",
             ),
         },
         group_sizes=group_sizes(plan),

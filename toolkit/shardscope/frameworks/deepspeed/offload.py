@@ -14,6 +14,9 @@ from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardscope.memory.backward import Backward, Peak
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
 
@@ -92,9 +95,26 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         gather_forward=_plus(state.gather_forward, extra),
         gather_layer=_plus(state.gather_layer or state.gather_backward, extra),
         gather_backward=_plus(state.gather_backward, extra),
+        find_backward=_backward(state, gradients, extra),
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,
     )
+
+
+def _backward(state: TrainingState, gradients: Term, extra: int) -> Callable[[Backward], list[Peak]] | None:
+    """The instants of backward without the gradients that have gone to the host."""
+    find = state.find_backward
+    if find is None:
+        return None
+    stay = gradients.num_bytes > 0
+
+    def moved(shape: Backward) -> list[Peak]:
+        return [
+            peak._replace(gather=_plus(peak.gather, extra), gradients=peak.gradients if stay else gradients)
+            for peak in find(shape)
+        ]
+
+    return moved
 
 
 def _parameters(layout: Any, state: TrainingState, p: Pieces) -> TrainingState:
