@@ -38,12 +38,10 @@ def framework(row: Row) -> Framework:
     for part, words in _NOT_OURS.items():
         if part in said:
             raise UnmappedError(f"{words} is not modelled")
-    if "megatron-deepspeed" in said and "bf16" in text(row, "precision"):
-        # DeepSpeed's BF16_Optimizer with all gradients in fp32, as those rows say: Megatron's state.
-        return Framework("megatron", "Megatron-DeepSpeed")
     for part, family, name in (
         ("nanotron", "megatron", "nanotron"),
-        ("megatron-deepspeed", "deepspeed", "Megatron-DeepSpeed"),
+        # Megatron's layers and pipeline; ZeRO-1 splits what its distributed optimizer does.
+        ("megatron-deepspeed", "megatron", "Megatron-DeepSpeed"),
         ("megatron", "megatron", "Megatron"),
         ("nemo", "megatron", "Megatron"),
         ("fsdp", "fsdp2", "FSDP1" if "fsdp1" in said else "FSDP2"),

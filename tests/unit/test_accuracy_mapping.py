@@ -61,7 +61,7 @@ def test_a_row_becomes_the_plan_that_it_describes() -> None:
         ({"framework": "zero3 (DeepSpeed 0.14.2)"}, ("deepspeed", "bf16-mixed")),
         ({"framework": "deepspeed zero2", "precision": None}, ("deepspeed", "bf16-mixed")),
         ({"framework": "megatron-bridge"}, ("megatron", "bf16-mixed")),
-        ({"framework": "megatron-deepspeed zero1", "precision": "fp16"}, ("deepspeed", "fp16-mixed")),
+        ({"framework": "megatron-deepspeed zero1", "precision": "fp16"}, ("megatron", "fp16-mixed")),
         ({"framework": "nanotron zero0"}, ("megatron", "bf16-mixed")),
     ],
 )

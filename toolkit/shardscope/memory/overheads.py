@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 MIB = 2**20
@@ -47,19 +46,20 @@ def communication(group_sizes: tuple[int, ...], on_gpu: bool) -> Band:
     """Buffers of one communicator for each group of more than one rank."""
     if not on_gpu:
         return Band(0, 0, 0)
-    sizes = communicators(group_sizes)
+    sizes = [size for size in group_sizes if size > 1]
+    if has_world_group(group_sizes):
+        sizes.append(max(sizes) + 1)
     point = sum(COMMUNICATOR_OF_TWO if size == 2 else COMMUNICATOR_OF_MORE for size in sizes)
     # Buffers scale with NCCL's channels: fewer over PCIe, more once all-to-all opens them (nccl#986, #1685).
     return Band(point // 4, point, COMMUNICATOR_AT_MOST * len(sizes))
 
 
-def communicators(group_sizes: tuple[int, ...]) -> list[int]:
-    """Ranks in each communicator: those of the given groups, and where they are several the one of all ranks.
+def has_world_group(group_sizes: tuple[int, ...]) -> bool:
+    """Whether all ranks meet in a communicator of their own: for barriers, the gradient's norm, the loss.
 
-    In that one barriers run, and the gradient's norm and the loss are summed.
+    Where there is one group only, it is that of all ranks itself.
     """
-    sizes = [size for size in group_sizes if size > 1]
-    return [*sizes, math.prod(sizes)] if len(sizes) > 1 else sizes
+    return sum(size > 1 for size in group_sizes) > 1
 
 
 def runtime(on_gpu: bool) -> Band:

@@ -460,8 +460,11 @@ def _layer_words(layer: LayerActivations, recompute: str) -> str:
 
 
 def _communication_words(group_sizes: tuple[int, ...]) -> str:
-    groups = overheads.communicators(group_sizes)
+    groups = [size for size in group_sizes if size > 1]
     if not groups:
         return "one rank needs no communicator"
     sizes = ", ".join(str(size) for size in groups)
-    return f"{count(len(groups), 'communicator')} of {sizes} ranks, 544 or 688 MiB each (NVIDIA/nccl#964)"
+    world = " and one of all" if overheads.has_world_group(group_sizes) else ""
+    return (
+        f"{count(len(groups), 'communicator')} of {sizes} ranks{world}, 544 or 688 MiB each (NVIDIA/nccl#964)"
+    )

@@ -126,10 +126,24 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             staging + embedding,
             lambda: f"{gib(embedding)} GiB half-precision gradient of the embedding + {staging_words()}",
         ),
-        group_sizes=(replicas, degrees.tp, degrees.pp, degrees.ep),
+        group_sizes=_group_sizes(plan, stage),
         gradients_stay=True,
         find_activations=lambda number: find_activations(plan, stage._replace(number=number)),
     )
+
+
+def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
+    """Ranks of each communicator (megatron/core/parallel_state.py).
+
+    Beside the obvious ones: the model-parallel group, in which the gradient's norm is summed, and the pair of
+    first and last stage that share an embedding.
+    """
+    degrees = plan.degrees
+    model_parallel = degrees.tp * degrees.pp if degrees.tp > 1 and degrees.pp > 1 else 1
+    shares = plan.architecture.tie_word_embeddings and degrees.pp > 1 and (stage.is_first or stage.is_last)
+    embedding = 2 if shares else 1
+    replicas = degrees.data_parallel * degrees.cp
+    return (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, embedding)
 
 
 def _padded(numbers: int, ranks: int) -> int:
