@@ -39,6 +39,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         *,
         vocab_sizes: Iterable[int],
         gathered: Callable[[], Iterable[torch.Tensor]],
+        bucket_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.phases: dict[str, Weighed] = {}
@@ -47,6 +48,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         self._optimizer = optimizer
         self._vocab_sizes = frozenset(vocab_sizes)
         self._gathered = gathered
+        self._bucket_bytes = bucket_bytes
         self._phase = "forward"
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self._until_look = OPERATORS_BETWEEN_LOOKS
@@ -109,6 +111,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                     seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
             weighed[component] = num_bytes
+        weighed["gradients"] += self._unseen_buckets()
         weighed["activations"] = weighed["logits"] = 0
         for key, (weak, kind) in list(self._made.items()):
             alive = _alive_bytes(weak)
@@ -117,6 +120,22 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
             elif key not in seen:
                 weighed[kind] += alive
         return weighed
+
+    def _unseen_buckets(self) -> int:
+        """Bytes of a framework's gradient buffers in which no gradient lies just now.
+
+        A gradient that accumulates outside of its buffer is held beside it, so both count.
+        """
+        if not self._bucket_bytes:
+            return 0
+        seen: dict[int, int] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                storage = gradient.untyped_storage()
+                if storage.nbytes() > gradient.numel() * gradient.element_size():
+                    seen[storage._cdata] = storage.nbytes()
+        return max(0, self._bucket_bytes - sum(seen.values()))
 
 
 def _alive_bytes(weak: StorageWeakRef) -> int | None:

@@ -54,6 +54,7 @@ class MemoryWatch:
                 engine.optimizer,
                 vocab_sizes=_vocab_sizes(engine),
                 gathered=engine.gathered_tensors,
+                bucket_bytes=engine.bucket_bytes,
             )
         try:
             with self._census or nullcontext():

@@ -118,6 +118,11 @@ class TorchEngine(Engine):
         with self._watch.step():
             return self._step(batch, self._watch)
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of buffers that the framework keeps for gradients, whether or not gradients lie in them."""
+        return 0
+
     def gathered_tensors(self) -> Iterable[torch.Tensor]:
         """Whole parameters that the framework gathered and holds beside its shards, emptied ones included."""
         return ()

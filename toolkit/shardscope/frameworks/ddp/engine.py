@@ -83,6 +83,11 @@ class DdpEngine(TorchEngine):
 
     def gradient_bytes(self) -> int:
         """The reducer keeps its buckets for the whole run, so gradients are never given back."""
+        return self.bucket_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The reducer's buckets, which are as large as all gradients together."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
 
 
