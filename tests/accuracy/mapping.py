@@ -28,6 +28,18 @@ class Mapped(NamedTuple):
 
 def mapped(row: Row) -> Mapped:
     """The plan that the row describes. Raises ``UnmappedError`` with the reason where there is none."""
+    try:
+        return _mapped(row)
+    except UnmappedError:
+        raise
+    except ValueError as error:
+        raise UnmappedError(f"refused: {_short(error)}") from None
+    except Exception as error:
+        # A defect of ours or a row of another form: counted by name, so that others are scored all the same.
+        raise UnmappedError(f"failed: {type(error).__name__}: {str(error)[:80]}") from error
+
+
+def _mapped(row: Row) -> Mapped:
     kind = framework(row)
     arch, about_model = architecture(row)
     machines = cluster(row)

@@ -51,7 +51,13 @@ def is_scored(row: Row) -> bool:
 
 def says_memory(row: Row) -> bool:
     """Whether the row has a peak, or says that there was not enough."""
-    return row.get("peak_memory_gib") is not None or status(row) == "oom"
+    return has_peak(row) or status(row) == "oom"
+
+
+def has_peak(row: Row) -> bool:
+    """Whether the row has a measured peak."""
+    peak = row.get("peak_memory_gib")
+    return isinstance(peak, int | float) and not isinstance(peak, bool) and 0 < peak < 1e6
 
 
 def status(row: Row) -> str | None:
@@ -59,7 +65,7 @@ def status(row: Row) -> str | None:
     said = str(row.get("status") or "").lower()
     if said in ("ok", "oom"):
         return said
-    return "ok" if not said and row.get("peak_memory_gib") is not None else None
+    return "ok" if not said and has_peak(row) else None
 
 
 def sampled(rows: Iterable[Row]) -> list[Row]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.accuracy.kinds import GIB, Compared, compared, kind, measured_bytes
 from tests.accuracy.mapping import Mapped, mapped
-from tests.accuracy.rows import Row, is_scored, sampled, says_memory, source, status
+from tests.accuracy.rows import Row, has_peak, is_scored, sampled, says_memory, source, status
 from tests.accuracy.unmapped import UnmappedError
 
 
@@ -82,7 +82,7 @@ def score_memory(rows: Iterable[Row]) -> MemoryScore:
             continue
         report = found.plan.memory()
         # A row that ran out of memory may print the peak it had before: not the one it needed.
-        if row.get("peak_memory_gib") is not None and status(row) != "oom":
+        if has_peak(row) and status(row) != "oom":
             scored.append(Scored(found, measured_bytes(row), compared(row, report)))
         if status(row) is not None:
             fits.append(Fit(found, status(row) == "ok", report.fits))

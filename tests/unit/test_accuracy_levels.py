@@ -44,6 +44,10 @@ def test_most_rows_of_known_frameworks_have_a_plan(score: MemoryScore) -> None:
     assert score.num_rows - len(score.unmapped) >= 0.78 * (score.num_rows - foreign)
 
 
+def test_no_row_makes_a_prediction_fail(score: MemoryScore) -> None:
+    assert not [reason for _, reason in score.unmapped if reason.startswith("failed")]
+
+
 def test_fits_or_not_is_right(score: MemoryScore) -> None:
     right = sum(fit.ran == fit.predicted for fit in score.fits)
     assert len(score.fits) > 200

@@ -135,6 +135,9 @@ def test_a_card_with_other_memory_keeps_its_chip() -> None:
         ({"dp": 4}, "degrees contradict"),
         ({"optimizer": "shampoo"}, "optimizer"),
         ({"global_batch": 12}, "no multiple"),
+        ({"lora": {"rank": 10**6}}, "refused: Recipe.lora_rank"),
+        ({"seq_len": 10**9}, "refused: Recipe.seq_len"),
+        ({"layers": 4, "hidden": 10**9, "ffn": 8}, "refused: Architecture"),
     ],
 )
 def test_a_row_without_a_plan_says_why(changes: dict[str, Any], reason: str) -> None:
@@ -173,7 +176,14 @@ def test_large_sources_are_sampled_the_same_way_in_any_order() -> None:
 
 def test_a_file_of_rows_nobody_has_seen_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
-    rows = [row(), row(id="a-2", framework=None), row(id="a-3", quality="C"), {"id": "a-4"}]
+    odd = {"peak_memory_gib": "much", "framework": 7, "lora": "yes", "gpu": [], "precision": {}}
+    rows = [
+        row(),
+        row(id="a-2", framework=None),
+        row(id="a-3", quality="C"),
+        {"id": "a-4"},
+        row(id="a-5", **odd),
+    ]
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert main(["--kind", "memory", "--rows", str(file)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
