@@ -21,15 +21,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardscope.frameworks.engine import BuildModel
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.frameworks.fsdp2.materialise import build_on_meta, check_has_weights, materialise
 from shardscope.memory.words import count
 from shardscope.training.gradients import local
 from shardscope.training.recompute import decoder_layers
 from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
-
-HOST_BUILD_BYTES = 2**30
-"""Fresh models up to this size (in fp32) are built whole on each rank, with DDP's weights; larger ones on
-meta. A model with weights of its own is built whole whatever its size."""
 
 
 class Fsdp2Engine(TorchEngine):

@@ -33,6 +33,14 @@ class Fsdp2Layout(Layout):
     # 8-bit is torchao's: bitsandbytes knows no DTensor, torch.optim.Adafactor refuses sharded ones, and Muon
     # gathers whole matrices as DTensor sees fit, for which there is no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "adamw_foreach", "adamw_8bit", "sgd", "lion")
+    supported_precisions: ClassVar[tuple[str, ...]] = (
+        "bf16-mixed",
+        "fp16-mixed",
+        "fp8-mixed",
+        "bf16",
+        "fp32",
+    )
+    """8 bits are torchao's float8, which casts tensors as they are multiplied."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
+HOST_BUILD_BYTES = 2**30
+"""Fresh models up to this size (in fp32) are built whole on each rank, with DDP's weights; larger ones on
+meta. A model with weights of its own is built whole whatever its size."""
+
+
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what the engine cannot run."""
     layout: Any = plan.layout

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import widths
+from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import Stage, layer_shard, outer_shapes, stages_of
 from shardscope.memory.state import TrainingState
@@ -67,9 +68,26 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         optimizer_working=away if on_host else optimizer.working,
         gather_forward=_gathered_forward(layout, groups),
         gather_backward=no_bytes("told instant by instant"),
+        initialisation={} if on_host else {"parameters": _initialising(plan, stage, parameters)},
         find_backward=lambda shape: _backward(plan, stage, shape, groups, 0 if on_host else trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
+    )
+
+
+def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
+    """Weights drawn one whole tensor at a time; small models come from the host, one group at a time."""
+    width = widths[plan.recipe.precision].original
+    if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
+        shapes = outer_shapes(plan, stage.is_first, stage.is_last)
+        whole = width * max((rows * columns for _, rows, columns in shapes), default=0)
+        return Term(
+            shards + whole,
+            lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole tensor, built on meta",
+        )
+    group = width * max(stage.largest_layer, stage.edges)
+    return Term(
+        shards + group, lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still whole"
     )
 
 

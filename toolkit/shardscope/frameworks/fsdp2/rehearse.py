@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from shardscope.frameworks.fsdp2.engine import HOST_BUILD_BYTES, Fsdp2Engine
-from shardscope.frameworks.fsdp2.limits import check_plan
+from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_plan
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 
