@@ -27,6 +27,7 @@ from shardscope.memory.activations import (
     saved_tensors,
 )
 from shardscope.memory.lora import adapter_targets
+from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.saved import Modules
 from shardscope.recipe import Recipe
 from shardscope.training.lora import add_adapters
@@ -49,6 +50,7 @@ def modules(arch: Architecture, mode: str, recipe: Recipe) -> Modules:
         adapter_rank=recipe.adapter_rank if recipe.has_adapters else 0,
         on_gpu=False,
         dropout=recipe.dropout,
+        attention=recipe.attention,
         adapter_dropout=recipe.lora_dropout > 0,
     )
 
@@ -72,16 +74,20 @@ class Alive(TorchDispatchMode):
         return sum(n for key, (weak, n) in self.made.items() if not weak.expired() and key not in without)
 
 
-def kept_bytes(arch: Architecture, mode: str, recipe: Recipe) -> list[int]:
+def kept_bytes(
+    arch: Architecture, mode: str, recipe: Recipe, *, input_needs_gradient: bool = False
+) -> list[int]:
     """Bytes that forward leaves, weights excluded: with two sequences, and with three."""
     torch.manual_seed(0)
-    model = build_model(arch, recipe.dropout)
+    model = build_model(arch, recipe.dropout, recipe.attention)
     if mode == "bf16":
         model = model.to(torch.bfloat16)
     if recipe.has_adapters:
         model = add_adapters_of(model, arch, recipe)
     apply_recompute(model, recipe.recompute, recipe.recompute_interval)
     model.train()
+    if input_needs_gradient:
+        model.enable_input_require_grads()
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     found = []
     for rows in (2, 3):
@@ -139,6 +145,22 @@ def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) 
     assert measured.per_token == total(saved_tensors(arch, is_moe(family), predicted))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_layer_saves_less_while_embeddings_are_frozen(family: str, mode: str) -> None:
+    arch = architecture(family, 2)
+    without, with_gradient = (
+        kept_bytes(arch, mode, LORA, input_needs_gradient=needed) for needed in (False, True)
+    )
+    difference = [more - fewer for fewer, more in zip(without, with_gradient, strict=True)]
+    here = modules(arch, mode, LORA)
+    unsaved = total(unsaved_in_first_layer(arch, here))
+    # The embedding that was made to need a gradient stays too, where it is not itself what the norm keeps.
+    upcast = mode == "bf16" and arch.norm == "rmsnorm" and arch.model_type != "olmo2"
+    stays = upcast or arch.model_type in ("granite", "gpt2")
+    assert (difference[1] - difference[0]) / SEQ_LEN == unsaved + stays * arch.hidden_size * here.stream
+
+
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - NARROW_VALUES))
 def test_selective_recomputation_keeps_products_and_attention(family: str, recipe: Recipe) -> None:
@@ -179,6 +201,23 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
         for windowed in (True, False, None)
     ]
     assert 4 * of_a_layer[2] == 3 * of_a_layer[0] + of_a_layer[1] + (-of_a_layer[0] * 3 - of_a_layer[1]) % 4
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_attention_in_plain_operations(family: str, mode: str, recipe: Recipe) -> None:
+    arch, recipe = architecture(family, 2), replace(recipe, attention="eager")
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == total(saved_tensors(arch, is_moe(family), modules(arch, mode, recipe)))
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])
+def test_plain_attention_with_selective_recomputation(recipe: Recipe) -> None:
+    recipe = replace(recipe, recompute="selective", attention="eager")
+    arch = architecture("llama", 2)
+    measured = one_layer("llama", "bf16", recipe)
+    assert measured.per_token == total(kept_by_selective(arch, False, modules(arch, "bf16", recipe)))
 
 
 @pytest.mark.parametrize("mode", MODES)

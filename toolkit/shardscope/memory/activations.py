@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.modules.attention import EAGER, scores_per_token
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
+from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
 from shardscope.memory.modules.known import check_known
 from shardscope.memory.modules.layernorm import casts_norms, layernorm_layer
@@ -173,6 +174,16 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
             sum(shape) for target, shape in linears if target in modules.targets
         )
     return cast * modules.compute
+
+
+@lru_cache(maxsize=4096)
+def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, splits_sequence: bool) -> int:
+    """Bytes a token does not leave in the first layer, for under adapters no gradient goes past it."""
+    parts = {"tp": tp, "sequence": tp if splits_sequence else 1}
+    return sum(
+        -(-tensor.bytes_per_token // parts[tensor.cut_by])
+        for tensor in unsaved_in_first_layer(architecture, modules)
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ from shardscope.memory.activations import (
     edge_activations,
     layer_activations,
     modules_of,
+    unsaved_at_start,
 )
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.backward import Backward, final_norm, layer_backward
@@ -237,8 +238,8 @@ class _Shared:
         num_chunks, chunks = in_flight(self.plan, stage.number)
         saved = ceil_div(tokens * sum(layers * kind.saved for layers, kind, _ in kinds), num_chunks) * chunks
         shape = Backward(
-            layers=saved + 8 * tokens * stage.is_first,
-            edges=tokens * (self._edge_bytes(stage) - 8 * stage.is_first),
+            layers=saved + tokens * self._start_bytes(stage),
+            edges=tokens * (self._edge_bytes(stage) - self._start_bytes(stage)),
             cast=self._autocast_copies(stage)[1],
             saved=tokens * layer.saved,
             inside=tokens * (ceil_div(own.inside, tp) + layer.recomputed) + self._dequantised(stage),
@@ -339,10 +340,19 @@ class _Shared:
         found: int = ceil_div(self.tokens * away, num_chunks) * chunks
         return found
 
+    def _start_bytes(self, stage: Stage) -> int:
+        """Bytes a token leaves in front of the layers: its id, less what the first one need not save."""
+        if not stage.is_first:
+            return 0
+        if self.plan.recipe.recompute != "none":
+            return 8
+        arch, degrees = self.plan.architecture, self.plan.degrees
+        return 8 - unsaved_at_start(arch, self.modules, degrees.tp, self.splits_sequence)
+
     def _edge_bytes(self, stage: Stage) -> int:
         """Bytes a token leaves outside the layers: token ids, and the final norm with the head's input."""
         cut = self.plan.degrees.tp if self.splits_sequence else 1
-        found = 8 if stage.is_first else 0
+        found = self._start_bytes(stage)
         if stage.is_last:
             found += ceil_div(
                 edge_activations(self.plan.architecture, self.modules, loss_in_force(self.plan)), cut

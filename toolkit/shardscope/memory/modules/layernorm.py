@@ -21,7 +21,7 @@ def layernorm_layer(arch: Architecture, modules: Modules) -> list[Saved]:
         *_norms(arch, modules),
         *kernel_tensors(arch, modules, output_projection=names.output),
         *_query_key_norms(arch, modules),
-        Saved("mlp", _mlp(arch, modules) * arch.intermediate_size, "tp"),
+        Saved("mlp", inner_bytes(arch, modules) * arch.intermediate_size, "tp"),
     ]
 
 
@@ -65,7 +65,7 @@ def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
     return [Saved("attention", (width.query + width.key) * number + heads * statistics(modules), "tp")]
 
 
-def _mlp(arch: Architecture, modules: Modules) -> int:
+def inner_bytes(arch: Architecture, modules: Modules) -> int:
     """Bytes for each number of the inner width: what the activation keeps, and the second product's input."""
     c, down = modules.compute, names_of(arch).down
     product = modules.inner_copies(down) * c
