@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -15,16 +16,24 @@ import pytest
 
 import shardscope as ss
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
+)
 BUCKET = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def plan() -> ss.Plan:
     arch = replace(
-        ss.Architecture.of_size("2m"), hidden_size=120, num_attention_heads=4, num_key_value_heads=2, head_dim=30,
-        intermediate_size=331, vocab_size=1013, num_hidden_layers=3,
-    )  # fmt: skip
+        ss.Architecture.of_size("2m"),
+        hidden_size=120,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=30,
+        intermediate_size=331,
+        vocab_size=1013,
+        num_hidden_layers=3,
+    )
     recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="bf16-mixed")
     return ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.zero(1, reduce_bucket_size=BUCKET))
 
@@ -38,9 +47,16 @@ def found(plan: ss.Plan) -> list[dict[str, Any]]:
     ranks = []
     for rank in range(2):
         environment = {
-            **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        }  # fmt: skip
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
         ranks.append(
             subprocess.Popen(
                 [sys.executable, str(script), plan.to_json()],
@@ -48,7 +64,7 @@ def found(plan: ss.Plan) -> list[dict[str, Any]]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-            )  # fmt: skip
+            )
         )
     answers = []
     try:
