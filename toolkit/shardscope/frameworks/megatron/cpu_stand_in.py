@@ -67,8 +67,9 @@ class _Stream:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     """(module or class, name, what stands there) of every call that would reach CUDA."""
+    from megatron.core import optimizer as optimizers
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer.moe import moe_utils
 
@@ -117,13 +118,21 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (layers, "HAVE_TE", True),
         # Asked for without Transformer Engine too, and there only with it (megatron-core 0.16.1).
         (moe_utils, "te_general_gemm", None),
+        (optimizer, "multi_tensor_scale_impl", _copy_lists),
         (clip_grads, "l2_norm_impl", lambda *args: (torch.zeros(1), None)),
         (clip_grads, "multi_tensor_scale_impl", nothing),
     ]
-    # Adam in one kernel, as Apex's and Transformer Engine's is: no temporaries beside its state.
+    # One kernel, as Apex's and Transformer Engine's optimizers are: no temporaries beside their state.
+    found.append((optimizers, "SGD", _fused(optimizers.SGD)))
     for name in ("Adam", "AdamW"):
         found.append((torch.optim, name, _fused(getattr(torch.optim, name))))
     return found
+
+
+def _copy_lists(chunk: int, flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
+    """One kernel that copies each tensor of the first list to its place in the second."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source)
 
 
 def _fused(kind: Any) -> Any:

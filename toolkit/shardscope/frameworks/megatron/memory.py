@@ -72,8 +72,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     dense, experts = stage.layers + stage.edges, stage.experts
     if layout.distributed_optimizer:
         dense_ranks = replicas
-        # An expert has fewer replicas than a dense weight: ranks were spent on other experts.
-        expert_ranks = max(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
+        # An expert has fewer replicas than a dense weight: ranks were spent on other experts. With ep 1 it
+        # is in the dense weights' own buffers (tensor_parallel/layers.py, "allreduce").
+        expert_ranks = replicas
+        if degrees.ep > 1:
+            expert_ranks = max(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
     updated = ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks)
