@@ -60,10 +60,10 @@ class Layout(JsonNoun):
     supported_precisions: ClassVar[tuple[str, ...]] = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
     supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full", "offload")
-    supported_attention: ClassVar[tuple[str, ...]] = ()
+    supported_attention: ClassVar[tuple[str, ...]] = ("eager", "sdpa", "flash")
     supported_losses: ClassVar[tuple[str, ...]] = ("full", "chunked", "fused")
     supported_quantization: ClassVar[tuple[str, ...]] = ()
-    supports_packing: ClassVar[bool] = False
+    supports_packing: ClassVar[bool] = True
     supports_recompute_interval: ClassVar[bool] = True
     supports_expert_capacity: ClassVar[bool] = False
     """Whether experts can have room for so many tokens only; otherwise they are dropless."""

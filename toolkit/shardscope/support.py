@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.head import loss_in_force
+from shardscope.memory.modules.attention import CHOOSABLE, EAGER
 from shardscope.memory.modules.liger import LIGER_FAMILIES
 from shardscope.validation import nearest, refuse
 
@@ -27,12 +28,6 @@ SUPPORT = {
 }
 """Recipe's fields, and where a layout class lists their values; a field that may be None always may."""
 
-WITHOUT_FORMULA: dict[str, object] = {
-    "packing": False,
-}
-"""Fields of which the memory model knows one value only yet."""
-
-
 DROPOUT_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """GPT-2 has dropout everywhere; the others in attention alone. Each is checked against transformers."""
 
@@ -49,14 +44,8 @@ def check_supported(plan: Plan) -> None:
         value = getattr(plan.recipe, field)
         if value is not None and value not in supported(plan.layout, field):
             _refuse_unsupported(plan, field, value)
-    for field, known in WITHOUT_FORMULA.items():
-        if getattr(plan.recipe, field) != known and field not in plan.layout.own_formulas:
-            refuse(
-                f"Recipe.{field}",
-                getattr(plan.recipe, field),
-                f"{known}: the memory model has no formula for others yet",
-                f"{field}={known}",
-            )
+    _check_attention(plan)
+    _check_float8(plan)
     _check_kernels(plan)
     _check_dropout(plan)
     _check_experts(plan)
@@ -174,5 +163,51 @@ def _check_interval(plan: Plan) -> None:
 
 
 def _check_packing(plan: Plan) -> None:
-    if plan.recipe.packing and not plan.layout.supports_packing:
+    """Documents are kept apart by FlashAttention's own offsets; a mask for it would be another matter."""
+    if not plan.recipe.packing:
+        return
+    if not plan.layout.supports_packing:
         refuse("Recipe.packing", True, f"False with {plan.layout.title}", "packing=False")
+    if plan.recipe.attention != "flash":
+        refuse("Recipe.packing", True, "False unless attention='flash'", "attention='flash'")
+
+
+def _check_attention(plan: Plan) -> None:
+    attention, arch = plan.recipe.attention, plan.architecture
+    if attention is None or plan.kernels == "megatron":
+        return
+    own = "eager" if arch.model_type in EAGER else "sdpa"
+    if attention != own and arch.model_type not in CHOOSABLE:
+        refuse(
+            "Recipe.attention",
+            attention,
+            f"None or {own!r} with {arch.name} ({arch.model_type}): others are counted in "
+            f"{', '.join(CHOOSABLE)}",
+            "attention=None",
+        )
+    if attention == "flash" and not plan.on_gpu:
+        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' on CPU ranks", "attention=None")
+    if attention == "flash" and plan.recipe.precision == "fp32":
+        refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' in fp32", "precision='bf16-mixed'")
+    if attention == "flash" and plan.recipe.recompute == "selective":
+        refuse(
+            "Recipe.attention",
+            "flash",
+            "None or 'sdpa' with selective recomputation, which keeps the outputs of PyTorch's own operators",
+            "attention='sdpa'",
+        )
+
+
+def _check_float8(plan: Plan) -> None:
+    """8-bit products need a GPU that has them, and matrices that are whole."""
+    if plan.recipe.precision != "fp8-mixed" or plan.kernels == "megatron":
+        return
+    if "fp8" not in plan.cluster.gpu.peak_flops:
+        refuse(
+            "Recipe.precision",
+            "fp8-mixed",
+            f"another on {plan.cluster.gpu.name}, which has no 8-bit floating point",
+            "precision='bf16-mixed'",
+        )
+    if plan.degrees.tp > 1:
+        refuse("Recipe.precision", "fp8-mixed", "another with tp > 1", "precision='bf16-mixed'")

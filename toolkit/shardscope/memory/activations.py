@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import EAGER, scores_per_token
+from shardscope.memory.modules.attention import is_eager, scores_per_token
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
@@ -131,7 +131,7 @@ def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
     """Whether a mask, which the layers with a window keep, tells them from the others."""
     return (
         modules.kernels != "megatron"
-        and architecture.model_type not in EAGER
+        and not is_eager(architecture, modules)
         and 0 < architecture.sliding_window_layers < architecture.num_hidden_layers
     )
 

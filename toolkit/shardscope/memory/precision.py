@@ -22,6 +22,7 @@ class Widths(NamedTuple):
 widths: dict[str, Widths] = {
     "bf16-mixed": Widths(FP32, HALF, FP32),
     "fp16-mixed": Widths(FP32, HALF, FP32),
+    "fp8-mixed": Widths(FP32, HALF, FP32),
     "bf16": Widths(HALF, HALF, HALF),
     "fp32": Widths(FP32, FP32, FP32),
 }

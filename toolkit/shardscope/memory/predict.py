@@ -16,6 +16,7 @@ from shardscope.memory.activations import (
 )
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.backward import Backward, final_norm, layer_backward
+from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import LOSS_CHUNK_TOKENS, chunked, fused, loss_in_force
 from shardscope.memory.logits import logits_per_token
 from shardscope.memory.quantization import largest_matrix
@@ -242,7 +243,11 @@ class _Shared:
             edges=tokens * (self._edge_bytes(stage) - self._start_bytes(stage)),
             cast=self._autocast_copies(stage)[1],
             saved=tokens * layer.saved,
-            inside=tokens * (ceil_div(own.inside, tp) + layer.recomputed) + self._dequantised(stage),
+            inside=max(
+                tokens * (ceil_div(own.inside, tp) + layer.recomputed) + self._dequantised(stage),
+                self._float8(has_experts)
+                and tokens * (own.stream + layer.recomputed) + self._float8(has_experts),
+            ),
             later=tokens * (ceil_div(own.later, tp) + layer.recomputed) + self._dequantised(stage),
             stream=tokens * ceil_div(own.stream, cut),
             norm=tokens * ceil_div(final_norm(arch, self.modules), cut) * stage.is_last,
@@ -309,6 +314,12 @@ class _Shared:
             ),
             last=Term(waiting + tokens * busiest.saved + working, last_words),
         )
+
+    def _float8(self, moe: bool) -> int:
+        """Casts to 8 bits while one product goes backward."""
+        if self.plan.recipe.precision != "fp8-mixed":
+            return 0
+        return layer_working(self.plan.architecture, moe, self.tokens)
 
     def _dequantised(self, stage: Stage) -> int:
         """The largest quantised matrix made whole, in the type of products (bitsandbytes, MatMul4Bit)."""

@@ -31,10 +31,11 @@ DROPOUTS = (
 """What families call the probabilities of their dropouts; GPT-2's are 0.1 by themselves."""
 
 
-def build_model(architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
+def build_model(architecture: Any, dropout: float = 0.0, attention: str | None = None) -> torch.nn.Module:
     """A causal language model of exactly ``architecture``'s sizes, fp32, SDPA where there is, no KV cache.
 
-    ``dropout`` is the probability of every dropout that the family has (``Recipe.dropout``).
+    ``dropout`` is the probability of every dropout that the family has (``Recipe.dropout``);
+    ``attention`` the implementation (``Recipe.attention``), where it is not the one that the family uses.
     Every field of the architecture that the family's own transformers config knows goes into it by name.
     Raises ``RuntimeError`` if the model that comes out has another number of parameters than planned.
     """
@@ -44,9 +45,10 @@ def build_model(architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
     known = AutoConfig.for_model(architecture.model_type).to_dict()
     values |= {name: dropout for name in DROPOUTS if name in known}
     config = AutoConfig.for_model(architecture.model_type, **values)
-    attention = "eager" if architecture.model_type in WITHOUT_SDPA else "sdpa"
+    own = attention or ("eager" if architecture.model_type in WITHOUT_SDPA else "sdpa")
+    spelled = "flash_attention_2" if own == "flash" else own
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float32
+        config, attn_implementation=spelled, dtype=torch.float32
     )
     made = sum(parameter.numel() for parameter in model.parameters())
     if made != architecture.num_parameters:

@@ -40,6 +40,7 @@ class MegatronLayout(Layout):
     supports_expert_capacity: ClassVar[bool] = True
     own_formulas: ClassVar[frozenset[str]] = frozenset({"dropout", "expert_imbalance"})
     supported_recompute: ClassVar[tuple[str, ...]] = ("none", "selective", "full")
+    supports_packing: ClassVar[bool] = False
     supports_recompute_interval: ClassVar[bool] = False
     """Its ``recompute_num_layers`` means chunks of layers, or the first ones, not every so-manieth."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({

@@ -20,6 +20,15 @@ FUSED_VALUES = frozenset({"phi3", "gpt_neox"})
 """Families whose values are a view of the fused projection's output, which so stays whole."""
 
 
+CHOOSABLE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Families in which ``Recipe.attention`` may differ from what they use by themselves, and is counted."""
+
+
+def is_eager(arch: Architecture, modules: Modules) -> bool:
+    """Whether attention runs in plain operations."""
+    return arch.model_type in EAGER or modules.attention == "eager"
+
+
 class Widths(NamedTuple):
     """Numbers a token has on each side of the attention kernel."""
 
@@ -52,6 +61,9 @@ def masked(arch: Architecture, modules: Modules) -> bool:
     """
     if arch.model_type == "falcon":
         return True
+    if modules.attention == "flash":
+        # FlashAttention knows windows, and documents that were packed, by numbers of its own.
+        return False
     windowed = bool(arch.sliding_window_layers) if modules.windowed is None else modules.windowed
     return bool(windowed and arch.sliding_window and modules.seq_len >= arch.sliding_window)
 
@@ -67,9 +79,10 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
         # The softmax over keys and sink, where each row's largest score stood, and autocast's copy.
         softmax = heads * (modules.seq_len + 1) * modules.stream
         return softmax + heads * INT64 + (each_key * cast if modules.autocast else 0)
-    if arch.model_type in EAGER:
-        # The cap's tanh, the fp32 softmax, and its cast for the product with the values.
-        return each_key * (modules.compute + FP32 + cast)
+    if is_eager(arch, modules):
+        # The cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
+        tanh = modules.compute if arch.model_type in EAGER else 0
+        return each_key * (tanh + FP32 + cast)
     if _in_plain_math(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
         return each_key * FP32 * (3 if modules.dropout else 1)
@@ -113,7 +126,7 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
 def _plain_operands(arch: Architecture, modules: Modules) -> int:
     """Query, key and value where the scores are a tensor: repeated to all heads; upcast in plain math."""
     width, c = widths(arch), modules.compute
-    if arch.model_type in EAGER:
+    if is_eager(arch, modules):
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
     if arch.latent_attention is None and modules.dropout:
         return 3 * width.query * FP32

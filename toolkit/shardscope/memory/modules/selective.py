@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.lora import first_layer
-from shardscope.memory.modules.attention import EAGER, has_one_key_head, no_fused_groups, widths
+from shardscope.memory.modules.attention import has_one_key_head, is_eager, no_fused_groups, widths
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
 
@@ -52,7 +52,7 @@ def _projected(arch: Architecture) -> int:
 def _attention(arch: Architecture, modules: Modules) -> int:
     """Attention's output with flash attention's statistics, or with the scores where a product makes them."""
     heads, output = arch.num_attention_heads, widths(arch).output
-    if arch.model_type in EAGER:
+    if is_eager(arch, modules):
         return (heads * modules.seq_len + output) * modules.compute
     if has_one_key_head(arch) or (modules.on_gpu and no_fused_groups(arch, modules)):
         return (heads * modules.seq_len + output) * FP32

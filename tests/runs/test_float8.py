@@ -1,0 +1,69 @@
+"""torchao's float8 Linears on a CPU: what they keep, and what their casts take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import SHAPE
+from test_loss import Peak
+from test_saved_tensors import FULL, one_layer
+
+from shardscope.memory.float8 import linear_working
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_layer_keeps_what_it_keeps_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
+) -> None:
+    float8: Any = pytest.importorskip("torchao.float8")
+    import test_saved_tensors as counting
+
+    recipe = replace(FULL, recompute=recompute)  # type: ignore[arg-type]
+    # Rows of 16 numbers, as its products want.
+    monkeypatch.setitem(SHAPE, "hidden_size", 192)
+    monkeypatch.setitem(SHAPE, "intermediate_size", 240)
+    plain = one_layer(family, "bf16", recipe)
+    build = counting.build_model
+
+    def converted(*arguments: Any) -> torch.nn.Module:
+        config = float8.Float8LinearConfig(emulate=True)
+        model = build(*arguments).to(torch.bfloat16)
+        made: torch.nn.Module = float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name
+        )
+        return made
+
+    monkeypatch.setattr(counting, "build_model", converted)
+    assert one_layer(family, "bf16", recipe) == plain
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "out"), [(256, 32, 32), (256, 32, 64), (256, 64, 32), (32, 64, 128)]
+)
+def test_what_casting_takes(tokens: int, inner: int, out: int) -> None:
+    float8: Any = pytest.importorskip("torchao.float8")
+    module = torch.nn.Sequential(torch.nn.Linear(inner, out, bias=False, dtype=torch.bfloat16))
+    float8.convert_to_float8_training(module, config=float8.Float8LinearConfig())
+    states = torch.randn(tokens, inner, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        found = module(states)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"no 8-bit product on this CPU: {error}")
+    gradient = torch.ones_like(found)
+    watch = Peak([states, found, gradient, *module.parameters()])
+    with watch:
+        found.backward(gradient)
+    # The weight's own gradient comes last, when the input's cast is gone.
+    assert watch.most == pytest.approx(linear_working(tokens, out, inner), rel=0.01)
+
+
+def test_arrays_give_the_same_bytes() -> None:
+    tokens = np.array([1, 100, 4096], dtype=np.int64)
+    assert linear_working(tokens, 512, 2048).tolist() == [
+        linear_working(n, 512, 2048) for n in tokens.tolist()
+    ]
