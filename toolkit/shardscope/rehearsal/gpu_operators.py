@@ -76,10 +76,31 @@ def _grouped_products(grouped_mm: Any) -> Any:
     def products(rows: torch.Tensor, weights: torch.Tensor, *, offs: Any = None, **kwargs: Any) -> Any:
         if rows.dtype == torch.bfloat16:
             return grouped_mm(rows, weights, offs=offs, **kwargs)
-        # transformers' own operator, which keeps the same two tensors for backward.
-        return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
+        return _GroupedProduct.apply(rows, weights, offs)
 
     return products
+
+
+class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
+    """What torch's own keeps: rows only where the weights are trained, weights only where rows are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offs: Any) -> Any:
+        trains_rows, trains_weights = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(rows if trains_weights else None, weights if trains_rows else None)
+        ctx.shapes = rows.shape, weights.shape
+        # transformers' own operator has the right shapes on fake tensors.
+        return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows_shape, weights_shape = ctx.shapes
+        trains_rows, trains_weights = ctx.needs_input_grad[:2]
+        return (
+            grad.new_empty(rows_shape) if trains_rows else None,
+            grad.new_empty(weights_shape) if trains_weights else None,
+            None,
+        )
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -113,7 +113,9 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[P
     tied = 0
     if plan.architecture.tie_word_embeddings and not stage.adapters:
         tied = width.original * stage.head
-    embedding = shape.stream + (0 if stage.adapters else max(width.original * stage.edges, 3 * tied))
+    embedding = shape.stream + (
+        0 if stage.adapters else max(width.original * (stage.edges - stage.head), 3 * tied)
+    )
     whole = Term(trained, lambda: f"{gib(trained)} GiB, views of the reduction buckets")
     gradients = _waiting(trained) if plan.num_micro_batches > 1 else whole
     return [
