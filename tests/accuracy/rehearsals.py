@@ -1,4 +1,4 @@
-"""Predictions against stored rehearsals (tests/fixtures/rehearsals): frameworks themselves on fake tensors."""
+"""Predictions against stored rehearsals (tests/fixtures/rehearsals): frameworks on fake tensors."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
     lines = [
         "## Against rehearsals",
         "",
-        f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake tensors. "
-        "Errors are of all tensors at the peak; those of components are shares of the whole. Goal: within 1 % "
-        "for 95 %, never worse than 3 %.",
+        f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake "
+        "tensors. Errors are of all tensors at the peak; those of components are shares of the whole. Goal: "
+        "within 1 % for 95 %, never worse than 3 %.",
         "",
         "| framework | plans | within 1 % | within 3 % | median | worst | " + " | ".join(COMPONENTS) + " |",
         "|---" * (6 + len(COMPONENTS)) + "|",
@@ -111,8 +111,8 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         lines.append(
             f"| {row.name} | {plan.architecture.name}, {plan.layout.description} on {plan.world_size}, "
             f"{plan.recipe.method}, {plan.recipe.precision}, recompute {plan.recipe.recompute} | "
-            f"{gib(sum(row.stored.values()))} | {gib(sum(row.predicted.values()))} | {100 * row.error:+.1f} % | "
-            f"{_where(row)} |"
+            f"{gib(sum(row.stored.values()))} | {gib(sum(row.predicted.values()))} | "
+            f"{100 * row.error:+.1f} % | {_where(row)} |"
         )
     lines += ["", *(f"- refused today: {name}" for name in refused)]
     return "\n".join(lines).rstrip()
