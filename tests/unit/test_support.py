@@ -1,0 +1,95 @@
+"""Every choice of a recipe on every layout: refused by name with a fix that helps, or predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.memory.report import COMPONENTS
+from shardscope.recipe import CHOICES, OPEN_CHOICES
+from shardscope.support import SUPPORT
+from shardscope.validation import FieldError
+
+LAYOUTS = {
+    "ddp": ss.Layout.ddp(),
+    "fsdp2": ss.Layout.fsdp2(),
+    "zero": ss.Layout.zero(),
+    "megatron": ss.Layout.megatron(),
+}
+MODELS = ("llama-3.1-8b", "gpt2", "mixtral-8x7b-v0.1", "gemma-2-9b")
+CLUSTERS = {name: ss.Cluster.parse(name) for name in ("8xh100-sxm-80gb", "2xcpu")}
+CHANGES: list[dict[str, Any]] = [
+    *({field: value} for field, values in {**CHOICES, **OPEN_CHOICES}.items() for value in values),
+    {"method": "lora", "quantization": "nf4"},
+    {"method": "lora", "quantization": "int8"},
+    {"method": "lora", "lora_dropout": 0.1},
+    {"recompute": "full", "recompute_interval": 2},
+    {"recompute": "offload", "recompute_interval": 3},
+    {"dropout": 0.1},
+    {"packing": True},
+    {"packing": True, "attention": "flash"},
+    {"expert_imbalance": 1.5},
+    {"expert_capacity_factor": 1.25},
+]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name in ss.models])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_refused_by_name_or_predicted(layout: str, model: str, cluster: str) -> None:
+    for change in CHANGES:
+        if change.get("quantization") and "method" not in change:
+            continue
+        recipe = replace(ss.Recipe(seq_len=512), **change)
+        try:
+            plan = ss.Plan(ss.models[model], CLUSTERS[cluster], recipe, LAYOUTS[layout])
+        except FieldError as refusal:
+            owner, _, field = refusal.field.partition(".")
+            assert owner in ("Recipe", "Layout"), change
+            assert field.split()[0] in {*change, "stage", "tp", "ep", "optimizer"}, (change, str(refusal))
+            assert refusal.fix
+            continue
+        report = plan.memory()
+        for stage, moment in product(report.by_stage, range(3)):
+            terms = stage.moments[moment].components
+            assert all(type(value) is int and value >= 0 for value in terms.values()), (change, dict(terms))
+        for name in COMPONENTS:
+            assert report.explain(name)
+        assert ss.Plan.from_json(plan.to_json()).memory().peak_bytes == report.peak_bytes
+
+
+def test_the_fix_of_an_unsupported_choice_works() -> None:
+    for layout in LAYOUTS.values():
+        for field, value in ((f, v) for f in SUPPORT for v in (CHOICES.get(f) or OPEN_CHOICES[f])):
+            if field in ("quantization", "method"):
+                continue
+            recipe = replace(ss.Recipe(), **{field: value})
+            try:
+                ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], recipe, layout)
+            except FieldError as refusal:
+                fixed, _, better = refusal.fix.partition("=")
+                change = {fixed: None if better == "None" else better.strip("'\"")}
+                mended = replace(recipe, **change)  # type: ignore[arg-type]
+                ss.Plan(ss.models["llama-3.1-8b"], CLUSTERS["8xh100-sxm-80gb"], mended, layout)
+
+
+def test_engines_refuse_what_they_do_not_train() -> None:
+    from shardscope.frameworks.registry import why_not_trained
+
+    two = ss.Cluster.parse("2xcpu")
+    for change, said in (
+        ({"optimizer": "muon"}, "Recipe.optimizer"),
+        ({"loss": "chunked"}, "Recipe.loss"),
+        ({"attention": "eager"}, "Recipe.attention"),
+        ({"method": "qlora"}, "Recipe.method"),
+    ):
+        plan = ss.Plan(ss.Architecture.of_size("2m"), two, ss.Recipe(seq_len=64, **change), ss.Layout.ddp())  # type: ignore[arg-type]
+        why = why_not_trained(plan)
+        assert why is not None
+        assert said in why
+    ok = ss.Plan(ss.Architecture.of_size("2m"), two, ss.Recipe(seq_len=64), ss.Layout.ddp())
+    assert why_not_trained(ok) is None
