@@ -16,8 +16,8 @@ from shardscope.memory.report import PHASES
 MODULES: dict[str, Any] = {"ddp": ddp, "fsdp2": fsdp2}
 WITHIN_ONE_PERCENT = {"ddp": 0.9, "fsdp2": 0.85}
 """Shares that are reached; the goal is 0.95."""
-WORST = {"ddp": 0.03, "fsdp2": 0.036}
-"""The worst error there is; the goal is 0.03."""
+WORST = {"ddp": 0.03, "fsdp2": 0.03}
+"""The worst error there may be, which is the goal."""
 REPLAYED = (0, 3, 9, 14, 22, 30)
 
 

@@ -249,6 +249,7 @@ class _Shared:
                 and tokens * (own.stream + layer.recomputed) + self._float8(has_experts),
             ),
             later=tokens * (ceil_div(own.later, tp) + layer.recomputed) + self._dequantised(stage),
+            earlier=tokens * (ceil_div(own.earlier, tp) + layer.recomputed) + self._dequantised(stage),
             stream=tokens * ceil_div(own.stream, cut),
             norm=tokens * ceil_div(final_norm(arch, self.modules), cut) * stage.is_last,
         )

@@ -102,11 +102,11 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[P
     )
     matrix = each * plan.architecture.intermediate_size * hidden
     experts = plan.architecture.mixture_of_experts
-    layer = max(shape.inside, shape.stream + matrix)
+    layer = max(shape.earlier, shape.inside, shape.stream + matrix)
     if stage.num_moe_layers and experts is not None and not stage.adapters:
         # Grouped products are not autocast, so their weights' gradients are the originals' own type.
         gate_up = experts.num_experts * 2 * experts.moe_intermediate_size * hidden * width.original
-        layer = max(shape.inside, shape.later + gate_up)
+        layer = max(shape.earlier, shape.inside, shape.later + gate_up)
     inside = shape.layers + shape.cast * (not mixed) + layer
     inside += (shape.cast - width.compute * stage.head) * mixed
     # A tied head's gradient waits inside of autograd for the embedding's, and then for their sum.

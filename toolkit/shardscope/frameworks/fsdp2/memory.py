@@ -232,11 +232,14 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             key=lambda held: held[0] + groups.shard * (held[0] == reduced),
         )
         fraction = 0.36 + 0.6 * done / stage.num_layers
-        part = groups.gradient // 3
-        inside = shape.inside
-        if shape.later != inside and groups.gradient + shape.later > part + inside:
-            # Where experts are large, the instant at which their gradients are all there.
-            part, inside = groups.gradient, shape.later
+        # A third of a layer's gradients are there inside its feed-forward; where experts are large, none yet
+        # while their rows are weighted, or all of them.
+        part, inside = max(
+            (groups.gradient // 3, shape.inside),
+            (0, shape.earlier),
+            (groups.gradient if shape.later != shape.inside else 0, shape.later),
+            key=sum,
+        )
         arriving = root + groups.kept * (left - 1) // stage.num_layers + groups.layer + before
         return [
             Peak(
