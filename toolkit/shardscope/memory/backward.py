@@ -1,0 +1,127 @@
+"""What one rank holds while backward is in a layer of the transformers library's, layer by layer.
+
+Read off the operators themselves, as rehearsals record them: autograd frees what a layer saved as it goes, so
+the fullest instant in a layer is where its feed-forward's product is taken apart, and the fullest of the step
+is in the first layers that backward meets, or in its last one, when whole gradients wait beside it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.memory.modules.attention import is_eager, scores_per_token
+from shardscope.memory.modules.experts import expert_tensors
+from shardscope.memory.precision import FP32
+from shardscope.memory.report import Phase, Term
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.modules.saved import Modules
+
+
+class LayerBackward(NamedTuple):
+    """Bytes for one token of one layer, beside all that was saved."""
+
+    inside: int
+    """Where the feed-forward's product is taken apart: the gradient in the stream, of the product's two
+    factors and of itself, less the product."""
+    stream: int
+    """The gradient that passes from layer to layer."""
+    later: int
+    """Where routed experts' first matrices get their gradients, all of them whole by then; less what the
+    experts had saved. As ``inside`` in a dense layer."""
+    earlier: int
+    """Where experts' rows are weighted, before any of their weights has a gradient; else as ``inside``."""
+
+
+class Backward(NamedTuple):
+    """Bytes on one rank, one micro-batch."""
+
+    layers: int
+    """What all layers have saved, and the token ids."""
+    edges: int
+    """What the final norm and the head have saved."""
+    cast: int
+    """Half-precision copies of weights, that autocast's autograd still holds."""
+    saved: int
+    """What the layer that backward meets first has saved."""
+    inside: int
+    """Beside that in the layer, recomputed activations included."""
+    later: int
+    """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
+    earlier: int
+    """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
+    stream: int
+    """The gradient that passes from layer to layer."""
+    norm: int
+    """Beside all that was saved, in the final norm."""
+
+
+class Peak(NamedTuple):
+    """One instant of backward, as the framework's own state sees it."""
+
+    fraction: float
+    activations: Term
+    gather: Term
+    gradients: Term
+    logits: bool = False
+    """Whether the loss is being differentiated."""
+    phase: Phase = "backward"
+    """``forward`` where a collective of forward holds more than its end does."""
+
+
+@lru_cache(maxsize=4096)
+def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBackward:
+    """What a layer's backward needs, by its kind of feed-forward and of attention."""
+    c, hidden = modules.compute, arch.hidden_size
+    stream = hidden * modules.stream
+    experts = arch.mixture_of_experts
+    if moe and experts is not None:
+        rows = experts.num_experts_per_tok
+        # Grouped products are not autocast: they run in the weights' own fp32.
+        width = FP32 if modules.autocast else c
+        # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
+        weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
+        inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
+        saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
+        both = rows * width * (2 * experts.moe_intermediate_size + hidden)
+        inside = stream + inner - rows * hidden * width
+        return LayerBackward(inside, stream, stream + both - saved, stream + weighted)
+    inner = arch.intermediate_size * c * _inner_gradients(arch, modules)
+    inside = stream + max(inner, _scores(arch, modules))
+    return LayerBackward(inside, stream, inside, inside)
+
+
+def _inner_gradients(arch: Architecture, modules: Modules) -> int:
+    """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
+    if arch.model_type == "gpt2" and modules.autocast and modules.on_gpu:
+        # CUDA's autocast takes the cube of gelu in fp32, and so its gradients.
+        return 6
+    if not arch.gated_mlp:
+        return 3
+    if modules.kernels == "liger":
+        # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
+        return 1
+    return 2 if modules.inner_copies("down_proj") else 3
+
+
+def _scores(arch: Architecture, modules: Modules) -> int:
+    """Attention in plain operations: gradients of the probabilities, the softmax and the cap."""
+    saved = scores_per_token(arch, modules)
+    if not saved:
+        return 0
+    each = arch.num_attention_heads * modules.seq_len
+    c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
+    if is_eager(arch, modules):
+        return max(0, each * (c + FP32) - 3 * inner * c)
+    # By then the feed-forward and its norm have let go of what they saved.
+    return max(0, each * 2 * FP32 - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
+
+
+def final_norm(arch: Architecture, modules: Modules) -> int:
+    """Bytes of a token while the final norm is differentiated, beside what it saved."""
+    if arch.norm == "layernorm" or modules.kernels == "liger":
+        return arch.hidden_size * modules.stream
+    # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
+    return arch.hidden_size * (4 * FP32)
