@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
-from shardscope.frameworks.megatron.families import check_family
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
