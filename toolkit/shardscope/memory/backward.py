@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.modules.attention import is_eager, scores_per_token
+from shardscope.memory.modules.attention import has_one_key_head, is_eager, scores_per_token
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Phase, Term
@@ -115,6 +115,9 @@ def _scores(arch: Architecture, modules: Modules) -> int:
     c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
     if is_eager(arch, modules):
         return max(0, each * (c + FP32) - 3 * inner * c)
+    if has_one_key_head(arch):
+        # Falcon's feed-forward stands beside attention, and reads the same norm's output.
+        return max(0, each * 2 * FP32 - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
     # By then the feed-forward and its norm have let go of what they saved.
     return max(0, each * 2 * FP32 - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
 
