@@ -88,17 +88,18 @@ class _GroupedProduct(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, offs: Any) -> Any:
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(rows if trains_weights else None, weights if trains_rows else None)
-        ctx.shapes = rows.shape, weights.shape
+        ctx.shapes = rows.shape, weights.shape, weights.stride()
         # transformers' own operator has the right shapes on fake tensors.
         return torch.ops.transformers.grouped_mm_fallback(rows, weights, offs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows_shape, weights_shape = ctx.shapes
+        rows_shape, weights_shape, strides = ctx.shapes
         trains_rows, trains_weights = ctx.needs_input_grad[:2]
         return (
             grad.new_empty(rows_shape) if trains_rows else None,
-            grad.new_empty(weights_shape) if trains_weights else None,
+            # Laid out as the weights are: experts' matrices come transposed.
+            grad.new_empty_strided(weights_shape, strides) if trains_weights else None,
             None,
         )
 
