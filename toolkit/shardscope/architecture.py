@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -335,6 +335,14 @@ class Architecture(JsonNoun):
         return flops if isinstance(seq_len, np.ndarray) else float(flops)
 
     # --------------------------------------------------------------------------------------- internals
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Once: every formula looks itself up by its architecture, and hashing thirty fields takes longer.
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By its fields alone: what is cached holds read-only mappings, which pickle and copy refuse.

@@ -60,7 +60,7 @@ def modules_of(plan: Plan) -> Modules:
         on_gpu=plan.on_gpu,
         dropout=recipe.dropout,
         attention=recipe.attention,
-        expert_load=recipe.expert_imbalance,
+        expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
         keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs,
     )

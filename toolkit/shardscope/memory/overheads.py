@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 MIB = 2**20
@@ -42,6 +43,7 @@ class Band(NamedTuple):
     high: int
 
 
+@lru_cache(maxsize=4096)
 def communication(group_sizes: tuple[int, ...], on_gpu: bool) -> Band:
     """Buffers of one communicator for each group of more than one rank."""
     if not on_gpu:
@@ -73,8 +75,10 @@ def fragmentation(allocated_and_freed: int, on_gpu: bool) -> Band:
     """What the caching allocator cannot reuse of the given bytes."""
     if not on_gpu:
         return Band(0, 0, 0)
-    return Band(
-        0,
-        allocated_and_freed * FRAGMENTATION_PERCENT // 100,
-        allocated_and_freed * FRAGMENTATION_HIGH_PERCENT // 100,
-    )
+    high = allocated_and_freed * FRAGMENTATION_HIGH_PERCENT // 100
+    return Band(0, lost_to_gaps(allocated_and_freed), high)
+
+
+def lost_to_gaps(allocated_and_freed: int) -> int:
+    """The point of :func:`fragmentation` on a GPU, without its band."""
+    return allocated_and_freed * FRAGMENTATION_PERCENT // 100

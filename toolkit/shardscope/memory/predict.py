@@ -49,6 +49,7 @@ def predict(plan: Plan) -> MemoryReport:
     states: dict[tuple[int, ...], TrainingState] = {}
     by_stage: list[StageMemory] = []
     fullest: list[tuple[StageMemory, TrainingState]] = []
+    shapes: list[tuple[int, ...]] = []
     for stage in model.stages(plan):
         # Everything but its number, by which stages differ in micro-batches in flight only.
         shape = stage[1:]
@@ -56,15 +57,24 @@ def predict(plan: Plan) -> MemoryReport:
         if is_new:
             states[shape] = model.training_state(plan, stage)
         by_stage.append(shared.stage(stage, states[shape]))
-        if is_new:
+        if is_new and not any(_holds_at_least(other, shape) for other in shapes):
             # Of stages of one shape the first has most in flight, so none of the others holds more.
             fullest.append((by_stage[-1], states[shape]))
+            shapes.append(shape)
     return MemoryReport(
         by_stage=tuple(by_stage),
         worst_stage=max((stage for stage, _ in fullest), key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
         find_band=lambda: shared.band(fullest),
     )
+
+
+def _holds_at_least(earlier: tuple[int, ...], later: tuple[int, ...]) -> bool:
+    """Whether an earlier stage has no fewer layers and weights of any kind, nor lacks the head, than a later.
+
+    It has no fewer micro-batches in flight either, so that the later one's peak need not be looked for.
+    """
+    return all(mine >= theirs for mine, theirs in zip(earlier, later, strict=True))
 
 
 class _Activations(NamedTuple):
@@ -132,7 +142,7 @@ class _Shared:
         """All moments of one stage, in the order of a step."""
         activations: _Activations | StepActivations
         if state.find_activations is not None:
-            activations = own = state.find_activations(stage.number)
+            activations = own = state.find_activations(stage.number, self.modules)
             logits_forward, logits_backward = own.logits_forward, own.logits_backward
         else:
             activations = self._activations(stage)
@@ -189,6 +199,8 @@ class _Shared:
                 },
             ),
         )
+        if state.find_backward is None:
+            return found
         return tuple(sorted(found, key=lambda moment: moment.fraction))
 
     def band(self, stages: list[tuple[StageMemory, TrainingState]]) -> tuple[int, int]:
@@ -211,7 +223,7 @@ class _Shared:
     def _with_gaps(self, phase: Phase, fraction: float, terms: dict[Component, Term]) -> Moment:
         """The moment of ``terms``, to which what the allocator loses is added."""
         churned = _churned(terms)
-        gaps = overheads.fragmentation(churned, self.on_gpu)
+        lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
 
         def words() -> str:
             return (
@@ -220,7 +232,7 @@ class _Shared:
                 "caching allocator)"
             )
 
-        terms["fragmentation"] = Term(gaps.point, words)
+        terms["fragmentation"] = Term(lost, words)
         return Moment.of(phase, fraction, terms)
 
     def _backward(

@@ -87,7 +87,7 @@ def stages_of(plan: Plan, vocab_multiple: int = 1) -> list[Stage]:
         shape = (index == 0, index == last, num_layers, moe_layers)
         if shape not in known:
             known[shape] = _stage(plan, index, num_layers, moe_layers, vocab_multiple)
-        found.append(known[shape]._replace(number=index))
+        found.append(Stage(index, *known[shape][1:]))
         start += num_layers
     return found
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.report import Component, Term, no_bytes
+
+if TYPE_CHECKING:
+    from shardscope.memory.modules.saved import Modules
 
 _NOTHING: Mapping[Component, Term] = MappingProxyType({})
 
@@ -60,7 +63,7 @@ class TrainingState(NamedTuple):
     """Host memory of one rank when offloading."""
     nvme_bytes: int = 0
     """Bytes of one rank on NVMe when offloading."""
-    find_activations: Callable[[int], StepActivations] | None = None
+    find_activations: Callable[[int, Modules], StepActivations] | None = None
     """Activations of the stage of this number, where the framework's own schedule decides them."""
     find_backward: Callable[[Backward], list[Peak]] | None = None
     """The instants of backward, where the framework's own collectives decide which ones matter; None: its

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.memory.activations import modules_of
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.logits import logits_per_token
 from shardscope.memory.modules.megatron import (
@@ -54,23 +53,18 @@ class Layer(NamedTuple):
     """What the end of its forward needs beside it."""
 
 
-def find_activations(plan: Plan, stage: Stage) -> StepActivations:
+def find_activations(plan: Plan, stage: Stage, modules: Modules) -> StepActivations:
     """Activations and logits of one stage at the moments of a step."""
-    return _Stage(plan, stage).step()
+    return _Stage(plan, stage, modules).step()
 
 
 class _Stage:
-    def __init__(self, plan: Plan, stage: Stage) -> None:
-        self.plan, self.stage = plan, stage
+    def __init__(self, plan: Plan, stage: Stage, modules: Modules) -> None:
+        self.plan, self.stage, self.modules = plan, stage, modules
         self.arch, self.degrees = plan.architecture, plan.degrees
         layout = plan.layout
         assert isinstance(layout, MegatronLayout)
         recipe, tp = plan.recipe, plan.degrees.tp
-        self.modules = modules_of(plan)._replace(
-            dropout=recipe.dropout,
-            attention=recipe.attention,
-            expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
-        )
         self.cuts = Cuts(tp, tp if layout.splits_sequence else 1, layout.expert_tp, plan.degrees.ep)
         self.tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: int = ceil_div(

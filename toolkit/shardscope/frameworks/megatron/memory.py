@@ -131,7 +131,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         ),
         group_sizes=_group_sizes(plan, stage),
         gradients_stay=True,
-        find_activations=lambda number: find_activations(plan, stage._replace(number=number)),
+        find_activations=lambda number, modules: find_activations(
+            plan, stage._replace(number=number), modules
+        ),
     )
 
 
