@@ -32,8 +32,9 @@ class RecipePicker(Picker):
         self.global_batch = text_input(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
         for box in (self.micro, self.global_batch, self.lora_rank):
             box.layout.flex = "0 0 auto"
-        self.recompute = segments(options("recompute", None, None), "Recompute activations")
-        self.recompute.value = recipe.recompute
+        self.recompute = widgets.Dropdown(
+            options=options("recompute", None, None), value=recipe.recompute, tooltip="Recompute activations"
+        )
         each, total = widgets.Label("a GPU,"), widgets.Label("in all")
         for label in (each, total):
             label.layout.flex = "0 0 auto"

@@ -86,7 +86,7 @@ class Advanced:
             field: widgets.Dropdown(options=options(field, None, None), tooltip=label)
             for field, label in ADVANCED.items()
         }
-        self.interval = text_input(recipe.recompute_interval, "Every so-manieth layer", "44px")
+        self.interval = text_input(recipe.recompute_interval, "Every how many layers", "44px")
         self.dropout = text_input(recipe.dropout, "Probability of dropout", "64px")
         every, layers = widgets.Label("every"), widgets.Label("layers: 1 is all of them")
         for fixed in (self.interval, self.dropout, every, layers):
