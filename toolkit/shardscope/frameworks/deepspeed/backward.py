@@ -74,7 +74,7 @@ def peaks(
     ]
     for done in sorted({0, min(1, num_layers - 1), num_layers - 1}):
         fraction = 0.36 + 0.6 * done / num_layers
-        saved = shape.layers - done * shape.saved
+        saved = _left(shape, num_layers, done)
         words = f"saved by {count(num_layers - done, 'layer')}, and gradients inside one"
         allocated = bucket if first_hook or done or trains_all else 0
         found.append(peak(fraction, saved + shape.inside, words, layers[done].base, allocated))
@@ -84,3 +84,10 @@ def peaks(
     found.append(peak(0.97, shape.stream, "the embedding's gradient", embedding.peak))
     found += [peak(0.975, 0, "all are used up", instant) for instant in (end.base, end.peak)]
     return found
+
+
+def _left(shape: Backward, num_layers: int, done: int) -> int:
+    """What layers still hold when backward has passed ``done`` of them, the fullest kind first."""
+    left = shape.layers - done * shape.saved
+    # Of two kinds of layers the fuller one is counted off for both; the mean is for what that overdraws.
+    return left if left > 0 else shape.layers // num_layers * (num_layers - done)
