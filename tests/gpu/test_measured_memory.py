@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,12 @@ import shardscope as ss
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def machine() -> ss.Cluster:
-    """One GPU of this machine. Asked here, not at import: collecting the tests must not touch CUDA."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device that torch can use")
-    cluster = ss.Cluster.detect()
-    if cluster.gpu.name == "cpu":
-        pytest.skip("torch sees a CUDA device, but NVML does not, or it is not an NVIDIA one")
-    return dataclasses.replace(cluster, gpus_per_node=1)
-
-
 @pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=["ddp", "fsdp2"])
 def test_a_run_on_a_gpu_is_measured_by_component(
-    machine: ss.Cluster, layout: ss.Layout, tmp_path: Path
+    one_gpu: ss.Cluster, layout: ss.Layout, tmp_path: Path
 ) -> None:
     recipe = ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8)
-    plan = ss.Plan(ss.Architecture.of_size("120m"), machine, recipe, layout)
+    plan = ss.Plan(ss.Architecture.of_size("120m"), one_gpu, recipe, layout)
     run = ss.launch(plan, ss.Pretrain(num_steps=6, memory_snapshot=True), folder=tmp_path)
     try:
         status = run.wait(timeout=300)
@@ -48,7 +34,7 @@ def test_a_run_on_a_gpu_is_measured_by_component(
     assert report.tensor_bytes <= rank["peak_memory_bytes"]
     assert report.tensor_bytes == pytest.approx(rank["peak_memory_bytes"], rel=0.02)
     assert report.components["other"] < 0.15 * report.tensor_bytes
-    assert 100 * 2**20 < report.components["runtime"] < machine.gpu.usable_bytes
+    assert 100 * 2**20 < report.components["runtime"] < one_gpu.gpu.usable_bytes
     assert report.error == pytest.approx(0, abs=0.25)
 
     (snapshot,) = (run.folder / "memory_snapshots").iterdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
@@ -23,24 +22,11 @@ NOT_TENSORS = ("communication", "runtime", "fragmentation")
 LAYOUTS = {"ddp": ss.Layout.ddp, "fsdp2": ss.Layout.fsdp2}
 
 
-@pytest.fixture(scope="module")
-def machine() -> ss.Cluster:
-    """This machine's GPUs. Asked here, not at import: collecting the tests must not touch CUDA."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device that torch can use")
-    cluster = ss.Cluster.detect()
-    if cluster.gpu.name == "cpu":
-        pytest.skip("torch sees a CUDA device, but NVML does not, or it is not an NVIDIA one")
-    return cluster
-
-
 @pytest.mark.parametrize("framework", list(LAYOUTS))
-def test_a_small_llama_trains_on_one_gpu(machine: ss.Cluster, framework: str, tmp_path: Path) -> None:
+def test_a_small_llama_trains_on_one_gpu(one_gpu: ss.Cluster, framework: str, tmp_path: Path) -> None:
     plan = ss.Plan(
         ss.Architecture.of_size("120m"),
-        dataclasses.replace(machine, gpus_per_node=1),
+        one_gpu,
         ss.Recipe(seq_len=512, micro_batch_size=4, global_batch_size=8),
         LAYOUTS[framework](),
     )
@@ -68,10 +54,10 @@ def test_a_small_llama_trains_on_one_gpu(machine: ss.Cluster, framework: str, tm
     components = plan.memory().components
     predicted = sum(value for name, value in components.items() if name not in NOT_TENSORS)
     print(
-        f"\n{framework} on {machine.gpu.name}: predicted tensors {predicted / 2**30:.3f} GiB, "
+        f"\n{framework} on {one_gpu.gpu.name}: predicted tensors {predicted / 2**30:.3f} GiB, "
         f"measured {measured / 2**30:.3f} GiB, {predicted / measured - 1:+.1%}"
     )
-    assert components["parameters"] <= measured <= machine.gpu.usable_bytes
+    assert components["parameters"] <= measured <= one_gpu.gpu.usable_bytes
     if os.environ.get("SHARDSCOPE_RECORD") == "1":
         record(plan, run, predicted, measured, dict(components))
 
