@@ -8,6 +8,9 @@ Stored are JSON lines in ``tests/fixtures/rehearsals/<framework>.jsonl``, one pl
 ``plan`` is ``Plan.to_dict()``, ``stages`` are ``RehearsedStage.to_dict()``: bytes of tensors by component at
 the peaks of a step, without communication, runtime and fragmentation. Without ``--make`` it prints what is
 stored beside today's predictions, worst first.
+
+``--wide`` draws from :mod:`wide_sampling` instead, with a seed of its own, into
+``<framework>-held-out.jsonl``; plans that no engine runs are passed over, and their names stay free.
 """
 
 from __future__ import annotations
@@ -17,23 +20,34 @@ import json
 import sys
 import time
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
+from tests.accuracy import wide_sampling
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
 from tests.accuracy.sampling import LAYOUTS, plans
 
 SEED = 0
+HELD_OUT_SEED = 20_261_121
+"""Of the sample that no formula had seen when it was drawn."""
 
 
-def make(framework: str, count: int) -> None:
+def stored_file(framework: str, *, wide: bool = False) -> Path:
+    """Where the rehearsals of one framework's sample are."""
+    return STORED / f"{framework}{'-held-out' if wide else ''}.jsonl"
+
+
+def make(framework: str, count: int, *, wide: bool = False) -> None:
     """Rehearse those of the first ``count`` sampled plans that are not stored yet, one after another."""
     STORED.mkdir(parents=True, exist_ok=True)
-    file = STORED / f"{framework}.jsonl"
+    file = stored_file(framework, wide=wide)
+    seed = HELD_OUT_SEED if wide else SEED
+    sampled = (wide_sampling.plans if wide else plans)(framework, seed, count)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done = {json.loads(line)["name"] for line in lines}
     module: Any = import_module(f"shardscope.frameworks.{framework}.rehearse")
     versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
-    for index, plan in enumerate(plans(framework, SEED, count)):
+    for index, plan in enumerate(sampled):
         if str(index) in done:
             continue
         began = time.monotonic()
@@ -44,7 +58,7 @@ def make(framework: str, count: int) -> None:
             continue
         row = {
             "name": str(index),
-            "seed": SEED,
+            "seed": seed,
             "plan": plan.to_dict(),
             "stages": [stage.to_dict() for stage in stages],
             "versions": versions,
@@ -73,11 +87,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy.rehearsals", description=__doc__)
     parser.add_argument("--make", type=int, default=0, metavar="N", help="rehearse the first N sampled plans")
     parser.add_argument("--framework", nargs="+", default=sorted(LAYOUTS), choices=sorted(LAYOUTS))
+    parser.add_argument("--wide", action="store_true", help="the held-out sample over the whole space")
     chosen = parser.parse_args()
     for framework in chosen.framework:
         if chosen.make:
-            make(framework, chosen.make)
-        file = STORED / f"{framework}.jsonl"
+            make(framework, chosen.make, wide=chosen.wide)
+        file = stored_file(framework, wide=chosen.wide)
         rows, refused = read_rehearsals([file] if file.exists() else [])
         rows.sort(key=lambda one: -abs(one.error))
         for one in rows:

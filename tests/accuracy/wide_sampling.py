@@ -1,0 +1,124 @@
+"""Plans drawn over everything that a layout's support lists name: a sample to hold formulas against, unseen.
+
+:mod:`sampling` draws the families, recipes and layouts that most people train. Here every family of the
+catalogue comes as often as any other, half of the models have a published one's widths, and each choice of a
+recipe takes any value that the layout offers. Plans that no engine runs are drawn too: whoever rehearses
+passes them over, so that a seed means the same plans whatever engines learn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from tests.accuracy import sampling
+
+from shardscope.architecture import Architecture
+from shardscope.catalog import models
+from shardscope.cluster import Cluster
+from shardscope.layout import Layout
+from shardscope.memory.modules.known import KNOWN
+from shardscope.plan import Plan
+from shardscope.recipe import Recipe
+from shardscope.support import supported
+
+MAX_HIDDEN = 8192
+"""Of published models, the widest that are drawn."""
+USUAL = {
+    "method": ("full", 0.5),
+    "precision": ("bf16-mixed", 0.5),
+    "optimizer": ("adamw", 0.6),
+    "recompute": ("none", 0.4),
+    "kernels": (None, 0.9),
+    "attention": (None, 0.85),
+    "loss": (None, 0.85),
+    "quantization": (None, 1.0),
+}
+"""The usual value of each choice, and how often it is taken without looking at the others."""
+CPU_SHARE = 0.08
+
+
+def architecture(draw: Random) -> Architecture:
+    """A few layers of any family: of sizes as :mod:`sampling` draws them, or of a published model's."""
+    if draw.random() < 0.4:
+        return sampling.architecture(draw)
+    family = draw.choice(sorted(KNOWN))
+    published = [one for one in models.values() if one.model_type == family and one.hidden_size <= MAX_HIDDEN]
+    model = draw.choice(published)
+    layers = draw.choice((1, 2, 3, 4, 6))
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if model.sliding_window_layers:
+        share = model.sliding_window_layers / model.num_hidden_layers
+        changes["sliding_window_layers"] = round(share * layers)
+    if model.mixture_of_experts:
+        dense = min(model.mixture_of_experts.first_k_dense_replace, layers - 1)
+        changes["mixture_of_experts"] = replace(model.mixture_of_experts, first_k_dense_replace=dense)
+    if draw.random() < 0.4:
+        changes["vocab_size"] = draw.choice((8_003, 32_000))
+    return replace(model, name=f"{layers} layers of {model.name}", **changes)
+
+
+def recipe(draw: Random, layout: Layout, arch: Architecture, data_parallel: int) -> Recipe:
+    """Every choice that the layout offers."""
+    chosen: dict[str, Any] = {}
+    for field, (usual, share) in USUAL.items():
+        values = supported(layout, field)
+        chosen[field] = usual if draw.random() < share or not values else draw.choice(values)
+    adapted = chosen["method"] != "full"
+    if chosen["recompute"] != "none":
+        chosen["recompute_interval"] = draw.choice((1, 1, 2, 3))
+    if adapted:
+        chosen["lora_rank"] = draw.choice((None, 8, 64))
+        chosen["lora_dropout"] = draw.choice((0.0, 0.0, 0.05))
+        chosen["lora_targets"] = _targets(draw, arch)
+    if draw.random() < 0.06:
+        chosen["dropout"] = 0.1
+    if chosen["attention"] == "flash":
+        chosen["packing"] = draw.random() < 0.3
+    micro = draw.choice((1, 1, 2, 4))
+    return Recipe(
+        seq_len=draw.choice((128, 512, 1024, 2048, 4096, 8192)),
+        micro_batch_size=micro,
+        global_batch_size=micro * data_parallel * draw.choice((1, 1, 1, 2, 4)),
+        **chosen,
+    )
+
+
+def _targets(draw: Random, arch: Architecture) -> tuple[str, ...] | None:
+    """What adapters are put on: attention as a recipe leaves it open, all projections, or one of them."""
+    every = tuple(
+        dict.fromkeys(name for i in range(arch.num_hidden_layers) for name, _ in arch.layer_linears(i))
+    )
+    return draw.choice((None, every, (draw.choice(every),)))
+
+
+def fsdp2(draw: Random, world_size: int) -> Layout:
+    """Copies, any number of ranks to reshard to, and shards in host memory."""
+    replicate = draw.choice([degree for degree in (1, 1, 1, 2, 4) if world_size % degree == 0])
+    shard = world_size // replicate
+    divisors = [degree for degree in (2, 3, 4, 6, 8, 16) if shard % degree == 0]
+    reshard = draw.choice((True, True, False, *(draw.choice(divisors) for _ in divisors[:1])))
+    offload = draw.choice((None,) * 7 + ("cpu",))
+    return Layout.fsdp2(replicate=replicate, reshard_after_forward=reshard, offload=offload)
+
+
+LAYOUTS = {**sampling.LAYOUTS, "fsdp2": fsdp2}
+"""How each framework's layouts are drawn here."""
+
+
+def plans(framework: str, seed: int, count: int) -> list[Plan]:
+    """``count`` plans of one framework; the same seed gives the same ones, a larger count the same first."""
+    found: list[Plan] = []
+    draw = Random(f"wide {framework} {seed}")
+    while len(found) < count:
+        name = draw.choice(sampling.CLUSTERS)
+        cluster = Cluster.parse("2xcpu" if draw.random() < CPU_SHARE else name)
+        arch = architecture(draw)
+        try:
+            layout = LAYOUTS[framework](draw, cluster.num_gpus)
+            free = layout.degrees(arch, cluster, Recipe())
+            found.append(Plan(arch, cluster, recipe(draw, layout, arch, free.data_parallel), layout))
+        except ValueError:
+            continue
+    return found
