@@ -65,7 +65,7 @@ class FakeDevice:
         self._patch(adam, "FusedAdamBuilder", _InPlaceAdam)
         # Fake tensors have no address; DeepSpeed checks that partitions begin at aligned ones.
         self._patch(importlib.import_module("torch._subclasses.fake_tensor").FakeTensor, "data_ptr", _aligned)
-        # The model is made in its type and place; Module.to would swap every fake parameter for a copy.
+        # The model is made in its place; Module.to would swap every fake parameter for a copy.
         self._patch(torch.nn.Module, "to", _already_there)
         # zero.Init puts its own in place and leaves it there.
         self._patch(torch.nn.functional, "linear", torch.nn.functional.linear)
@@ -149,5 +149,10 @@ def _aligned(_: Any) -> int:
     return 0
 
 
-def _already_there(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
+def _already_there(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """``Module.to`` of what lies in its place already: peft makes adapters in fp32, then casts them."""
+    kind = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+    for parameter in module.parameters() if kind is not None else ():
+        if parameter.is_floating_point() and parameter.dtype != kind:
+            parameter.data = parameter.data.to(kind)
     return module
