@@ -197,7 +197,7 @@ def test_layers_without_a_window_beside_others_with_one(recipe: Recipe) -> None:
         saved_tensors(arch, False, here._replace(windowed=False))
     )
     of_a_layer = [
-        layer_activations(arch, False, here._replace(windowed=windowed), "none", 1, False).saved
+        layer_activations(arch, False, here._replace(windowed=windowed), "none", 1, 1).saved
         for windowed in (True, False, None)
     ]
     assert 4 * of_a_layer[2] == 3 * of_a_layer[0] + of_a_layer[1] + (-of_a_layer[0] * 3 - of_a_layer[1]) % 4

@@ -82,7 +82,7 @@ def test_stages_are_ordered(a_plan: Plan) -> None:
     assume(a_plan.layout.pp == a_plan.layout.tp == a_plan.layout.ep == 1)  # type: ignore[attr-defined]
     assume(a_plan.recipe.precision != "fp32" and a_plan.degrees.data_parallel > 1)
     # Flat buffers are padded to twice the ranks, and stage 3 rounds every tensor up.
-    tensors = tensors_of(a_plan, stages_of(a_plan)[0])
+    tensors = tensors_of(a_plan, stages_of(a_plan).kinds[0])
     slack = 16 * 2 * (a_plan.world_size + len(tensors.used))
     held: list[tuple[int, int, int]] = []
     for stage in range(4):
@@ -212,7 +212,7 @@ def test_offloaded_gradients_are_not_there_in_backward() -> None:
 
 def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
     report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
-    part = cut_each(tensors_of(zero(3), stages_of(zero(3))[0]).trained, 8)
+    part = cut_each(tensors_of(zero(3), stages_of(zero(3)).kinds[0]).trained, 8)
     assert report.nvme_bytes == 16 * part
     assert report.host_bytes < 6 * part
     room = zero(3, offload_params="nvme").memory()

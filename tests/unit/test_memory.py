@@ -18,7 +18,7 @@ from shardscope.memory import overheads
 from shardscope.memory.activations import layer_activations, modules_of, saved_tensors
 from shardscope.memory.lora import adapter_parameters, layer_adapters
 from shardscope.memory.modules.saved import Modules
-from shardscope.memory.predict import _Shared
+from shardscope.memory.moments import moments
 from shardscope.memory.stages import layer_shard
 from shardscope.plan import Plan
 
@@ -75,7 +75,7 @@ def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
     model, report = frameworks[a_plan.layout.framework].memory_model(), a_plan.memory()
     runtime = overheads.runtime(a_plan.on_gpu)
     lows, highs = [], []
-    for stage, found in zip(model.stages(a_plan), report.by_stage, strict=True):
+    for stage, found in zip(model.stages(a_plan).each(), report.by_stage, strict=True):
         buffers = overheads.communication(model.training_state(a_plan, stage).group_sizes, a_plan.on_gpu)
         for moment in found.moments:
             parts = moment.components
@@ -314,7 +314,7 @@ def test_llama_8b_fsdp2_as_traced() -> None:
 def test_megatron_ranks_hold_at_least_one_key_value_head(tp: int) -> None:
     arch = ss.models["llama-3.1-70b"]
     modules = Modules("megatron", False, 2, 2048)
-    found = layer_activations(arch, False, modules, "none", tp, True).attention
+    found = layer_activations(arch, False, modules, "none", tp, tp).attention
     query_and_output, statistics = 2 * 2 * 64 * 128 // tp, 4 * 64 // tp
     assert found == query_and_output + statistics + 2 * 2 * max(1, 8 // tp) * 128
     # linear_qkv itself is cut evenly; its output is gathered where a head lies on several ranks.
@@ -451,8 +451,11 @@ def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, p
             assume(False)
     model = frameworks[a_plan.layout.framework].memory_model()
     report = a_plan.memory()
-    for stage, found in zip(model.stages(a_plan), report.by_stage, strict=True):
-        alone = _Shared(a_plan).moments(stage, model.training_state(a_plan, stage))
+    for stage, found in zip(model.stages(a_plan).each(), report.by_stage, strict=True):
+        alone = sorted(
+            moments(a_plan, modules_of(a_plan), stage, model.training_state(a_plan, stage)),
+            key=lambda moment: moment.fraction,
+        )
         assert [moment.components for moment in found.moments] == [moment.components for moment in alone]
         for ours, theirs in zip(found.moments, alone, strict=True):
             assert {name: term.explain() for name, term in ours.terms.items()} == {
@@ -466,7 +469,7 @@ def test_each_stage_has_its_own_layers(name: str) -> None:
     """Stages made from one another's shapes still add up to the whole model."""
     arch = ss.models[name]
     a_plan = plan(arch, ss.Layout.fsdp2(pp=16), ss.Cluster.parse("4x8xh100-sxm-80gb"), global_batch_size=64)
-    stages = frameworks["fsdp2"].memory_model().stages(a_plan)
+    stages = frameworks["fsdp2"].memory_model().stages(a_plan).each()
     assert [stage.number for stage in stages] == list(range(16))
     assert [stage.num_layers for stage in stages] == list(a_plan.stage_layers)
     assert sum(stage.num_moe_layers for stage in stages) == arch.num_moe_layers

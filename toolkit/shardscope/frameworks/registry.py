@@ -15,7 +15,7 @@ from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.layout import Layout
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.stages import Stage, Stages
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
     from shardscope.timing.traffic import StateTraffic
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class MemoryModel(Protocol):
     """What every framework's ``memory.py`` offers."""
 
-    def stages(self, plan: Plan) -> list[Stage]:
+    def stages(self, plan: Plan) -> Stages:
         """The weights on each pipeline stage."""
 
     def training_state(self, plan: Plan, stage: Stage) -> TrainingState:

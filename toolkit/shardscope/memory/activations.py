@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import is_eager, scores_per_token
+from shardscope.memory.modules.attention import is_eager
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
@@ -36,8 +36,6 @@ class LayerActivations(NamedTuple):
     mlp: int
     saved: int
     """All that stays until this layer's backward, recomputation considered."""
-    working: int
-    """What backward in this layer needs beside it: gradients in flight, what was recomputed or fetched."""
     offloaded: int
     """What waits in host memory instead."""
     recomputed: int
@@ -68,18 +66,16 @@ def modules_of(plan: Plan) -> Modules:
 
 @lru_cache(maxsize=4096)
 def layer_activations(
-    architecture: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, splits_sequence: bool
+    architecture: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
 ) -> LayerActivations:
-    """Bytes one token leaves in one decoder layer, and what its backward needs beside them.
+    """Bytes one token leaves in one decoder layer; the residual stream is in ``cut`` parts.
 
     Where some layers have a window and others none, that is the mean of both kinds, rounded up: exact over
     all layers together. What one layer needs while it goes backward is that of the larger kind.
     """
     if modules.windowed is None and _mixes_windows(architecture, modules):
         inside, outside = (
-            layer_activations(
-                architecture, moe, modules._replace(windowed=windowed), recompute, tp, splits_sequence
-            )
+            layer_activations(architecture, moe, modules._replace(windowed=windowed), recompute, tp, cut)
             for windowed in (True, False)
         )
         layers, sliding = architecture.num_hidden_layers, architecture.sliding_window_layers
@@ -88,14 +84,13 @@ def layer_activations(
             for one, other in zip(inside, outside, strict=True)
         ))  # fmt: skip
         return mean._replace(
-            working=max(inside.working, outside.working),
             recomputed=max(inside.recomputed, outside.recomputed),
         )
     saved = saved_tensors(architecture, moe, modules)
     parts = {
         "tp": tp,
         "key_value_heads": min(tp, architecture.num_key_value_heads),
-        "sequence": tp if splits_sequence else 1,
+        "sequence": cut,
         "whole": 1,
     }
 
@@ -121,7 +116,6 @@ def layer_activations(
         attention=on_rank(saved, "attention"),
         mlp=on_rank(saved, "mlp", "experts"),
         saved=kept,
-        working=_in_flight(architecture, moe, modules, tp) + 2 * stream + max(0, everything - kept),
         offloaded=everything if kept == 0 else 0,
         recomputed=max(0, everything - kept),
     )
@@ -177,9 +171,9 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
 
 
 @lru_cache(maxsize=4096)
-def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, splits_sequence: bool) -> int:
+def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut: int) -> int:
     """Bytes a token does not leave in the first layer, for under adapters no gradient goes past it."""
-    parts = {"tp": tp, "sequence": tp if splits_sequence else 1}
+    parts = {"tp": tp, "sequence": cut}
     return sum(
         -(-tensor.bytes_per_token // parts[tensor.cut_by])
         for tensor in unsaved_in_first_layer(architecture, modules)
@@ -240,12 +234,3 @@ def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[st
     product = (names_of(arch).down, arch.intermediate_size)
     copies -= adapted.count(product) * arch.intermediate_size * c
     return masks + copies
-
-
-def _in_flight(arch: Architecture, moe: bool, modules: Modules, tp: int) -> int:
-    """Gradients inside one layer: of a gated MLP's product and both branches, and of scores if any."""
-    experts, width = arch.mixture_of_experts, arch.intermediate_size
-    if moe and experts is not None:
-        width = experts.num_experts_per_tok * experts.moe_intermediate_size
-        width += experts.shared_expert_intermediate_size
-    return -(-(3 * width * modules.compute + scores_per_token(arch, modules)) // tp)

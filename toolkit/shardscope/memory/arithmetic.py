@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,50 @@ def smallest(first: Any, second: Any) -> Any:
     return first if first <= second else second
 
 
+def largest(first: Any, *others: Any) -> Any:
+    """The largest of all, element by element if any is an array."""
+    for other in others:
+        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+            first = np.maximum(first, other)
+        elif other > first:
+            first = other
+    return first
+
+
 def ceil_div(amount: Any, parts: Any) -> Any:
     """``amount / parts`` rounded up: what the fullest of ``parts`` ranks holds."""
     return -(-amount // parts)
 
 
 def where(condition: Any, then: Any, otherwise: Any) -> Any:
-    """``then`` where the condition holds, element by element if it is an array."""
-    if isinstance(condition, np.ndarray):
-        return np.where(condition, then, otherwise)
-    return then if condition else otherwise
+    """``then`` where the condition holds, element by element if it is an array.
+
+    Two named tuples of a kind give one of that kind, field by field.
+    """
+    if not isinstance(condition, np.ndarray):
+        return then if condition else otherwise
+    if isinstance(then, tuple):
+        return _made(then, (where(condition, *pair) for pair in zip(then, otherwise, strict=True)))
+    return np.where(condition, then, otherwise)
+
+
+def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
+    """``function(*numbers)``, which takes plain numbers only, called once for each distinct row of arrays.
+
+    For what is counted tensor by tensor: of thousands of plans few differ in the degrees that it depends on.
+    It returns a number, or a named tuple of numbers, whose fields become arrays.
+    """
+    if not any(isinstance(number, np.ndarray) for number in numbers):
+        return function(*numbers)
+    columns = np.stack(np.broadcast_arrays(*numbers))
+    distinct, places = np.unique(columns, axis=1, return_inverse=True)
+    places = places.reshape(-1)
+    answers = [function(*(int(number) for number in row)) for row in distinct.T]
+    if isinstance(answers[0], tuple):
+        return _made(answers[0], (np.array(field)[places] for field in zip(*answers, strict=True)))
+    return np.array(answers)[places]
+
+
+def _made(like: tuple[Any, ...], fields: Iterable[Any]) -> Any:
+    """A tuple of the same kind, named or plain."""
+    return getattr(type(like), "_make", tuple)(fields)

@@ -56,17 +56,19 @@ class Backward(NamedTuple):
     """The gradient that passes from layer to layer."""
     norm: int
     """Beside all that was saved, in the final norm."""
+    logits: Term
+    """Logits and their gradients while the loss is differentiated."""
 
 
 class Peak(NamedTuple):
-    """One instant of backward, as the framework's own state sees it."""
+    """One instant of forward or backward, as the framework's own state sees it."""
 
     fraction: float
     activations: Term
     gather: Term
     gradients: Term
-    logits: bool = False
-    """Whether the loss is being differentiated."""
+    logits: Term | None = None
+    """Logits, while the loss is computed or differentiated."""
     phase: Phase = "backward"
     """``forward`` where a collective of forward holds more than its end does."""
 

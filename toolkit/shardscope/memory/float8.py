@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import smallest
+from shardscope.memory.arithmetic import largest
 from shardscope.memory.lora import first_layer
 from shardscope.memory.precision import FP32, HALF
 
@@ -28,16 +28,16 @@ def linear_working(tokens: Any, out: Any, inner: Any) -> Any:
     there too, while the gradient is cast again for the weight's; or then the input.
     """
     gradient, weight, given = tokens * out, out * inner, tokens * inner
-    last = HALF * given + weight + _larger(CAST * gradient + gradient, CAST * given + 2 * gradient)
-    return _larger(gradient + CAST * weight, last)
+    last = HALF * given + weight + largest(CAST * gradient + gradient, CAST * given + 2 * gradient)
+    return largest(gradient + CAST * weight, last)
 
 
-@lru_cache(maxsize=4096)
-def layer_working(architecture: Architecture, moe: bool, tokens: int) -> int:
+def layer_working(architecture: Architecture, moe: bool, tokens: Any) -> Any:
     """The same of the Linear of one layer that needs most; fused experts are none and stay in bf16."""
+    return largest(*(linear_working(tokens, out, inner) for out, inner in _shapes(architecture, moe)))
+
+
+@lru_cache(maxsize=1024)
+def _shapes(architecture: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
     linears = architecture.layer_linears(first_layer(architecture, moe))
-    return max(int(linear_working(tokens, out, inner)) for _, (out, inner) in linears)
-
-
-def _larger(first: Any, second: Any) -> Any:
-    return first + second - smallest(first, second)
+    return tuple(dict.fromkeys((out, inner) for _, (out, inner) in linears))

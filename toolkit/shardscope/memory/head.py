@@ -1,4 +1,4 @@
-"""The output head where logits of all tokens never exist at once: in chunks, or inside Liger's kernel."""
+"""The output head of transformers' models: whole logits, logits in chunks, or inside Liger's kernel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.memory.arithmetic import ceil_div, smallest
-from shardscope.memory.logits import Logits
+from shardscope.memory.arithmetic import ceil_div, largest, smallest
+from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.precision import FP32
+from shardscope.memory.report import Term
+from shardscope.memory.words import count
 
 if TYPE_CHECKING:
     from shardscope.memory.modules.saved import Modules
@@ -32,7 +34,7 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
     chunk = smallest(tokens, LOSS_CHUNK_TOKENS)
     gradient = vocab * hidden * modules.compute * modules.trained
     inside = chunk * vocab * 3 * FP32 + gradient
-    return Logits(chunk * vocab * 2 * FP32, _larger(inside, 3 * gradient))
+    return Logits(chunk * vocab * 2 * FP32, largest(inside, 3 * gradient))
 
 
 def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
@@ -46,11 +48,41 @@ def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
     return Logits(chunk * vocab * modules.compute + kept, kept)
 
 
-def _larger(first: Any, second: Any) -> Any:
-    return first + second - smallest(first, second)
-
-
 def _next_power_of_2(number: Any) -> Any:
     if isinstance(number, np.ndarray):
         return 2 ** np.ceil(np.log2(number)).astype(np.int64)
     return 1 << (number - 1).bit_length()
+
+
+def head_terms(plan: Plan, modules: Modules, tokens: Any, is_last: Any) -> tuple[Term, Term]:
+    """Logits and loss at the end of forward, and as backward starts: on the last pipeline stage only."""
+    vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
+    loss = loss_in_force(plan)
+    if loss == "full":
+        capped = plan.architecture.model_type == "gemma2"
+        each = logits_per_token(vocab, modules.kernels, modules.compute, capped)
+        found = Logits(tokens * each.forward, tokens * each.backward)
+    else:
+        formula = fused if loss == "fused" else chunked
+        found = formula(tokens, vocab, plan.architecture.hidden_size, modules)
+
+    def words(num_bytes: int, when: str) -> str:
+        if not is_last:
+            return "only the last pipeline stage has the head"
+        if loss != "full":
+            return f"{count(tokens, 'token')}, {vocab:,} vocabulary · {_SPARING[loss]}"
+        return (
+            f"{count(tokens, 'token')} × {vocab:,} vocabulary × {num_bytes // (tokens * vocab)} bytes {when} "
+            f"· {modules.kernels} loss: logits, fp32 copies, gradient"
+        )
+
+    return (
+        Term(is_last * found.forward, lambda: words(found.forward, "at the end of forward")),
+        Term(is_last * found.backward, lambda: words(found.backward, "as backward starts")),
+    )
+
+
+_SPARING = {
+    "fused": "gradients of the head's input and weight, and a chunk of logits (liger-kernel 0.8)",
+    "chunked": f"logits of {LOSS_CHUNK_TOKENS:,} tokens at a time, computed again in backward",
+}

@@ -10,9 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.lora import first_layer
 from shardscope.memory.precision import FP32
+from shardscope.memory.stages import layers_by_kind
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -49,15 +50,17 @@ def layer_linears(architecture: Architecture, moe: bool, double: bool) -> tuple[
 def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
     """Bytes of a stage's frozen weights: quantised Linears, and the rest at ``width`` bytes each."""
     quantised = saved = 0
-    for moe, layers in ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers)):
-        if layers:
-            numel, num_bytes, _ = layer_linears(plan.architecture, moe, plan.recipe.method == "qlora")
-            quantised += layers * num_bytes
-            saved += layers * numel
+    for moe, layers in layers_by_kind(plan.architecture, stage):
+        numel, num_bytes, _ = layer_linears(plan.architecture, moe, plan.recipe.method == "qlora")
+        quantised += layers * num_bytes
+        saved += layers * numel
     return quantised + width * (stage.base - saved)
 
 
 def largest_matrix(architecture: Architecture, stage: Stage) -> int:
     """Weights of the largest quantised matrix, which a product makes whole for as long as it takes."""
-    kinds = [False] * (stage.num_layers > stage.num_moe_layers) + [True] * (stage.num_moe_layers > 0)
-    return max(layer_linears(architecture, moe, True)[2] for moe in kinds)
+    found: int = largest(*(
+        (layers > 0) * layer_linears(architecture, moe, True)[2]
+        for moe, layers in layers_by_kind(architecture, stage)
+    ))  # fmt: skip
+    return found

@@ -43,14 +43,20 @@ class Moment(NamedTuple):
     phase: Phase
     fraction: float
     """Place in the step, 0 to 1; not seconds, which only the step model knows."""
-    terms: Mapping[Component, Term]
     total: int
     """Bytes over all components."""
+    find_terms: Callable[[], Mapping[Component, Term]]
+    """Names the bytes of :attr:`total`: of most moments nobody asks more than their sum."""
 
     @classmethod
     def of(cls, phase: Phase, fraction: float, terms: Mapping[Component, Term]) -> Moment:
         """A moment and its total."""
-        return cls(phase, fraction, terms, sum([term[0] for term in terms.values()]))
+        return cls(phase, fraction, sum([term[0] for term in terms.values()]), lambda: terms)
+
+    @property
+    def terms(self) -> Mapping[Component, Term]:
+        """Bytes by component, and where each comes from."""
+        return self.find_terms()
 
     @property
     def components(self) -> Mapping[str, int]:
@@ -103,8 +109,8 @@ class StageMemory:
 class MemoryReport:
     """Bytes on the worst rank, by component and phase, with the band that cannot be known beforehand."""
 
-    by_stage: tuple[StageMemory, ...]
-    """One entry for each pipeline stage."""
+    find_stages: Callable[[], tuple[StageMemory, ...]]
+    """Computes :attr:`by_stage`: a search looks at the worst stage only."""
     worst_stage: StageMemory
     """The first stage whose peak is highest."""
     usable_bytes: int
@@ -112,6 +118,11 @@ class MemoryReport:
     find_band: Callable[[], tuple[int, int]]
     """Computes :attr:`low_bytes` and :attr:`high_bytes`: a search looks at peaks only."""
     tier: Literal["predicted", "rehearsed", "measured"] = "predicted"
+
+    @cached_property
+    def by_stage(self) -> tuple[StageMemory, ...]:
+        """One entry for each pipeline stage."""
+        return self.find_stages()
 
     @property
     def low_bytes(self) -> int:

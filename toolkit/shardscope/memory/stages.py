@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div
+import numpy as np
+
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up
 from shardscope.memory.lora import first_layer, layer_adapters
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ class Shard(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One pipeline stage's weights on one rank. Counts, not bytes."""
+    """One pipeline stage's weights on one rank. Counts, not bytes; arrays where many plans are asked."""
 
     number: int
     """From 0, first to last."""
@@ -73,53 +76,87 @@ class Stage(NamedTuple):
         return self.layers + self.experts + self.edges
 
 
-def stages_of(plan: Plan, vocab_multiple: int = 1) -> list[Stage]:
-    """Every pipeline stage of a plan.
+def layers_by_kind(arch: Architecture, stage: Stage) -> list[tuple[bool, int]]:
+    """(with routed experts, layers of that kind on the stage), for the kinds that the model has."""
+    return _by_kind(arch, stage.num_layers, stage.num_moe_layers)
 
-    ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
+
+def _by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple[bool, int]]:
+    if not arch.num_moe_layers:
+        return [(False, num_layers)]
+    if arch.num_moe_layers == arch.num_hidden_layers:
+        return [(True, moe_layers)]
+    return [(False, num_layers - moe_layers), (True, moe_layers)]
+
+
+class Stages(NamedTuple):
+    """A plan's pipeline stages. Of a long pipeline most are alike: what they hold is told once."""
+
+    kinds: list[Stage]
+    """The first stage of each kind: with most micro-batches in flight, all else being equal."""
+    kind_of: list[int]
+    """Which of these each stage is like, first to last."""
+
+    def each(self) -> list[Stage]:
+        """Every stage by itself, first to last."""
+        return [self.kinds[kind]._replace(number=number) for number, kind in enumerate(self.kind_of)]
+
+
+def stages_of(plan: Plan, vocab_multiple: int = 1, moe_layers: Sequence[int] | None = None) -> Stages:
+    """The pipeline stages of a plan.
+
+    ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp). ``moe_layers`` are each stage's layers
+    with routed experts, where a stage is not simply the next so many layers.
     """
-    moe_before = _moe_layers_before(plan.architecture)
+    moe_before = _moe_layers_before(plan.architecture) if moe_layers is None else ()
     last = plan.degrees.pp - 1
-    start, found = 0, []
-    known: dict[tuple[bool, bool, int, int], Stage] = {}
-    for index, num_layers in enumerate(plan.stage_layers):
-        moe_layers = moe_before[start + num_layers] - moe_before[start]
-        shape = (index == 0, index == last, num_layers, moe_layers)
-        if shape not in known:
-            known[shape] = _stage(plan, index, num_layers, moe_layers, vocab_multiple)
-        found.append(Stage(index, *known[shape][1:]))
-        start += num_layers
-    return found
+    start = 0
+    kinds: list[Stage] = []
+    kind_of: list[int] = []
+    known: dict[tuple[bool, bool, int, int], int] = {}
+    for number, num_layers in enumerate(plan.stage_layers):
+        if moe_layers is None:
+            moe = moe_before[start + num_layers] - moe_before[start]
+            start += num_layers
+        else:
+            moe = moe_layers[number]
+        shape = (number == 0, number == last, num_layers, moe)
+        kind = known.get(shape)
+        if kind is None:
+            kind = known[shape] = len(kinds)
+            kinds.append(_stage(plan, number, *shape, vocab_multiple))
+        kind_of.append(kind)
+    return Stages(kinds, kind_of)
 
 
-def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multiple: int) -> Stage:
+def _stage(
+    plan: Plan,
+    number: int,
+    is_first: bool,
+    is_last: bool,
+    num_layers: int,
+    moe_layers: int,
+    vocab_multiple: int,
+) -> Stage:
     arch, degrees = plan.architecture, plan.degrees
     num_shards = degrees.shard * degrees.cp
-    is_first, is_last = index == 0, index == degrees.pp - 1
-    dense_layers = num_layers - moe_layers
-    nothing = Shard(0, 0, 0, 0)
-    dense = layer_shard(arch, False, degrees.tp, degrees.ep, num_shards) if dense_layers else nothing
-    moe = layer_shard(arch, True, degrees.tp, degrees.ep, num_shards) if moe_layers else nothing
-
-    edge_shapes = outer_shapes(plan, is_first, is_last, vocab_multiple)
-    edges = sum(length * width for _, length, width in edge_shapes)
-    layers = dense_layers * dense.dense + moe_layers * moe.dense
-    experts = moe_layers * moe.experts
-    shard = (
-        dense_layers * dense.dense_padded
-        + moe_layers * (moe.dense_padded + moe.experts_padded)
-        + sum(ceil_div(length, num_shards) * width for _, length, width in edge_shapes)
-    )
-    adapters = adapters_shard = 0
+    kinds = _by_kind(arch, num_layers, moe_layers)
+    layers = experts = edges = shard = most = 0
+    for moe, count in kinds:
+        one = _shard(plan, moe, num_shards)
+        layers += count * one.dense
+        experts += count * one.experts
+        shard += count * (one.dense_padded + one.experts_padded)
+        most = largest(most, (count > 0) * (one.dense + one.experts))
+    for _, rows, columns in outer_shapes(plan, is_first, is_last, vocab_multiple):
+        edges += rows * columns
+        shard += ceil_div(rows, num_shards) * columns
+    trainable, trainable_shard, adapters = layers + experts + edges, shard, 0
     if plan.recipe.has_adapters:
-        for layers_of_kind, is_moe in ((dense_layers, False), (moe_layers, True)):
-            if layers_of_kind:
-                whole, part = layer_adapters(arch, plan.recipe, is_moe, num_shards)
-                adapters += layers_of_kind * ceil_div(whole, degrees.tp)
-                adapters_shard += layers_of_kind * ceil_div(part, degrees.tp)
-    trainable = adapters or layers + experts + edges
+        adapters, trainable_shard = _adapters(plan, kinds, num_shards)
+        trainable = adapters
     return Stage(
-        number=index,
+        number=number,
         num_layers=num_layers,
         num_moe_layers=moe_layers,
         is_first=is_first,
@@ -127,13 +164,34 @@ def _stage(plan: Plan, index: int, num_layers: int, moe_layers: int, vocab_multi
         layers=layers,
         experts=experts,
         edges=edges,
-        head=vocab_rows(plan, vocab_multiple) * arch.hidden_size if is_last else 0,
+        head=is_last * vocab_rows(plan, vocab_multiple) * arch.hidden_size,
         shard=shard,
-        largest_layer=max(dense.dense, moe.dense + moe.experts),
+        largest_layer=most,
         trainable=trainable,
-        trainable_shard=adapters_shard if adapters else shard,
+        trainable_shard=trainable_shard,
         adapters=adapters,
     )
+
+
+def _shard(plan: Plan, moe: bool, num_shards: int) -> Shard:
+    arch, degrees = plan.architecture, plan.degrees
+    found: Shard = looked_up(
+        lambda tp, ep, shards: layer_shard(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, num_shards
+    )
+    return found
+
+
+def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
+    """Adapter weights of a stage, and what one sharding rank keeps of them."""
+    arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
+    whole = part = 0
+    for moe, layers in kinds:
+        each: tuple[int, int] = looked_up(
+            lambda shards, moe=moe: layer_adapters(arch, recipe, moe, shards), num_shards
+        )
+        whole += layers * ceil_div(each[0], tp)
+        part += layers * ceil_div(each[1], tp)
+    return whole, part
 
 
 def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
@@ -146,23 +204,31 @@ def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
 def outer_shapes(
     plan: Plan, is_first: bool, is_last: bool, vocab_multiple: int = 1
 ) -> list[tuple[str, int, int]]:
-    """(group, rows, columns) of each tensor outside the layers on one rank of a stage."""
+    """(group, rows, columns) of each tensor outside the layers on one rank of a stage.
+
+    Of arrays of plans those that lack a tensor have no rows of it.
+    """
     arch, rows = plan.architecture, vocab_rows(plan, vocab_multiple)
     hidden = arch.hidden_size
     found: list[tuple[str, int, int]] = []
-    if is_first:
-        found.append(("embedding", rows, hidden))
+    if _any(is_first):
+        found.append(("embedding", is_first * rows, hidden))
         positions: int = ceil_div(arch.position_embedding_parameters, hidden)
         if positions:
-            found.append(("embedding", positions, hidden))
-    if is_last:
-        found += [("norm", hidden, 1)] * (arch.final_norm_parameters // hidden)
+            found.append(("embedding", is_first * positions, hidden))
+    if _any(is_last):
+        found += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.
-        if not (arch.tie_word_embeddings and is_first):
-            found.append(("lm_head", rows, hidden))
+        has_head = is_last * (1 - is_first) if arch.tie_word_embeddings else is_last
+        if _any(has_head):
+            found.append(("lm_head", has_head * rows, hidden))
         if arch.model_type == "phi":
-            found.append(("lm_head", rows, 1))
+            found.append(("lm_head", is_last * rows, 1))
     return found
+
+
+def _any(condition: Any) -> bool:
+    return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
 @lru_cache(maxsize=256)

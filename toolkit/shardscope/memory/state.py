@@ -11,25 +11,9 @@ from shardscope.memory.report import Component, Term, no_bytes
 
 if TYPE_CHECKING:
     from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.stages import Stage
 
 _NOTHING: Mapping[Component, Term] = MappingProxyType({})
-
-
-class StepActivations(NamedTuple):
-    """Activations and logits at the moments of a step, where a framework's own schedule decides them."""
-
-    forward: Term
-    """At the end of forward, or while the head makes its logits."""
-    head: Term
-    """While the head goes backward."""
-    first: Term
-    """While backward is in its first layer, the last of the stage."""
-    last: Term
-    """While backward is in its last layer."""
-    logits_forward: Term
-    """Logits beside ``forward``."""
-    logits_backward: Term
-    """Logits beside ``head``."""
 
 
 class TrainingState(NamedTuple):
@@ -41,12 +25,8 @@ class TrainingState(NamedTuple):
     """What is held once backward has passed, until the optimizer has used it."""
     optimizer: Term
     """Moments, and the fp32 main copies that the framework keeps beside the module."""
-    gather_forward: Term
+    gather_forward: Term = no_bytes("nothing is gathered")
     """Gathered parameters and staging at the end of forward, when activations are fullest."""
-    gather_backward: Term
-    """Gathered parameters, unreduced gradients and staging at the end of backward."""
-    gather_layer: Term | None = None
-    """The same while backward is in its first layer; None: as at the end of backward."""
     optimizer_working: Term = no_bytes("this optimizer step updates in place")
     """Temporaries of the optimizer step, counted as ``optimizer``."""
     gradients_stay: bool = False
@@ -63,10 +43,9 @@ class TrainingState(NamedTuple):
     """Host memory of one rank when offloading."""
     nvme_bytes: int = 0
     """Bytes of one rank on NVMe when offloading."""
-    find_activations: Callable[[int, Modules], StepActivations] | None = None
-    """Activations of the stage of this number, where the framework's own schedule decides them."""
+    find_peaks: Callable[[Stage, Modules], list[Peak]] | None = None
+    """The instants of forward and backward, where the framework's own modules and schedule decide all."""
     find_backward: Callable[[Backward], list[Peak]] | None = None
-    """The instants of backward, where the framework's own collectives decide which ones matter; None: its
-    first layer with ``gather_layer`` and its last one with ``gather_backward``."""
+    """Otherwise: the instants of backward, in which its collectives meet what transformers' modules hold."""
     gradients_waiting: Term | None = None
     """What earlier micro-batches have left while later ones run; None: ``gradients``."""

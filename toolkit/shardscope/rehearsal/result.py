@@ -93,7 +93,7 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
         raise ValueError("a rehearsal of no stage")
     by_stage = tuple(_stage(plan, stage, predicted) for stage in rehearsed)
     return MemoryReport(
-        by_stage=by_stage,
+        find_stages=lambda: by_stage,
         worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
         find_band=lambda: _band(plan, predicted, rehearsed),

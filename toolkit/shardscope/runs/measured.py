@@ -158,7 +158,7 @@ def measured_memory(
     by_stage = tuple(fullest) or (_stage(0, 0, (MeasuredMoment.of("rest", 0.0, {}),)),)
     worst = max(by_stage, key=lambda stage: stage.peak_bytes)
     return MeasuredMemory(
-        by_stage=by_stage,
+        find_stages=lambda: by_stage,
         worst_stage=worst,
         usable_bytes=plan.cluster.usable_bytes_per_gpu if plan else 0,
         find_band=lambda: (worst.peak_bytes, worst.peak_bytes),

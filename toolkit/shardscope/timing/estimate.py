@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.catalog import entries
 from shardscope.memory.precision import widths
-from shardscope.memory.predict import in_flight
+from shardscope.memory.step import in_flight
 from shardscope.timing.collectives import seconds
 from shardscope.timing.parallel import parallel_transfers
 
@@ -133,7 +133,7 @@ class _HeldBytes(NamedTuple):
 def _activations(plan: Plan) -> float:
     chunks, held = in_flight(plan, 0)
     report = plan.memory()
-    return report.by_stage[0].at("forward").components["activations"] * chunks / held
+    return float(report.by_stage[0].at("forward").components["activations"] * chunks / held)
 
 
 def _memory(plan: Plan, held: _HeldBytes) -> float:

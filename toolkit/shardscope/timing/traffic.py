@@ -53,5 +53,5 @@ def weights_of(plan: Plan) -> Weights:
     from shardscope.frameworks.registry import frameworks
 
     stages = frameworks[plan.layout.framework].memory_model().stages(plan)
-    fullest = max(stages, key=lambda stage: stage.base)
+    fullest = max(stages.kinds, key=lambda stage: stage.base)
     return Weights(float(fullest.base), float(fullest.trainable), max(1, fullest.num_layers))

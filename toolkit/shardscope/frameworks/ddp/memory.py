@@ -10,7 +10,7 @@ from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, stages_of
+from shardscope.memory.stages import Stage, Stages, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
 
 
-def stages(plan: Plan) -> list[Stage]:
+def stages(plan: Plan) -> Stages:
     """One stage with the whole model."""
     return stages_of(plan)
 
@@ -65,7 +65,6 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         optimizer_working=optimizer.working,
         host_bytes=optimizer.host_bytes,
         gather_forward=_NOTHING_GATHERED,
-        gather_backward=no_bytes("gradients are reduced in their buckets"),
         group_sizes=(plan.degrees.data_parallel,),
         # DDP's reducer makes its buckets when it wraps the model and keeps them for the whole run.
         gradients_stay=True,
@@ -119,7 +118,7 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[P
     whole = Term(trained, lambda: f"{gib(trained)} GiB, views of the reduction buckets")
     gradients = _waiting(trained) if plan.num_micro_batches > 1 else whole
     return [
-        Peak(0.34, _held(full, "all that forward saved"), _NOTHING_GATHERED, gradients, logits=True),
+        Peak(0.34, _held(full, "all that forward saved"), _NOTHING_GATHERED, gradients, logits=shape.logits),
         Peak(0.36, _held(head, "that, and the gradient of the head's weight"), _NOTHING_GATHERED, gradients),
         Peak(
             0.40,

@@ -62,7 +62,7 @@ def peaks(
             Term(full, lambda: f"{gib(full)} GiB all that forward saved"),
             Term(forward, lambda: f"{gib(forward)} GiB gathered when forward ended"),
             Term(there, lambda: f"{gib(there)} GiB of micro-batches before"),
-            logits=True,
+            logits=shape.logits,
         ),
         peak(
             0.35,

@@ -35,7 +35,7 @@ from shardscope.memory.arithmetic import smallest
 from shardscope.memory.optimizers import flat_state
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, stages_of
+from shardscope.memory.stages import Stage, Stages, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-def stages(plan: Plan) -> list[Stage]:
+def stages(plan: Plan) -> Stages:
     """Stages of DeepSpeed's pipeline module, or the one of the whole model."""
     return stages_of(plan)
 
@@ -153,10 +153,6 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gradients=Term(gradients, lambda: f"{trained:,} on every rank × {n.half} bytes of gradients"),
         optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {words} ({name})"),
         gather_forward=no_bytes("parameters are whole, so nothing is gathered in forward"),
-        gather_backward=Term(
-            n.half * flattened,
-            lambda: f"{gib(n.half * flattened)} GiB of gradients flattened at once for the all-reduce",
-        ),
         find_backward=lambda shape: peaks(parts, shape, n.half, before=gradients if n.accumulates else 0),
         optimizer_working=Term(
             update,
@@ -222,7 +218,6 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gather_forward=_bucket_term(layout, bucket)
         if n.accumulates and is_late
         else no_bytes("parameters are whole, so nothing is gathered in forward"),
-        gather_backward=_bucket_term(layout, bucket),
         find_backward=lambda shape: peaks(
             parts,
             shape,
@@ -318,7 +313,6 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         ),
         gather_rest=staging(whole.rest, "and never released"),
         gather_forward=staging(whole.forward, "when forward ends"),
-        gather_backward=staging(whole.rest, "and never released"),
         find_backward=lambda shape: peaks(
             whole.backward,
             shape,

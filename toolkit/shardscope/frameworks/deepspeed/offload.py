@@ -93,8 +93,6 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         initialisation=initialisation,
         gather_rest=state.gather_rest or rest,
         gather_forward=_plus(state.gather_forward, extra),
-        gather_layer=_plus(state.gather_layer or state.gather_backward, extra),
-        gather_backward=_plus(state.gather_backward, extra),
         find_backward=_backward(state, gradients, extra),
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,

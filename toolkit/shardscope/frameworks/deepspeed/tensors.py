@@ -70,7 +70,7 @@ def fullest_rank(plan: Plan) -> int:
 
     if plan.layout.stage not in (1, 2):  # type: ignore[attr-defined]
         return 0
-    tensors = tensors_of(plan, stages_of(plan)[0])
+    tensors = tensors_of(plan, stages_of(plan).kinds[0])
     half = widths[plan.recipe.precision].compute
     return partition(tensors.trained, plan.degrees.data_parallel, half).rank
 

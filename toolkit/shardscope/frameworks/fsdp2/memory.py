@@ -15,7 +15,7 @@ from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, layer_shard, outer_shapes, stages_of
+from shardscope.memory.stages import Stage, Stages, layer_shard, outer_shapes, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-def stages(plan: Plan) -> list[Stage]:
+def stages(plan: Plan) -> Stages:
     """Stages of ``torch.distributed.pipelining``, or the one of the whole model."""
     return stages_of(plan)
 
@@ -67,7 +67,6 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         optimizer=away if on_host else optimizer.state,
         optimizer_working=away if on_host else optimizer.working,
         gather_forward=_gathered_forward(layout, groups),
-        gather_backward=no_bytes("told instant by instant"),
         initialisation={} if on_host else {"parameters": _initialising(plan, stage, parameters)},
         find_backward=lambda shape: _backward(plan, stage, shape, groups, 0 if on_host else trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
@@ -294,7 +293,7 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
                 "root group, next layer's all-gather",
             ),
             none,
-            logits=True,
+            logits=shape.logits,
         ),
         Peak(
             0.35,

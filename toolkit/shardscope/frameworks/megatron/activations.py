@@ -23,7 +23,6 @@ from shardscope.memory.modules.megatron import (
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.state import StepActivations
 from shardscope.memory.words import count, gib, kib
 
 if TYPE_CHECKING:
@@ -53,7 +52,24 @@ class Layer(NamedTuple):
     """What the end of its forward needs beside it."""
 
 
-def find_activations(plan: Plan, stage: Stage, modules: Modules) -> StepActivations:
+class StageActivations(NamedTuple):
+    """Activations and logits at the moments of a step."""
+
+    forward: Term
+    """At the end of forward, or while the head makes its logits."""
+    head: Term
+    """While the head goes backward."""
+    first: Term
+    """While backward is in its first layer, the last of the stage."""
+    last: Term
+    """While backward is in its last layer."""
+    logits_forward: Term
+    """Logits beside ``forward``."""
+    logits_backward: Term
+    """Logits beside ``head``."""
+
+
+def stage_activations(plan: Plan, stage: Stage, modules: Modules) -> StageActivations:
     """Activations and logits of one stage at the moments of a step."""
     return _Stage(plan, stage, modules).step()
 
@@ -75,7 +91,7 @@ class _Stage:
         self.chunk_layers = chunk_layers(plan, stage.number)
         self.layers: dict[tuple[bool, str], Layer] = {}
 
-    def step(self) -> StepActivations:
+    def step(self) -> StageActivations:
         """Every moment of the step."""
         waiting, words = self._in_flight()
         angles, edges = self._angles(), self._edges()
@@ -96,7 +112,7 @@ class _Stage:
         last = waiting + angles + travelling + self.stream - self._newest()
         # In fp32 the logits' gradient is not cast, and so still there when that of the head's input comes.
         uncast = self.stream if self.modules.compute == FP32 else 0
-        return StepActivations(
+        return StageActivations(
             forward=Term(forward, words),
             head=Term(waiting + angles + edges + travelling + uncast, words),
             first=Term(first, lambda: f"{working_words()} + {words()}"),

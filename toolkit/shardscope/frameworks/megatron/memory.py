@@ -11,51 +11,49 @@ from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.megatron.activations import chunk_layers, find_activations
+from shardscope.frameworks.megatron.activations import chunk_layers, stage_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
 from shardscope.memory.precision import FP32, num_moments, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, layer_shard, stages_of
+from shardscope.memory.stages import Stage, Stages, layer_shard, stages_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
+    from shardscope.memory.modules.saved import Modules
     from shardscope.plan import Plan
 
 _WORD = 128
 """Numbers to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
 
 
-def stages(plan: Plan) -> list[Stage]:
+def stages(plan: Plan) -> Stages:
     """Stages with the padded vocabulary, and with the layers of all their model chunks.
 
     Raises ``ValueError`` for a family that megatron-core has no layers for.
     """
     check_family(plan.architecture)
-    found = stages_of(plan, vocab_multiple=MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp)
+    vocab_multiple = MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp
     if not plan.architecture.num_moe_layers:
-        return found
-    return [_with_experts(plan, stage) for stage in found]
+        return stages_of(plan, vocab_multiple)
+    chunks = [chunk_layers(plan, number) for number in range(plan.degrees.pp)]
+    found = stages_of(plan, vocab_multiple, [sum(moe for _, moe in each) for each in chunks])
+    return found._replace(kinds=[_own_expert_tp(plan, stage) for stage in found.kinds])
 
 
-def _with_experts(plan: Plan, stage: Stage) -> Stage:
-    """The stage whose layers are those of its model chunks, and whose experts are cut by their own tp."""
-    arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
+def _own_expert_tp(plan: Plan, stage: Stage) -> Stage:
+    """The stage whose experts are cut by their own tp."""
+    arch, layout = plan.architecture, plan.layout
     assert isinstance(layout, MegatronLayout)
-    moe_layers = sum(moe for _, moe in chunk_layers(plan, stage.number))
-    dense_layers = stage.num_layers - moe_layers
-    moe = layer_shard(arch, True, degrees.tp, degrees.ep, 1)
-    layers = moe_layers * moe.dense
-    if dense_layers:
-        layers += dense_layers * layer_shard(arch, False, degrees.tp, degrees.ep, 1).dense
-    experts = layer_shard(arch, True, layout.expert_tp, degrees.ep, 1).experts
-    return stage._replace(num_moe_layers=moe_layers, layers=layers, experts=moe_layers * experts)
+    each = layer_shard(arch, True, layout.expert_tp, plan.degrees.ep, 1).experts
+    return stage._replace(experts=stage.num_moe_layers * each)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
@@ -102,14 +100,30 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             "sequence gathered over tp"
         )
 
+    gathered = Term(staging, staging_words)
+    gradients = Term(
+        weights * gradient,
+        lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
+    )
+
+    def peaks(stage: Stage, modules: Modules) -> list[Peak]:
+        found = stage_activations(plan, stage, modules)
+        with_embedding = Term(
+            staging + embedding,
+            lambda: f"{gib(embedding)} GiB half-precision gradient of the embedding + {staging_words()}",
+        )
+        return [
+            Peak(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
+            Peak(0.34, found.head, gathered, gradients, found.logits_backward),
+            Peak(0.36, found.first, gathered, gradients),
+            Peak(0.97, found.last, with_embedding, gradients),
+        ]
+
     return TrainingState(
         parameters=Term(
             weights * half, lambda: f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"
         ),
-        gradients=Term(
-            weights * gradient,
-            lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
-        ),
+        gradients=gradients,
         optimizer=Term(optimizer, optimizer_words),
         initialisation={
             "parameters": Term(
@@ -122,18 +136,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             FP32 * updated if gradient < FP32 else 0,
             lambda: f"{updated:,} × {FP32} bytes · fp32 copies of this rank's gradients for the update",
         ),
-        gather_rest=Term(staging, staging_words),
-        gather_forward=Term(staging, staging_words),
-        gather_layer=Term(staging, staging_words),
-        gather_backward=Term(
-            staging + embedding,
-            lambda: f"{gib(embedding)} GiB half-precision gradient of the embedding + {staging_words()}",
-        ),
+        gather_rest=gathered,
         group_sizes=_group_sizes(plan, stage),
         gradients_stay=True,
-        find_activations=lambda number, modules: find_activations(
-            plan, stage._replace(number=number), modules
-        ),
+        find_peaks=peaks,
     )
 
 

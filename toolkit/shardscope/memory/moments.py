@@ -1,0 +1,156 @@
+"""One pipeline stage through a step, moment by moment: what its framework keeps, and what all share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.memory import overheads
+from shardscope.memory.arithmetic import where
+from shardscope.memory.backward import Peak
+from shardscope.memory.report import Component, Moment, Term, no_bytes
+from shardscope.memory.step import StageStep
+from shardscope.memory.words import count, gib
+
+if TYPE_CHECKING:
+    from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.stages import Stage
+    from shardscope.memory.state import TrainingState
+    from shardscope.plan import Plan
+
+_NONE_YET = no_bytes("none before backward: freed after the last optimizer step")
+_NOTHING = no_bytes("nothing is held at this moment")
+
+
+def moments(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Moment]:
+    """All moments of one stage, those between rest and the optimizer's step in no order."""
+    resident = _Resident(plan, state)
+    if state.find_peaks is not None:
+        peaks = state.find_peaks(stage, modules)
+    else:
+        peaks = _peaks(plan, modules, stage, state)
+    reduced = state.gradients_reduced or state.gradients
+    return [
+        resident.initialisation(),
+        resident.moment("rest", 0.0, state.optimizer, resident.gradients, resident.gather),
+        *[resident.busy(peak) for peak in peaks],
+        resident.updating(reduced),
+    ]
+
+
+def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
+    """The end of forward, and the instants of backward, with what transformers' modules hold."""
+    step = StageStep(plan, modules, stage)
+    at_end, at_start = step.logits()
+    once = state.gradients if state.gradients_stay else _NONE_YET
+    gradients = _chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
+    forward = Peak(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
+    assert state.find_backward is not None
+    return [forward, *state.find_backward(step.backward(at_start))]
+
+
+def _chosen(condition: Any, then: Term, otherwise: Term) -> Term:
+    """One of two terms; of arrays of plans, the bytes of each one's."""
+    return Term(
+        where(condition, then[0], otherwise[0]), then.explain if condition is True else otherwise.explain
+    )
+
+
+class _Resident:
+    """What a stage holds all along, and the moments that come on top of it."""
+
+    def __init__(self, plan: Plan, state: TrainingState) -> None:
+        self.on_gpu, self.state = plan.on_gpu, state
+        self.communication = overheads.communication(state.group_sizes, plan.on_gpu).point
+        self.runtime = overheads.runtime(plan.on_gpu).point
+        self.gradients = state.gradients if state.gradients_stay else None
+        self.gather = state.gather_rest
+        self.total = state.parameters[0] + self.communication + self.runtime
+
+    def initialisation(self) -> Moment:
+        """The framework's own set-up, where it tells of one."""
+        return Moment.of(
+            "initialisation",
+            0.0,
+            {**self._terms(None, self.gradients, self.gather), **self.state.initialisation},
+        )
+
+    def moment(
+        self, phase: Any, fraction: float, optimizer: Term, gradients: Term | None, gather: Term | None
+    ) -> Moment:
+        """A moment without activations: what the allocator loses then is none of a step's."""
+        total = self.total + optimizer[0]
+        if gradients is not None:
+            total = total + gradients[0]
+        if gather is not None:
+            total = total + gather[0]
+        return Moment(phase, fraction, total, lambda: self._terms(optimizer, gradients, gather))
+
+    def updating(self, gradients: Term) -> Moment:
+        """The optimizer's step."""
+        state, working = self.state, self.state.optimizer_working
+
+        def words() -> str:
+            return " + ".join(term.explain() for term in (state.optimizer, working) if term.num_bytes)
+
+        optimizer = Term(state.optimizer[0] + working[0], words)
+        return self.moment("optimizer", 0.98, optimizer, gradients, self.gather)
+
+    def busy(self, peak: Peak) -> Moment:
+        """A moment of forward or backward, to which what the allocator loses is added."""
+        logits = peak.logits
+        churned = peak.activations[0] + peak.gather[0]
+        if logits is not None:
+            churned = churned + logits[0]
+        lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
+        optimizer = self.state.optimizer
+        total = self.total + optimizer[0] + peak.gradients[0] + churned + lost
+
+        def terms() -> dict[Component, Term]:
+            found = self._terms(optimizer, peak.gradients, peak.gather)
+            found["activations"] = peak.activations
+            if logits is not None:
+                found["logits"] = logits
+            found["fragmentation"] = Term(lost, lambda: _lost_words(churned))
+            return found
+
+        return Moment(peak.phase, peak.fraction, total, terms)
+
+    def _terms(
+        self, optimizer: Term | None, gradients: Term | None, gather: Term | None
+    ) -> dict[Component, Term]:
+        sizes = self.state.group_sizes
+        found: dict[Component, Term] = {
+            "parameters": self.state.parameters,
+            "communication": Term(self.communication, lambda: _communication_words(sizes)),
+            "runtime": Term(self.runtime, self._runtime_words),
+        }
+        held: tuple[tuple[Component, Term | None], ...] = (
+            ("optimizer", optimizer),
+            ("gradients", gradients),
+            ("gather_buffers", gather),
+        )
+        return found | {name: term for name, term in held if term is not None}
+
+    def _runtime_words(self) -> str:
+        if self.on_gpu:
+            return "CUDA context, kernels and cuBLAS workspace, 274 to 1,008 MiB seen (pytorch#86509, #28394)"
+        return "resident Python, torch and transformers of one CPU rank, measured by our own runs"
+
+
+def _lost_words(churned: int) -> str:
+    return (
+        f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(churned)} GiB that a step allocates and "
+        f"frees; the band reaches to {overheads.FRAGMENTATION_HIGH_PERCENT} % (assumption, PyTorch "
+        "caching allocator)"
+    )
+
+
+def _communication_words(group_sizes: tuple[int, ...]) -> str:
+    groups = [size for size in group_sizes if size > 1]
+    if not groups:
+        return "one rank needs no communicator"
+    sizes = ", ".join(str(size) for size in groups)
+    world = " and one of all" if overheads.has_world_group(group_sizes) else ""
+    return (
+        f"{count(len(groups), 'communicator')} of {sizes} ranks{world}, 544 or 688 MiB each (NVIDIA/nccl#964)"
+    )

@@ -1,0 +1,225 @@
+"""What transformers' modules hold on one pipeline stage, from forward's end to the end of backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.activations import (
+    LayerActivations,
+    cast_weights,
+    edge_activations,
+    layer_activations,
+    unsaved_at_start,
+)
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.memory.backward import Backward, final_norm, layer_backward
+from shardscope.memory.float8 import layer_working
+from shardscope.memory.head import head_terms, loss_in_force
+from shardscope.memory.quantization import largest_matrix
+from shardscope.memory.report import Term
+from shardscope.memory.stages import layers_by_kind
+from shardscope.memory.words import count, gib, kib
+
+if TYPE_CHECKING:
+    from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+
+
+class Kind(NamedTuple):
+    """Layers of one kind on a stage that are treated alike."""
+
+    num_layers: int
+    each: LayerActivations
+    recompute: str
+
+
+class StageStep:
+    """One stage's micro-batches, from forward to backward."""
+
+    def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
+        self.plan, self.modules, self.stage = plan, modules, stage
+        degrees, recipe = plan.degrees, plan.recipe
+        self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+        self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
+        """Parts of the residual stream."""
+        self.kinds = self._kinds()
+        self.num_chunks, self.chunks = in_flight(plan, stage.number)
+        saved = sum([kind.num_layers * kind.each.saved for kind in self.kinds])
+        self.saved = ceil_div(self.tokens * saved, self.num_chunks) * self.chunks
+        """All layers' activations, of all micro-batches in flight."""
+        self.start = self.tokens * self._start_bytes()
+        """What a micro-batch leaves in front of the layers."""
+        self.end = stage.is_last * self.tokens * ceil_div(self._end_bytes(), self.cut)
+        """What it leaves behind them."""
+
+    def forward(self) -> Term:
+        """Activations at the end of forward."""
+        edges = self.start + self.end
+        cast = self._autocast_copies()[0]
+        num_bytes = self.saved + edges + cast
+
+        def words() -> str:
+            casts = f"{gib(cast)} GiB half-precision copies of weights (autocast) + " if cast else ""
+            parts = " + ".join(
+                f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_layer_words(kind)})"
+                for kind in self.kinds
+                if kind.num_layers
+            )
+            held = self.chunks / self.num_chunks
+            flight = f" × {held:g} micro-batches in flight (1F1B)" if held != 1 else ""
+            return (
+                f"{casts}{parts}{flight} + {gib(edges)} GiB at the ends · {self.modules.kernels} modules, "
+                "Korthikanti et al. 2022, eq. 2, operator by operator"
+            )
+
+        return Term(num_bytes, words)
+
+    def logits(self) -> tuple[Term, Term]:
+        """Logits and loss at the end of forward, and as backward starts."""
+        return head_terms(self.plan, self.modules, self.tokens, self.stage.is_last)
+
+    def backward(self, logits: Term) -> Backward:
+        """What autograd holds while backward runs on the stage."""
+        arch, modules, stage, tokens = self.plan.architecture, self.modules, self.stage, self.tokens
+        layer, tp = self._fullest(), self.plan.degrees.tp
+        # Layers with experts come last, and so first in backward.
+        own = layer_backward(arch, layers_by_kind(arch, stage)[-1][0], modules)
+        if 0 < arch.num_moe_layers < arch.num_hidden_layers:
+            own = where(stage.num_moe_layers > 0, own, layer_backward(arch, False, modules))
+        dequantised, float8 = self._dequantised(), self._float8()
+
+        def inside(num_bytes: Any) -> Any:
+            return tokens * (ceil_div(num_bytes, tp) + layer.recomputed) + dequantised
+
+        return Backward(
+            layers=self.saved + self.start,
+            edges=self.end,
+            cast=self._autocast_copies()[1],
+            saved=tokens * layer.saved,
+            inside=largest(
+                inside(own.inside), (float8 > 0) * (tokens * (own.stream + layer.recomputed) + float8)
+            ),
+            later=inside(own.later),
+            earlier=inside(own.earlier),
+            stream=tokens * ceil_div(own.stream, self.cut),
+            norm=stage.is_last * tokens * ceil_div(final_norm(arch, modules), self.cut),
+            logits=logits,
+        )
+
+    def offloaded(self) -> int:
+        """Host bytes of the activations that wait there, of all micro-batches in flight."""
+        away = sum(kind.num_layers * kind.each.offloaded for kind in self.kinds)
+        found: int = ceil_div(self.tokens * away, self.num_chunks) * self.chunks
+        return found
+
+    def _kinds(self) -> list[Kind]:
+        """Layers of each kind on the stage, those that are recomputed or offloaded first.
+
+        Every ``recompute_interval``-th layer of the stage is recomputed, its first one included; dense layers
+        come before those with experts.
+        """
+        recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
+        present = layers_by_kind(self.plan.architecture, self.stage)
+        if recompute == "none" or interval == 1:
+            return [Kind(layers, self._layer(moe, recompute), recompute) for moe, layers in present]
+        chosen, plain, before, chosen_before = [], [], 0, 0
+        for moe, layers in present:
+            before = before + layers
+            recomputed = ceil_div(before, interval) - chosen_before
+            chosen_before = chosen_before + recomputed
+            chosen.append(Kind(recomputed, self._layer(moe, recompute), recompute))
+            plain.append(Kind(layers - recomputed, self._layer(moe, "none"), "none"))
+        return chosen + plain
+
+    def _layer(self, moe: bool, recompute: str) -> LayerActivations:
+        arch, modules = self.plan.architecture, self.modules
+        found: LayerActivations = looked_up(
+            lambda tp, cut: layer_activations(arch, moe, modules, recompute, tp, cut),
+            self.plan.degrees.tp,
+            self.cut,
+        )
+        return found
+
+    def _fullest(self) -> LayerActivations:
+        """The layer that holds most while it goes backward, of those that the stage has."""
+        fullest = self.kinds[0]
+        for kind in self.kinds[1:]:
+            more = kind.each.saved + kind.each.recomputed > fullest.each.saved + fullest.each.recomputed
+            fullest = where((kind.num_layers > 0) & (more | (fullest.num_layers == 0)), kind, fullest)
+        return fullest.each
+
+    def _float8(self) -> Any:
+        """Casts to 8 bits while one product goes backward."""
+        if self.plan.recipe.precision != "fp8-mixed":
+            return 0
+        found: Any = 0
+        for moe, layers in layers_by_kind(self.plan.architecture, self.stage):
+            # Layers with experts come last, and so first in backward.
+            found = where(layers > 0, layer_working(self.plan.architecture, moe, self.tokens), found)
+        return found
+
+    def _dequantised(self) -> Any:
+        """The largest quantised matrix made whole, in the type of products (bitsandbytes, MatMul4Bit)."""
+        if not self.modules.quantized:
+            return 0
+        return self.modules.compute * largest_matrix(self.plan.architecture, self.stage)
+
+    def _start_bytes(self) -> Any:
+        """Bytes a token leaves in front of the layers: its id, less what the first one need not save."""
+        if self.plan.recipe.recompute != "none" or not self.plan.recipe.has_adapters:
+            return self.stage.is_first * 8
+        arch, modules = self.plan.architecture, self.modules
+        unsaved = looked_up(
+            lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
+        )
+        return self.stage.is_first * (8 - unsaved)
+
+    def _end_bytes(self) -> int:
+        """Bytes a token leaves behind the layers: the final norm's, and the head's input."""
+        return edge_activations(self.plan.architecture, self.modules, loss_in_force(self.plan))
+
+    def _autocast_copies(self) -> tuple[Any, Any]:
+        """Half-precision copies of matrices at the end of forward, and as backward starts.
+
+        Autocast caches copies of trained weights until its block ends, and autograd holds all that it needs;
+        recomputation gives them up layer by layer.
+        """
+        if not self.modules.autocast:
+            return 0, 0
+        arch = self.plan.architecture
+        everything = kept = self.stage.is_last * arch.embedding_parameters * self.modules.compute
+        present = layers_by_kind(arch, self.stage)
+        for moe, layers in present:
+            everything = everything + layers * cast_weights(arch, moe, self.modules)
+        if self.plan.recipe.recompute == "none":
+            return everything, everything
+        # Kinds beyond those that are recomputed are the same ones, not recomputed.
+        for kind, (moe, _) in zip(self.kinds[len(present) :], present, strict=False):
+            kept = kept + kind.num_layers * cast_weights(arch, moe, self.modules)
+        return (everything if self.modules.trained else kept), kept
+
+
+def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
+    """(model chunks of a stage, chunk activations that it holds at once).
+
+    1F1B holds pp - stage micro-batches; interleaving more, in chunks of a vpp-th (Narayanan et al. 2021,
+    section 2.2; Megatron's warm-up count).
+    """
+    pp, vpp, micro_batches = plan.degrees.pp, plan.degrees.vpp, plan.num_micro_batches
+    plain = pp - stage
+    interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
+    return vpp, smallest(where(vpp == 1, plain, interleaved), micro_batches * vpp)
+
+
+def _layer_words(kind: Kind) -> str:
+    layer = kind.each
+    if kind.recompute == "none":
+        return (
+            f"{kib(layer.norms)} KiB norms and residuals + {kib(layer.attention)} KiB attention "
+            f"+ {kib(layer.mlp)} KiB MLP"
+        )
+    if kind.recompute == "offload":
+        return f"{kib(layer.offloaded)} KiB in host memory"
+    kept = "layer input" if kind.recompute == "full" else "matrix products and attention"
+    return f"{kib(layer.saved)} KiB kept with {kind.recompute} recomputation: {kept}"
