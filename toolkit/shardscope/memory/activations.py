@@ -181,21 +181,26 @@ def unsaved_at_start(architecture: Architecture, modules: Modules, tp: int, cut:
 
 
 @lru_cache(maxsize=4096)
-def edge_activations(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
-    """Bytes a token leaves at the final norm, the head's input included."""
-    hidden, c = architecture.hidden_size, modules.compute
-    if modules.kernels == "megatron":
-        return 2 * hidden * c
-    # A fused loss keeps gradients instead (memory/head.py), a chunked one what it starts from again.
-    keeps = modules.trained or modules.keeps_frozen_inputs
-    head = {"full": hidden * c * keeps, "chunked": hidden * modules.stream, "fused": 0}[loss]
+def edge_activations(architecture: Architecture, modules: Modules) -> int:
+    """Bytes a token leaves at the final norm, less the head's input."""
+    hidden = architecture.hidden_size
     if modules.kernels == "liger":
-        return liger_edge(architecture, modules) + head
+        return liger_edge(architecture, modules)
     if architecture.norm == "layernorm":
         number = modules.compute if casts_norms(architecture, modules) else modules.stream
-        return hidden * number + 2 * FP32 + head
+        return hidden * number + 2 * FP32
     normed = FP32 if architecture.model_type in SCALES_BEFORE_CAST else modules.stream
-    return hidden * FP32 + FP32 + hidden * normed * modules.trained + head
+    return hidden * FP32 + FP32 + hidden * normed * modules.trained
+
+
+def head_input(architecture: Architecture, modules: Modules, loss: str = "full") -> int:
+    """Bytes a token leaves in front of the head, whole also where the sequence is split before it.
+
+    A fused loss keeps gradients instead (memory/head.py), a chunked one what it starts from again.
+    """
+    keeps = modules.trained or modules.keeps_frozen_inputs
+    width = {"full": modules.compute * keeps, "chunked": modules.stream, "fused": 0}[loss]
+    return architecture.hidden_size * width
 
 
 @lru_cache(maxsize=4096)

@@ -60,7 +60,9 @@ def head_terms(plan: Plan, modules: Modules, tokens: Any, is_last: Any) -> tuple
     loss = loss_in_force(plan)
     if loss == "full":
         capped = plan.architecture.model_type == "gemma2"
-        each = logits_per_token(vocab, modules.kernels, modules.compute, capped)
+        each = logits_per_token(
+            vocab, modules.kernels, modules.compute, capped, parallel=plan.layout.splits_sequence
+        )
         found = Logits(tokens * each.forward, tokens * each.backward)
     else:
         formula = fused if loss == "fused" else chunked

@@ -14,12 +14,16 @@ class Logits(NamedTuple):
     backward: Any
 
 
-def logits_per_token(vocab: Any, kernels: str, compute: Any, capped: bool = False) -> Logits:
+def logits_per_token(
+    vocab: Any, kernels: str, compute: Any, capped: bool = False, parallel: Any = False
+) -> Logits:
     """Bytes that one token's row of the vocabulary takes on the rank that has the head.
 
     ``transformers``: the half-precision logits are upcast, the log-softmax is a second fp32 tensor; backward
     has that and the gradients of both (``ForCausalLMLoss``, ``F.cross_entropy``), for the engine lets go of
-    the model's output. ``capped`` logits (Gemma 2) leave their tanh for backward. ``megatron``:
+    the model's output. ``capped`` logits (Gemma 2) leave their tanh for backward. ``parallel`` over ranks of
+    tp (DTensor's ``loss_parallel``, tensor/parallel/loss.py) it is operators with one fp32 tensor more at
+    either end: logits less their largest; the softmax and its sum with the targets' part. ``megatron``:
     vocab-parallel cross entropy copies the logits to fp32, turns the copy into the softmax and that into the
     gradient in place, and casts this.
     """
@@ -30,4 +34,5 @@ def logits_per_token(vocab: Any, kernels: str, compute: Any, capped: bool = Fals
     # An fp32 model's logits need no copy: `.float()` returns them.
     copy = compute if compute < FP32 else 0
     tanh = compute if capped else 0
-    return Logits(vocab * (copy + tanh + 2 * FP32), vocab * (tanh + 3 * FP32))
+    more = FP32 * parallel
+    return Logits(vocab * (copy + tanh + 2 * FP32 + more), vocab * (tanh + 3 * FP32 + more))

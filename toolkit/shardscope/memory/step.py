@@ -8,6 +8,7 @@ from shardscope.memory.activations import (
     LayerActivations,
     cast_weights,
     edge_activations,
+    head_input,
     layer_activations,
     unsaved_at_start,
 )
@@ -50,7 +51,7 @@ class StageStep:
         """All layers' activations, of all micro-batches in flight."""
         self.start = self.tokens * self._start_bytes()
         """What a micro-batch leaves in front of the layers."""
-        self.end = stage.is_last * self.tokens * ceil_div(self._end_bytes(), self.cut)
+        self.end = stage.is_last * self.tokens * self._end_bytes()
         """What it leaves behind them."""
 
     def forward(self) -> Term:
@@ -175,9 +176,11 @@ class StageStep:
         )
         return self.stage.is_first * (8 - unsaved)
 
-    def _end_bytes(self) -> int:
+    def _end_bytes(self) -> Any:
         """Bytes a token leaves behind the layers: the final norm's, and the head's input."""
-        return edge_activations(self.plan.architecture, self.modules, loss_in_force(self.plan))
+        arch, modules = self.plan.architecture, self.modules
+        norm = ceil_div(edge_activations(arch, modules), self.cut)
+        return norm + head_input(arch, modules, loss_in_force(self.plan))
 
     def _autocast_copies(self) -> tuple[Any, Any]:
         """Half-precision copies of matrices at the end of forward, and as backward starts.

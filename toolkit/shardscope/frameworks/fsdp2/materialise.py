@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 INITIALIZER_STD = 0.02
 """GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""
@@ -54,9 +55,9 @@ def materialise(model: torch.nn.Module, *, device: torch.device, seed: int, comp
     std = float(getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_STD))
     # A tied weight is one parameter with two homes; `to_empty` would make it two.
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    tied = _tied_names(model)
+    tied = tied_names(model)
     model.to_empty(device=device)
-    _tie(model, tied)
+    tie(model, tied)
     for name, buffer in model.named_buffers():
         buffer.data = buffers[name].to(compute)
     with torch.no_grad():
@@ -77,15 +78,16 @@ def _own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard of ``whole``, cut as ``Shard`` cuts: equal chunks, the last ones short or empty."""
     if not isinstance(parameter, DTensor):
         return whole
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
+    # The last axis cut first: under a tensor-parallel cut FSDP2 shards what that left (_StridedShard).
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Shard | _StridedShard):
             chunks = whole.chunk(parameter.device_mesh.size(axis), dim=placement.dim)
             index = parameter.device_mesh.get_local_rank(axis)
             whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
     return whole
 
 
-def _tied_names(model: torch.nn.Module) -> list[list[str]]:
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
     """Names that share one parameter, grouped."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -93,7 +95,8 @@ def _tied_names(model: torch.nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _tie(model: torch.nn.Module, groups: list[list[str]]) -> None:
+def tie(model: torch.nn.Module, groups: list[list[str]]) -> None:
+    """Make the names of each group share one parameter again."""
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for name in others:

@@ -6,13 +6,20 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_plan
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
+from shardscope.frameworks.fsdp2.tensor_parallel import check_parallel, parallelize
+from shardscope.frameworks.limits import check_recipe
+from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -24,13 +31,15 @@ _COLLECTIVES = ("unshard", "wait_for_unshard", "reshard", "post_backward", "fina
 
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
-    """The one stage of ``plan``. Raises ``ValueError`` for what the engine does not run."""
-    check_plan(plan)
+    """The one stage of ``plan``. Raises ``ValueError`` for what is not rehearsed."""
+    check_rehearsed(plan)
     with fake_ranks(plan.world_size):
-        engine = Fsdp2Engine(FakeContext(plan))
+        engine = (_TensorParallel if plan.degrees.tp > 1 else Fsdp2Engine)(FakeContext(plan))
         # The mesh is made of real numbers, so before tensors stop having any.
         engine.mesh = engine.make_mesh()
-        with fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}) as tracker:
+        loss = loss_parallel() if plan.degrees.tp > 1 else contextlib.nullcontext()
+        logits = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
+        with fake_tensors(plan.on_gpu, {logits}) as tracker, loss:
 
             def gradients_here(group: Any) -> None:
                 """Whole ones, which autograd made, wait for their reduce-scatter; HSDP's parts add up."""
@@ -43,23 +52,59 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
 
             with (
                 labelled_methods(tracker, FSDPParamGroup, _COLLECTIVES, before=gradients_here),
-                _smaller_meshes_of_real_numbers(tracker),
+                _meshes_of_real_numbers(tracker),
             ):
                 on_host = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
                 return [play(engine, tracker, note_progress, built_on_host=on_host)]
 
 
+def check_rehearsed(plan: Plan) -> None:
+    """Raise ``ValueError`` for what is not rehearsed, naming the field."""
+    layout: Any = plan.layout
+    for degree in ("pp", "cp"):
+        if getattr(layout, degree) > 1:
+            refuse(f"Layout.{degree}", getattr(layout, degree), "1 in a rehearsal of FSDP2", f"{degree}=1")
+    if plan.degrees.tp > 1:
+        check_parallel(plan)
+    check_recipe(plan.recipe)
+
+
+class _TensorParallel(Fsdp2Engine):
+    """The engine with tensor parallelism under its shards: a mesh of one more axis, and a parallel loss."""
+
+    def make_mesh(self) -> Any:
+        sizes = (*self._planned_mesh, self.plan.degrees.tp)
+        names = (*(("replicate",) if len(sizes) > 2 else ()), "shard", "tp")
+        whole = init_device_mesh(self.ctx.device.type, sizes, mesh_dim_names=names)
+        self.tp_mesh = whole["tp"]
+        return whole[names[:-1]]
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        parallelize(model, self.tp_mesh)
+        super()._shard(model)
+
+
 @contextlib.contextmanager
-def _smaller_meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
-    """``reshard_after_forward=int`` makes a mesh of its own inside of ``fully_shard``."""
-    before = _fully_shard._get_post_forward_mesh_info
+def _meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
+    """``fully_shard`` makes meshes of its own: smaller ones to reshard to, and those with tp's axis."""
+    places: tuple[tuple[Any, str], ...] = (
+        (_fully_shard, "_get_post_forward_mesh_info"),
+        (DeviceMesh, "_concatenate"),
+    )
+    before = [vars(owner)[name] for owner, name in places]
 
-    def info(*args: Any, **kwargs: Any) -> Any:
-        with real_numbers(tracker):
-            return before(*args, **kwargs)
+    def on_real_numbers(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            with real_numbers(tracker):
+                return make(*args, **kwargs)
 
-    _fully_shard._get_post_forward_mesh_info = info
+        return made
+
+    for owner, name in places:
+        wrapped = on_real_numbers(getattr(owner, name))
+        setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
     try:
         yield
     finally:
-        _fully_shard._get_post_forward_mesh_info = before
+        for (owner, name), was in zip(places, before, strict=True):
+            setattr(owner, name, was)

@@ -24,14 +24,14 @@ def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved
     attention_readers, mlp_readers = stream_readers(arch)
     tensors = [
         Saved("norms", _norms(arch, modules), "sequence"),
-        Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "sequence"),
+        Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "whole"),
         *kernel_tensors(arch, modules),
         *_query_key_norms(arch, modules),
         *_latent_ranks(arch, modules),
     ]
     if moe:
         return tensors + expert_tensors(arch, modules)
-    tensors.append(Saved("norms", modules.stream_copies(*mlp_readers) * hidden * c, "sequence"))
+    tensors.append(Saved("norms", modules.stream_copies(*mlp_readers) * hidden * c, "whole"))
     tensors.append(Saved("mlp", mlp_copies(arch, modules) * arch.intermediate_size * c, "tp"))
     return tensors
 

@@ -41,7 +41,7 @@ def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
     saved = inputs * hidden * number + arch.norms_per_layer * statistics(modules)
     return [
         Saved("norms", saved, "sequence"),
-        Saved("norms", copies * hidden * modules.compute, "sequence"),
+        Saved("norms", copies * hidden * modules.compute, "whole"),
     ]
 
 

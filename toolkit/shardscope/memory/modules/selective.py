@@ -22,7 +22,7 @@ def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Sav
     tensors = [
         Saved("norms", hidden * modules.stream, "sequence"),
         Saved("attention", _projected(arch) * c + _attention(arch, modules), "tp"),
-        Saved("attention", hidden * c, "sequence"),
+        Saved("attention", hidden * c, "whole"),
         *_adapters(arch, moe, modules),
     ]
     experts = arch.mixture_of_experts
@@ -35,7 +35,7 @@ def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Sav
             tensors.append(Saved("experts", c, "sequence"))
     if width:
         tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
-        tensors.append(Saved("mlp", hidden * c, "sequence"))
+        tensors.append(Saved("mlp", hidden * c, "whole"))
     return tensors
 
 

@@ -1,0 +1,105 @@
+"""Tensor parallelism of transformers' own modules: the plan that ``parallelize_module`` takes.
+
+PyTorch's own plan for a decoder (torchtitan, ``models/llama3/infra/parallelize.py``): projections cut by
+columns and then by rows, norms and the residual stream cut along the sequence, the vocabulary cut for
+embedding, head and loss. Whole sequences exist only inside attention and feed-forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardscope.frameworks.fsdp2.materialise import tie, tied_names
+from shardscope.training.recompute import decoder_layers
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
+"""Projections out of the stream: each rank has some of their outputs."""
+ROWS = ("o_proj", "down_proj", "c_proj")
+"""Projections back into the stream: each rank has some of their inputs, and their sums are reduced."""
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Norms of single heads, which each rank applies to its own."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "starcoder2")
+"""Families whose projections are matrices of their own: a cut of a fused one would go across its parts."""
+
+
+def check_parallel(plan: Plan) -> None:
+    """Raise ``ValueError`` for what the plan here does not cut."""
+    if plan.architecture.model_type not in FAMILIES:
+        refuse(
+            "Architecture.model_type",
+            plan.architecture.model_type,
+            f"{', '.join(FAMILIES)} with tp > 1: DTensor cuts projections, neither fused ones nor experts",
+            "tp=1",
+        )
+    if plan.recipe.method != "full":
+        refuse("Recipe.method", plan.recipe.method, "'full' with tp > 1: peft's adapters have no cut", "tp=1")
+
+
+def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Cut ``model``, a causal language model of transformers', over the one axis of ``mesh``, in place.
+
+    Every rank must have the same weights, or none yet (meta): nothing is sent. The loss must be computed, and
+    go backward, under ``torch.distributed.tensor.parallel.loss_parallel``.
+    """
+    tied = tied_names(model)
+    parallelize_module(model, mesh, _outer_plan(model), src_data_rank=None)
+    for layer in decoder_layers(model):
+        parallelize_module(layer, mesh, _layer_plan(layer), src_data_rank=None)
+    tie(model, tied)
+
+
+def _outer_plan(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """The embedding gives the stream its cut; the head takes it whole, and gives a part of the vocabulary."""
+    return {
+        "model.embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
+def _layer_plan(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """Attention and feed-forward gather the sequence; norms and what they give back are cut along it."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in layer.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in COLUMNS:
+            plan[name] = ColwiseParallel()
+        elif leaf in ROWS:
+            plan[name] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        elif leaf in HEAD_NORMS:
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        elif "." not in name and leaf.endswith("norm"):
+            plan[name] = SequenceParallel()
+        elif leaf == "self_attn":
+            plan[name] = _whole_sequence(keyword="hidden_states")
+        elif leaf == "mlp":
+            plan[name] = _whole_sequence()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(f"{type(layer).__name__}.{name} has parameters, and no place in the plan")
+    return plan
+
+
+def _whole_sequence(keyword: str | None = None) -> ParallelStyle:
+    if keyword is None:
+        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    whole: dict[str, Any] = {keyword: Replicate()}
+    return PrepareModuleInput(input_kwarg_layouts={keyword: Shard(1)}, desired_input_kwarg_layouts=whole)
