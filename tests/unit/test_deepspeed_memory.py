@@ -17,12 +17,16 @@ import shardscope as ss
 from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
 from shardscope.frameworks.deepspeed.gathers import Thresholds, gathered
 from shardscope.frameworks.deepspeed.tensors import cut_each, largest_group, partition, tensors_of
-from shardscope.memory.stages import stages_of
+from shardscope.memory.stages import Stage, shapes_of, stage_of
 from shardscope.plan import Plan
 from shardscope.validation import FieldError
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 P = LLAMA.num_parameters
+
+
+def first_stage(a_plan: Plan) -> Stage:
+    return stage_of(a_plan, shapes_of(a_plan.architecture, a_plan.stage_layers).kinds[0])
 
 
 def zero(stage: int, cluster: ss.Cluster = EIGHT, arch: ss.Architecture = LLAMA, **rest: Any) -> Plan:
@@ -82,7 +86,7 @@ def test_stages_are_ordered(a_plan: Plan) -> None:
     assume(a_plan.layout.pp == a_plan.layout.tp == a_plan.layout.ep == 1)  # type: ignore[attr-defined]
     assume(a_plan.recipe.precision != "fp32" and a_plan.degrees.data_parallel > 1)
     # Flat buffers are padded to twice the ranks, and stage 3 rounds every tensor up.
-    tensors = tensors_of(a_plan, stages_of(a_plan).kinds[0])
+    tensors = tensors_of(a_plan, first_stage(a_plan))
     slack = 16 * 2 * (a_plan.world_size + len(tensors.used))
     held: list[tuple[int, int, int]] = []
     for stage in range(4):
@@ -212,7 +216,7 @@ def test_offloaded_gradients_are_not_there_in_backward() -> None:
 
 def test_offload_to_nvme_keeps_buffers_on_the_host() -> None:
     report = zero(3, offload_optimizer="nvme", sub_group_size=10_000_000).memory()
-    part = cut_each(tensors_of(zero(3), stages_of(zero(3)).kinds[0]).trained, 8)
+    part = cut_each(tensors_of(zero(3), first_stage(zero(3))).trained, 8)
     assert report.nvme_bytes == 16 * part
     assert report.host_bytes < 6 * part
     room = zero(3, offload_params="nvme").memory()

@@ -9,8 +9,9 @@ import pytest
 from planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
-from shardscope.frameworks.megatron.activations import Cuts, chunk_layers, chunks_in_flight, layer
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.frameworks.megatron.layer import Cuts, layer
+from shardscope.frameworks.megatron.schedule import chunk_layers, in_flight
 from shardscope.memory.modules.saved import Modules
 from shardscope.plan import Plan
 
@@ -80,25 +81,28 @@ def test_each_chunk_has_its_layers() -> None:
     experts = replace(LATENT, num_hidden_layers=16)
     two = plan(experts, pp=2, vpp=2)
     # Four chunks of four layers, of which the first two layers of the model are dense.
-    assert chunk_layers(two, 0) == ((2, 2), (0, 4))
-    assert chunk_layers(two, 1) == ((0, 4), (0, 4))
-    uneven = plan(replace(LLAMA, num_hidden_layers=14), pp=2, vpp=2)
-    assert chunk_layers(uneven, 0) == ((3, 0), (4, 0))
-    assert chunk_layers(uneven, 1) == ((4, 0), (3, 0))
-    assert sum(map(sum, chunk_layers(uneven, 0))) == uneven.stage_layers[0]
+    assert chunk_layers(experts, 2, 2, 0) == ((2, 2), (0, 4))
+    assert chunk_layers(experts, 2, 2, 1) == ((0, 4), (0, 4))
+    assert [in_flight(two, stage).last_moe for stage in (0, 1)] == [4, 4]
+    fewer = replace(LLAMA, num_hidden_layers=14)
+    uneven = plan(fewer, pp=2, vpp=2)
+    assert chunk_layers(fewer, 2, 2, 0) == ((3, 0), (4, 0))
+    assert chunk_layers(fewer, 2, 2, 1) == ((4, 0), (3, 0))
+    assert sum(map(sum, chunk_layers(fewer, 2, 2, 0))) == uneven.stage_layers[0]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_chunks_in_flight(stage: int) -> None:
     """Narayanan et al. 2021, section 2.2: pp - stage micro-batches, or Megatron's interleaved warm-up."""
     even = replace(LLAMA, num_hidden_layers=16)
-    assert chunks_in_flight(plan(even, pp=4), stage) == (4 - stage,)
-    held = chunks_in_flight(plan(even, pp=4, vpp=2), stage)
-    assert sum(held) == 2 * (3 - stage) + 4 + 1
+    assert in_flight(plan(even, pp=4), stage).chunks == 4 - stage
+    held = in_flight(plan(even, pp=4, vpp=2), stage)
+    assert held.chunks == 2 * (3 - stage) + 4 + 1
     # Four micro-batches of the first chunk, four of the second, and then the first's again.
-    assert held == {0: (7, 4), 1: (5, 4), 2: (4, 3), 3: (4, 1)}[stage]
+    assert (held.first, held.chunks - held.first) == {0: (7, 4), 1: (5, 4), 2: (4, 3), 3: (4, 1)}[stage]
+    assert held.dense == 2 * held.chunks
     few = plan(even, recipe={"global_batch_size": 2}, pp=4)
-    assert chunks_in_flight(few, stage) == (min(4 - stage, 1),)
+    assert in_flight(few, stage).chunks == min(4 - stage, 1)
 
 
 def test_experts_have_a_tensor_parallelism_of_their_own() -> None:

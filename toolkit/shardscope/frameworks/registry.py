@@ -15,17 +15,24 @@ from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.layout import Layout
-    from shardscope.memory.stages import Stage, Stages
+    from shardscope.memory.stages import Shapes, Stage, StageShape
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
     from shardscope.timing.traffic import StateTraffic
 
 
 class MemoryModel(Protocol):
-    """What every framework's ``memory.py`` offers."""
+    """What every framework's ``memory.py`` offers.
 
-    def stages(self, plan: Plan) -> Stages:
-        """The weights on each pipeline stage."""
+    :meth:`stage` and :meth:`training_state` are arithmetic that broadcasts: of :class:`~shardscope.memory.
+    many.Columns`, plans whose numbers are arrays, they tell arrays.
+    """
+
+    def shapes(self, plan: Plan) -> Shapes:
+        """The pipeline stages, and which of them are alike."""
+
+    def stage(self, plan: Plan, shape: StageShape) -> Stage:
+        """The weights on one rank of a stage."""
 
     def training_state(self, plan: Plan, stage: Stage) -> TrainingState:
         """Bytes of parameters, gradients, optimizer and staging on one rank of a stage."""

@@ -24,15 +24,18 @@ def predict(plan: Plan) -> MemoryReport:
     from shardscope.frameworks.registry import frameworks
 
     model = frameworks[plan.layout.framework].memory_model()
-    stages, modules = model.stages(plan), modules_of(plan)
-    states = [model.training_state(plan, stage) for stage in stages.kinds]
-    kinds = [_stage(plan, modules, *kind) for kind in zip(stages.kinds, states, strict=True)]
-    fullest = _candidates(stages.kinds)
+    shapes, modules = model.shapes(plan), modules_of(plan)
+    stages = [model.stage(plan, shape) for shape in shapes.kinds]
+    states = [model.training_state(plan, stage) for stage in stages]
+    kinds = [_stage(plan, modules, *kind) for kind in zip(stages, states, strict=True)]
+    fullest = _candidates(stages)
 
     def every_stage() -> tuple[StageMemory, ...]:
         return tuple(
-            kinds[kind] if kinds[kind].stage == stage.number else _stage(plan, modules, stage, states[kind])
-            for kind, stage in zip(stages.kind_of, stages.each(), strict=True)
+            kinds[kind]
+            if kinds[kind].stage == number
+            else _stage(plan, modules, stages[kind]._replace(number=number), states[kind])
+            for number, kind in enumerate(shapes.kind_of)
         )
 
     return MemoryReport(

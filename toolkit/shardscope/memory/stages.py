@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,56 +88,57 @@ def _by_kind(arch: Architecture, num_layers: int, moe_layers: int) -> list[tuple
     return [(False, num_layers - moe_layers), (True, moe_layers)]
 
 
-class Stages(NamedTuple):
-    """A plan's pipeline stages. Of a long pipeline most are alike: what they hold is told once."""
+class StageShape(NamedTuple):
+    """What makes one pipeline stage other than the next, before any weight is counted."""
 
-    kinds: list[Stage]
+    number: int
+    """From 0, first to last."""
+    is_first: bool
+    is_last: bool
+    num_layers: int
+    num_moe_layers: int
+
+
+class Shapes(NamedTuple):
+    """A pipeline's stages. Of a long one most are alike: what they hold is told once."""
+
+    kinds: tuple[StageShape, ...]
     """The first stage of each kind: with most micro-batches in flight, all else being equal."""
-    kind_of: list[int]
+    kind_of: tuple[int, ...]
     """Which of these each stage is like, first to last."""
 
-    def each(self) -> list[Stage]:
-        """Every stage by itself, first to last."""
-        return [self.kinds[kind]._replace(number=number) for number, kind in enumerate(self.kind_of)]
 
+@lru_cache(maxsize=4096)
+def shapes_of(
+    architecture: Architecture, stage_layers: tuple[int, ...], moe_layers: tuple[int, ...] | None = None
+) -> Shapes:
+    """The stages of so many layers each.
 
-def stages_of(plan: Plan, vocab_multiple: int = 1, moe_layers: Sequence[int] | None = None) -> Stages:
-    """The pipeline stages of a plan.
-
-    ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp). ``moe_layers`` are each stage's layers
-    with routed experts, where a stage is not simply the next so many layers.
+    ``moe_layers`` are those with routed experts on each, where a stage is not simply the next so many layers.
     """
-    moe_before = _moe_layers_before(plan.architecture) if moe_layers is None else ()
-    last = plan.degrees.pp - 1
-    start = 0
-    kinds: list[Stage] = []
-    kind_of: list[int] = []
-    known: dict[tuple[bool, bool, int, int], int] = {}
-    for number, num_layers in enumerate(plan.stage_layers):
-        if moe_layers is None:
-            moe = moe_before[start + num_layers] - moe_before[start]
-            start += num_layers
-        else:
-            moe = moe_layers[number]
-        shape = (number == 0, number == last, num_layers, moe)
-        kind = known.get(shape)
-        if kind is None:
-            kind = known[shape] = len(kinds)
-            kinds.append(_stage(plan, number, *shape, vocab_multiple))
-        kind_of.append(kind)
-    return Stages(kinds, kind_of)
+    if moe_layers is None:
+        before = _moe_layers_before(architecture)
+        ends = list(accumulate(stage_layers))
+        moe_layers = tuple(
+            before[end] - before[end - layers] for end, layers in zip(ends, stage_layers, strict=True)
+        )
+    kinds: dict[tuple[bool, bool, int, int], StageShape] = {}
+    seen: list[tuple[bool, bool, int, int]] = []
+    for number, counts in enumerate(zip(stage_layers, moe_layers, strict=True)):
+        shape = (number == 0, number == len(stage_layers) - 1, *counts)
+        kinds.setdefault(shape, StageShape(number, *shape))
+        seen.append(shape)
+    places = {shape: place for place, shape in enumerate(kinds)}
+    return Shapes(tuple(kinds.values()), tuple(places[shape] for shape in seen))
 
 
-def _stage(
-    plan: Plan,
-    number: int,
-    is_first: bool,
-    is_last: bool,
-    num_layers: int,
-    moe_layers: int,
-    vocab_multiple: int,
-) -> Stage:
+def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
+    """The weights of one stage on one rank.
+
+    ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
+    """
     arch, degrees = plan.architecture, plan.degrees
+    number, is_first, is_last, num_layers, moe_layers = shape
     num_shards = degrees.shard * degrees.cp
     kinds = _by_kind(arch, num_layers, moe_layers)
     layers = experts = edges = shard = most = 0

@@ -52,6 +52,7 @@ def weights_of(plan: Plan) -> Weights:
     """The largest pipeline stage's weights on one rank."""
     from shardscope.frameworks.registry import frameworks
 
-    stages = frameworks[plan.layout.framework].memory_model().stages(plan)
-    fullest = max(stages.kinds, key=lambda stage: stage.base)
+    model = frameworks[plan.layout.framework].memory_model()
+    stages = (model.stage(plan, shape) for shape in model.shapes(plan).kinds)
+    fullest = max(stages, key=lambda stage: stage.base)
     return Weights(float(fullest.base), float(fullest.trainable), max(1, fullest.num_layers))

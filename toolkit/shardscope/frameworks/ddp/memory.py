@@ -10,7 +10,7 @@ from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, Stages, stages_of
+from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
 
@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 _NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
 
 
-def stages(plan: Plan) -> Stages:
+def shapes(plan: Plan) -> Shapes:
     """One stage with the whole model."""
-    return stages_of(plan)
+    return shapes_of(plan.architecture, plan.stage_layers)
+
+
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them."""
+    return stage_of(plan, shape)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:

@@ -35,7 +35,7 @@ from shardscope.memory.arithmetic import smallest
 from shardscope.memory.optimizers import flat_state
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, Stages, stages_of
+from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
@@ -43,9 +43,14 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-def stages(plan: Plan) -> Stages:
+def shapes(plan: Plan) -> Shapes:
     """Stages of DeepSpeed's pipeline module, or the one of the whole model."""
-    return stages_of(plan)
+    return shapes_of(plan.architecture, plan.stage_layers)
+
+
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them."""
+    return stage_of(plan, shape)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:

@@ -66,11 +66,11 @@ def tensors_of(plan: Plan, stage: Stage) -> Tensors:
 
 def fullest_rank(plan: Plan) -> int:
     """The rank of a plan without pipeline stages that keeps most gradients."""
-    from shardscope.memory.stages import stages_of
+    from shardscope.memory.stages import shapes_of, stage_of
 
     if plan.layout.stage not in (1, 2):  # type: ignore[attr-defined]
         return 0
-    tensors = tensors_of(plan, stages_of(plan).kinds[0])
+    tensors = tensors_of(plan, stage_of(plan, shapes_of(plan.architecture, plan.stage_layers).kinds[0]))
     half = widths[plan.recipe.precision].compute
     return partition(tensors.trained, plan.degrees.data_parallel, half).rank
 

@@ -15,7 +15,7 @@ from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, Stages, layer_shard, outer_shapes, stages_of
+from shardscope.memory.stages import Shapes, Stage, StageShape, layer_shard, outer_shapes, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
 
@@ -24,9 +24,14 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-def stages(plan: Plan) -> Stages:
+def shapes(plan: Plan) -> Shapes:
     """Stages of ``torch.distributed.pipelining``, or the one of the whole model."""
-    return stages_of(plan)
+    return shapes_of(plan.architecture, plan.stage_layers)
+
+
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them."""
+    return stage_of(plan, shape)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:

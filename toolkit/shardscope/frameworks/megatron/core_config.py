@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.layout import MegatronLayout, counted_ends
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.validation import refuse
 
@@ -145,7 +145,7 @@ def _split(plan: Plan) -> dict[str, Any]:
     assert isinstance(plan.layout, MegatronLayout)
     if degrees.pp == 1:
         return {}
-    embedding, loss = plan.layout.counted_ends(layers, degrees)
+    embedding, loss = counted_ends(layers, degrees.pp, degrees.vpp)
     return {
         "account_for_embedding_in_pipeline_split": bool(embedding),
         "account_for_loss_in_pipeline_split": bool(loss),

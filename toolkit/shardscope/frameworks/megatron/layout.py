@@ -127,20 +127,14 @@ class MegatronLayout(Layout):
         layers = architecture.num_hidden_layers
         if degrees.pp == 1:
             return [layers]
-        embedding, loss = self.counted_ends(layers, degrees)
+        try:
+            embedding, loss = counted_ends(layers, degrees.pp, degrees.vpp)
+        except LookupError:
+            raise self._no_split(layers, degrees) from None
         stages = [(layers + embedding + loss) // degrees.pp] * degrees.pp
         stages[0] -= embedding
         stages[-1] -= loss
         return stages
-
-    def counted_ends(self, num_layers: int, degrees: Degrees) -> tuple[int, int]:
-        """Whether embedding and loss count as a layer each, 0 or 1, so that the stages come out even."""
-        # The loss weighs more than the embedding, so where one of them is enough it is the loss.
-        for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
-            whole = num_layers + embedding + loss
-            if whole % (degrees.pp * degrees.vpp) == 0 and whole // degrees.pp > max(embedding, loss):
-                return embedding, loss
-        raise self._no_split(num_layers, degrees)
 
     def _no_split(self, layers: int, degrees: Degrees) -> FieldError:
         fitting = [
@@ -197,3 +191,16 @@ class MegatronLayout(Layout):
             f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1
         ]
         return "Megatron-core" + (f" ({', '.join(named)})" if named else "")
+
+
+def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
+    """Whether embedding and loss count as a layer each, 0 or 1, so that the stages come out even.
+
+    Raises ``LookupError`` where they cannot.
+    """
+    # The loss weighs more than the embedding, so where one of them is enough it is the loss.
+    for embedding, loss in ((0, 0), (1, 1), (0, 1), (1, 0)):
+        whole = num_layers + embedding + loss
+        if whole % (pp * vpp) == 0 and whole // pp > max(embedding, loss):
+            return embedding, loss
+    raise LookupError(f"no even split of {num_layers} layers over {pp} x {vpp} chunks")

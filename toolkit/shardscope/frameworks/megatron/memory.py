@@ -11,17 +11,17 @@ from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.megatron.activations import chunk_layers, stage_activations
+from shardscope.frameworks.megatron.activations import stage_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
-from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.frameworks.megatron.schedule import chunk_layers
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
 from shardscope.memory.precision import FP32, num_moments, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, Stages, layer_shard, stages_of
+from shardscope.memory.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
@@ -34,26 +34,31 @@ _WORD = 128
 """Numbers to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
 
 
-def stages(plan: Plan) -> Stages:
-    """Stages with the padded vocabulary, and with the layers of all their model chunks.
+def shapes(plan: Plan) -> Shapes:
+    """Stages with the layers of all their model chunks.
 
     Raises ``ValueError`` for a family that megatron-core has no layers for.
     """
-    check_family(plan.architecture)
-    vocab_multiple = MAKE_VOCAB_SIZE_DIVISIBLE_BY * plan.degrees.tp
-    if not plan.architecture.num_moe_layers:
-        return stages_of(plan, vocab_multiple)
-    chunks = [chunk_layers(plan, number) for number in range(plan.degrees.pp)]
-    found = stages_of(plan, vocab_multiple, [sum(moe for _, moe in each) for each in chunks])
-    return found._replace(kinds=[_own_expert_tp(plan, stage) for stage in found.kinds])
+    arch, degrees = plan.architecture, plan.degrees
+    check_family(arch)
+    if not arch.num_moe_layers:
+        return shapes_of(arch, plan.stage_layers)
+    chunks = (chunk_layers(arch, degrees.pp, degrees.vpp, number) for number in range(degrees.pp))
+    return shapes_of(arch, plan.stage_layers, tuple(sum(moe for _, moe in each) for each in chunks))
 
 
-def _own_expert_tp(plan: Plan, stage: Stage) -> Stage:
-    """The stage whose experts are cut by their own tp."""
-    arch, layout = plan.architecture, plan.layout
-    assert isinstance(layout, MegatronLayout)
-    each = layer_shard(arch, True, layout.expert_tp, plan.degrees.ep, 1).experts
-    return stage._replace(experts=stage.num_moe_layers * each)
+def stage(plan: Plan, shape: StageShape) -> Stage:
+    """The weights of one of them: the vocabulary is padded, experts are cut by their own tp."""
+    arch, degrees, layout = plan.architecture, plan.degrees, plan.layout
+    found = stage_of(plan, shape, MAKE_VOCAB_SIZE_DIVISIBLE_BY * degrees.tp)
+    if not arch.num_moe_layers:
+        return found
+    experts = looked_up(
+        lambda tp, ep: layer_shard(arch, True, tp, ep, 1).experts,
+        layout.expert_tp,  # type: ignore[attr-defined]
+        degrees.ep,
+    )
+    return found._replace(experts=found.num_moe_layers * experts)
 
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
@@ -72,18 +77,17 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         dense_ranks = replicas
         # An expert has fewer replicas than a dense weight: ranks were spent on other experts. With ep 1 it
         # is in the dense weights' own buffers (tensor_parallel/layers.py, "allreduce").
-        expert_ranks = replicas
-        if degrees.ep > 1:
-            expert_ranks = max(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
+        fewer = largest(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
+        expert_ranks = where(degrees.ep > 1, fewer, replicas)
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
     updated = ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks)
     optimizer = kept * updated
     staging = half * _staging(plan, stage)
-    embedding = half * _embedding(plan) if stage.is_first else 0
-    if stage.is_last and plan.architecture.tie_word_embeddings:
+    embedding = stage.is_first * half * _embedding(plan)
+    if plan.architecture.tie_word_embeddings:
         # Autograd adds it to the head's, into a third.
-        embedding *= 2
+        embedding = embedding * (1 + stage.is_last)
 
     def optimizer_words() -> str:
         split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""
@@ -150,50 +154,53 @@ def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     first and last stage that share an embedding.
     """
     degrees = plan.degrees
-    model_parallel = degrees.tp * degrees.pp if degrees.tp > 1 and degrees.pp > 1 else 1
-    shares = plan.architecture.tie_word_embeddings and degrees.pp > 1 and (stage.is_first or stage.is_last)
-    embedding = 2 if shares else 1
+    model_parallel = where((degrees.tp > 1) & (degrees.pp > 1), degrees.tp * degrees.pp, 1)
+    shares = plan.architecture.tie_word_embeddings & (degrees.pp > 1) & (stage.is_first | stage.is_last)
     replicas = degrees.data_parallel * degrees.cp
-    return (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, embedding)
+    return (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
 
 
-def _padded(numbers: int, ranks: int) -> int:
+def _padded(numbers: Any, ranks: Any) -> Any:
     """Numbers of a buffer that the distributed optimizer cuts into equal shards.
 
     Bucket by bucket and parameter by parameter there is padding too, of at most 63 numbers each: none where
     sizes are multiples of 64, and never enough to be seen.
     """
-    multiple = lcm(ranks, _WORD)
-    found: int = ceil_div(numbers, multiple) * multiple
-    return found
+    multiple = looked_up(lambda ranks: lcm(ranks, _WORD), ranks)
+    return ceil_div(numbers, multiple) * multiple
 
 
-def _embedding(plan: Plan) -> int:
+def _embedding(plan: Plan) -> Any:
     """Numbers of the token embedding on one rank."""
-    rows: int = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp) // plan.degrees.tp
+    rows = padded_vocab_size(plan.architecture.vocab_size, plan.degrees.tp) // plan.degrees.tp
     return plan.architecture.hidden_size * rows
 
 
-def _staging(plan: Plan, stage: Stage) -> int:
+def _staging(plan: Plan, stage: Stage) -> Any:
     """Numbers in the dummy gradients of a rank, and in the gathered sequence."""
-    layout = plan.layout
-    assert isinstance(layout, MegatronLayout)
-    kinds = ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers))
-    shapes: set[tuple[int, int]] = set()
-    for moe, layers in kinds:
-        if layers:
-            shapes |= _matrices(plan.architecture, moe, plan.degrees.tp, layout.expert_tp)
-    found = sum(rows * columns for rows, columns in shapes)
-    if stage.is_last:
-        found += _embedding(plan)
-    if layout.splits_sequence:
-        tokens = plan.recipe.micro_batch_size * ceil_div(plan.recipe.seq_len, plan.degrees.cp)
-        found += tokens * plan.architecture.hidden_size
-    return found
+    arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
+    dummies = looked_up(
+        lambda tp, expert_tp, dense, moe: _dummy_gradients(arch, tp, expert_tp, dense, moe),
+        degrees.tp,
+        layout.expert_tp,  # type: ignore[attr-defined]
+        stage.num_layers > stage.num_moe_layers,
+        stage.num_moe_layers > 0,
+    )
+    tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+    return dummies + stage.is_last * _embedding(plan) + layout.splits_sequence * tokens * arch.hidden_size
 
 
 @lru_cache(maxsize=4096)
-def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> frozenset[tuple[int, int]]:
+def _dummy_gradients(arch: Architecture, tp: int, expert_tp: int, dense: bool, moe: bool) -> int:
+    """Numbers in one matrix of each shape in a rank's layers, of one kind or both."""
+    shapes: set[tuple[int, int]] = set()
+    for is_moe, is_there in ((False, dense), (True, moe)):
+        if is_there:
+            shapes |= _matrices(arch, is_moe, tp, expert_tp)
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> set[tuple[int, int]]:
     """The shapes of one layer's matrices on one rank, fused as megatron-core fuses them."""
     hidden, width, latent = arch.hidden_size, attention_widths(arch), arch.latent_attention
     found = {(hidden, ceil_div(width.output, tp))}
@@ -219,7 +226,7 @@ def _matrices(arch: Architecture, moe: bool, tp: int, expert_tp: int) -> frozens
     for inner, cut in inners:
         if inner:
             found |= {(ceil_div(branches(arch) * inner, cut), hidden), (hidden, ceil_div(inner, cut))}
-    return frozenset(found)
+    return found
 
 
 def _cut(plan: Plan) -> str:
