@@ -46,8 +46,11 @@ def measured_bytes(row: Row) -> float:
     return float(row["peak_memory_gib"]) * (1e9 if decimal else GIB)
 
 
-def compared(row: Row, report: MemoryReport) -> Compared:
-    """The predicted bytes of the row's own kind, on the ranks that it speaks of."""
+def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
+    """The predicted bytes of the row's own kind, on the ranks that it speaks of.
+
+    Up to ``held_back`` bytes stay reserved that no tensor uses: how many is chance, so half is the point.
+    """
     stages = report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
     what = kind(row)
     if what == "allocated":
@@ -55,7 +58,7 @@ def compared(row: Row, report: MemoryReport) -> Compared:
         return Compared(point, point, point, dict(moment.components))
     if what == "reserved":
         low, point, high, moment = _with_gaps(stages)
-        return Compared(low, point, high, dict(moment.components))
+        return Compared(low, point + held_back // 2, high + held_back, dict(moment.components))
     if what == "unknown":
         # Most frameworks print what is allocated; a person may have read nvidia-smi.
         point, moment = max(_tensors(stages), key=lambda found: found[0])

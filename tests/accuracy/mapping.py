@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tests.accuracy.layouts import Framework, framework, layout
 from tests.accuracy.machines import cluster
 from tests.accuracy.models import architecture
+from tests.accuracy.own_code import OwnCode, own_code
 from tests.accuracy.recipes import recipe
 from tests.accuracy.rows import Row, number
 from tests.accuracy.unmapped import UnmappedError
@@ -24,6 +25,8 @@ class Mapped(NamedTuple):
     """As the report groups rows."""
     assumed: tuple[str, ...]
     """What the row leaves open and the plan had to say."""
+    own_code: tuple[OwnCode, ...]
+    """What ran that no plan says."""
 
 
 def mapped(row: Row) -> Mapped:
@@ -47,7 +50,8 @@ def _mapped(row: Row) -> Mapped:
     what, about_recipe = recipe(row, kind, _data_parallel(row, kind, machines.num_gpus))
     plan, about_plan = _plan(arch, machines, what, spread)
     _check_data_parallel(row, plan)
-    return Mapped(row, plan, kind.name, (*about_model, *about_layout, *about_recipe, *about_plan))
+    assumed = (*about_model, *about_layout, *about_recipe, *about_plan)
+    return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe))
 
 
 def _plan(

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
+from tests.accuracy.nanotron import first_stage_layers
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
 
@@ -135,21 +136,11 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
     found = min((one, tied), key=lambda arch: abs(arch.num_parameters - stated))
     pp = number(row, "pp") or 1
     if "nanotron" in text(row, "framework") and pp > 1:
-        first = _first_stage_of_nanotron(found, pp)
+        first = first_stage_layers(found, pp)
         # Its rows speak of rank 0 only, so that every stage may have as many layers as the first.
         found = replace(found, num_hidden_layers=first * pp)
         assumed.append("stages split by cost, as nanotron does: all like the first")
     return found, assumed
-
-
-def _first_stage_of_nanotron(arch: ss.Architecture, pp: int) -> int:
-    """Layers on the first stage: blocks are dealt out by compute cost, in which the head counts too.
-
-    huggingface/nanotron, models/base.py (build_model) and models/llama.py (get_block_compute_costs).
-    """
-    layer = sum(arch.layer_matrix_parameters(0).values())
-    total = arch.num_hidden_layers * layer + arch.vocab_size * arch.hidden_size
-    return max(1, min(arch.num_hidden_layers, total // (pp * layer)))
 
 
 def _by_size(row: Row) -> tuple[ss.Architecture, list[str]]:

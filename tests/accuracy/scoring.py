@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from tests.accuracy import nanotron
 from tests.accuracy.kinds import GIB, Compared, compared, kind, measured_bytes
 from tests.accuracy.mapping import Mapped, mapped
+from tests.accuracy.own_code import changed
 from tests.accuracy.rows import Row, has_peak, is_scored, sampled, says_memory, source, status
 from tests.accuracy.unmapped import UnmappedError
+
+from shardscope.memory.report import MemoryReport
 
 
 class Scored(NamedTuple):
@@ -80,13 +84,20 @@ def score_memory(rows: Iterable[Row]) -> MemoryScore:
         except UnmappedError as reason:
             unmapped.append((row, str(reason)))
             continue
-        report = found.plan.memory()
+        report, held_back = predicted(found)
         # A row that ran out of memory may print the peak it had before: not the one it needed.
         if has_peak(row) and status(row) != "oom":
-            scored.append(Scored(found, measured_bytes(row), compared(row, report)))
+            scored.append(Scored(found, measured_bytes(row), compared(found.row, report, held_back)))
         if status(row) is not None:
             fits.append(Fit(found, status(row) == "ok", report.fits))
     return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
+
+
+def predicted(found: Mapped) -> tuple[MemoryReport, int]:
+    """The row's memory by its framework's own model, and what that may keep reserved beside its tensors."""
+    if found.framework == "nanotron":
+        return nanotron.memory(found.plan), nanotron.held_back_bytes(found.plan)
+    return changed(found.plan, found.plan.memory(), found.own_code), 0
 
 
 def absolute(rows: Sequence[Scored]) -> list[float]:
