@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory import overheads
-from shardscope.memory.arithmetic import where
+from shardscope.memory.arithmetic import looked_up, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.report import Component, Moment, Term, no_bytes
 from shardscope.memory.step import StageStep
@@ -60,7 +60,10 @@ class _Resident:
 
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
-        self.communication = overheads.communication(state.group_sizes, plan.on_gpu).point
+        on_gpu = plan.on_gpu
+        self.communication = looked_up(
+            lambda *sizes: overheads.communication(sizes, on_gpu).point, *state.group_sizes
+        )
         self.runtime = overheads.runtime(plan.on_gpu).point
         self.gradients = state.gradients if state.gradients_stay else None
         self.gather = state.gather_rest
