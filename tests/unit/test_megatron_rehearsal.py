@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
-from tests.accuracy.rehearsing import in_words
+from tests.accuracy.rehearsing import in_words, stored_file
 
 import shardscope as ss
 from shardscope.frameworks.megatron import cpu_stand_in
@@ -58,6 +58,14 @@ def test_every_stored_stage_is_near_its_own_prediction() -> None:
             assert predicted == pytest.approx(stored.peak.num_bytes, rel=0.05), (row["name"], stored.stage)
 
 
+def test_plans_that_no_formula_had_seen() -> None:
+    """Drawn by a seed of their own over every choice there is; nothing was fitted to them."""
+    held_out, refused = read_rehearsals([stored_file("megatron", wide=True)])
+    assert not refused and len(held_out) >= 40
+    close = [row for row in held_out if abs(row.error) <= 0.01]
+    assert len(close) >= 0.9 * len(held_out), [in_words(row) for row in held_out if row not in close]
+
+
 def test_weights_gradients_and_optimizer_are_exact() -> None:
     """No estimate: a few numbers of padding between parameters are all that may be missing."""
     for row in rows():
@@ -83,6 +91,37 @@ def test_1f1b_holds_fewer_micro_batches_on_later_stages() -> None:
         for stage in (first, last)
     ]
     assert kept[0] == pytest.approx(2 * kept[1], rel=0.1)
+
+
+@pytest.mark.parametrize(("heads", "bytes_a_score"), [(4, 2), (3, 6)])
+def test_eager_attention_takes_the_fused_softmax_where_megatron_does(heads: int, bytes_a_score: int) -> None:
+    """It keeps half-precision probabilities; torch's, for other shapes, fp32 ones beside them.
+
+    The fused kernel wants heads of a rank times sequences to be a multiple of four.
+    """
+    arch = replace(
+        ss.Architecture.of_size("60m"),
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        hidden_size=64 * heads,
+        head_dim=64,
+    )
+
+    def kept(attention: str | None) -> int:
+        """At the end of forward."""
+        recipe = ss.Recipe(seq_len=1024, attention=attention)
+        (stage,) = played(Plan(arch, EIGHT, recipe, ss.Layout.megatron()))
+        return [m.components["activations"] for m in stage.moments if m.phase == "forward"][-1]
+
+    scores = arch.num_hidden_layers * heads * 1024**2
+    assert (kept("eager") - kept(None)) / scores == pytest.approx(bytes_a_score, rel=0.15)
+
+
+def test_latent_attention_has_no_eager_kind() -> None:
+    plan = Plan(ss.models["deepseek-v2-lite"], EIGHT, ss.Recipe(attention="eager"), ss.Layout.megatron())
+    with pytest.raises(ValueError, match=r"Recipe\.attention .*latent"):
+        played(plan)
 
 
 @pytest.mark.parametrize(

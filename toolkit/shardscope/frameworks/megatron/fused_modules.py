@@ -46,6 +46,26 @@ class FusedAttention(torch.nn.Module):  # type: ignore[misc]
         return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous()).flatten(2)
 
 
+class CausalSoftmax(torch.autograd.Function):  # type: ignore[misc]
+    """In the place of ``ScaledUpperTriangMaskedSoftmax``: keeps what it puts out, and its gradient takes the
+    place of the one that comes in (apex, csrc/megatron/scaled_upper_triang_masked_softmax.h)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Any, scale: Any) -> Any:
+        out = torch.empty_like(scores)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def softmax_batch_per_block(query_len: int, key_len: int, batch: int, heads: int) -> int:
+    """Rows that one block of the fused softmax takes (apex, scaled_masked_softmax.h)."""
+    return 4 * (2 if key_len <= 128 else 1)
+
+
 class _Norm(torch.autograd.Function):  # type: ignore[misc]
     """Saves its input and one fp32 number a token, the mean too where it takes one."""
 

@@ -21,6 +21,7 @@ from shardscope.frameworks.megatron.core_config import (
 )
 from shardscope.frameworks.megatron.cpu_stand_in import cpu_stand_in
 from shardscope.frameworks.megatron.fused_modules import (
+    CausalSoftmax,
     DuplicatedLinear,
     FusedAttention,
     FusedExperts,
@@ -28,11 +29,13 @@ from shardscope.frameworks.megatron.fused_modules import (
     FusedRegions,
     embedding,
     fused_rotary,
+    softmax_batch_per_block,
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -56,6 +59,13 @@ def rehearse(
     Raises ``ValueError`` naming what megatron-core cannot build without CUDA.
     """
     check_rehearsed(plan)
+    if plan.recipe.attention == "eager" and plan.architecture.latent_attention is not None:
+        refuse(
+            "Recipe.attention",
+            "eager",
+            "None or 'flash' with latent attention: megatron-core's DotProductAttention lacks its widths",
+            "attention=None",
+        )
     with _REGIONS.in_place_of_compile():
         import megatron.core.models.gpt
         import megatron.core.optimizer
@@ -128,6 +138,7 @@ class _StageRehearsal:
     @contextlib.contextmanager
     def _followed(self, tracker: Tracker) -> Iterator[None]:
         """Forward and backward of each micro-batch are phases, wherever the schedule puts them."""
+        from megatron.core.fusions import fused_softmax
         from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import layers
@@ -154,8 +165,14 @@ class _StageRehearsal:
             (torch.nn.functional, "embedding", embedding),
             (multi_latent_attention, "TELinear", DuplicatedLinear),
             (rope_utils, "fused_apply_rotary_pos_emb", fused_rotary),
+            (fused_softmax, "ScaledUpperTriangMaskedSoftmax", CausalSoftmax),
+            (
+                fused_softmax.FusedScaleMaskSoftmax,
+                "get_batch_per_block",
+                staticmethod(softmax_batch_per_block),
+            ),
         ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        before = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
         for owner, name, stand_in in replaced:
             setattr(owner, name, stand_in)
         _REGIONS.tracker = tracker
@@ -210,7 +227,7 @@ class _StageRehearsal:
         kind = MLATransformerConfig if self.plan.architecture.latent_attention else TransformerConfig
         gelu, silu = torch.nn.functional.gelu, torch.nn.functional.silu
         return kind(
-            **transformer_config(self.plan),
+            **transformer_config(self.plan) | {"masked_softmax_fusion": True},
             activation_func=silu if self.plan.architecture.gated_mlp else gelu,
             bf16=self.dtype == torch.bfloat16,
             fp16=self.dtype == torch.float16,
