@@ -19,8 +19,13 @@ AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null &
 
 .PHONY: lab test check bench accuracy env browser clean
 
+# The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
+# Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
 lab: $(STAMP)
-	$(BIN)/jupyter lab $(LAB_FLAGS) --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(NOTEBOOK)
+	@git config filter.clean-notebook.clean "$(PYTHON) .ci/clean_notebook.py" 2>/dev/null || true
+	PYTHONPATH="$(CURDIR)/.ci$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/jupyter lab $(LAB_FLAGS) \
+	  --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) \
+	  --FileContentsManager.post_save_hook=clean_notebook.tell_git
 
 test: $(STAMP) browser check
 	$(BIN)/python -m pytest

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -40,3 +45,48 @@ def test_is_stored_clean(path: Path) -> None:
 def test_the_first_cell_of_the_studio_ends_in_the_studio() -> None:
     notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     assert notebook.cells[0].source.splitlines()[-1] == "Studio()"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_git_sees_no_change_in_a_notebook_that_was_only_used(path: Path, tmp_path: Path) -> None:
+    """``make lab`` turns this filter on; the file on disk keeps its outputs."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / ".ci").mkdir()
+    for name in (f"notebooks/{path.name}", ".ci/clean_notebook.py", ".gitattributes"):
+        shutil.copy(ROOT / name, tmp_path / name)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    git("init", "--quiet")
+    git("config", "filter.clean-notebook.clean", f"{sys.executable} .ci/clean_notebook.py")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "as it is stored")
+    assert git("show", f"HEAD:notebooks/{path.name}") == path.read_text()
+
+    used = nbformat.read(path, as_version=4)
+    for count, cell in enumerate((cell for cell in used.cells if cell.cell_type == "code"), 1):
+        cell.execution_count = count
+        cell.outputs = [nbformat.v4.new_output("stream", text="a run")]
+        cell.metadata["execution"] = {"iopub.status.busy": "2026-01-01"}
+    used.metadata.language_info["version"] = "3.13.1"
+    copy = tmp_path / "notebooks" / path.name
+    nbformat.write(used, copy)
+    hook = "import clean_notebook, sys; clean_notebook.tell_git(os_path=sys.argv[1], model=None)"
+    after_a_save = [sys.executable, "-c", hook, str(copy)]
+    subprocess.run(after_a_save, env={**os.environ, "PYTHONPATH": str(ROOT / ".ci")}, check=True)
+    assert not git("status", "--porcelain")
+    assert "a run" in copy.read_text()
+
+    used.cells[0].source += "\n# mine"
+    nbformat.write(used, copy)
+    subprocess.run(after_a_save, env={**os.environ, "PYTHONPATH": str(ROOT / ".ci")}, check=True)
+    assert git("status", "--porcelain").startswith(" M"), "what a person wrote is a change, not staged"
+    assert '+    "# mine"' in git("diff") and "a run" not in git("diff")
+
+
+def test_what_is_no_notebook_passes_the_filter_as_it_is() -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "clean_notebook.py")]
+    for text in ("<<<<<<< HEAD\n{}\n", "{}", '{"cells": [1], "metadata": {}}'):
+        assert subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout == text
