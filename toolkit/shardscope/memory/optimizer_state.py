@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.arithmetic import ceil_div, looked_up, where
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, outer_shapes, rank_shapes
+from shardscope.memory.stages import Stage, outer_tensors, rank_shapes
 from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
@@ -41,15 +41,25 @@ class OptimizerBytes(NamedTuple):
     """Managed memory that moves to the host when the GPU is full."""
 
 
-class _Shards(NamedTuple):
-    """How one framework cuts tensors and whose optimizers it runs."""
+class _Kind(NamedTuple):
+    """Whose optimizer runs, on which tensors."""
 
     optimizer: str
     width: int
+    """Bytes of one trained number."""
+    library: str
+
+
+class _Part(NamedTuple):
+    """Which part of a model one rank trains: plain numbers, or arrays of them."""
+
     tp: int
     ep: int
     num_shards: int
-    library: str
+    is_first: bool
+    is_last: bool
+    num_layers: int
+    num_moe_layers: int
 
 
 def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, library: str) -> OptimizerBytes:
@@ -57,23 +67,34 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
 
     ``width`` is the bytes of one trained number; ``library`` whose 8-bit AdamW runs on such tensors.
     """
-    recipe = plan.recipe
-    name, trained = recipe.optimizer, stage.trainable_shard
+    name, trained = plan.recipe.optimizer, stage.trainable_shard
+    degrees = plan.degrees
+    part = _Part(
+        degrees.tp,
+        degrees.ep,
+        num_shards,
+        stage.is_first,
+        stage.is_last,
+        stage.num_layers,
+        stage.num_moe_layers,
+    )
     if name in ELEMENTWISE:
         state = ELEMENTWISE[name] * width * trained
         return OptimizerBytes(
             Term(state, lambda: f"{trained:,} × {ELEMENTWISE[name]} × {width} bytes · {WORDS[name]}"),
-            _loop_working(plan, stage, width, num_shards),
+            _loop_working(plan, part, width),
             0,
         )
-    shards = _Shards(name, width, plan.degrees.tp, plan.degrees.ep, num_shards, library)
-    found = _sum(plan, stage, shards)
+    kind = _Kind(name, width, library)
+    found = _sum(plan, part, kind)
     paged = found.paged if plan.on_gpu else 0
     state = found.state + found.paged - paged + constant_state(name, library)
+    working = found.working
     if name == "adafactor":
-        found = found._replace(working=_adafactor_working(plan, stage, shards))
+        arch, adapted = plan.architecture, _adapted(plan)
+        working = looked_up(lambda *numbers: _adafactor_working(arch, adapted, kind, _Part(*numbers)), *part)
     elif not plan.on_gpu and name != "muon":
-        found = found._replace(working=0)
+        working = 0
 
     def words() -> str:
         moved = (
@@ -83,12 +104,12 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
 
     return OptimizerBytes(
         Term(state, words),
-        Term(found.working, lambda: f"{gib(found.working)} GiB while the largest tensor is updated"),
+        Term(working, lambda: f"{gib(working)} GiB while the largest tensor is updated"),
         paged,
     )
 
 
-def _loop_working(plan: Plan, stage: Stage, width: int, num_shards: int) -> Term:
+def _loop_working(plan: Plan, part: _Part, width: int) -> Term:
     """SGD and Lion make the decayed gradient, tensor by tensor; on whole GPU tensors SGD all at once.
 
     ``torch._foreach_add`` is torch's default where every tensor is a plain one on a GPU
@@ -99,41 +120,57 @@ def _loop_working(plan: Plan, stage: Stage, width: int, num_shards: int) -> Term
         return no_bytes("fused AdamW updates in place")
     if name == "adamw_foreach":
         # All matrices' roots at once (torch/optim/adam.py, _multi_tensor_adam); vectors are another group.
-        shards = _Shards("matrices", width, plan.degrees.tp, plan.degrees.ep, num_shards, "")
-        roots = _sum(plan, stage, shards).state
+        roots = _sum(plan, part, _Kind("matrices", width, "")).state
         return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
-    if name == "sgd" and num_shards == 1 and plan.on_gpu:
-        matrices = _sum(plan, stage, _Shards("matrices", width, plan.degrees.tp, plan.degrees.ep, 1, ""))
-        return Term(
-            matrices.state, lambda: f"{gib(matrices.state)} GiB gradients with weight decay, all at once"
-        )
-    largest = _sum(plan, stage, _Shards(name, width, plan.degrees.tp, plan.degrees.ep, num_shards, ""))
-    return Term(
-        largest.working, lambda: f"{gib(largest.working)} GiB gradient of the largest tensor, decayed"
-    )
+    largest = _sum(plan, part, _Kind(name, width, "")).working
+    at_once = (part.num_shards == 1) & plan.on_gpu if name == "sgd" else False
+    if name == "sgd":
+        largest = where(at_once, _sum(plan, part, _Kind("matrices", width, "")).state, largest)
+
+    def words() -> str:
+        if at_once:
+            return f"{gib(largest)} GiB gradients with weight decay, all at once"
+        return f"{gib(largest)} GiB gradient of the largest tensor, decayed"
+
+    return Term(largest, words)
 
 
-def _sum(plan: Plan, stage: Stage, shards: _Shards) -> TensorState:
+def _adapted(plan: Plan) -> Recipe | None:
+    return plan.recipe if plan.recipe.has_adapters else None
+
+
+def _sum(plan: Plan, part: _Part, kind: _Kind) -> TensorState:
     """All tensors that train on a rank of the stage."""
-    arch, recipe = plan.architecture, plan.recipe
+    arch, adapted = plan.architecture, _adapted(plan)
+    found: TensorState = looked_up(lambda *numbers: _part_state(arch, adapted, kind, _Part(*numbers)), *part)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _part_state(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> TensorState:
     state = paged = working = 0
-    for moe, layers in ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers)):
-        if layers:
-            adapted = recipe if stage.adapters else None
-            layer = _layer(arch, adapted, moe, shards)
-            state, paged = state + layers * layer.state, paged + layers * layer.paged
-            working = max(working, layer.working)
-    if not stage.adapters:
-        for group, rows, columns in outer_shapes(plan, stage.is_first, stage.is_last):
-            one = _tensor(shards, 1, rows, columns, group)
+    for moe, layers in _layers(part):
+        layer = _layer(arch, adapted, moe, kind, part.tp, part.ep, part.num_shards)
+        state, paged = state + layers * layer.state, paged + layers * layer.paged
+        working = max(working, layer.working)
+    if adapted is None:
+        for group, rows, columns in outer_tensors(arch, part.tp, part.is_first, part.is_last):
+            one = _tensor(kind, part.ep, part.num_shards, (1, rows, columns, group))
             state, paged, working = state + one.state, paged + one.paged, max(working, one.working)
     return TensorState(state, paged, working)
 
 
+def _layers(part: _Part) -> list[tuple[bool, int]]:
+    kinds = ((False, part.num_layers - part.num_moe_layers), (True, part.num_moe_layers))
+    return [(moe, layers) for moe, layers in kinds if layers]
+
+
 @lru_cache(maxsize=4096)
-def _layer(arch: Architecture, adapted: Recipe | None, moe: bool, shards: _Shards) -> TensorState:
+def _layer(
+    arch: Architecture, adapted: Recipe | None, moe: bool, kind: _Kind, tp: int, ep: int, num_shards: int
+) -> TensorState:
     """All trained tensors of one decoder layer: its own, or its adapters."""
-    tensors = [_tensor(shards, *shape) for shape in _layer_shapes(arch, adapted, moe, shards)]
+    tensors = [_tensor(kind, ep, num_shards, shape) for shape in _layer_shapes(arch, adapted, moe, tp, ep)]
     return TensorState(
         sum(tensor.state for tensor in tensors),
         sum(tensor.paged for tensor in tensors),
@@ -142,13 +179,12 @@ def _layer(arch: Architecture, adapted: Recipe | None, moe: bool, shards: _Shard
 
 
 def _layer_shapes(
-    arch: Architecture, adapted: Recipe | None, moe: bool, shards: _Shards
+    arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
 ) -> list[tuple[int, int, int, str]]:
     """(copies, rows, columns, group) of each trained tensor of one decoder layer, in its order."""
     if adapted is None:
         return [
-            (shape.copies, shape.rows, shape.columns, shape.group)
-            for shape in rank_shapes(arch, moe, shards.tp, shards.ep)
+            (shape.copies, shape.rows, shape.columns, shape.group) for shape in rank_shapes(arch, moe, tp, ep)
         ]
     rank, targets = adapted.adapter_rank, adapter_targets(arch, adapted)
     found = []
@@ -158,19 +194,17 @@ def _layer_shapes(
     return found
 
 
-def _adafactor_working(plan: Plan, stage: Stage, shards: _Shards) -> int:
+@lru_cache(maxsize=4096)
+def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, part: _Part) -> int:
     """Its loop still holds the last tensor's update while it makes the next one's (``_adafactor.py``)."""
-    adapted = plan.recipe if stage.adapters else None
-    outer = [] if adapted else outer_shapes(plan, stage.is_first, stage.is_last)
-    sizes = {group: shards.width * rows * columns for group, rows, columns in outer if columns > 1}
+    outer = [] if adapted else outer_tensors(arch, part.tp, part.is_first, part.is_last)
+    sizes = {group: kind.width * rows * columns for group, rows, columns in outer if columns > 1}
     most = 0
-    for moe, layers in ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers)):
-        if not layers:
-            continue
+    for moe, layers in _layers(part):
         # Vectors are a group of their own, after the matrices.
         inner = [
-            _tensor(shards, *shape).working
-            for shape in _layer_shapes(plan.architecture, adapted, moe, shards)
+            _tensor(kind, part.ep, part.num_shards, shape).working
+            for shape in _layer_shapes(arch, adapted, moe, part.tp, part.ep)
             if shape[2] > 1
         ]
         following = inner[1:] + (inner[:1] if layers > 1 else [0])
@@ -179,25 +213,26 @@ def _adafactor_working(plan: Plan, stage: Stage, shards: _Shards) -> int:
     return most
 
 
-def _tensor(shards: _Shards, copies: int, rows: int, columns: int, group: str) -> TensorState:
+def _tensor(kind: _Kind, ep: int, num_shards: int, shape: tuple[int, int, int, str]) -> TensorState:
     """One tensor's optimizer; experts are cut by their first dimension, the experts."""
+    copies, rows, columns, group = shape
     if group == "experts":
-        copies = ceil_div(copies, max(1, shards.num_shards // shards.ep))
+        copies = ceil_div(copies, max(1, num_shards // ep))
     else:
-        rows = ceil_div(rows, shards.num_shards)
-    numel, width = copies * rows * columns, shards.width
-    if shards.optimizer == "matrices":
+        rows = ceil_div(rows, num_shards)
+    numel, width = copies * rows * columns, kind.width
+    if kind.optimizer == "matrices":
         return TensorState(width * numel if columns > 1 else 0)
-    if shards.optimizer in ("sgd", "lion"):
+    if kind.optimizer in ("sgd", "lion"):
         # Weight decay is added out of place (sgd.py); Lion's update is a tensor of its own.
         return TensorState(width * numel, working=width * numel)
     return tensor_state(
-        shards.optimizer,
+        kind.optimizer,
         rows,
         columns,
         width,
         copies=copies,
         hidden=columns > 1 and group not in ("experts", "embedding", "lm_head"),
         embedding=group == "embedding",
-        library=shards.library,
+        library=kind.library,
     )

@@ -196,9 +196,12 @@ def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tup
 
 def vocab_rows(plan: Plan, vocab_multiple: int = 1) -> int:
     """Rows of the embedding or head on one tensor-parallel rank, padding included."""
-    vocab = ceil_div(plan.architecture.vocab_size, vocab_multiple) * vocab_multiple
-    rows: int = ceil_div(vocab, plan.degrees.tp)
+    rows: int = _rows(plan.architecture, plan.degrees.tp, vocab_multiple)
     return rows
+
+
+def _rows(arch: Architecture, tp: Any, vocab_multiple: Any) -> Any:
+    return ceil_div(ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple, tp)
 
 
 def outer_shapes(
@@ -208,8 +211,14 @@ def outer_shapes(
 
     Of arrays of plans those that lack a tensor have no rows of it.
     """
-    arch, rows = plan.architecture, vocab_rows(plan, vocab_multiple)
-    hidden = arch.hidden_size
+    return outer_tensors(plan.architecture, plan.degrees.tp, is_first, is_last, vocab_multiple)
+
+
+def outer_tensors(
+    arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
+) -> list[tuple[str, int, int]]:
+    """The same, of an architecture."""
+    rows, hidden = _rows(arch, tp, vocab_multiple), arch.hidden_size
     found: list[tuple[str, int, int]] = []
     if _any(is_first):
         found.append(("embedding", is_first * rows, hidden))
