@@ -114,6 +114,9 @@ class _Groups(NamedTuple):
     """A layer's reduce-scatter input."""
     head: int
     """The gradient of the head's weight."""
+    embedding: int
+    """With tp the embedding's gradient is made whole, and then cut: DTensor's backward of it knows no cut of
+    the vocabulary (torch, tensor/_ops/_embedding_ops.py)."""
     left_over: int
     """The root's reduce-scatter input of the micro-batch before, held until the next reduction."""
     root_gradient: int
@@ -157,6 +160,9 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
         if adapters
         else layer // width.compute * width.reduce,
         head=0 if stage.adapters else width.compute * stage.head,
+        embedding=(plan.degrees.tp > 1)
+        * stage.is_first
+        * (width.compute * plan.architecture.vocab_size * plan.architecture.hidden_size),
         left_over=root_reduction if plan.num_micro_batches > 1 else 0,
         root_gradient=width.compute * edges,
         root_reduction=root_reduction,
@@ -312,7 +318,9 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
         *(peak for done in places for peak in layer(done)),
         Peak(
             0.97,
-            _held(shape.stream + 2 * held_head, "the embedding's gradient, and a tied head's"),
+            _held(
+                shape.stream + 2 * held_head + groups.embedding, "the embedding's gradient, and a tied head's"
+            ),
             _gathered(root_whole, "root group, its gradients, last layer's reduce-scatter"),
             gradients(stage.num_layers),
         ),
