@@ -2,8 +2,8 @@
 
 ``make lab`` turns two things on. A clean filter of git (``.gitattributes``) stores notebooks without outputs;
 the file on disk keeps them, and so a page that is loaded anew finds its widgets. But git takes a file of
-another size for a changed one, whatever its filter says: it would name the notebook in ``git status`` and refuse
-to pull. So, after each save, a file without a difference is added: that stages nothing and tells git its size.
+another size for a changed one, whatever its filter says: ``git status`` would name it, ``git pull`` refuse.
+So, after each save, a file without a difference is added: that stages nothing and tells git its size.
 """
 
 from __future__ import annotations
