@@ -18,7 +18,7 @@ from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest,
 from shardscope.memory.many import peak_bytes
 from shardscope.plan import Plan
 
-BROADCASTING = ("megatron",)
+BROADCASTING = ("ddp", "fsdp2", "megatron")
 """Frameworks whose formulas take arrays."""
 
 
@@ -54,7 +54,7 @@ def test_a_grid_of_a_large_model(framework: str, name: str) -> None:
     cluster = ss.Cluster.parse("16x8xh100-sxm-80gb")
     base = Plan(ss.models[name], cluster, ss.Recipe(global_batch_size=384), getattr(Layout, framework)())
     several = neighbours(base)
-    assert len({plan.degrees for plan in several}) > 5
+    assert len({plan.degrees for plan in several}) > 5 or framework == "ddp"
     found = peak_bytes(several)
     assert found.dtype == np.int64
     assert found.tolist() == [plan.memory().peak_bytes for plan in several]

@@ -8,8 +8,11 @@ is in the first layers that backward meets, or in its last one, when whole gradi
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from shardscope.memory.arithmetic import smallest
 from shardscope.memory.modules.attention import has_one_key_head, is_eager, scores_per_token
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.precision import FP32
@@ -71,6 +74,12 @@ class Peak(NamedTuple):
     """Logits, while the loss is computed or differentiated."""
     phase: Phase = "backward"
     """``forward`` where a collective of forward holds more than its end does."""
+
+
+def places(deepest: Any) -> list[Any]:
+    """Layers that backward has passed where it may be fullest: none, one, and all that matter."""
+    found = [0, smallest(1, deepest), deepest]
+    return found if isinstance(deepest, np.ndarray) else sorted(set(found))
 
 
 @lru_cache(maxsize=4096)

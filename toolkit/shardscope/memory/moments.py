@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory import overheads
-from shardscope.memory.arithmetic import looked_up, where
+from shardscope.memory.arithmetic import looked_up
 from shardscope.memory.backward import Peak
-from shardscope.memory.report import Component, Moment, Term, no_bytes
+from shardscope.memory.report import Component, Moment, Term, chosen, no_bytes
 from shardscope.memory.step import StageStep
 from shardscope.memory.words import count, gib
 
@@ -42,17 +42,10 @@ def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
     step = StageStep(plan, modules, stage)
     at_end, at_start = step.logits()
     once = state.gradients if state.gradients_stay else _NONE_YET
-    gradients = _chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
+    gradients = chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
     forward = Peak(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
     assert state.find_backward is not None
     return [forward, *state.find_backward(step.backward(at_start))]
-
-
-def _chosen(condition: Any, then: Term, otherwise: Term) -> Term:
-    """One of two terms; of arrays of plans, the bytes of each one's."""
-    return Term(
-        where(condition, then[0], otherwise[0]), then.explain if condition is True else otherwise.explain
-    )
 
 
 class _Resident:

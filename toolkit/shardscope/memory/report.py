@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from shardscope.memory.arithmetic import where
 from shardscope.memory.words import gib
 from shardscope.validation import one_of
 
@@ -234,9 +235,7 @@ def no_bytes(why: str) -> Term:
     return Term(0, lambda: why)
 
 
-def joined(*terms: Term) -> Term:
-    """Several terms of one component as one."""
-    return Term(
-        sum(term.num_bytes for term in terms),
-        lambda: " + ".join(term.explain() for term in terms if term.num_bytes),
-    )
+def chosen(condition: Any, then: Term, otherwise: Term) -> Term:
+    """One of two terms; over arrays of plans, the bytes of each one's."""
+    words = then.explain if condition is True else otherwise.explain
+    return Term(where(condition, then[0], otherwise[0]), words)

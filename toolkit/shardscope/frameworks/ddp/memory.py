@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.memory.arithmetic import largest, where
 from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import widths
 from shardscope.memory.quantization import frozen_base_bytes
-from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
@@ -49,7 +50,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
                 f"{width.original} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
                 "2023, bitsandbytes)"
             )
-        if stage.adapters:
+        if plan.recipe.has_adapters:
             return (
                 f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes · whole "
                 "on every rank (Li et al. 2020); autocast casts the base, so it stays in its own type"
@@ -94,34 +95,36 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, trained: int) -> list[P
     width = widths[plan.recipe.precision]
     # Autocast's backward makes a weight's gradient in half precision, and casts it for the bucket.
     mixed = plan.recipe.precision.endswith("mixed")
-    each = 0 if stage.adapters else width.compute + (width.original if mixed else 0)
+    has_adapters = plan.recipe.has_adapters
+    each = 0 if has_adapters else width.compute + (width.original if mixed else 0)
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
     vocab, hidden = plan.architecture.vocab_size, plan.architecture.hidden_size
     full = shape.layers + shape.edges + shape.cast
-    whole_logits = loss_in_force(plan) == "full" and not stage.adapters
+    whole_logits = loss_in_force(plan) == "full" and not has_adapters
     logits = 0 if not whole_logits else width.compute * vocab * tokens
-    head = max(
-        full + logits + width.compute * stage.head * (not stage.adapters),
+    head = largest(
+        full + logits + width.compute * stage.head * (not has_adapters),
         full - (width.compute * stage.head if mixed else 0) + each * stage.head + shape.stream,
     )
     matrix = each * plan.architecture.intermediate_size * hidden
     experts = plan.architecture.mixture_of_experts
-    layer = max(shape.earlier, shape.inside, shape.stream + matrix)
-    if stage.num_moe_layers and experts is not None and not stage.adapters:
+    layer = largest(shape.earlier, shape.inside, shape.stream + matrix)
+    if experts is not None and not has_adapters:
         # Grouped products are not autocast, so their weights' gradients are the originals' own type.
         gate_up = experts.num_experts * 2 * experts.moe_intermediate_size * hidden * width.original
-        layer = max(shape.earlier, shape.inside, shape.later + gate_up)
+        with_experts = largest(shape.earlier, shape.inside, shape.later + gate_up)
+        layer = where(stage.num_moe_layers > 0, with_experts, layer)
     inside = shape.layers + shape.cast * (not mixed) + layer
     inside += (shape.cast - width.compute * stage.head) * mixed
     # A tied head's gradient waits inside of autograd for the embedding's, and then for their sum.
     tied = 0
-    if plan.architecture.tie_word_embeddings and not stage.adapters:
+    if plan.architecture.tie_word_embeddings and not has_adapters:
         tied = width.original * stage.head
     embedding = shape.stream + (
-        0 if stage.adapters else max(width.original * (stage.edges - stage.head), 3 * tied)
+        0 if has_adapters else largest(width.original * (stage.edges - stage.head), 3 * tied)
     )
     whole = Term(trained, lambda: f"{gib(trained)} GiB, views of the reduction buckets")
-    gradients = _waiting(trained) if plan.num_micro_batches > 1 else whole
+    gradients = chosen(plan.num_micro_batches > 1, _waiting(trained), whole)
     return [
         Peak(0.34, _held(full, "all that forward saved"), _NOTHING_GATHERED, gradients, logits=shape.logits),
         Peak(0.36, _held(head, "that, and the gradient of the head's weight"), _NOTHING_GATHERED, gradients),

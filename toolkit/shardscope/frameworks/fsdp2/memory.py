@@ -10,12 +10,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
-from shardscope.memory.arithmetic import ceil_div
-from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.memory.backward import Backward, Peak, places
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Shapes, Stage, StageShape, layer_shard, outer_shapes, shapes_of, stage_of
+from shardscope.memory.stages import (
+    Shapes,
+    Shard,
+    Stage,
+    StageShape,
+    layer_shard,
+    layers_by_kind,
+    outer_shapes,
+    shapes_of,
+    stage_of,
+)
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import count, gib
 
@@ -42,12 +52,12 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     ranks = degrees.shard * degrees.cp
     optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
-    parameters = width.original * stage.shard + (trained if stage.adapters else 0)
+    parameters = width.original * stage.shard + (trained if recipe.has_adapters else 0)
     # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
     on_host = layout.offload == "cpu" and plan.on_gpu
 
     def parameter_words() -> str:
-        if stage.adapters:
+        if recipe.has_adapters:
             return (
                 f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes / "
                 f"{ranks} ranks, each tensor's rows rounded up (fully_shard keeps the sharded originals)"
@@ -84,12 +94,12 @@ def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
     width = widths[plan.recipe.precision].original
     if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
         shapes = outer_shapes(plan, stage.is_first, stage.is_last)
-        whole = width * max((rows * columns for _, rows, columns in shapes), default=0)
+        whole = width * largest(0, *(rows * columns for _, rows, columns in shapes))
         return Term(
             shards + whole,
             lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole tensor, built on meta",
         )
-    group = width * max(stage.largest_layer, stage.edges)
+    group = width * largest(stage.largest_layer, stage.edges)
     return Term(
         shards + group, lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still whole"
     )
@@ -129,60 +139,69 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
     layout: Any = plan.layout
     width = widths[plan.recipe.precision]
     ranks = plan.degrees.shard * plan.degrees.cp
-    layers = max(1, stage.num_layers)
+    has_adapters, layers = plan.recipe.has_adapters, largest(1, stage.num_layers)
     # Every tensor is cut into rows for each rank, the last ones padded: eight experts on 32 ranks become 32.
     edge_shard = sum(
         ceil_div(rows, ranks) * columns
         for _, rows, columns in outer_shapes(plan, stage.is_first, stage.is_last)
     )
-    adapters = stage.adapters // layers
-    adapters_whole = ranks * stage.trainable_shard if stage.adapters else 0
-    largest = _largest_shard(plan, stage, ranks)
-    layer = width.compute * (ranks * largest + adapters_whole // layers)
+    adapters_whole = ranks * stage.trainable_shard if has_adapters else 0
+    largest_shard = _largest_shard(plan, stage, ranks)
+    layer = width.compute * (ranks * largest_shard + adapters_whole // layers)
     all_layers = width.compute * (ranks * (stage.shard - edge_shard) + adapters_whole)
     reshard = layout.reshard_after_forward
     kept = 0
     if reshard is False:
         kept = all_layers
-    elif reshard is not True and reshard != ranks:
-        kept = all_layers // reshard
-    trained = adapters or stage.largest_layer
-    edges = 0 if stage.adapters else stage.edges
-    root_reduction = 0 if stage.adapters else width.reduce * ranks * edge_shard
+    elif reshard is not True:
+        kept = where(reshard == ranks, 0, all_layers // reshard)
+    trained = stage.adapters // layers if has_adapters else stage.largest_layer
+    edges = 0 if has_adapters else stage.edges
+    root_reduction = 0 if has_adapters else width.reduce * ranks * edge_shard
     return _Groups(
         layer=layer,
         root=width.compute * ranks * edge_shard,
-        staging=layer if ranks > 1 else 0,
+        staging=(ranks > 1) * layer,
         dense=width.compute * ranks * _dense_shard(plan, stage, ranks),
         kept=kept,
         gradient=width.compute * trained,
         reduction=width.reduce * (adapters_whole // layers)
-        if adapters
+        if has_adapters
         else layer // width.compute * width.reduce,
-        head=0 if stage.adapters else width.compute * stage.head,
+        head=0 if has_adapters else width.compute * stage.head,
         embedding=(plan.degrees.tp > 1)
         * stage.is_first
         * (width.compute * plan.architecture.vocab_size * plan.architecture.hidden_size),
-        left_over=root_reduction if plan.num_micro_batches > 1 else 0,
+        left_over=(plan.num_micro_batches > 1) * root_reduction,
         root_gradient=width.compute * edges,
         root_reduction=root_reduction,
-        shard=width.original * (ceil_div(adapters_whole, layers * ranks) if adapters else largest),
+        shard=width.original * (ceil_div(adapters_whole, layers * ranks) if has_adapters else largest_shard),
     )
 
 
-def _largest_shard(plan: Plan, stage: Stage, ranks: int) -> int:
+def _largest_shard(plan: Plan, stage: Stage, ranks: int) -> Any:
     """Weights that one rank keeps of the largest decoder layer, padding included."""
-    arch, degrees = plan.architecture, plan.degrees
-    kinds = ((False, stage.num_layers - stage.num_moe_layers), (True, stage.num_moe_layers))
-    shards = (layer_shard(arch, moe, degrees.tp, degrees.ep, ranks) for moe, layers in kinds if layers)
-    return max(shard.dense_padded + shard.experts_padded for shard in shards)
+    found: Any = 0
+    for moe, layers in layers_by_kind(plan.architecture, stage):
+        shard = _layer_shard(plan, moe, ranks)
+        found = largest(found, (layers > 0) * (shard.dense_padded + shard.experts_padded))
+    return found
 
 
-def _dense_shard(plan: Plan, stage: Stage, ranks: int) -> int:
+def _dense_shard(plan: Plan, stage: Stage, ranks: int) -> Any:
     """The same of a layer without experts, of which a model with experts may have a few first; or 0."""
-    if not 0 < stage.num_moe_layers < stage.num_layers:
+    if len(layers_by_kind(plan.architecture, stage)) == 1:
         return 0
-    return layer_shard(plan.architecture, False, plan.degrees.tp, plan.degrees.ep, ranks).dense_padded
+    has_both = (stage.num_moe_layers > 0) & (stage.num_moe_layers < stage.num_layers)
+    return has_both * _layer_shard(plan, False, ranks).dense_padded
+
+
+def _layer_shard(plan: Plan, moe: bool, ranks: int) -> Shard:
+    arch, degrees = plan.architecture, plan.degrees
+    found: Shard = looked_up(
+        lambda tp, ep, ranks: layer_shard(arch, moe, tp, ep, ranks), degrees.tp, degrees.ep, ranks
+    )
+    return found
 
 
 def _gathered_forward(layout: Fsdp2Layout, groups: _Groups) -> Term:
@@ -219,36 +238,36 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
     root = groups.root + (0 if tied else groups.head)
 
     def gradients(done: int) -> Term:
-        held = trained if plan.num_micro_batches > 1 else min(trained, done * groups.shard)
+        held = where(plan.num_micro_batches > 1, trained, smallest(trained, done * groups.shard))
         return Term(held, lambda: f"{gib(held)} GiB shards of {count(done, 'layer')} reduced so far")
 
     def layer(done: int) -> list[Peak]:
         """In the layer after ``done`` others, and right after it, with its gradients whole."""
         left = stage.num_layers - done
         # Dense layers of a model with experts save less than those: what is left is never less than nothing.
-        activations = max(shape.saved, shape.layers - done * shape.saved)
+        activations = largest(shape.saved, shape.layers - done * shape.saved)
         # Layers without experts come first, and so last in backward.
-        smaller = groups.dense and done + 1 >= stage.num_moe_layers
-        coming = min(prefetched, groups.dense) if smaller else prefetched
+        smaller = (groups.dense > 0) & (done + 1 >= stage.num_moe_layers)
+        coming = where(smaller, smallest(prefetched, groups.dense), prefetched)
         others = root + groups.kept * (left - 1) // stage.num_layers + coming * (left > 1)
-        before = groups.reduction if done else groups.left_over
+        before = where(done > 0, groups.reduction, groups.left_over)
         base = others + groups.layer + before
         # Whole gradients beside parameters; then beside their reduce-scatter input; then that and its output.
         reducing, reduced = others + groups.reduction + groups.gradient, others + groups.reduction
-        after = max(
+        after = (
             (base + groups.gradient, "root group, layers in use, one layer's gradients"),
             (reducing, "root group, one layer's gradients and their reduce-scatter input"),
             (reduced, "root group, one layer's reduce-scatter input"),
-            key=lambda held: held[0] + groups.shard * (held[0] == reduced),
         )
+        held, num_reduced = _fullest_after(after[0][0], reducing, reduced, groups.shard)
+        held_words = next((words for num_bytes, words in after if num_bytes is held), "")
         fraction = 0.36 + 0.6 * done / stage.num_layers
         # A third of a layer's gradients are there inside its feed-forward; where experts are large, none yet
         # while their rows are weighted, or all of them.
-        part, inside = max(
+        part, inside = _larger_sum(
             (groups.gradient // 3, shape.inside),
             (0, shape.earlier),
-            (groups.gradient if shape.later != shape.inside else 0, shape.later),
-            key=sum,
+            ((shape.later != shape.inside) * groups.gradient, shape.later),
         )
         arriving = root + groups.kept * (left - 1) // stage.num_layers + groups.layer + before
         return [
@@ -267,23 +286,22 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             Peak(
                 fraction + 0.01,
                 _held(activations - shape.saved + 2 * shape.stream + held_head, "saved by the layers left"),
-                _gathered(*after),
-                gradients(done + (after[0] == reduced)),
+                _gathered(held, held_words),
+                gradients(done + num_reduced),
             ),
         ]
 
-    last = groups.reduction * groups.dense // groups.layer if groups.dense else groups.reduction
+    last = where(groups.dense > 0, groups.reduction * groups.dense // groups.layer, groups.reduction)
     root_whole = groups.root + groups.root_gradient + last
-    deepest = (stage.num_moe_layers if groups.dense else stage.num_layers) - 1
-    places = sorted({0, min(1, deepest), deepest})
+    deepest = where(groups.dense > 0, stage.num_moe_layers, stage.num_layers) - 1
     none = gradients(0)
     last_layer = shape.layers - shape.saved
     # The all-gather output before is let go only after the next one is copied out (wait_for_unshard).
-    before_it = groups.staging if stage.num_layers > 1 else groups.root * (groups.staging > 0)
+    before_it = where(stage.num_layers > 1, groups.staging, groups.root * (groups.staging > 0))
     return [
         Peak(
             0.32,
-            _held(max(0, last_layer), "saved by all layers but the last"),
+            _held(largest(0, last_layer), "saved by all layers but the last"),
             _gathered(
                 groups.root
                 + groups.kept * (stage.num_layers - 1) // stage.num_layers
@@ -315,7 +333,7 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             ),
             none,
         ),
-        *(peak for done in places for peak in layer(done)),
+        *(peak for done in places(deepest) for peak in layer(done)),
         Peak(
             0.97,
             _held(
@@ -339,6 +357,21 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
             Term(trained, lambda: f"{gib(trained)} GiB all shards"),
         ),
     ]
+
+
+def _fullest_after(whole: Any, reducing: Any, reduced: Any, shard: int) -> tuple[Any, Any]:
+    """The most that is staged right after a layer, and whether its own gradients are shards by then."""
+    own = [num_bytes + shard * (num_bytes == reduced) for num_bytes in (whole, reducing, reduced)]
+    held = where(own[1] > own[0], reducing, whole)
+    held = where(own[2] > largest(own[0], own[1]), reduced, held)
+    return held, held == reduced
+
+
+def _larger_sum(*pairs: tuple[Any, Any]) -> tuple[Any, Any]:
+    found = pairs[0]
+    for pair in pairs[1:]:
+        found = where(sum(pair) > sum(found), pair, found)
+    return found
 
 
 def _held(num_bytes: int, words: str) -> Term:
