@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from tests.accuracy.contradicted import check_not_contradicted
 from tests.accuracy.layouts import Framework, framework, layout
 from tests.accuracy.machines import cluster
 from tests.accuracy.models import architecture
@@ -43,6 +44,7 @@ def mapped(row: Row) -> Mapped:
 
 
 def _mapped(row: Row) -> Mapped:
+    check_not_contradicted(row)
     kind = framework(row)
     arch, about_model = architecture(row)
     machines = cluster(row)

@@ -12,10 +12,21 @@ from typing import Literal
 from tests.accuracy.rows import Row, text
 
 from shardscope import Plan, Recipe
+from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.precision import FP32, widths
+from shardscope.memory.quantization import layer_linears
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
 
-OwnCode = Literal["unsloth_loss", "fsdp1_hooks"]
+OwnCode = Literal[
+    "unsloth_loss",
+    "fsdp1_hooks",
+    "fsdp1_nf4",
+    "bf16_optimizer",
+    "torchtitan_policy",
+    "bridge_recipe",
+]
+_LATE = 0.9
+"""Moments of backward past this place in the step are those of the stage's first layers."""
 _Change = Callable[[Plan, tuple[Moment, ...]], tuple[Moment, ...]]
 
 
@@ -27,20 +38,44 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
         found.append("unsloth_loss")
     if framework == "FSDP1" and recipe.has_adapters and recipe.recompute == "full":
         found.append("fsdp1_hooks")
+    if framework == "FSDP1" and is_four_bit(row):
+        found.append("fsdp1_nf4")
+    if framework == "Megatron-DeepSpeed" and recipe.precision == "bf16-mixed":
+        found.append("bf16_optimizer")
+    if is_torchtitan(row) and "selective" in text(row, "activation_checkpointing"):
+        found.append("torchtitan_policy")
+    if "EP overlap" in str(row.get("table")) and "Megatron-Bridge" in str(row.get("source_url")):
+        found.append("bridge_recipe")
     return tuple(found)
 
 
+def is_four_bit(row: Row) -> bool:
+    """Whether a frozen base is in 4 bits."""
+    said = text(row, "qlora")
+    return said not in ("", "false", "none") and not ("8" in said and "4" not in said)
+
+
+def is_torchtitan(row: Row) -> bool:
+    """Whether torchtitan's own model and checkpoint policy ran."""
+    return "pytorch/torchtitan" in str(row.get("source_url"))
+
+
 def changed(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> MemoryReport:
-    """The report with the source's own code in it. A plan without pipeline stages only."""
+    """The report with the source's own code in it."""
     if not own:
         return report
-    moments = report.worst_stage.moments
+    stages = tuple(_changed(plan, stage, own) for stage in report.by_stage)
+    worst = max(stages, key=lambda stage: stage.peak_bytes)
+    grown = worst.peak_bytes - report.peak_bytes
+    low, high = report.low_bytes + grown, report.high_bytes + grown
+    return replace(report, find_stages=lambda: stages, worst_stage=worst, find_band=lambda: (low, high))
+
+
+def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageMemory:
+    moments = stage.moments
     for name in own:
         moments = _CHANGES[name](plan, moments)
-    stage: StageMemory = replace(report.worst_stage, find_moments=lambda: moments)
-    grown = stage.peak_bytes - report.peak_bytes
-    low, high = report.low_bytes + grown, report.high_bytes + grown
-    return replace(report, find_stages=lambda: (stage,), worst_stage=stage, find_band=lambda: (low, high))
+    return replace(stage, find_moments=lambda: moments)
 
 
 def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -51,10 +86,8 @@ def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]
     backward then copies that into one of all positions.
     """
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
-    logits = 2 * FP32 * plan.architecture.vocab_size * tokens
-    return tuple(
-        _with(moment, {"logits": logits}) if moment.components["logits"] else moment for moment in moments
-    )
+    logits: dict[Component, int] = {"logits": 2 * FP32 * plan.architecture.vocab_size * tokens}
+    return tuple(_with(moment, logits) if moment.components["logits"] else moment for moment in moments)
 
 
 def _fsdp1_hooks(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -69,10 +102,89 @@ def _fsdp1_hooks(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     arch, recipe = plan.architecture, plan.recipe
     tokens = recipe.micro_batch_size * recipe.seq_len
     kept = 2 * (arch.num_hidden_layers - 2) * tokens * arch.hidden_size * widths[recipe.precision].compute
-    last = [moment for moment in moments if moment.phase == "backward" and moment.fraction > 0.9]
+    last = [moment for moment in moments if moment.phase == "backward" and moment.fraction > _LATE]
     fullest = max(last, key=lambda moment: moment.components["activations"])
-    more = {"activations": fullest.components["activations"] + kept}
+    more: dict[Component, int] = {"activations": fullest.components["activations"] + kept}
     return tuple(_with(moment, more) if moment is fullest else moment for moment in moments)
+
+
+def _fsdp1_nf4(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """A base in 4 bits, sharded by FSDP1 as numbers of the compute type (bitsandbytes' ``quant_storage``).
+
+    The plan has it in the compute type: the layers' Linears shrink wherever they are, sharded or gathered.
+    Scales are no parameters, so every rank keeps all of them; products restore one matrix at a time; and
+    FMS-acceleration leaves the adapters whole (fms_acceleration_foak/utils.py,
+    ``lora_adapters_switch_ddp_from_fsdp``), which weighs little and is left out.
+    """
+    arch, c = plan.architecture, widths[plan.recipe.precision].compute
+    numel, quantised, largest = layer_linears(arch, False, True)
+    layers, ranks = arch.num_hidden_layers, plan.degrees.shard
+    packed = numel // 2
+    smaller = layers * (numel * c - packed) // ranks - layers * (quantised - packed)
+    found = []
+    for moment in moments:
+        gathered = moment.components["gather_buffers"]
+        # The root group has the embedding and the head; what is beyond it are whole layers.
+        root = 2 * arch.vocab_size * arch.hidden_size * c
+        num_layers = max(0, round((gathered - root) / (numel * c)))
+        restored = largest * c if num_layers else 0
+        found.append(
+            _with(
+                moment,
+                {
+                    "parameters": moment.components["parameters"] - smaller,
+                    "gather_buffers": gathered - num_layers * (numel * c - packed) + restored,
+                },
+            )
+        )
+    return tuple(found)
+
+
+def _bf16_optimizer(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """DeepSpeed's BF16_Optimizer under its pipeline: whole fp32 gradients, and the half-precision ones too.
+
+    deepspeed/runtime/bf16_optimizer.py (``fp32_groups_gradients_flat``), and pipe/engine.py, which adds each
+    micro-batch's with ``clear_lp_grads=False``: 2 + 4 bytes where Megatron-core's own buffer has 4.
+    """
+    return tuple(_scaled(moment, "gradients", 3, 2) for moment in moments)
+
+
+def _torchtitan_policy(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """torchtitan's selective checkpoint per operation: attention's output and every second matrix product.
+
+    parallelize_llama.py (``_save_list``, ``_get_custom_policy``): of a layer's seven products those of the
+    query, the value, the gate and the MLP's output, with what fused attention returns; the rest is played
+    again from the layer's input, as if all of it were (which the plan says).
+    """
+    arch, recipe = plan.architecture, plan.recipe
+    width, c = attention_widths(arch), widths[recipe.precision].compute
+    products = width.query + width.value + arch.intermediate_size + arch.hidden_size
+    each = (products + width.output) * c + FP32 * arch.num_attention_heads
+    kept = each * (arch.num_hidden_layers - 1) * recipe.micro_batch_size * recipe.seq_len
+    return tuple(
+        _with(moment, {"activations": moment.components["activations"] + kept})
+        if moment.phase == "forward" or (moment.phase == "backward" and moment.fraction < _LATE)
+        else moment
+        for moment in moments
+    )
+
+
+def _bridge_recipe(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Megatron-Bridge's benchmark recipe: gradients in bf16, and Transformer Engine's cross entropy.
+
+    perf_recipes/_common.py, ``_benchmark_common``: ``grad_reduce_in_fp32 = False``, and
+    ``cross_entropy_fusion_impl = "te"``, which writes the gradient over the half-precision logits.
+    """
+    changed_moments = []
+    for moment in moments:
+        smaller = _scaled(moment, "gradients", 1, 2)
+        # Logits and their fp32 softmax, 6 bytes, in the plan; 2 here.
+        changed_moments.append(_scaled(smaller, "logits", 1, 3))
+    return tuple(changed_moments)
+
+
+def _scaled(moment: Moment, name: Component, times: int, over: int) -> Moment:
+    return _with(moment, {name: moment.components[name] * times // over})
 
 
 def _with(moment: Moment, more: Mapping[Component, int]) -> Moment:
@@ -81,4 +193,11 @@ def _with(moment: Moment, more: Mapping[Component, int]) -> Moment:
     return Moment.of(moment.phase, moment.fraction, terms)
 
 
-_CHANGES: dict[OwnCode, _Change] = {"unsloth_loss": _unsloth_loss, "fsdp1_hooks": _fsdp1_hooks}
+_CHANGES: dict[OwnCode, _Change] = {
+    "unsloth_loss": _unsloth_loss,
+    "fsdp1_hooks": _fsdp1_hooks,
+    "fsdp1_nf4": _fsdp1_nf4,
+    "bf16_optimizer": _bf16_optimizer,
+    "torchtitan_policy": _torchtitan_policy,
+    "bridge_recipe": _bridge_recipe,
+}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.accuracy.layouts import Framework
+from tests.accuracy.own_code import is_four_bit, is_torchtitan
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
 
@@ -24,7 +25,7 @@ _SCRIPTS: dict[str, dict[str, Any]] = {
     },
     # The file itself has lora_dropout 0.0, whatever scenarios.yaml says today.
     "refs/a100_80gb.csv": {"optimizer": "adamw_foreach"},
-    # scripts/benchmarks/scenarios-liger.yaml: lora_dropout: 0.1. The Trainer's optimizer was then adamw_torch,
+    # scripts/benchmarks/scenarios-liger.yaml: lora_dropout: 0.1. The Trainer's optimizer then: adamw_torch,
     # which does not fuse.
     "foundation-model-stack/fms-acceleration": {"lora_dropout": 0.1, "optimizer": "adamw_foreach"},
     # examples/pretrain_zero_bubble.sh: --fp16, Megatron's own dropout of 0.1, one layer a chunk. Attention is
@@ -44,7 +45,7 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
     if seq_len is None:
         raise UnmappedError("sequence length not stated")
     micro, batch = _batches(row, data_parallel)
-    adapters = _adapters(row, scripts)
+    adapters = _adapters(row, kind, scripts)
     fields: dict[str, Any] = {
         "seq_len": seq_len,
         "micro_batch_size": micro,
@@ -60,7 +61,7 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
     if "foak" in text(row, "table") and "liger" in text(row, "table"):
         # FMS-acceleration takes Liger's loss only; norms and rotations are kernels of its own.
         fields["loss"] = "fused"
-    if fields.get("method") == "qlora" and re.search(r"mixtral|moe|a3b", text(row, "model")):
+    if is_four_bit(row) and re.search(r"mixtral|moe|a3b", text(row, "model")):
         # transformers 4 had a Linear for each expert, which bitsandbytes quantises; 5 has bare parameters.
         raise UnmappedError("experts in 4 bits, which transformers' modules no longer allow")
     if "gptq" in text(row, "qlora"):
@@ -84,16 +85,16 @@ def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
     return micro, batch
 
 
-def _adapters(row: Row, scripts: Mapping[str, Any]) -> dict[str, Any]:
+def _adapters(row: Row, kind: Framework, scripts: Mapping[str, Any]) -> dict[str, Any]:
     lora, quantised = row.get("lora"), text(row, "qlora")
     if not lora and quantised in ("", "false", "none"):
         return {}
     lora = lora if isinstance(lora, Mapping) else {}
-    kind = str(lora.get("type") or "LORA").upper()
-    if "FULL" in kind:
+    adapter = str(lora.get("type") or "LORA").upper()
+    if "FULL" in adapter:
         return {}
-    if kind not in ("LORA", "QLORA"):
-        raise UnmappedError(f"adapters of another kind: {kind}")
+    if adapter not in ("LORA", "QLORA"):
+        raise UnmappedError(f"adapters of another kind: {adapter}")
     if lora.get("emb_trainable"):
         raise UnmappedError("embeddings trained beside adapters")
     said = str(lora.get("kind") or "")
@@ -105,12 +106,12 @@ def _adapters(row: Row, scripts: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"method": "lora", "lora_rank": rank, "lora_targets": _target_names(targets)}
     if scripts.get("lora_dropout"):
         fields["lora_dropout"] = scripts["lora_dropout"]
-    if quantised not in ("", "false", "none"):
-        if "8" in quantised and "4" not in quantised:
-            fields["quantization"] = "int8"
-        else:
-            # GPTQ keeps 4 bits and group scales, NF4 with double quantisation 4.13.
-            fields["method"] = "qlora"
+    if is_four_bit(row):
+        # GPTQ keeps 4 bits and group scales, NF4 with double quantisation 4.13. FSDP2 refuses what FSDP1
+        # sharded as packed numbers: own_code has that.
+        fields["method"] = "lora" if kind.name == "FSDP1" else "qlora"
+    elif quantised not in ("", "false", "none"):
+        fields["quantization"] = "int8"
     return fields
 
 
@@ -139,6 +140,9 @@ def _precision(row: Row, kind: Framework, adapters: bool) -> str:
         return "fp16-mixed" if re.search(r"fp16|float16", said) else "bf16-mixed"
     # Under adapters the frozen base is in half precision, and so is a model on one GPU that is loaded so;
     # FSDP keeps what it trains in fp32 (Accelerate's own upcast), unless the row says otherwise.
+    if text(row, "table") == "baseline-peft-bnb" and kind.family == "ddp":
+        # peft's prepare_model_for_kbit_training leaves norms, embeddings and head in fp32, under autocast.
+        return "bf16-mixed"
     pure = re.search(r"true|pure", said) and "amp" not in said and "mixed" not in said
     if pure or adapters or (kind.family == "ddp" and "amp" not in said and "mixed" not in said):
         return "bf16"
@@ -203,6 +207,9 @@ def _recompute(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: l
             and set(re.split(r"[+,\s]+", what)) - {"core_attn", "core", "attention"}
         ):
             raise UnmappedError("selective recomputation of other parts than attention")
+        if is_torchtitan(row):
+            # Each operation by its own policy: what that keeps beside a layer's input is in own_code.
+            return {"recompute": "full"}
         if "layer" in said and kind.family == "fsdp2":
             return {"recompute": "full", "recompute_interval": 2}
         return {"recompute": "selective"}

@@ -45,7 +45,7 @@ def make(framework: str, count: int, *, wide: bool = False) -> None:
     sampled = (wide_sampling.plans if wide else plans)(framework, seed, count)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done = {json.loads(line)["name"] for line in lines}
-    module: Any = import_module(f"shardscope.frameworks.{framework}.rehearse")
+    module: Any = import_module(f"shardscope.frameworks.{framework.partition('-')[0]}.rehearse")
     versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
     for index, plan in enumerate(sampled):
         if str(index) in done:

@@ -124,6 +124,16 @@ def fsdp2(draw: Random, world_size: int) -> Layout:
     return Layout.fsdp2(replicate=replicate, reshard_after_forward=reshard)
 
 
+def fsdp2_tp(draw: Random, world_size: int) -> Layout:
+    """FSDP2 over tensor-parallel ranks, of which :func:`fsdp2` draws none."""
+    replicate = draw.choice([degree for degree in (1, 1, 1, 2) if world_size % degree == 0])
+    return Layout.fsdp2(
+        tp=draw.choice((2, 2, 4, 8)),
+        replicate=replicate,
+        reshard_after_forward=draw.choice((True, True, False)),
+    )
+
+
 def deepspeed(draw: Random, world_size: int) -> Layout:
     """ZeRO stages, and buckets smaller than a model and larger."""
     return Layout.zero(
@@ -152,10 +162,12 @@ def megatron(draw: Random, world_size: int) -> Layout:
 LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
+    "fsdp2-tp": fsdp2_tp,
     "deepspeed": deepspeed,
     "megatron": megatron,
 }
-"""How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here."""
+"""How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here, and behind a
+hyphen a part of its space that has a sample of its own."""
 
 
 def plans(framework: str, seed: int, count: int) -> list[Plan]:
