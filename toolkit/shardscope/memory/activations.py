@@ -117,8 +117,28 @@ def layer_activations(
         mlp=on_rank(saved, "mlp", "experts"),
         saved=kept,
         offloaded=everything if kept == 0 else 0,
-        recomputed=max(0, everything - kept),
+        recomputed=max(0, everything + _kept_apart(architecture, moe, modules, recompute, stream) - kept),
     )
+
+
+def _kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, stream: int) -> int:
+    """Of what recomputation keeps, bytes that a layer computed again does not save itself.
+
+    The layer's input, where its first norm saves a copy in fp32 instead; and the last product, which is not
+    asked for again: recomputation ends when autograd has all that it saves (torch.utils.checkpoint's early
+    stop), unless a norm behind it saves it.
+    """
+    if recompute not in ("full", "selective"):
+        return 0
+    casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
+    if arch.model_type == "olmo2":  # whose projections read the input without a norm
+        casts = modules.autocast
+    apart = stream if casts else 0
+    experts = arch.mixture_of_experts
+    ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
+    if recompute == "selective" and ends_dense and arch.norms_per_layer <= 2 and arch.model_type != "olmo2":
+        apart += arch.hidden_size * modules.compute
+    return apart
 
 
 def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:
