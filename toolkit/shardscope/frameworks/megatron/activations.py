@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
-from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
+from shardscope.frameworks.megatron.layer import Cuts, Layer, layer, takes_plain_softmax
 from shardscope.frameworks.megatron.schedule import in_flight
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
-from shardscope.memory.logits import logits_per_token
+from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.modules.megatron import norm_statistics
-from shardscope.memory.precision import FP32
+from shardscope.memory.precision import FP32, HALF
 from shardscope.memory.report import Term
 from shardscope.memory.stages import layers_by_kind
 from shardscope.memory.words import count, gib, kib
@@ -54,7 +54,9 @@ class _Stage:
         layout: Any = plan.layout
         recipe, tp = plan.recipe, plan.degrees.tp
         sequence = where(layout.splits_sequence, tp, 1)
-        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep)
+        rows = recipe.micro_batch_size * (self.arch.num_attention_heads // tp)
+        plain = takes_plain_softmax(modules, rows)
+        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain)
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.in_flight = in_flight(plan, stage.number)
@@ -88,7 +90,7 @@ class _Stage:
         newest = self.tokens * self._saved(self.in_flight.last_dense, self.in_flight.last_moe)
         last = waiting + angles + travelling + self.stream - newest
         # In fp32 the logits' gradient is not cast, and so still there when that of the head's input comes.
-        uncast = self.stream if self.modules.compute == FP32 else 0
+        uncast = self.stream if self.modules.compute == FP32 and not self._casts_loss() else 0
         again = " and recomputed" if self.plan.recipe.recompute == "full" else ""
         return StageActivations(
             forward=Term(where(is_ending, ending, forward), words),
@@ -161,10 +163,17 @@ class _Stage:
             ending = where(layers > 0, each.ending, ending)
         return self.tokens * ending
 
+    def _casts_loss(self) -> bool:
+        """The fused loss of an fp32 model makes its gradient in bf16, which autograd casts back
+        (megatron/core/fusions/fused_cross_entropy.py)."""
+        return self.plan.recipe.loss == "fused" and self.modules.compute == FP32
+
     def _logits(self) -> tuple[Term, Term]:
         is_last, tokens = self.stage.is_last, self.tokens
         rows = padded_vocab_size(self.arch.vocab_size, self.degrees.tp) // self.degrees.tp
         each = logits_per_token(rows, "megatron", self.modules.compute)
+        if self._casts_loss():
+            each = Logits(each.forward, rows * (2 * FP32 + HALF))
 
         def words(num_bytes: int) -> str:
             if not is_last:

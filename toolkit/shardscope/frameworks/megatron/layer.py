@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.arithmetic import ceil_div
-from shardscope.memory.modules.megatron import branches, core_attention, megatron_layer, megatron_selective
+from shardscope.memory.modules.megatron import (
+    attention_scores,
+    branches,
+    megatron_layer,
+    megatron_selective,
+)
+from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -21,6 +27,8 @@ class Cuts(NamedTuple):
     """tp with sequence parallelism, else 1."""
     expert_tp: int
     ep: int
+    plain_softmax: bool = False
+    """Eager attention's softmax is torch's own, in fp32 (:func:`takes_plain_softmax`)."""
 
 
 class Layer(NamedTuple):
@@ -46,7 +54,11 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
         # What the MLP returns, and its sum with the residual stream.
         working, ending = _dense_working(arch, modules, cuts, stream), 2 * stream
     if modules.attention == "eager":
-        scores = _on_rank(core_attention(arch, modules), arch, cuts)
+        # torch's softmax keeps what it puts out in fp32, beside the cast that the product keeps.
+        copy = arch.num_attention_heads * modules.seq_len * FP32 * cuts.plain_softmax
+        copied = ceil_div(copy, cuts.tp)
+        everything += copied
+        scores = _on_rank([attention_scores(arch, modules)], arch, cuts) + copied
         working = max(working, scores + stream)
     if recompute == "full":
         # The layer is played again; its input is what was kept, its output is new.
@@ -56,6 +68,20 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
         kept = _on_rank(megatron_selective(arch, moe, modules), arch, cuts)
         return Layer(kept, max(working, everything - kept), ending)
     return Layer(everything, working, ending)
+
+
+def takes_plain_softmax(modules: Modules, rows: Any) -> Any:
+    """Whether the fused softmax refuses ``rows`` (micro-batch x heads of a rank) of attention's scores.
+
+    megatron/core/fusions/fused_softmax.py, ``FusedScaleMaskSoftmax.is_kernel_available``.
+    """
+    length = modules.seq_len
+    if modules.attention != "eager" or modules.compute == FP32:
+        # In fp32 either one keeps the same.
+        return False
+    if not 16 < length <= 4096 or length % 4:
+        return True
+    return rows % 4 > 0
 
 
 def _on_rank(tensors: list[Saved], arch: Architecture, cuts: Cuts) -> int:

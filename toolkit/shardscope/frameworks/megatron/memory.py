@@ -100,8 +100,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     def staging_words() -> str:
         return (
             f"{gib(staging)} GiB: one half-precision gradient of each shape of matrix, which autograd is "
-            "shown while kernels add to the main gradients (Transformer Engine, get_dummy_wgrad), and the "
-            "sequence gathered over tp"
+            "shown while kernels add to the main gradients (Transformer Engine, get_dummy_wgrad), the "
+            "sequence gathered over tp, and eager attention's own buffer"
         )
 
     gathered = Term(staging, staging_words)
@@ -180,20 +180,28 @@ def _staging(plan: Plan, stage: Stage) -> Any:
     """Numbers in the dummy gradients of a rank, and in the gathered sequence."""
     arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
     dummies = looked_up(
-        lambda tp, expert_tp, dense, moe: _dummy_gradients(arch, tp, expert_tp, dense, moe),
+        lambda *numbers: _dummy_gradients(arch, *numbers),
         degrees.tp,
         layout.expert_tp,  # type: ignore[attr-defined]
         stage.num_layers > stage.num_moe_layers,
         stage.num_moe_layers > 0,
+        stage.is_last,
     )
     tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
-    return dummies + stage.is_last * _embedding(plan) + layout.splits_sequence * tokens * arch.hidden_size
+    scores = 0
+    if recipe.attention == "eager":
+        # Queries times keys are added to a buffer that is never freed (dot_product_attention.py, "mpu").
+        length = ceil_div(recipe.seq_len, degrees.cp)
+        scores = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp) * length * length
+    return dummies + layout.splits_sequence * tokens * arch.hidden_size + scores
 
 
 @lru_cache(maxsize=4096)
-def _dummy_gradients(arch: Architecture, tp: int, expert_tp: int, dense: bool, moe: bool) -> int:
-    """Numbers in one matrix of each shape in a rank's layers, of one kind or both."""
+def _dummy_gradients(arch: Architecture, tp: int, expert_tp: int, dense: bool, moe: bool, head: bool) -> int:
+    """Numbers in one matrix of each shape on a rank: of layers of either kind, and of the head."""
     shapes: set[tuple[int, int]] = set()
+    if head:
+        shapes.add((padded_vocab_size(arch.vocab_size, tp) // tp, arch.hidden_size))
     for is_moe, is_there in ((False, dense), (True, moe)):
         if is_there:
             shapes |= _matrices(arch, is_moe, tp, expert_tp)

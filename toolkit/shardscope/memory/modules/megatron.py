@@ -57,12 +57,23 @@ def megatron_selective(arch: Architecture, moe: bool, modules: Modules) -> list[
 
 def core_attention(arch: Architecture, modules: Modules) -> list[Saved]:
     """What the attention kernel keeps beside its operands and its output."""
-    heads = arch.num_attention_heads
     if modules.attention != "eager":
-        return [Saved("attention", FP32 * heads, "tp")]
-    # The softmax; with dropout its mask of one byte and the product of both (Korthikanti et al., eq. 1).
+        return [Saved("attention", FP32 * arch.num_attention_heads, "tp")]
+    found = [attention_scores(arch, modules)]
+    width = widths(arch)
+    if arch.latent_attention is None and width.key < width.query:
+        # Keys and values are repeated to all heads (dot_product_attention.py, repeat_interleave).
+        found.append(Saved("attention", 2 * (width.query - width.key) * modules.compute, "tp"))
+    return found
+
+
+def attention_scores(arch: Architecture, modules: Modules) -> Saved:
+    """Eager attention's softmax; with dropout its mask of one byte and the product of both.
+
+    Korthikanti et al. 2022, eq. 1.
+    """
     each = modules.compute + (1 + modules.compute if modules.dropout else 0)
-    return [Saved("attention", heads * modules.seq_len * each, "tp")]
+    return Saved("attention", arch.num_attention_heads * modules.seq_len * each, "tp")
 
 
 def norm_statistics(arch: Architecture) -> int:
