@@ -20,7 +20,7 @@ from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
 from shardscope.training.lora import add_adapters
-from shardscope.training.model import WITHOUT_SDPA, config_values
+from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
 from shardscope.training.recompute import apply_recompute
 from shardscope.validation import one_of, refuse
 
@@ -126,8 +126,12 @@ def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker)
 
     kind = _TYPES.get(plan.recipe.precision, torch.bfloat16)
     arch = plan.architecture
-    attention = "eager" if arch.model_type in WITHOUT_SDPA else "sdpa"
-    values = AutoConfig.for_model(arch.model_type, **config_values(arch))
+    eager = arch.model_type in WITHOUT_SDPA or plan.recipe.attention == "eager"
+    attention = "eager" if eager else "sdpa"
+    known = AutoConfig.for_model(arch.model_type).to_dict()
+    # GPT-2's probabilities are 0.1 by themselves, and then masks stay.
+    dropouts = {name: plan.recipe.dropout for name in DROPOUTS if name in known}
+    values = AutoConfig.for_model(arch.model_type, **(config_values(arch) | dropouts))
     cuts = config["zero_optimization"]["stage"] == 3
     # transformers' modules of experts do not come up inside zero.Init: theirs are made whole and cut then.
     inside = cuts and arch.mixture_of_experts is None
