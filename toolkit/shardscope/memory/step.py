@@ -99,7 +99,8 @@ class StageStep:
             cast=self._autocast_copies()[1],
             saved=tokens * layer.saved,
             inside=largest(
-                inside(own.inside), (float8 > 0) * (tokens * (own.stream + layer.recomputed) + float8)
+                largest(inside(own.inside), self._gathered(own.stream, layer.recomputed)),
+                (float8 > 0) * (tokens * (own.stream + layer.recomputed) + float8),
             ),
             later=inside(own.later),
             earlier=inside(own.earlier),
@@ -107,6 +108,12 @@ class StageStep:
             norm=stage.is_last * tokens * ceil_div(final_norm(arch, modules), self.cut),
             logits=logits,
         )
+
+    def _gathered(self, stream: Any, recomputed: Any) -> Any:
+        """In a layer's last product, where the stream is split: its gradient gathered, and the product's."""
+        arch, width, tp = self.plan.architecture, self.modules.compute, self.plan.degrees.tp
+        whole = arch.hidden_size * width + ceil_div(arch.intermediate_size * width, tp)
+        return (self.cut > 1) * self.tokens * (ceil_div(stream, self.cut) + whole + recomputed)
 
     def offloaded(self) -> int:
         """Host bytes of the activations that wait there, of all micro-batches in flight."""

@@ -1,0 +1,87 @@
+"""One of two CPU ranks that hold a model between them: its loss and gradients against the whole model's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import shardscope as ss
+from shardscope.frameworks.fsdp2.tensor_parallel import FAMILIES, parallelize
+from shardscope.training.model import build_model
+
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "norms_per_layer": 4,
+        "sliding_window": 8,
+        "sliding_window_layers": 1,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "norms_per_layer": 4,
+        "qk_norm": True,
+        "sliding_window": 8,
+        "sliding_window_layers": 1,
+    },
+    "starcoder2": {
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def compare(family: str) -> dict[str, Any]:
+    """Loss of the whole model and of its two parts, and the largest difference between their gradients."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 1013,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        **FAMILY_FIELDS.get(family, {}),
+    }
+    arch = replace(ss.Architecture.of_size("2m"), model_type=family, **sizes)
+    torch.manual_seed(3)
+    model = build_model(arch)
+    model.train()
+    ids = torch.randint(arch.vocab_size, (2, 32), generator=torch.Generator().manual_seed(5))
+    whole = model(input_ids=ids, labels=ids).loss
+    whole.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    cut = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters())
+    with loss_parallel():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        worst = max(worst, float((gradient - expected[name]).abs().max() / expected[name].abs().max()))
+    return {"whole": whole.item(), "parts": loss.full_tensor().item(), "worst_gradient": worst, "cut": cut}
+
+
+if __name__ == "__main__":
+    rank, file = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
+    found = {family: compare(family) for family in FAMILIES}
+    dist.destroy_process_group()
+    print(json.dumps(found))

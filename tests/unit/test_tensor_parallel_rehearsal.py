@@ -1,0 +1,89 @@
+"""FSDP2 over tensor-parallel ranks on fake tensors: what was stored of it, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
+from tests.accuracy.rehearsing import SEED, in_words
+from tests.accuracy.sampling import plans
+
+import shardscope as ss
+from shardscope.frameworks.fsdp2.rehearse import rehearse
+from shardscope.memory.report import PHASES
+from shardscope.plan import Plan
+from shardscope.rehearsal.result import TENSOR_COMPONENTS
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+@cache
+def rows() -> tuple[Rehearsed, ...]:
+    found, refused = read_rehearsals([STORED / "fsdp2-tp.jsonl"])
+    assert not refused
+    return tuple(found)
+
+
+def test_predictions_agree_with_stored_rehearsals() -> None:
+    assert len(rows()) >= 25
+    close = [row for row in rows() if abs(row.error) <= 0.01]
+    worst = max(rows(), key=lambda row: abs(row.error))
+    assert len(close) >= 0.95 * len(rows()), [in_words(row) for row in rows() if row not in close]
+    assert abs(worst.error) <= 0.03, in_words(worst)
+
+
+def test_shards_of_shards_are_exact() -> None:
+    """First cut by tp, then by rows, each rounded up; tables and counters are a megabyte."""
+    for row in rows():
+        for name in ("parameters", "gradients"):
+            assert row.predicted[name] == pytest.approx(row.stored[name], abs=2**20), in_words(row)
+
+
+def test_the_sample_is_what_the_seed_gives() -> None:
+    sampled = plans("fsdp2-tp", SEED, 12)
+    stored = {row.name.partition(":")[2]: row.plan for row in rows()}
+    found = [index for index in range(12) if str(index) in stored]
+    assert len(found) >= 4
+    assert all(stored[str(index)] == sampled[index] for index in found)
+
+
+@pytest.mark.parametrize("place", [0, 12])
+def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
+    row = rows()[place]
+    (stage,) = rehearse(row.plan, lambda words, fraction: None)
+    assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
+    assert {moment.phase for moment in stage.moments} == set(PHASES)
+
+
+def test_an_8b_plan_with_tp_and_copies() -> None:
+    """In a process of its own, which may hold 4 GiB, and under the issue's minute."""
+    plan = Plan(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("4x8xh100-sxm-80gb"),
+        ss.Recipe(global_batch_size=8),
+        ss.Layout.fsdp2(replicate=2, tp=4),
+    )
+    began = time.monotonic()
+    report = plan.rehearse()
+    assert time.monotonic() - began < 60
+    rehearsed, predicted = (
+        sum(one.components[name] for name in TENSOR_COMPONENTS) for one in (report, plan.memory())
+    )
+    assert predicted == pytest.approx(rehearsed, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "named"),
+    [
+        ("mixtral-8x7b", {}, r"Architecture\.model_type is 'mixtral'.*tp=1"),
+        ("phi-3-mini", {}, r"Architecture\.model_type is 'phi3'.*tp=1"),
+        ("llama-3.1-8b", {"method": "lora"}, r"Recipe\.method is 'lora'.*tp=1"),
+    ],
+)
+def test_what_has_no_cut_is_refused_by_name(model: str, recipe: dict[str, Any], named: str) -> None:
+    plan = Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), ss.Layout.fsdp2(tp=2))
+    with pytest.raises(ValueError, match=named):
+        rehearse(plan, lambda words, fraction: None)
