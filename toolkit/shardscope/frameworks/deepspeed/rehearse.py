@@ -17,6 +17,7 @@ import torch
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
+from shardscope.memory.head import loss_in_force
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
 from shardscope.training.lora import add_adapters
@@ -67,6 +68,11 @@ def check_plan(plan: Plan) -> None:
                 f"{field}=None",
             )
     one_of("Recipe.optimizer", plan.recipe.optimizer, ("adamw", "sgd"))
+    # The model's own forward computes the loss, from modules as the library makes them.
+    one_of("Recipe.kernels", plan.kernels, ("transformers",))
+    one_of("Recipe.loss", loss_in_force(plan), ("full",))
+    one_of("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
+    one_of("Recipe.recompute", plan.recipe.recompute, ("none", "selective", "full"))
 
 
 def _play(
@@ -149,7 +155,7 @@ def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker)
     assert made == arch.num_parameters, (made, arch.num_parameters)
     if plan.recipe.method != "full":
         model = add_adapters(model, plan.architecture, plan.recipe)
-    apply_recompute(model, plan.recipe.recompute)
+    apply_recompute(model, plan.recipe.recompute, plan.recipe.recompute_interval)
     model.train()
     return model
 
