@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
     from shardscope.plan import Plan
 
-_DEGREES = tuple(field.name for field in fields(Degrees))
 _SIZES = frozenset({"micro_batch_size", "global_batch_size"})
-"""Fields of a recipe that may differ between the rows of an array."""
-_SPREAD = frozenset({*_DEGREES, "sequence_parallel", "etp"})
+"""Fields of a recipe that may differ between plans which are computed together."""
+_SPREAD = frozenset({*(field.name for field in fields(Degrees)), "sequence_parallel", "etp"})
 """Fields of a layout that may."""
-_FOLLOWING = ("splits_sequence", "expert_tp")
-"""What a layout derives from these."""
 
 
 def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
@@ -60,39 +57,27 @@ def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
 
 
 class Columns:
-    """Plans of one kind, as formulas read a plan: what is alike is a value, what differs an array."""
+    """Several plans as formulas read one, and likewise their layouts, recipes and degrees.
 
-    def __init__(self, plans: Sequence[Plan], rows: NDArray[np.int64]) -> None:
-        one = plans[0]
+    What is alike in all is that value, what differs an array with a number for each row.
+    """
 
-        def column(numbers: Sequence[int]) -> NDArray[np.int64]:
-            return np.array(numbers, np.int64)[rows]
-
-        self.architecture, self.cluster = one.architecture, one.cluster
-        self.on_gpu, self.kernels = one.on_gpu, one.kernels
-        degrees = {name: column([getattr(plan.degrees, name) for plan in plans]) for name in _DEGREES}
-        following = {
-            name: column([getattr(plan.layout, name) for plan in plans])
-            for name in _FOLLOWING
-            if hasattr(one.layout, name)
-        }
-        self.degrees = _Varied(one.degrees, degrees)
-        self.layout = _Varied(one.layout, {**degrees, **following})
-        self.recipe = _Varied(
-            one.recipe, {name: column([getattr(plan.recipe, name) for plan in plans]) for name in _SIZES}
-        )
-        self.num_micro_batches = column([plan.num_micro_batches for plan in plans])
-
-
-class _Varied:
-    """A noun some of whose fields are columns."""
-
-    def __init__(self, like: Any, columns: dict[str, NDArray[np.int64]]) -> None:
-        self._like = like
-        self.__dict__.update(columns)
+    def __init__(self, nouns: Sequence[Any], rows: NDArray[np.int64]) -> None:
+        self._nouns, self._rows = nouns, rows
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._like, name)
+        values = [getattr(noun, name) for noun in self._nouns]
+        first = values[0]
+        found: Any = first
+        if any(value is not first and value != first for value in values):
+            if all(isinstance(value, int) for value in values):
+                found = np.array(values, np.int64)[self._rows]
+            elif is_dataclass(first):
+                found = Columns(values, self._rows)
+            else:
+                raise TypeError(f"{name} differs between plans, and is no number: {first!r}")
+        self.__dict__[name] = found
+        return found
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:
