@@ -187,6 +187,11 @@ def _scaled(moment: Moment, name: Component, times: int, over: int) -> Moment:
     return _with(moment, {name: moment.components[name] * times // over})
 
 
+def said_of(name: OwnCode) -> str:
+    """One line about a piece of own code."""
+    return str(_CHANGES[name].__doc__).strip().splitlines()[0]
+
+
 def _with(moment: Moment, more: Mapping[Component, int]) -> Moment:
     terms = dict(moment.terms)
     terms.update({name: Term(num_bytes, lambda: "the source's own code") for name, num_bytes in more.items()})

@@ -26,15 +26,14 @@ def _says(*parts: str) -> _Applies:
 _KNOWN: list[tuple[_Applies, str]] = [
     (
         lambda row: row.mapped.framework == "nanotron",
-        "nanotron's own modules: half-precision gradients and unfused activations stay, gathered inputs of "
-        "tensor-parallel products stay whole, and a third more is reserved than allocated",
+        "how far the CPU runs ahead of collectives, whose tensors the allocator then cannot give out again: "
+        "between none and those of a whole forward",
     ),
     (
         lambda row: (
             row.mapped.framework == "Megatron-DeepSpeed" and "bf16" in text(row.mapped.row, "precision")
         ),
-        "BF16_Optimizer of 2022 keeps unsharded fp32 gradients too; CUDA 11 contexts and point-to-point "
-        "communicators",
+        "CUDA 11 contexts and point-to-point communicators; blocks of other phases stay reserved",
     ),
     (
         lambda row: row.mapped.framework == "Megatron-DeepSpeed",
@@ -42,16 +41,12 @@ _KNOWN: list[tuple[_Applies, str]] = [
         "row looks like a typo (65 GB at micro-batch 2, 56 at 4)",
     ),
     (
-        lambda row: row.mapped.framework == "FSDP1" and "liger" in text(row.mapped.row, "table"),
-        "under FSDP1 a layer's backward takes 512 KB a token there, on one GPU 266 KB: not understood",
-    ),
-    (
         lambda row: row.mapped.framework == "FSDP1",
         "FSDP1's flat parameters and prefetch, in FSDP2's place",
     ),
     (
         lambda row: "Qwen" in source(row.mapped.row) and row.mapped.plan.recipe.method == "full",
-        "full fine-tuning there runs DeepSpeed on one GPU (finetune_ds.sh), which the table does not say",
+        "how memory was read is not in the table; DeepSpeed's configuration has buckets of its own",
     ),
     (
         lambda row: "Qwen" in source(row.mapped.row),
@@ -59,15 +54,15 @@ _KNOWN: list[tuple[_Applies, str]] = [
     ),
     (
         _says("baseline-peft-bnb"),
-        "peft's prepare_model_for_kbit_training casts norms, embeddings and head to fp32",
+        "norms, embeddings and head in fp32 (peft's prepare_model_for_kbit_training): 4 bytes a logit more "
+        "than counted, not explained",
     ),
     (
         _says("Megatron-Bridge"),
-        "recipe defaults of Megatron-Bridge that the table leaves out (recomputation among them)",
+        "two micro-batches overlap, and HybridEP dispatches: what these hold is not counted",
     ),
     (
         _says("torchtitan"),
-        "torchtitan's own Llama: norms that keep half-precision inputs; selective recomputation keeps every "
-        "second product",
+        "a fifth more is reserved than its modules and its policy keep: not explained",
     ),
 ]

@@ -140,8 +140,8 @@ def _precision(row: Row, kind: Framework, adapters: bool) -> str:
         return "fp16-mixed" if re.search(r"fp16|float16", said) else "bf16-mixed"
     # Under adapters the frozen base is in half precision, and so is a model on one GPU that is loaded so;
     # FSDP keeps what it trains in fp32 (Accelerate's own upcast), unless the row says otherwise.
-    if text(row, "table") == "baseline-peft-bnb" and kind.family == "ddp":
-        # peft's prepare_model_for_kbit_training leaves norms, embeddings and head in fp32, under autocast.
+    if kind.family == "ddp" and text(row, "table") == "baseline-peft-bnb":
+        # peft's prepare_model_for_kbit_training leaves norms, embeddings and head in fp32.
         return "bf16-mixed"
     pure = re.search(r"true|pure", said) and "amp" not in said and "mixed" not in said
     if pure or adapters or (kind.family == "ddp" and "amp" not in said and "mixed" not in said):

@@ -6,6 +6,7 @@ from collections import defaultdict
 from statistics import correlation, median
 
 from tests.accuracy.kinds import kind
+from tests.accuracy.own_code import said_of
 from tests.accuracy.reasons import reason
 from tests.accuracy.rows import source
 from tests.accuracy.scoring import MemoryScore, Scored, absolute, gib, percentile, summary
@@ -17,7 +18,9 @@ source and by what each figure counts; of nanotron's rows a fixed sample of 150.
 figures are held against tensors alone, `reserved` ones against tensors and what the allocator loses,
 `nvidia-smi` ones against everything; `unknown` ones against tensors, with a band up to everything. Errors
 are predicted over measured less one; medians and p90 are of absolute errors, of the point also where there
-is a band. Constants may be fitted on rows of role `calibration`; `judge` rows are apart."""
+is a band. Constants may be fitted on rows of role `calibration`; `judge` rows are apart. nanotron is no
+framework of ours: `tests/accuracy/nanotron.py` has its first stage from its source, to which `calibration`
+rows added two choices (which stage takes a block at a tie, and how much a band allows to stay reserved)."""
 
 
 def memory_report(score: MemoryScore, *sections: str) -> str:
@@ -33,6 +36,7 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         *sections,
         _worst(score),
         _fits(score),
+        _own_code(score),
         _assumed(score),
         _unmapped(score),
     ]
@@ -209,6 +213,27 @@ def _assumed(score: MemoryScore) -> str:
     if not counted:
         return ""
     lines = ["## What rows leave open, and was assumed", "", "| rows | source | assumed |", "|---|---|---|"]
+    for (name, words), count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
+        lines.append(f"| {count} | {name} | {words} |")
+    return "\n".join(lines)
+
+
+def _own_code(score: MemoryScore) -> str:
+    counted: dict[tuple[str, str], int] = defaultdict(int)
+    for row in score.scored:
+        for name in row.mapped.own_code:
+            counted[source(row.mapped.row), said_of(name)] += 1
+    if not counted:
+        return ""
+    lines = [
+        "## What ran beside the plans",
+        "",
+        "Kernels, hooks and options that no plan says, counted from the sources of what ran "
+        "(`tests/accuracy/own_code.py`).",
+        "",
+        "| rows | source | what |",
+        "|---|---|---|",
+    ]
     for (name, words), count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
         lines.append(f"| {count} | {name} | {words} |")
     return "\n".join(lines)
