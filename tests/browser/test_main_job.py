@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from served import Lab
 
 SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
@@ -133,7 +132,7 @@ def one_step_over_time_is_a_click_away(page: Any) -> None:
     view.locator(".scatterlayer .fills path").first.wait_for(state="attached")
     view.locator(".barlayer path").first.wait_for(state="detached")
     assert "79.1 GiB usable" in view.locator(".infolayer").text_content()
-    view.get_by_role("button", name="peak by stage").click()
+    view.get_by_role("button", name="at the peak").click()
     view.locator(".barlayer path").first.wait_for(state="attached")
 
 
@@ -163,14 +162,8 @@ def reload_and_find_everything_as_it_was(page: Any) -> None:
     page.get_by_role("menuitem", name="File", exact=True).click()
     page.get_by_text("Save Notebook", exact=True).click()
     page.wait_for_timeout(1500)
-    # On a busy machine ipywidgets gives up on a kernel that takes over four seconds to tell its state.
-    for _ in range(3):
-        page.reload()
-        try:
-            page.wait_for_selector(".ss-studio .ss-verdict", timeout=20_000)
-            break
-        except PlaywrightTimeout:
-            continue
+    page.reload()
+    page.wait_for_selector(".ss-studio .ss-verdict")
     page.wait_for_selector(".ss-status[data-status=finished]", state="attached")
     page.wait_for_selector(".ss-memory .barlayer path", state="attached")
     assert chart(page) == bars

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import gzip
+import json
 import re
 import weakref
 from pathlib import Path
 
 import pytest
-from ipywidgets import ToggleButtons
+from ipywidgets import ToggleButtons, Widget
+from ipywidgets.widgets.widget import _remove_buffers
+from plotly.graph_objects import FigureWidget
 
 import shardscope as ss
 from shardscope.memory.report import COMPONENTS
@@ -229,6 +233,37 @@ def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
     studio.launch_panel.steps.value = steps
     assert "Pretrain.num_steps" in studio.launch_panel.steps_row.error.value
     assert studio.launch_panel.button.disabled
+
+
+def test_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:
+    """JupyterLab looks for a view's model during two seconds; what came later is "model not found".
+
+    (``ManagerBase.get_model`` of jupyterlab_widgets 3.0: it does not look again after a wait that a busy page
+    made longer.) Seven hundred models with 5 MB for each chart took that long on a busy machine.
+    """
+    everything: dict[str, Widget] = {}
+
+    def collect(value: object) -> None:
+        if isinstance(value, Widget) and value.model_id not in everything:
+            everything[value.model_id] = value
+            for name in value.keys:
+                collect(getattr(value, name))
+        elif isinstance(value, list | tuple):
+            for part in value:
+                collect(part)
+
+    collect(studio)
+    state, _, buffers = _remove_buffers({key: widget.get_state() for key, widget in everything.items()})
+    assert len(everything) < 260
+    assert len(json.dumps(state, default=str)) < 400_000
+    assert sum(map(len, buffers)) < 2_000_000
+
+
+def test_charts_share_one_front_end(studio: Studio) -> None:
+    other = MemoryView(studio.plan)
+    assert other.figure._source is studio.memory.figure._source
+    assert len(other.figure._esm) < 5_000
+    assert gzip.decompress(other.figure._source.packed).decode() == str(FigureWidget._esm)
 
 
 def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> None:

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+import gzip
+from functools import cache
+from importlib.resources import files
+
+import anywidget
 import plotly.graph_objects as go
+import traitlets
+from ipywidgets import widget_serialization
 
 
-def survive_reload(figure: go.FigureWidget) -> go.FigureWidget:
+class PlotlySource(anywidget.AnyWidget):
+    """plotly's front end, once for all charts of a kernel: 5 MB of text, packed to 1.5 of bytes."""
+
+    _esm = "export default {};"
+    packed = traitlets.Bytes().tag(sync=True)
+
+    @traitlets.default("packed")
+    def _pack(self) -> bytes:
+        return gzip.compress(str(go.FigureWidget._esm).encode(), compresslevel=6, mtime=0)
+
+
+@cache
+def _source() -> PlotlySource:
+    return PlotlySource()
+
+
+class Chart(go.FigureWidget):
+    """A FigureWidget without a front end of its own (``front_end/chart.js`` says why)."""
+
+    _esm = (files(__package__) / "front_end" / "chart.js").read_text(encoding="utf-8")
+    _source = traitlets.Instance(PlotlySource).tag(sync=True, **widget_serialization)
+
+    @traitlets.default("_source")
+    def _shared_source(self) -> PlotlySource:
+        if _source().comm is None:  # closed with all widgets: Widget.close_all()
+            _source.cache_clear()
+        return _source()
+
+
+def survive_reload(figure: Chart) -> Chart:
     """Let a page that is loaded anew find the figure as it is now, not as it was made.
 
     plotly sends every change as a message and leaves the synchronised state as it was at construction

@@ -13,7 +13,8 @@ from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
-from shardscope_widgets.pickers.base import Row, text_input, typed_number
+from shardscope_widgets import shared
+from shardscope_widgets.pickers.base import Row, typed_number
 from shardscope_widgets.words import device_count
 
 REHEARSAL_RANKS = 2
@@ -38,20 +39,18 @@ class LaunchPanel(widgets.VBox):
         self.current = Offer(label="Launch")
         self._busy = False
         self._blocked = ""
-        self.steps = text_input(40, "Optimizer steps", "64px")
-        self.steps.layout.flex = "0 0 auto"
+        self.steps = shared.text(40, "Optimizer steps", "64px")
         self.profile = widgets.Checkbox(
             value=True,
             description="record a trace",
             indent=False,
+            layout=shared.filling(),
             tooltip="Profile a few steady steps on every rank",
         )
-        self.button = widgets.Button(description="Launch")
-        self.button.add_class("ss-button")
-        self.note = widgets.HTML()
-        self.note.add_class("ss-hint")
+        self.button = shared.button("Launch", "ss-button")
+        self.note = shared.html("", "ss-hint")
         self.steps_row = Row("Steps", self.steps, self.profile)
-        super().__init__([self.steps_row, self.button, self.note], layout=widgets.Layout(overflow="visible"))
+        super().__init__([self.steps_row, self.button, self.note], layout=shared.layout())
         self.add_class("ss-launch")
         self.steps.observe(self._update, "value")
         self.profile.observe(self._update, "value")

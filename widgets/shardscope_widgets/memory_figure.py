@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
-from shardscope_widgets.figures import survive_reload
+from shardscope_widgets.figures import Chart, survive_reload
 from shardscope_widgets.memory_rows import Bar, Shown, bars_of
 from shardscope_widgets.theme import BESIDE_COLOURS, COMPONENT_COLOURS
 
@@ -25,7 +25,7 @@ OTHER_COURSES = ("rehearsed", "measured", "A")
 DASHES = ("dash", "dot", "dashdot")
 
 
-def empty_figure() -> go.FigureWidget:
+def empty_figure() -> Chart:
     """All traces and axes, without data; made once, redrawn by :func:`draw`."""
     bars = [
         go.Bar(
@@ -65,7 +65,7 @@ def empty_figure() -> go.FigureWidget:
         )
         for name, dash in zip(OTHER_COURSES, DASHES, strict=True)
     ]
-    figure = go.FigureWidget([*bars, *areas, *lines], layout=_layout())
+    figure = Chart([*bars, *areas, *lines], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
     return survive_reload(figure)
 
@@ -105,7 +105,7 @@ def _layout() -> dict[str, Any]:
     }
 
 
-def draw(figure: go.FigureWidget, shown: Shown, mode: Mode = "peak") -> None:
+def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
     """Show it: one update, in place."""
     rows = bars_of(shown)
     filled = [row for row in rows if row.components]
@@ -143,7 +143,7 @@ def _widest(rows: list[Bar]) -> float:
     return max((*ends, *capacities, *shares)) / GIB
 
 
-def _draw_courses(figure: go.FigureWidget, shown: Shown, mode: Mode) -> None:
+def _draw_courses(figure: Chart, shown: Shown, mode: Mode) -> None:
     times, course = _course(shown.report)
     first = len(NAMES)
     for area, name in zip(figure.data[first : first + len(COMPONENTS)], COMPONENTS, strict=True):

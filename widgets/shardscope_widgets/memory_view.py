@@ -6,10 +6,10 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
+from shardscope_widgets import shared
 from shardscope_widgets.memory_figure import draw, empty_figure
 from shardscope_widgets.memory_rows import Shown
 from shardscope_widgets.memory_table import caption, table
-from shardscope_widgets.pickers.base import segments
 from shardscope_widgets.rehearse_panel import RehearsePanel
 from shardscope_widgets.sheet import Sheet
 
@@ -28,21 +28,18 @@ class MemoryView(widgets.VBox):
         self.plan: ss.Plan | None = None
         self._kept: ss.Plan | None = None
         self._remembered: list[tuple[ss.Plan, MemoryReport]] = []
-        self.mode = segments([("peak by stage", "peak"), ("over one step", "step")], "Memory")
+        self.mode = shared.segments([("at the peak", "peak"), ("over one step", "step")], "Memory")
         self.mode.observe(self._draw, "value")
-        self.keep = widgets.Button(
-            description="Keep as A", tooltip="Keep this plan to compare others with it"
+        self.keep = shared.button(
+            "Keep as A", "ss-ghost", "ss-small", tooltip="Keep this plan to compare others with it"
         )
-        self.keep.add_class("ss-ghost")
-        self.keep.add_class("ss-small")
         self.keep.on_click(self._keep_or_let_go)
         self.rehearse = RehearsePanel(on_report=self.add)
-        bar = widgets.HBox([self.mode, self.keep, self.rehearse])
+        bar = widgets.HBox([self.mode, self.keep, self.rehearse], layout=shared.layout())
         bar.add_class("ss-toolbar")
         self.figure = empty_figure()
-        self.caption = widgets.HTML()
-        self.caption.add_class("ss-hint")
-        self.table = widgets.HTML()
+        self.caption = shared.html("", "ss-hint")
+        self.table = shared.html()
         super().__init__([Sheet(), bar, self.rehearse.words, self.figure, self.caption, self.table])
         self.add_class("ss-root")
         self.add_class("ss-memory")

@@ -11,6 +11,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
+from shardscope_widgets import shared
 
 TIMEOUT_SECONDS = 600.0
 SHOWN_WORDS = 300
@@ -28,23 +29,20 @@ class RehearsePanel(widgets.HBox):
         self._plan: ss.Plan | None = None
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
-        self.button = widgets.Button(
-            description="Rehearse on fake tensors",
+        self.button = shared.button(
+            "Rehearse on fake tensors",
+            "ss-ghost",
+            "ss-small",
             tooltip="Run the framework's own code at true sizes: no GPU and no memory are needed",
         )
-        self.button.add_class("ss-ghost")
-        self.button.add_class("ss-small")
         self.button.on_click(self._start)
         self.progress = widgets.FloatProgress(
             min=0, max=1, layout=widgets.Layout(width="120px", display="none"), tooltip="Rehearsal"
         )
-        self.cancel = widgets.Button(description="Cancel", layout=widgets.Layout(display="none"))
-        self.cancel.add_class("ss-link")
+        self.cancel = shared.button("Cancel", "ss-link", layout=widgets.Layout(display="none"))
         self.cancel.on_click(lambda _: self._cancel.set())
-        self.words = widgets.HTML()
+        self.words = shared.html("", "ss-hint", "ss-words")
         """Stands apart, where the view puts it: a framework's own words can be long."""
-        self.words.add_class("ss-hint")
-        self.words.add_class("ss-words")
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-rehearse")
         # A Plan that cannot be rehearsed has no such method: then there is nothing to offer.

@@ -9,6 +9,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.repairs import Repair, in_words
+from shardscope_widgets import shared
 
 MAX_BUTTONS = 10
 
@@ -23,9 +24,8 @@ class RepairsPanel(widgets.VBox):
         self._on_apply = on_apply
         self._pool: list[widgets.Button] = []
         self._offered: list[Repair] = []
-        self.words = widgets.HTML()
-        self.words.add_class("ss-hint")
-        self.buttons = widgets.Box()
+        self.words = shared.html("", "ss-hint")
+        self.buttons = widgets.Box(layout=shared.layout())
         self.buttons.add_class("ss-chips")
         super().__init__([self.words, self.buttons], layout=widgets.Layout(display="none"))
         self.add_class("ss-repairs")
@@ -50,8 +50,7 @@ class RepairsPanel(widgets.VBox):
             self.words.value = f"No single change is enough. {most} most:"
 
     def _button(self, index: int) -> widgets.Button:
-        button = widgets.Button()
-        button.add_class("ss-chip")
+        button = shared.button("", "ss-chip")
         button.on_click(lambda _: self._apply(index))
         return button
 

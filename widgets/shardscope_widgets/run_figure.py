@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from shardscope_widgets.figures import survive_reload
+from shardscope_widgets.figures import Chart, survive_reload
 from shardscope_widgets.predicted_peak import PredictedPeak, Unit
 from shardscope_widgets.theme import RANK_COLOURS, RANK_DASHES
 
@@ -15,6 +15,8 @@ MAX_LINES = 8
 """Ranks that get a line of their own."""
 MAX_POINTS = 2000
 """Points of a line; a longer one is thinned to half of them."""
+FEW_POINTS = 10
+"""Up to so many are marked: a line of one point cannot be seen."""
 PANELS = (("loss", "loss"), ("tokens_per_second", "tokens/s per rank"), ("peak_memory_bytes", "memory"))
 
 
@@ -38,6 +40,9 @@ class RunFigure:
                 line.x, line.y = [], []
                 line.visible = index % MAX_LINES < num_ranks
             self.widget.layout.shapes = [_level(predicted.num_bytes / unit.num_bytes)] if predicted else []
+            for axis in ("yaxis", "yaxis2", "yaxis3"):
+                # Else the numbers of the run before stay until the first of this one.
+                self.widget.layout[axis].showticklabels = False
             self.widget.layout.annotations[2].text = f"{PANELS[2][1]}, {unit.name}"
 
     def extend(self, records: list[dict[str, Any]]) -> None:
@@ -59,9 +64,13 @@ class RunFigure:
         layout = self.widget.layout
         with self.widget.batch_update():
             for index in grown:
-                self.widget.data[index].x, self.widget.data[index].y = map(list, self._points[index])
+                line, points = self.widget.data[index], self._points[index]
+                line.x, line.y = map(list, points)
+                line.mode = "lines+markers" if len(points[0]) <= FEW_POINTS else "lines"
             for axis in (layout.xaxis, layout.xaxis2, layout.xaxis3):
                 axis.range = [0, self._last_step]
+            for axis in (layout.yaxis, layout.yaxis2, layout.yaxis3):
+                axis.showticklabels = True
 
     def _add(self, index: int, step: float, value: float) -> None:
         steps, values = self._points[index]
@@ -71,8 +80,8 @@ class RunFigure:
             self._points[index] = (steps[::2], values[::2])
 
 
-def _empty_figure() -> go.FigureWidget:
-    figure = go.FigureWidget(
+def _empty_figure() -> Chart:
+    figure = Chart(
         make_subplots(
             rows=1, cols=len(PANELS), subplot_titles=[title for _, title in PANELS], horizontal_spacing=0.07
         )
@@ -86,6 +95,7 @@ def _empty_figure() -> go.FigureWidget:
                     mode="lines",
                     name=f"rank {rank}",
                     visible=False,
+                    marker={"size": 4},
                     line={
                         "color": RANK_COLOURS[rank],
                         "width": 1.5,

@@ -12,6 +12,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope_widgets import shared
 from shardscope_widgets.predicted_peak import PredictedPeak, Unit, predicted_peak
 from shardscope_widgets.run_figure import MAX_LINES, RunFigure
 from shardscope_widgets.sheet import Sheet
@@ -38,26 +39,25 @@ class RunView(widgets.VBox):
         self._total_steps: int | None = None
         self._predicted: PredictedPeak | None = None
         self._unit = Unit.of(0)
-        self.head = widgets.HTML()
-        self.stop_button = widgets.Button(description="Stop", tooltip="End this run", disabled=True)
-        self.stop_button.add_class("ss-ghost")
+        self.head = shared.html()
+        self.stop_button = shared.button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
         self.stop_button.on_click(self._stop)
         # Made with the first run: a FigureWidget sends 5 MB of front end, which planning alone does not need.
         self.figure: RunFigure | None = None
-        self._figure_place = widgets.VBox()
-        self.what = widgets.HTML()
-        self.error = widgets.HTML()
+        self._figure_place = widgets.VBox(layout=shared.layout())
+        self.what = shared.html()
+        self.error = shared.html()
         self.rank = widgets.ToggleButtons(options=[("rank 0", 0)], tooltips=["Log of rank 0"])
         self.rank.add_class("ss-seg")
         self.rank.observe(lambda _: self._show_log(), "value")
-        self.log_text = widgets.HTML()
-        self.table = widgets.HTML()
+        self.log_text = shared.html()
+        self.table = shared.html()
         top = widgets.HBox(
             [self.head, self.stop_button],
             layout=widgets.Layout(justify_content="space-between", align_items="center", min_height="44px"),
         )
         log_head = widgets.HBox(
-            [widgets.HTML("<h2>Log</h2>"), self.rank],
+            [shared.html("<h2>Log</h2>"), self.rank],
             layout=widgets.Layout(align_items="center", grid_gap="16px"),
         )
         self._of_a_run = widgets.VBox(
@@ -149,10 +149,7 @@ class RunView(widgets.VBox):
         last = self._latest.get(0)
         numbers = ""
         if last:
-            of = f" of {self._total_steps - 1:,}" if self._total_steps else ""
-            numbers = (
-                f" · step {_number(last.get('step'), ',')}{of} · loss {_number(last.get('loss'), '.3f')}"
-            )
+            numbers = f" · {self._steps(last.get('step'))} · loss {_number(last.get('loss'), '.3f')}"
             if "tokens_per_second" in last:
                 numbers += f" · {_number(last['tokens_per_second'], ',.0f')} tokens/s per rank"
         colour = {"failed": "ss-lacks", "lost": "ss-lacks", "finished": "ss-fits"}.get(status, "")
@@ -168,6 +165,12 @@ class RunView(widgets.VBox):
         record = run.what_it_was().get(0, {})
         self.what.value = _what_it_was(record) + (_measured(run) if "memory" in record else "")
         self.table.value = _table(self._latest, self._predicted, self._unit, "engine" in record)
+
+    def _steps(self, last: Any) -> str:
+        """Steps done: the first has the number 0, and a task of one's own may count as it likes."""
+        if self._total_steps and isinstance(last, int):
+            return f"{last + 1:,} of {self._total_steps:,} steps"
+        return f"step {_number(last, ',')}"
 
     def _show_log(self) -> None:
         run = self.run

@@ -17,3 +17,7 @@ class Sheet(anywidget.AnyWidget):
 
     _esm = _front_end("sheet.js")
     _css = _front_end("style.css")
+
+    def show(self) -> None:
+        """Bring the top of the view into sight: a button far below it may have changed what stands there."""
+        self.send("show")

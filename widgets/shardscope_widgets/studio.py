@@ -12,6 +12,7 @@ import traitlets
 
 import shardscope as ss
 from shardscope.validation import FieldError
+from shardscope_widgets import shared
 from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
@@ -40,9 +41,9 @@ class Studio(widgets.VBox):
         self.memory = MemoryView()
         self.run_view = RunView(on_end=self._run_ended)
         self.launch_panel = LaunchPanel(self.cluster.machine)
-        self.headline = widgets.HTML()
+        self.headline = shared.html()
         self.repairs = RepairsPanel(on_apply=self.apply)
-        head = widgets.VBox([self.headline, self.repairs])
+        head = widgets.VBox([self.headline, self.repairs], layout=shared.layout())
         head.add_class("ss-head")
         self.tabs = widgets.ToggleButtons(options=TABS, tooltips=[f"Show {name.lower()}" for name in TABS])
         self.tabs.style.button_width = "auto"
@@ -50,13 +51,14 @@ class Studio(widgets.VBox):
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self.trace_holder.add_class("ss-trace-tab")
         self._pages = dict(zip(TABS, (self.memory, self.run_view, self.trace_holder), strict=True))
-        side = widgets.VBox([*self._pickers, self.launch_panel])
+        side = widgets.VBox([*self._pickers, self.launch_panel], layout=shared.layout())
         side.add_class("ss-side")
-        main = widgets.VBox([self.tabs, *self._pages.values()])
+        main = widgets.VBox([self.tabs, *self._pages.values()], layout=shared.layout())
         main.add_class("ss-main")
-        body = widgets.Box([side, main])
+        body = widgets.Box([side, main], layout=shared.layout())
         body.add_class("ss-body")
-        super().__init__([Sheet(), head, body])
+        self.sheet = Sheet()
+        super().__init__([self.sheet, head, body])
         self.add_class("ss-root")
         self.add_class("ss-studio")
         for picker in self._pickers:
@@ -148,6 +150,7 @@ class Studio(widgets.VBox):
         self._show_trace(_hint("The trace appears here when the run has ended."))
         self.run_view.show(run, note=offer.note if offer.is_rehearsal else "", total_steps=task.num_steps)
         self.tabs.value = "Run"
+        self.sheet.show()
 
     def _run_ended(self, run: ss.Run) -> None:
         self.launch_panel.busy = False
@@ -177,6 +180,4 @@ class Studio(widgets.VBox):
 
 
 def _hint(words: str) -> widgets.HTML:
-    hint = widgets.HTML(escape(words))
-    hint.add_class("ss-hint")
-    return hint
+    return shared.html(escape(words), "ss-hint")

@@ -1,6 +1,8 @@
-// plotly measures its place once, and afterwards only when the window changes: not when JupyterLab's side bar
-// opens, a tab is shown, or the stylesheet arrives. So a change of the view's own width tells it to look again.
-/** Let every chart in `root` take the width of its place. @param {Element} root */
+// What the views need of the page itself; each function says why.
+
+/** Let every chart in `root` take the width of its place. plotly measures it once, and afterwards only when the
+ * window changes: not when JupyterLab's side bar opens, a tab is shown, or the stylesheet arrives.
+ * @param {Element} root */
 function refit(root) {
   for (const chart of root.querySelectorAll(".js-plotly-plot")) {
     // A width that an earlier fit left behind counts as chosen, and a chosen one is never changed (Plots.resize).
@@ -9,8 +11,41 @@ function refit(root) {
   window.dispatchEvent(new Event("resize"));
 }
 
-function render({ el }) {
+/** A click into the box of models shows them all: browsers offer only what contains the words in the box, which
+ * is the model that is already there. Leaving the box without a word brings that back.
+ * @param {Element} root @param {AbortSignal} signal */
+function offerAll(root, signal) {
+  let before = "";
+  const isList = (target) => target instanceof HTMLInputElement && target.hasAttribute("list");
+  const listen = (name, listener) =>
+    root.addEventListener(name, (event) => isList(event.target) && listener(event), { capture: true, signal });
+  listen("pointerdown", ({ target }) => {
+    if (target.value === "" || target === document.activeElement) return;
+    before = target.placeholder = target.value;
+    target.value = "";
+  });
+  const restore = (event) => {
+    if (before === "" || event.target.value !== "") return;
+    event.target.value = before;
+    before = "";
+    // Nothing was chosen: the kernel need not hear of an empty box.
+    if (event.type === "change") event.stopPropagation();
+  };
+  listen("change", restore);
+  listen("blur", restore);
+}
+
+/** Bring the top of the view into sight if it is above: what a button further down started is seen there.
+ * @param {Element} root */
+function show(root) {
+  const scroller = root.closest(".jp-WindowedPanel-outer");
+  const edge = scroller ? scroller.getBoundingClientRect().top : 0;
+  if (root.getBoundingClientRect().top < edge) root.scrollIntoView({ block: "start" });
+}
+
+function render({ model, el }) {
   el.style.display = "none";
+  const ended = new AbortController();
   let root = null;
   let width = 0;
   const observer = new ResizeObserver(() => {
@@ -22,12 +57,18 @@ function render({ el }) {
   });
   const frame = requestAnimationFrame(() => {
     root = el.closest(".ss-root");
-    if (root) observer.observe(root);
-    setTimeout(() => root && refit(root), 300);
+    if (!root) return;
+    observer.observe(root);
+    offerAll(root, ended.signal);
+    setTimeout(() => refit(root), 300);
   });
+  const onMessage = (message) => root && message === "show" && show(root);
+  model.on("msg:custom", onMessage);
   return () => {
     cancelAnimationFrame(frame);
     observer.disconnect();
+    ended.abort();
+    model.off("msg:custom", onMessage);
   };
 }
 export default { render };

@@ -10,6 +10,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.validation import FieldError
+from shardscope_widgets import shared
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
@@ -22,14 +23,14 @@ class ArchitecturePicker(Picker):
 
     def __init__(self, name: str = "llama-3.1-8b") -> None:
         self.name = widgets.Combobox(
+            layout=shared.filling(),
             value=name,
             options=list(ss.models),
             continuous_update=False,
             placeholder="name, size (7b) or config.json",
             tooltip="Model: a name of the catalogue, a size such as 7b, or the path of a config.json",
         )
-        self.hint = widgets.HTML()
-        self.hint.add_class("ss-hint")
+        self.hint = shared.html("", "ss-hint")
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")
         self.read()

@@ -8,30 +8,24 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
+from shardscope_widgets import shared
+
 LABEL_WIDTH = "84px"
 
 
-class Row(widgets.VBox):
+class Row(widgets.HBox):
     """One labelled input (or a few side by side) and, under it, what is wrong with it."""
 
     def __init__(self, label: str, *controls: widgets.Widget) -> None:
-        for control in controls:
-            control.layout.flex = control.layout.flex or "1 1 0"
-            control.layout.width = control.layout.width or "auto"
-            control.layout.min_width = "0"
-        self.name = widgets.Label(label, layout=widgets.Layout(width=LABEL_WIDTH, flex="0 0 auto"))
-        self.error = widgets.HTML(layout=widgets.Layout(display="none", margin=f"0 0 0 {LABEL_WIDTH}"))
-        self.error.add_class("ss-error")
-        line = widgets.HBox(
-            [self.name, *controls],
-            layout=widgets.Layout(align_items="center", min_height="30px", overflow="visible"),
-        )
-        super().__init__([line, self.error], layout=widgets.Layout(overflow="visible"))
+        self.name = shared.label(label, LABEL_WIDTH)
+        self.error = shared.html("", "ss-error", "ss-off")
+        super().__init__([self.name, *controls, self.error])
+        self.add_class("ss-row")
 
     def show_error(self, message: str) -> None:
         """Put ``message`` under the input; an empty one takes it away."""
         self.error.value = f"<span role='alert'>{escape(message)}</span>" if message else ""
-        self.error.layout.display = "" if message else "none"
+        (self.error.remove_class if message else self.error.add_class)("ss-off")
 
 
 class Picker(widgets.VBox):
@@ -44,12 +38,10 @@ class Picker(widgets.VBox):
     def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
         self.rows = rows
         self._own_error = False
-        heading = widgets.HTML(f"<h3>{self.heading}</h3>")
+        heading = shared.html(f"<h3>{self.heading}</h3>")
         # A row may answer for several fields; it stands on the screen once.
         unique = list(dict.fromkeys(rows.values()))
-        super().__init__(
-            [heading, *unique, *([hint] if hint else [])], layout=widgets.Layout(overflow="visible")
-        )
+        super().__init__([heading, *unique, *([hint] if hint else [])], layout=shared.layout())
         self.add_class("ss-group")
 
     def make(self) -> Any:
@@ -92,13 +84,6 @@ class Picker(widgets.VBox):
             row.show_error("")
 
 
-def text_input(value: object, label: str, width: str = "auto") -> widgets.Text:
-    """A text box that reports once the person is done (Enter or leaving it), named for screen readers."""
-    return widgets.Text(
-        value=str(value), continuous_update=False, layout=widgets.Layout(width=width), tooltip=label
-    )
-
-
 class Nothing:
     """Stands for None among choices: to ipywidgets, a value of None means that nothing is chosen."""
 
@@ -107,14 +92,6 @@ class Nothing:
 
 
 NOTHING = Nothing()
-
-
-def segments(options: list[tuple[str, Any]], label: str) -> widgets.ToggleButtons:
-    """A few choices side by side, one of them chosen."""
-    buttons = widgets.ToggleButtons(options=options, tooltips=[f"{label}: {name}" for name, _ in options])
-    buttons.style.button_width = "auto"
-    buttons.add_class("ss-seg")
-    return buttons
 
 
 def typed_number(text: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope_widgets.pickers.base import Picker, Row, text_input, typed_number
+from shardscope_widgets import shared
+from shardscope_widgets.pickers.base import Picker, Row, typed_number
 from shardscope_widgets.words import device_count
 
 
@@ -19,22 +20,15 @@ class ClusterPicker(Picker):
         self.machine = ss.Cluster.detect()
         self._known = {name: ss.gpus[name] for name in ss.gpus}
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
-        self.type = widgets.Dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
-        self.count = text_input(cluster.gpus_per_node, "GPUs in each node", "48px")
-        self.nodes = text_input(cluster.num_nodes, "Nodes", "40px")
-        for box in (self.count, self.nodes):
-            box.layout.flex = "0 0 auto"
-        between, after = widgets.Label("GPUs ×"), widgets.Label("nodes")
-        for label in (between, after):
-            label.layout.flex = "0 0 auto"
-        self.hint = widgets.HTML()
-        self.hint.add_class("ss-hint")
-        self.use_machine = widgets.Button(description="Use this machine", tooltip=f"Here: {self.machine}")
-        self.use_machine.add_class("ss-link")
-        counts = Row("Count", self.count, between, self.nodes, after)
+        self.type = shared.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
+        self.count = shared.text(cluster.gpus_per_node, "GPUs in each node", "48px")
+        self.nodes = shared.text(cluster.num_nodes, "Nodes", "40px")
+        self.hint = shared.html("", "ss-hint")
+        self.use_machine = shared.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
+        counts = Row("Count", self.count, shared.label("GPUs ×"), self.nodes, shared.label("nodes"))
         super().__init__(
             {"gpu": Row("Type", self.type), "gpus_per_node": counts, "num_nodes": counts},
-            widgets.VBox([self.hint, self.use_machine], layout=widgets.Layout(align_items="flex-start")),
+            widgets.VBox([self.hint, self.use_machine], layout=shared.layout(align_items="flex-start")),
         )
         self._filling = False
         self.use_machine.on_click(lambda _: self.fill(self.machine))

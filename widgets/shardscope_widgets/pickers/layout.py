@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ipywidgets as widgets
-
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope_widgets.pickers.base import NOTHING, Picker, Row, segments
+from shardscope_widgets import shared
+from shardscope_widgets.pickers.base import NOTHING, Picker, Row
 
 LABELS = {
     "stage": "ZeRO stage",
@@ -47,7 +46,7 @@ class LayoutPicker(Picker):
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
         layout = layout or ss.Layout.fsdp2()
         self._layouts[layout.framework] = layout
-        self.framework = widgets.Dropdown(
+        self.framework = shared.dropdown(
             options=[(framework.title, name) for name, framework in frameworks.items()],
             value=layout.framework,
             tooltip="Framework",
@@ -55,13 +54,9 @@ class LayoutPicker(Picker):
         self._framework_row = Row("Framework", self.framework)
         self._controls: dict[str, dict[str, Any]] = {name: {} for name in frameworks}
         self._rows: dict[str, dict[str, Row]] = {name: {} for name in frameworks}
-        for name, framework in frameworks.items():
-            for field, values in framework.layout_class.choices.items():
-                self._add_row(name, field, values)
         self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
         self._offering = False
-        self.hint = widgets.HTML()
-        self.hint.add_class("ss-hint")
+        self.hint = shared.html("", "ss-hint")
         super().__init__({"framework": self._framework_row}, self.hint)
         self.framework.observe(self.read, "value")
         self.read()
@@ -76,6 +71,7 @@ class LayoutPicker(Picker):
         name = layout.framework
         self._offering = True
         try:
+            self._make_rows(name)
             self.framework.value = name
             for field, control in self._controls[name].items():
                 current = getattr(layout, field)
@@ -107,6 +103,7 @@ class LayoutPicker(Picker):
         if self._offering:
             return
         name = self.framework.value
+        self._make_rows(name)
         self.rows = {"framework": self._framework_row, **self._rows[name]}
         rows = [self.children[0], self._framework_row, *self._rows[name].values(), self.hint]
         if list(self.children) != rows:
@@ -140,13 +137,19 @@ class LayoutPicker(Picker):
         finally:
             self._offering = False
 
+    def _make_rows(self, name: str) -> None:
+        """A framework's rows are made when it is first chosen: most people never see the others'."""
+        if not self._rows[name]:
+            for field, values in frameworks[name].layout_class.choices.items():
+                self._add_row(name, field, values)
+
     def _add_row(self, name: str, field: str, values: tuple[Any, ...] | None) -> None:
         label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _options(field, values or (1,))
         control = (
-            widgets.Dropdown(options=options, tooltip=f"{label} parallel ranks")
+            shared.dropdown(options=options, tooltip=f"{label} parallel ranks")
             if values is None
-            else segments(options, label)
+            else shared.segments(options, label)
         )
         default = getattr(self._layouts[name], field)
         offered = [value for _, value in options]

@@ -8,7 +8,8 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope_widgets.pickers.base import Picker, Row, segments, text_input, typed_number
+from shardscope_widgets import shared
+from shardscope_widgets.pickers.base import Picker, Row, typed_number
 from shardscope_widgets.pickers.recipe_choices import Advanced, options
 
 
@@ -21,30 +22,23 @@ class RecipePicker(Picker):
         recipe = recipe or ss.Recipe()
         self._base = recipe
         self._taking = False
-        self.method = segments(options("method", None, None), "Method")
+        self.method = shared.segments(options("method", None, None), "Method")
         self.method.value = recipe.method
-        self.lora_rank = text_input(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
-        self.precision = widgets.Dropdown(
+        self.lora_rank = shared.text(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
+        self.precision = shared.dropdown(
             options=options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
-        self.seq_len = text_input(recipe.seq_len, "Tokens in one sequence")
-        self.micro = text_input(recipe.micro_batch_size, "Sequences that a GPU takes at once", "44px")
-        self.global_batch = text_input(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
-        for box in (self.micro, self.global_batch, self.lora_rank):
-            box.layout.flex = "0 0 auto"
-        self.recompute = widgets.Dropdown(
+        self.seq_len = shared.text(recipe.seq_len, "Tokens in one sequence")
+        self.micro = shared.text(recipe.micro_batch_size, "Sequences that a GPU takes at once", "44px")
+        self.global_batch = shared.text(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
+        self.recompute = shared.dropdown(
             options=options("recompute", None, None), value=recipe.recompute, tooltip="Recompute activations"
         )
-        each, total = widgets.Label("a GPU,"), widgets.Label("in all")
-        for label in (each, total):
-            label.layout.flex = "0 0 auto"
-        batch = Row("Batch", self.micro, each, self.global_batch, total)
+        batch = Row("Batch", self.micro, shared.label("a GPU,"), self.global_batch, shared.label("in all"))
         self._rank_row = Row("LoRA rank", self.lora_rank)
         self.advanced = Advanced(recipe)
-        self.also = widgets.HTML()
-        self.also.add_class("ss-hint")
-        self.reset = widgets.Button(description="Back to defaults", layout=widgets.Layout(display="none"))
-        self.reset.add_class("ss-link")
+        self.also = shared.html("", "ss-hint")
+        self.reset = shared.button("Back to defaults", "ss-link", layout=widgets.Layout(display="none"))
         self.reset.on_click(self._forget_unshown)
         super().__init__(
             {
@@ -57,7 +51,7 @@ class RecipePicker(Picker):
                 "recompute": Row("Recompute", self.recompute),
                 **self.advanced.rows,
             },
-            widgets.VBox([self.also, self.reset]),
+            widgets.VBox([self.also, self.reset], layout=shared.layout()),
         )
         # The button stands between what everybody sees and what it opens.
         first = self.children.index(self.rows["optimizer"])

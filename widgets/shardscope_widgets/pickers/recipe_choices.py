@@ -9,7 +9,8 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.recipe import CHOICES, OPEN_CHOICES
 from shardscope.support import supported
-from shardscope_widgets.pickers.base import NOTHING, Nothing, Row, text_input
+from shardscope_widgets import shared
+from shardscope_widgets.pickers.base import NOTHING, Nothing, Row
 
 WORDS: dict[str, str] = {
     "full": "full",
@@ -83,21 +84,17 @@ class Advanced:
 
     def __init__(self, recipe: ss.Recipe) -> None:
         self.dropdowns: dict[str, widgets.Dropdown] = {
-            field: widgets.Dropdown(options=options(field, None, None), tooltip=label)
+            field: shared.dropdown(options=options(field, None, None), tooltip=label)
             for field, label in ADVANCED.items()
         }
-        self.interval = text_input(recipe.recompute_interval, "Every how many layers", "44px")
-        self.dropout = text_input(recipe.dropout, "Probability of dropout", "64px")
-        every, layers = widgets.Label("every"), widgets.Label("layers: 1 is all of them")
-        for fixed in (self.interval, self.dropout, every, layers):
-            fixed.layout.flex = "0 0 auto"
+        self.interval = shared.text(recipe.recompute_interval, "Every how many layers", "44px")
+        self.dropout = shared.text(recipe.dropout, "Probability of dropout", "64px")
         self.rows: dict[str, Row] = {
             field: Row(label, self.dropdowns[field]) for field, label in ADVANCED.items()
         }
-        self.rows["recompute_interval"] = Row("Recompute", every, self.interval, layers)
+        self.rows["recompute_interval"] = Row("Every", self.interval, shared.label("layers, 1: all of them"))
         self.rows["dropout"] = Row("Dropout", self.dropout)
-        self.button = widgets.Button(description="Advanced", icon="chevron-right")
-        self.button.add_class("ss-link")
+        self.button = shared.button("Advanced", "ss-link", icon="chevron-right")
         self.is_open = False
         self._meaningless: set[str] = set()
         self.button.on_click(lambda _: self.open(not self.is_open))
