@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+import shardscope as ss
 from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardscope.cluster import Cluster
 from shardscope.frameworks.registry import frameworks
 from shardscope.layout import Layout
 from shardscope.plan import Plan
-from shardscope.recipe import Recipe
+from shardscope.recipe import CHOICES, OPEN_CHOICES, Recipe
+from shardscope.support import supported
+from shardscope.validation import FieldError
 
 NOT_NUMBERS: tuple[Any, ...] = (
     math.nan,
@@ -67,40 +71,124 @@ GEMMA = replace(
     sliding_window_layers=6,
 )
 ARCHITECTURES = (LLAMA, MOE, LATENT, GEMMA)
+
+
+def _one_of_each_family() -> tuple[Architecture, ...]:
+    """The catalogue's first of each family, but those above and ALiBi, which no prediction knows."""
+    found: dict[str, Architecture] = {}
+    for arch in ss.models.values():
+        if arch.position_embedding != "alibi":
+            found.setdefault(arch.model_type, arch)
+    # A law doubles the sequence, beyond where learned positions would end.
+    return tuple(replace(arch, max_position_embeddings=2**14) for arch in found.values())
+
+
+EVERY_FAMILY = (*[LLAMA] * 5, *ARCHITECTURES, *_one_of_each_family())
+"""Llama more often: what can be chosen at all can be chosen with it."""
+IN_MEGATRON = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "gpt2")
+"""Families of which every plan with Megatron has a prediction."""
 CLUSTERS = tuple(
     Cluster.parse(text)
     for text in ("h100-sxm-80gb", "2xcpu", "8xa100-sxm-80gb", "6xh100-sxm-80gb", "4x8xh100-sxm-80gb")
 )
 
 
+ANY_RECIPE: dict[str, tuple[Any, ...]] = {
+    "method": CHOICES["method"],
+    "precision": CHOICES["precision"],
+    "optimizer": CHOICES["optimizer"],
+    "recompute": CHOICES["recompute"],
+    "recompute_interval": (1, 2, 5),
+    "kernels": (None, *OPEN_CHOICES["kernels"]),
+    "attention": (None, *OPEN_CHOICES["attention"]),
+    "loss": (None, *OPEN_CHOICES["loss"]),
+    "quantization": (None, *OPEN_CHOICES["quantization"]),
+    "dropout": (0.0, 0.1),
+    "packing": (False, True),
+    "lora_rank": (None, 1, 4, 64),
+    "lora_dropout": (0.0, 0.1),
+    "expert_imbalance": (1.0, 1.5, 8.0),
+    "expert_capacity_factor": (None, 0.5, 1.25),
+}
+"""Values of every field that says what is trained, the plainest first: to that hypothesis shrinks."""
+ANY_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ddp": {},
+    "fsdp2": {"vpp": (1, 2), "reshard_after_forward": (True, 2, 4)},
+    "deepspeed": {
+        "reduce_bucket_size": (500_000_000, 20_000_000, 1_000_000),
+        "allgather_bucket_size": (500_000_000, 1_000_000),
+        "overlap_comm": (None, True, False),
+        "contiguous_gradients": (True, False),
+        "sub_group_size": (1_000_000_000, 10_000_000),
+        "stage3_prefetch_bucket_size": (50_000_000, 0),
+        "stage3_param_persistence_threshold": (100_000, 0, 10_000_000),
+        "stage3_max_live_parameters": (1_000_000_000, 0),
+        "stage3_max_reuse_distance": (1_000_000_000, 0),
+        "pin_memory": (True, False),
+    },
+    "megatron": {},
+}
+"""Fields of each framework's layouts that no picker offers."""
+
+
 @st.composite
-def recipes(draw: Any, max_data_parallel: int = 1) -> Recipe:
-    """Recipes whose global batch any data-parallel degree up to 32 (or 6) divides."""
-    method = draw(st.sampled_from(("full", "lora")))
-    micro = draw(st.sampled_from((1, 2, 3)))
-    return Recipe(
-        seq_len=draw(st.sampled_from((256, 1024, 4096))),
-        micro_batch_size=micro,
-        global_batch_size=micro * 96 * draw(st.sampled_from((1, 4))),
-        method=method,
-        precision=draw(st.sampled_from(("bf16-mixed", "fp16-mixed", "bf16", "fp32"))),
-        optimizer=draw(st.sampled_from(("adamw", "sgd"))),
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
-        lora_rank=draw(st.sampled_from((None, 4, 64))) if method == "lora" else None,
-    )
+def recipes(draw: Any) -> Recipe:
+    """Whatever a recipe can be by itself; no framework may run it."""
+    return _varied(draw, draw(sizes()), ANY_RECIPE, lambda recipe: None)
 
 
 @st.composite
 def plans(draw: Any, framework: str | None = None) -> Plan:
-    """Plans of every framework that can run, as the Studio's picker would make them."""
+    """Plans of every framework that can run: a layout as the Studio's picker would make it, then each field
+    of the recipe that it supports."""
     name = framework or draw(st.sampled_from(sorted(frameworks)))
-    recipe = draw(recipes())
-    if name == "megatron":
-        recipe = replace(recipe, method="full", lora_rank=None)
-    arch, cluster = draw(st.sampled_from(ARCHITECTURES)), draw(st.sampled_from(CLUSTERS))
+    recipe = draw(sizes())
+    families = [arch for arch in EVERY_FAMILY if name != "megatron" or arch.model_type in IN_MEGATRON]
+    arch, cluster = draw(st.sampled_from(families)), draw(st.sampled_from(CLUSTERS))
     layout: Layout = frameworks[name].layout_class()
     for field in layout.choices:
         offered = layout.offered(arch, cluster, recipe)[field]
         wanted = {f: getattr(layout, f) for f in layout.choices} | {field: draw(st.sampled_from(offered))}
         layout = layout.fitted(wanted, arch, cluster, recipe)
-    return Plan(arch, cluster, recipe, layout)
+    layout = _varied(draw, layout, ANY_OPTIONS[name], lambda changed: changed.degrees(arch, cluster, recipe))
+    linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
+    fields = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
+    for field in fields:
+        if listed := supported(layout, field):
+            fields[field] = tuple(value for value in fields[field] if value is None or value in listed)
+    return Plan(
+        arch,
+        cluster,
+        _varied(draw, recipe, fields, lambda changed: Plan(arch, cluster, changed, layout)),
+        layout,
+    )
+
+
+@st.composite
+def sizes(draw: Any) -> Recipe:
+    """Plain recipes whose global batch any data-parallel degree up to 32 (or 6) divides."""
+    micro = draw(st.sampled_from((1, 2, 3)))
+    return Recipe(
+        seq_len=draw(st.sampled_from((256, 1024, 4096))),
+        micro_batch_size=micro,
+        global_batch_size=micro * 96 * draw(st.sampled_from((1, 4))),
+    )
+
+
+def _varied(draw: Any, noun: Any, fields: dict[str, tuple[Any, ...]], check: Callable[[Any], object]) -> Any:
+    """``noun`` with each of ``fields`` drawn anew; a value that ``check`` or the noun refuses is left out.
+
+    Drawing on, instead of rejecting the whole, keeps what rarely goes together from starving the rest.
+    """
+    for field, values in fields.items():
+        if field.startswith("lora_") and not noun.has_adapters:
+            continue
+        # One draw in two is plain, so that a plan is special in a few things, not in all of them.
+        value = draw(st.sampled_from((*values[:1] * (len(values) - 2), *values)))
+        try:
+            changed = replace(noun, **{field: value})
+            check(changed)
+        except FieldError:
+            continue
+        noun = changed
+    return noun

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, recipes
+from planning import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, sizes
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -232,14 +232,12 @@ def test_divisors(number: int, at_most: int) -> None:
     st.sampled_from(sorted(frameworks)),
     st.sampled_from(ARCHITECTURES),
     st.sampled_from(CLUSTERS),
-    recipes(),
+    sizes(),
     st.data(),
 )
 def test_every_offered_value_runs(
     name: str, arch: Architecture, cluster: Cluster, recipe: Recipe, data: st.DataObject
 ) -> None:
-    if name == "megatron":
-        recipe = replace(recipe, method="full", lora_rank=None)
     layout: Layout = frameworks[name].layout_class()
     for field in layout.choices:
         offered = layout.offered(arch, cluster, recipe)
@@ -288,14 +286,13 @@ def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
 @given(
     st.sampled_from(ARCHITECTURES),
     st.sampled_from(CLUSTERS),
-    recipes(),
+    sizes(),
     st.integers(1, 64),
     st.integers(1, 64),
 )
 def test_fitted_comes_as_near_as_can_run(
     arch: Architecture, cluster: Cluster, recipe: Recipe, tp: int, pp: int
 ) -> None:
-    recipe = replace(recipe, method="full", lora_rank=None)
     made: Any = Layout.megatron().fitted({"tp": tp, "pp": pp, "ep": 1}, arch, cluster, recipe)
     assert made.tp <= tp
     assert made.pp <= pp

@@ -120,33 +120,20 @@ def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_more_work_never_takes_less(a_plan: Plan) -> None:
-    peak, recipe = a_plan.memory().peak_bytes, a_plan.recipe
-    doubled = replace(
-        recipe, micro_batch_size=2 * recipe.micro_batch_size, global_batch_size=2 * recipe.global_batch_size
-    )
-    assert replace(a_plan, recipe=doubled).memory().peak_bytes >= peak
-    assert replace(a_plan, recipe=replace(recipe, seq_len=2 * recipe.seq_len)).memory().peak_bytes >= peak
-    arch, degrees = a_plan.architecture, a_plan.degrees
-    # One layer more in each chunk: the split over the stages stays one that Megatron can do.
-    deeper = replace(arch, num_hidden_layers=arch.num_hidden_layers + degrees.pp * degrees.vpp)
-    assert replace(a_plan, architecture=deeper).memory().peak_bytes >= peak
-
-
-@settings(max_examples=60, deadline=None)
-@given(plans())
 def test_recomputation_keeps_less(a_plan: Plan) -> None:
     # Megatron's end of forward has temporaries too: tests/unit/test_megatron_memory.py has its layers.
     assume(a_plan.layout.framework != "megatron")
+    # FlashAttention, and packing with it, is not recomputed selectively.
+    plain = replace(a_plan.recipe, attention=None, packing=False, recompute_interval=1)
     kept = {
         how: [
             stage.at("forward").components["activations"]
-            for stage in replace(a_plan, recipe=replace(a_plan.recipe, recompute=how)).memory().by_stage
+            for stage in replace(a_plan, recipe=replace(plain, recompute=how)).memory().by_stage
         ]
         for how in ("none", "selective", "full")
     }
     assert all(none >= full for none, full in zip(kept["none"], kept["full"], strict=True))
-    if a_plan.recipe.method == "full":
+    if not a_plan.recipe.has_adapters:
         # Adapters' own products, which selective recomputation keeps, can outweigh what it drops.
         assert all(none >= some for none, some in zip(kept["none"], kept["selective"], strict=True))
     assert all(some >= full for some, full in zip(kept["selective"], kept["full"], strict=True))
@@ -169,11 +156,13 @@ def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
     here = {name: None for name in ("offload", "offload_optimizer", "offload_params") if name in fields}
     a_plan = replace(a_plan, layout=replace(a_plan.layout, **here))
     half = recipe.precision != "fp32"
-    moments = 2 if recipe.optimizer == "adamw" else 1
+    moments = 1 if recipe.optimizer in ("sgd", "lion") else 2
     each = moments * 4 + 4 * half
     if a_plan.layout.framework == "fsdp2":
         each = moments * (2 if recipe.precision == "bf16" else 4)
-    lora = recipe.method == "lora"
+    if recipe.optimizer == "adamw_8bit":
+        each = moments
+    lora = recipe.has_adapters
     trained = adapter_parameters(a_plan.architecture, recipe) if lora else a_plan.architecture.num_parameters
     ranks = a_plan.world_size // a_plan.degrees.pp
     held = sum(stage.at("rest").components["optimizer"] for stage in a_plan.memory().by_stage)
