@@ -48,7 +48,10 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     For what is counted tensor by tensor: of thousands of plans few differ in the degrees that it depends on.
     It returns a number, or a named tuple of numbers, whose fields become arrays.
     """
-    if not any(isinstance(number, np.ndarray) for number in numbers):
+    for number in numbers:
+        if isinstance(number, np.ndarray):
+            break
+    else:
         return function(*numbers)
     columns = np.stack(np.broadcast_arrays(*numbers))
     distinct, places = np.unique(columns, axis=1, return_inverse=True)

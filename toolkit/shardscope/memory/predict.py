@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import ge
 from typing import TYPE_CHECKING
 
 from shardscope.memory import overheads
@@ -26,39 +27,39 @@ def predict(plan: Plan) -> MemoryReport:
     model = frameworks[plan.layout.framework].memory_model()
     shapes, modules = model.shapes(plan), modules_of(plan)
     stages = [model.stage(plan, shape) for shape in shapes.kinds]
-    states = [model.training_state(plan, stage) for stage in stages]
-    kinds = [_stage(plan, modules, *kind) for kind in zip(stages, states, strict=True)]
-    fullest = _candidates(stages)
+    fullest = {
+        stage.number: (_stage(plan, modules, stage, state), state)
+        for stage in _candidates(stages)
+        for state in (model.training_state(plan, stage),)
+    }
 
     def every_stage() -> tuple[StageMemory, ...]:
+        states = [model.training_state(plan, stage) for stage in stages]
         return tuple(
-            kinds[kind]
-            if kinds[kind].stage == number
+            fullest[number][0]
+            if number in fullest
             else _stage(plan, modules, stages[kind]._replace(number=number), states[kind])
             for number, kind in enumerate(shapes.kind_of)
         )
 
     return MemoryReport(
         find_stages=every_stage,
-        worst_stage=max((kinds[index] for index in fullest), key=lambda stage: stage.peak_bytes),
+        worst_stage=max((stage for stage, _ in fullest.values()), key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: _band(plan, [(kinds[index], states[index]) for index in fullest]),
+        find_band=lambda: _band(plan, list(fullest.values())),
     )
 
 
-def _candidates(kinds: list[Stage]) -> list[int]:
-    """Which kinds of stages can be fullest.
+def _candidates(kinds: list[Stage]) -> list[Stage]:
+    """The stages that can be fullest.
 
     A stage that has no fewer layers and weights of any kind than a later one, nor lacks the head, outdoes it:
     it has no fewer micro-batches in flight either.
     """
-    found: list[int] = []
-    for index, kind in enumerate(kinds):
-        if not any(
-            all(mine >= theirs for mine, theirs in zip(kinds[earlier][1:], kind[1:], strict=True))
-            for earlier in found
-        ):
-            found.append(index)
+    found: list[Stage] = []
+    for kind in kinds:
+        if not any(all(map(ge, earlier[1:], kind[1:])) for earlier in found):
+            found.append(kind)
     return found
 
 

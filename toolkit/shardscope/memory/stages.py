@@ -60,8 +60,12 @@ class Stage(NamedTuple):
     """The output head among them: its gradient is there from the start of backward."""
     shard: int
     """What one sharding rank keeps of layers, experts and edges, rounded up tensor by tensor."""
+    edge_shard: int
+    """What it keeps of edges."""
     largest_layer: int
     """The largest decoder layer, experts included: what a gather moves."""
+    largest_shard: int
+    """What one sharding rank keeps of the largest."""
     trainable: int
     """Weights that get gradients: all of them, or the adapters."""
     trainable_shard: int
@@ -141,16 +145,19 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
     number, is_first, is_last, num_layers, moe_layers = shape
     num_shards = degrees.shard * degrees.cp
     kinds = _by_kind(arch, num_layers, moe_layers)
-    layers = experts = edges = shard = most = 0
+    layers = experts = edges = shard = edge_shard = most = largest_shard = 0
     for moe, count in kinds:
         one = _shard(plan, moe, num_shards)
         layers += count * one.dense
         experts += count * one.experts
-        shard += count * (one.dense_padded + one.experts_padded)
+        padded = one.dense_padded + one.experts_padded
+        shard += count * padded
         most = largest(most, (count > 0) * (one.dense + one.experts))
+        largest_shard = largest(largest_shard, (count > 0) * padded)
     for _, rows, columns in outer_shapes(plan, is_first, is_last, vocab_multiple):
         edges += rows * columns
-        shard += ceil_div(rows, num_shards) * columns
+        edge_shard += ceil_div(rows, num_shards) * columns
+    shard += edge_shard
     trainable, trainable_shard, adapters = layers + experts + edges, shard, 0
     if plan.recipe.has_adapters:
         adapters, trainable_shard = _adapters(plan, kinds, num_shards)
@@ -166,7 +173,9 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
         edges=edges,
         head=is_last * vocab_rows(plan, vocab_multiple) * arch.hidden_size,
         shard=shard,
+        edge_shard=edge_shard,
         largest_layer=most,
+        largest_shard=largest_shard,
         trainable=trainable,
         trainable_shard=trainable_shard,
         adapters=adapters,

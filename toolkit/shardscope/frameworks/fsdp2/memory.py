@@ -17,7 +17,6 @@ from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import (
     Shapes,
-    Shard,
     Stage,
     StageShape,
     layer_shard,
@@ -141,12 +140,8 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
     ranks = plan.degrees.shard * plan.degrees.cp
     has_adapters, layers = plan.recipe.has_adapters, largest(1, stage.num_layers)
     # Every tensor is cut into rows for each rank, the last ones padded: eight experts on 32 ranks become 32.
-    edge_shard = sum(
-        ceil_div(rows, ranks) * columns
-        for _, rows, columns in outer_shapes(plan, stage.is_first, stage.is_last)
-    )
+    edge_shard, largest_shard = stage.edge_shard, stage.largest_shard
     adapters_whole = ranks * stage.trainable_shard if has_adapters else 0
-    largest_shard = _largest_shard(plan, stage, ranks)
     layer = width.compute * (ranks * largest_shard + adapters_whole // layers)
     all_layers = width.compute * (ranks * (stage.shard - edge_shard) + adapters_whole)
     reshard = layout.reshard_after_forward
@@ -179,29 +174,19 @@ def _groups(plan: Plan, stage: Stage) -> _Groups:
     )
 
 
-def _largest_shard(plan: Plan, stage: Stage, ranks: int) -> Any:
-    """Weights that one rank keeps of the largest decoder layer, padding included."""
-    found: Any = 0
-    for moe, layers in layers_by_kind(plan.architecture, stage):
-        shard = _layer_shard(plan, moe, ranks)
-        found = largest(found, (layers > 0) * (shard.dense_padded + shard.experts_padded))
-    return found
-
-
 def _dense_shard(plan: Plan, stage: Stage, ranks: int) -> Any:
-    """The same of a layer without experts, of which a model with experts may have a few first; or 0."""
-    if len(layers_by_kind(plan.architecture, stage)) == 1:
+    """Weights that one rank keeps of a layer without experts, of which a model with experts may have a few
+    first, padding included; or 0."""
+    arch, degrees = plan.architecture, plan.degrees
+    if len(layers_by_kind(arch, stage)) == 1:
         return 0
     has_both = (stage.num_moe_layers > 0) & (stage.num_moe_layers < stage.num_layers)
-    return has_both * _layer_shard(plan, False, ranks).dense_padded
-
-
-def _layer_shard(plan: Plan, moe: bool, ranks: int) -> Shard:
-    arch, degrees = plan.architecture, plan.degrees
-    found: Shard = looked_up(
-        lambda tp, ep, ranks: layer_shard(arch, moe, tp, ep, ranks), degrees.tp, degrees.ep, ranks
+    return has_both * looked_up(
+        lambda tp, ep, ranks: layer_shard(arch, False, tp, ep, ranks).dense_padded,
+        degrees.tp,
+        degrees.ep,
+        ranks,
     )
-    return found
 
 
 def _gathered_forward(layout: Fsdp2Layout, groups: _Groups) -> Term:
@@ -237,8 +222,10 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
     held_head = groups.head if tied else 0
     root = groups.root + (0 if tied else groups.head)
 
+    accumulates = plan.num_micro_batches > 1
+
     def gradients(done: int) -> Term:
-        held = where(plan.num_micro_batches > 1, trained, smallest(trained, done * groups.shard))
+        held = where(accumulates, trained, smallest(trained, done * groups.shard))
         return Term(held, lambda: f"{gib(held)} GiB shards of {count(done, 'layer')} reduced so far")
 
     def layer(done: int) -> list[Peak]:
