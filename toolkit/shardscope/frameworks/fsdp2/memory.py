@@ -223,6 +223,13 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
     root = groups.root + (0 if tied else groups.head)
 
     accumulates = plan.num_micro_batches > 1
+    # A third of a layer's gradients are there inside its feed-forward; where experts are large, none yet
+    # while their rows are weighted, or all of them.
+    part, inside = _larger_sum(
+        (groups.gradient // 3, shape.inside),
+        (0, shape.earlier),
+        ((shape.later != shape.inside) * groups.gradient, shape.later),
+    )
 
     def gradients(done: int) -> Term:
         held = where(accumulates, trained, smallest(trained, done * groups.shard))
@@ -249,13 +256,6 @@ def _backward(plan: Plan, stage: Stage, shape: Backward, groups: _Groups, traine
         held, num_reduced = _fullest_after(after[0][0], reducing, reduced, groups.shard)
         held_words = next((words for num_bytes, words in after if num_bytes is held), "")
         fraction = 0.36 + 0.6 * done / stage.num_layers
-        # A third of a layer's gradients are there inside its feed-forward; where experts are large, none yet
-        # while their rows are weighted, or all of them.
-        part, inside = _larger_sum(
-            (groups.gradient // 3, shape.inside),
-            (0, shape.earlier),
-            ((shape.later != shape.inside) * groups.gradient, shape.later),
-        )
         arriving = root + groups.kept * (left - 1) // stage.num_layers + groups.layer + before
         return [
             Peak(
