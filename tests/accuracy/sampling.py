@@ -145,6 +145,21 @@ def deepspeed(draw: Random, world_size: int) -> Layout:
     )
 
 
+def deepspeed_offload(draw: Random, world_size: int) -> Layout:
+    """ZeRO with the optimizer, the parameters or both in host memory."""
+    stage = draw.choice((1, 2, 3, 3))
+    parameters = draw.choice((None, "cpu")) if stage == 3 else None
+    return Layout.zero(
+        stage=stage,
+        offload_params=parameters,
+        offload_optimizer=draw.choice((None, "cpu")) if parameters else "cpu",
+        overlap_comm=draw.choice((None, None, True, False)),
+        reduce_bucket_size=draw.choice((500_000_000, 100_000_000)),
+        stage3_prefetch_bucket_size=draw.choice((50_000_000, 5_000_000)),
+        sub_group_size=draw.choice((1_000_000_000, 50_000_000)),
+    )
+
+
 def megatron(draw: Random, world_size: int) -> Layout:
     """Tensor, pipeline and expert parallel, chunks, and where sequence and optimizer are split."""
     tp, pp = draw.choice((1, 1, 2, 2, 4, 8)), draw.choice((1, 1, 2, 4))
@@ -164,6 +179,7 @@ LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {
     "fsdp2": fsdp2,
     "fsdp2-tp": fsdp2_tp,
     "deepspeed": deepspeed,
+    "deepspeed-offload": deepspeed_offload,
     "megatron": megatron,
 }
 """How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here, and behind a

@@ -77,10 +77,19 @@ def _goals(score: MemoryScore) -> str:
         if rows_of:
             share = sum(row.inside for row in rows_of) / len(rows_of)
             goal = "80 %" if name != "unknown" else "none"
-            lines.append(f"| {name}, {len(rows_of)} rows: inside the band | {100 * share:.0f} % | {goal} |")
+            width = median(row.predicted.high / row.predicted.low for row in rows_of)
+            lines.append(
+                f"| {name}, {len(rows_of)} rows: inside the band (in the median its top is {width:.2f} times "
+                f"its bottom) | {100 * share:.0f} % | {goal} |"
+            )
     if score.fits:
         right = sum(fit.ran == fit.predicted for fit in score.fits) / len(score.fits)
         lines.append(f"| fits or not, {len(score.fits)} rows | {100 * right:.1f} % | 98 % |")
+    known = [why for _, why in score.unmapped if not why.endswith("is not modelled")]
+    of_known = score.num_rows - len(score.unmapped) + len(known)
+    if of_known:
+        share = 1 - len(known) / of_known
+        lines.append(f"| rows of known frameworks with a plan, of {of_known} | {100 * share:.0f} % | 80 % |")
     return "\n".join(lines)
 
 

@@ -7,18 +7,19 @@ from statistics import median
 import pytest
 from tests.accuracy.kinds import kind
 from tests.accuracy.rows import MEASURED, ROOT, read
-from tests.accuracy.scoring import MemoryScore, absolute, overall_line, score_memory
+from tests.accuracy.scoring import MemoryScore, absolute, overall_line, percentile, score_memory
 
 REPORT = ROOT / "docs" / "accuracy.md"
 
 # Source and kind -> the median of absolute errors that was reached, in percent, and a little room.
 MEDIANS = {
-    ("FMS-acceleration", "allocated"): 3.5,
+    ("FMS-acceleration", "allocated"): 2.0,
     ("Zero Bubble", "unknown"): 2.5,
-    ("Megatron-Bridge", "allocated"): 8.5,
-    ("nanotron", "allocated"): 8.0,
-    ("BLOOM", "nvidia-smi"): 17.0,
-    ("torchtitan", "reserved"): 16.0,
+    ("Megatron-Bridge", "allocated"): 7.0,
+    ("nanotron", "reserved"): 12.5,
+    ("Qwen", "unknown"): 26.0,
+    ("BLOOM", "nvidia-smi"): 12.0,
+    ("torchtitan", "reserved"): 16.5,
 }
 
 
@@ -41,7 +42,7 @@ def test_medians_are_no_worse(score: MemoryScore, group: tuple[str, str], percen
 
 def test_most_rows_of_known_frameworks_have_a_plan(score: MemoryScore) -> None:
     foreign = sum(reason.endswith("schedule is not modelled") for _, reason in score.unmapped)
-    assert score.num_rows - len(score.unmapped) >= 0.78 * (score.num_rows - foreign)
+    assert score.num_rows - len(score.unmapped) >= 0.85 * (score.num_rows - foreign)
 
 
 def test_no_row_makes_a_prediction_fail(score: MemoryScore) -> None:
@@ -54,9 +55,19 @@ def test_fits_or_not_is_right(score: MemoryScore) -> None:
     assert right >= 0.98 * len(score.fits)
 
 
-def test_half_of_what_nvidia_smi_shows_lies_in_the_band(score: MemoryScore) -> None:
-    rows = [row for row in score.scored if kind(row.mapped.row) == "nvidia-smi"]
-    assert sum(row.inside for row in rows) >= 0.5 * len(rows)
+def test_nine_of_ten_allocated_rows_are_close(score: MemoryScore) -> None:
+    errors = sorted(abs(row.error) for row in score.scored if kind(row.mapped.row) == "allocated")
+    assert len(errors) > 45
+    assert percentile(errors, 0.9) <= 0.065
+
+
+@pytest.mark.parametrize(("what", "share", "width"), [("reserved", 0.9, 1.6), ("nvidia-smi", 0.8, 1.3)])
+def test_bands_hold_most_rows_and_are_no_wider_than_they_were(
+    score: MemoryScore, what: str, share: float, width: float
+) -> None:
+    rows = [row for row in score.scored if kind(row.mapped.row) == what]
+    assert sum(row.inside for row in rows) >= share * len(rows)
+    assert median(row.predicted.high / row.predicted.low for row in rows) <= width
 
 
 def test_the_report_is_that_of_these_rows(score: MemoryScore) -> None:
