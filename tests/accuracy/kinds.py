@@ -50,6 +50,7 @@ def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
     """The predicted bytes of the row's own kind, on the ranks that it speaks of.
 
     Up to ``held_back`` bytes stay reserved that no tensor uses: how many is chance, so half is the point.
+    Never more than the card has: before it gives up, the allocator returns what it holds.
     """
     stages = report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
     what = kind(row)
@@ -58,7 +59,9 @@ def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
         return Compared(point, point, point, dict(moment.components))
     if what == "reserved":
         low, point, high, moment = _with_gaps(stages)
-        return Compared(low, point + held_back // 2, high + held_back, dict(moment.components))
+        held = max(0, min(held_back, report.usable_bytes - point))
+        high = max(point, min(high + held_back, report.usable_bytes))
+        return Compared(low, point + held // 2, high, dict(moment.components))
     if what == "unknown":
         # Most frameworks print what is allocated; a person may have read nvidia-smi.
         point, moment = max(_tensors(stages), key=lambda found: found[0])

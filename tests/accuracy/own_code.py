@@ -19,6 +19,7 @@ from shardscope.memory.report import Component, MemoryReport, Moment, StageMemor
 
 OwnCode = Literal[
     "unsloth_loss",
+    "rotary_caches",
     "fsdp1_hooks",
     "fsdp1_nf4",
     "bf16_optimizer",
@@ -36,6 +37,8 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
     table = text(row, "table")
     if "foak" in table and "liger" not in table:
         found.append("unsloth_loss")
+    if "refs/a100_80gb.csv" in str(row.get("source_url")) and "tral" in text(row, "model"):
+        found.append("rotary_caches")
     if framework == "FSDP1" and recipe.has_adapters and recipe.recompute == "full":
         found.append("fsdp1_hooks")
     if framework == "FSDP1" and is_four_bit(row):
@@ -88,6 +91,19 @@ def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
     logits: dict[Component, int] = {"logits": 2 * FP32 * plan.architecture.vocab_size * tokens}
     return tuple(_with(moment, logits) if moment.components["logits"] else moment for moment in moments)
+
+
+def _rotary_caches(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Layers of Mistral and Mixtral in transformers of early 2024: angles of all 32,768 positions in each.
+
+    modeling_mistral.py, ``_set_cos_sin_cache(seq_len=max_position_embeddings)``, once a layer: buffers, which
+    no framework shards.
+    """
+    arch, c = plan.architecture, widths[plan.recipe.precision].compute
+    caches = arch.num_hidden_layers * arch.max_position_embeddings * arch.head_dim * 2 * c
+    return tuple(
+        _with(moment, {"parameters": moment.components["parameters"] + caches}) for moment in moments
+    )
 
 
 def _fsdp1_hooks(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -200,6 +216,7 @@ def _with(moment: Moment, more: Mapping[Component, int]) -> Moment:
 
 _CHANGES: dict[OwnCode, _Change] = {
     "unsloth_loss": _unsloth_loss,
+    "rotary_caches": _rotary_caches,
     "fsdp1_hooks": _fsdp1_hooks,
     "fsdp1_nf4": _fsdp1_nf4,
     "bf16_optimizer": _bf16_optimizer,

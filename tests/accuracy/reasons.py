@@ -20,7 +20,7 @@ def reason(row: Scored) -> str:
 
 
 def _says(*parts: str) -> _Applies:
-    return lambda row: any(part in text(row.mapped.row, "notes", "table", "source") for part in parts)
+    return lambda row: any(part.lower() in text(row.mapped.row, "notes", "table", "source") for part in parts)
 
 
 _KNOWN: list[tuple[_Applies, str]] = [

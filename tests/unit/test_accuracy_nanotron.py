@@ -111,6 +111,16 @@ def test_nothing_is_held_back_where_nothing_is_gathered() -> None:
     assert nanotron.held_back_bytes(run(tp=2).plan) == 4 * 16 * 4096 * 2048 * 2
 
 
+def test_no_more_is_reserved_than_the_card_has() -> None:
+    found = run(tp=2, dp=8, micro_batch=16, grad_accum=1)
+    report, held = nanotron.memory(found.plan), nanotron.held_back_bytes(found.plan)
+    band = compared(found.row, report, held)
+    assert band.low + held > report.usable_bytes
+    assert band.low <= band.point <= band.high
+    # What tensors alone take is not cut: such a plan would not run.
+    assert band.high == max(band.point, report.usable_bytes)
+
+
 def test_published_rows_lie_in_the_band_and_hardly_one_below_it() -> None:
     inside = below = 0
     rows = [row for row in read(MEASURED.glob("nanotron*.jsonl")) if "reserved" in str(row["memory_kind"])]

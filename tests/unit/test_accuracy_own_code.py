@@ -72,6 +72,16 @@ def test_four_bits_are_sharded_and_their_scales_are_not() -> None:
     assert whole == pytest.approx(numel / 64, rel=0.05)
 
 
+def test_every_mistral_layer_caches_its_angles() -> None:
+    """torch_mem_alloc_in_bytes of refs/a100_80gb.csv: 2 bytes a weight, adapters with moments, and these."""
+    at_rest = report(ROWS["fms-0007"]).worst_stage.at("rest").components
+    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    assert at_rest["parameters"] == pytest.approx(15_119_984_128 - 3 * 4 * adapters, rel=0.01)
+    assert at_rest["parameters"] - mapped(ROWS["fms-0007"]).plan.memory().at("rest")["parameters"] == (
+        32 * 32_768 * 128 * 2 * 2
+    )
+
+
 def test_bf16_optimizer_has_six_bytes_of_gradients() -> None:
     found = mapped(ROWS["bloom-0089"])
     plain = found.plan.memory().worst_stage.peak.components
