@@ -40,3 +40,8 @@ def test_a_run_on_a_gpu_is_measured_by_component(
     (snapshot,) = (run.folder / "memory_snapshots").iterdir()
     assert snapshot.name == "rank-0.pickle" and snapshot.stat().st_size > 10_000
     assert "memory snapshot: memory_snapshots/rank-0.pickle" in run.logs(0)
+    summary = report.snapshot()
+    assert summary.num_events > 100 and "no stack" not in summary.at_peak[0].frame
+    # What was asked for; the allocator's own peak is of sizes rounded up, and of all steps.
+    assert 0.5 * rank["peak_memory_bytes"] < summary.peak_bytes <= rank["peak_memory_bytes"]
+    assert 0 < summary.allocated_bytes <= summary.reserved_bytes

@@ -63,6 +63,16 @@ class RunFolder:
         """What the engine of one rank really made."""
         return self.path / "what_it_was" / f"rank-{rank}.json"
 
+    def memory_snapshot(self, rank: int) -> Path:
+        """``torch.cuda.memory``'s snapshot of one rank: a pickle, which trace.memory_snapshot reads."""
+        return self.path / "memory_snapshots" / f"rank-{rank}.pickle"
+
+    def memory_snapshots(self) -> dict[int, Path]:
+        """Those that were taken, by rank."""
+        found = self.memory_snapshot(0).parent.glob("rank-*.pickle")
+        numbers = ((path.stem.removeprefix("rank-"), path) for path in found)
+        return {int(rank): path for rank, path in numbers if rank.isdecimal() and rank.isascii()}
+
     def create(self) -> None:
         """Make the folder, 0700. Raises ``FileExistsError``, or another ``OSError`` in words."""
         try:

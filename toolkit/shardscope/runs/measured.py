@@ -25,7 +25,10 @@ from shardscope.memory.words import gib
 from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardscope.plan import Plan
+    from shardscope.trace.memory_snapshot import MemorySnapshot
 
 OTHER = "other"
 """Bytes that were measured, and that nothing tells what they are."""
@@ -71,6 +74,8 @@ class MeasuredMemory(MemoryReport):
     """What the run's plan was predicted to need; None if its plan cannot be read."""
     missing: str = ""
     """What could not be known, and why."""
+    snapshot_files: Mapping[int, Path] = field(default_factory=dict)
+    """By rank, the memory snapshots that were asked of the run, in torch's own format."""
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.ranks)
@@ -88,6 +93,25 @@ class MeasuredMemory(MemoryReport):
         if phase not in measured:
             refuse("phase", phase, f"what was measured: {', '.join(measured) or 'nothing'}", repr("rest"))
         return self.worst_stage.at(phase).components
+
+    def snapshot(self, rank: int | None = None) -> MemorySnapshot:
+        """What was alive at the peak and whose segments, of a rank's memory snapshot; by default the first.
+
+        Raises ``ValueError`` if that rank took none, or its file is damaged or asks for code to be run.
+        """
+        from shardscope.trace.memory_snapshot import load_memory_snapshot
+
+        if rank is None:
+            rank = min(self.snapshot_files, default=0)
+        if rank not in self.snapshot_files:
+            taken = ", ".join(map(str, sorted(self.snapshot_files)))
+            refuse(
+                "rank",
+                rank,
+                f"ranks that took a memory snapshot: {taken or 'none did'}",
+                taken.split(",")[0] or "Pretrain(memory_snapshot=True), on a GPU",
+            )
+        return load_memory_snapshot(self.snapshot_files[rank])
 
     @property
     def tensor_bytes(self) -> int:
@@ -141,7 +165,10 @@ def predicted_tensors(report: MemoryReport) -> int:
 
 
 def measured_memory(
-    plan: Plan | None, records: Mapping[int, Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
+    plan: Plan | None,
+    records: Mapping[int, Mapping[str, Any]],
+    ranks: Sequence[Mapping[str, Any]],
+    snapshot_files: Mapping[int, Path] | None = None,
 ) -> MeasuredMemory:
     """The report of what ranks recorded (``what_it_was`` by rank) and logged. Odd ones are left out."""
     shares: dict[int, list[StageMemory]] = {}
@@ -165,6 +192,7 @@ def measured_memory(
         ranks=tuple(ranks),
         predicted=plan.memory() if plan else None,
         missing=_missing(worst),
+        snapshot_files=snapshot_files or {},
     )
 
 

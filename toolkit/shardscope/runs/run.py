@@ -129,7 +129,8 @@ class Run:
         """What ranks measured: a ``MemoryReport`` with ``tier="measured"``, its ``.error`` and ``.sentence``.
 
         Iterating over it gives, per rank that logged any: rank, step, time, memory_bytes (latest) and
-        peak_memory_bytes (highest). Of a run that recorded nothing it is empty.
+        peak_memory_bytes (highest). Of a run that recorded nothing it is empty. ``.snapshot(rank)`` sums up
+        the memory snapshot of a rank that was asked for one.
         """
         from shardscope.runs.measured import measured_memory  # Not above: the supervisor starts sooner so.
 
@@ -137,7 +138,8 @@ class Run:
             plan = self.plan
         except ValueError:
             plan = None
-        return measured_memory(plan, self.what_it_was(), self._logged_memory())
+        snapshots = self._folder.memory_snapshots()
+        return measured_memory(plan, self.what_it_was(), self._logged_memory(), snapshots)
 
     def _logged_memory(self) -> list[dict[str, Any]]:
         latest: dict[int, dict[str, Any]] = {}

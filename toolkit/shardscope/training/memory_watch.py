@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardscope.runs.folder import RunFolder
 from shardscope.training import accounting
 from shardscope.training.census import Census
 
@@ -130,7 +130,7 @@ class Snapshot:
 
     def end(self) -> None:
         """Write what there is, and stop keeping more."""
-        path = snapshot_path(self._ctx.folder, self._ctx.rank)
+        path = RunFolder(self._ctx.folder).memory_snapshot(self._ctx.rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_suffix(".part")
         with part.open("wb") as file:
@@ -147,8 +147,3 @@ class Snapshot:
     def __exit__(self, *_: object) -> None:
         if self._steps_left:
             self.end()
-
-
-def snapshot_path(folder: Path, rank: int) -> Path:
-    """Where in a run folder the snapshot of one rank lies."""
-    return Path(folder) / "memory_snapshots" / f"rank-{rank}.pickle"

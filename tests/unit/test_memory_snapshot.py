@@ -1,0 +1,197 @@
+"""Memory snapshots: what was alive at the peak, and files that would run code, which are refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.measured import measured_memory
+from shardscope.trace.memory_snapshot import BEFORE, SHOWN_FRAMES, load_memory_snapshot
+
+MIB = 2**20
+ATTENTION = [
+    {"filename": "/env/torch/nn/functional.py", "line": 7, "name": "linear"},
+    {"filename": "/code/model/attention.py", "line": 41, "name": "forward"},
+    {"filename": "/code/train.py", "line": 3, "name": "main"},
+]
+ADAM = [
+    {"filename": "CachingAllocator.cpp", "line": 12, "name": "malloc"},
+    {"filename": "/env/torch/optim/adam.py", "line": 99, "name": "step"},
+]
+
+
+def event(action: str, addr: int, size: int = 0, frames: Any = ()) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": size, "frames": list(frames), "stream": 0}
+
+
+def block(size: int, state: str, frames: Any = ()) -> dict[str, Any]:
+    return {"size": size, "requested_size": size, "state": state, "frames": list(frames)}
+
+
+def snapshot() -> dict[str, Any]:
+    """As ``torch.cuda.memory._snapshot`` documents it: weights from before, activations that came and went,
+    moments that stayed; the peak is where the second activation was made."""
+    return {
+        "segments": [
+            {
+                "address": 1000,
+                "total_size": 20 * MIB,
+                "stream": 0,
+                "segment_type": "large",
+                "segment_pool_id": (0, 0),
+                "allocated_size": 11 * MIB,
+                "active_size": 11 * MIB,
+                "blocks": [block(8 * MIB, "active_allocated"), block(3 * MIB, "active_allocated", ADAM)],
+            },
+            {
+                "address": 10**9,
+                "total_size": 2 * MIB,
+                "stream": 0,
+                "segment_type": "small",
+                "segment_pool_id": (0, 0),
+                "allocated_size": 0,
+                "active_size": 0,
+                "blocks": [block(2 * MIB, "inactive")],
+            },
+        ],
+        "device_traces": [
+            [
+                event("segment_alloc", 1000, 20 * MIB),
+                event("free_requested", 77, 1 * MIB),
+                event("free_completed", 77, 1 * MIB),
+                event("alloc", 1, 4 * MIB, ATTENTION),
+                event("alloc", 2, 5 * MIB, ATTENTION),
+                event("free_requested", 2, 5 * MIB),
+                event("free_completed", 2, 5 * MIB),
+                event("free_requested", 1, 4 * MIB),
+                event("free_completed", 1, 4 * MIB),
+                event("alloc", 1000 + 8 * MIB, 3 * MIB, ADAM),
+            ]
+        ],
+        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""},
+    }
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "rank-0.pickle"
+    path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    return path
+
+
+def test_what_was_alive_at_the_peak(tmp_path: Path) -> None:
+    found = load_memory_snapshot(written(tmp_path, snapshot()))
+    assert found.peak_bytes == (8 + 4 + 5) * MIB
+    assert [(live.frame, live.num_bytes, live.num_allocations) for live in found.at_peak] == [
+        ("model/attention.py:41 forward", 9 * MIB, 2),
+        (BEFORE, 8 * MIB, 1),
+    ]
+    assert [(segment.kind, segment.total_bytes, segment.allocated_bytes) for segment in found.segments] == [
+        ("large", 20 * MIB, 11 * MIB),
+        ("small", 2 * MIB, 0),
+    ]
+    assert (found.reserved_bytes, found.allocated_bytes) == (22 * MIB, 11 * MIB)
+    assert found.num_events == 10
+    assert "attention.py:41" in str(found)
+
+
+def test_the_peak_may_be_its_beginning_or_its_end(tmp_path: Path) -> None:
+    early = snapshot()
+    early["device_traces"] = [[event("free_requested", 5, 90 * MIB)]]
+    assert load_memory_snapshot(written(tmp_path, early)).peak_bytes == (90 + 8 + 3) * MIB
+    late = snapshot()
+    late["device_traces"] = [[event("alloc", 1000 + 8 * MIB, 3 * MIB, ADAM)]]
+    found = load_memory_snapshot(written(tmp_path, late))
+    assert found.peak_bytes == 11 * MIB
+    assert found.at_peak[-1].frame == "optim/adam.py:99 step"
+    late["device_traces"] = []
+    assert load_memory_snapshot(written(tmp_path, late)).peak_bytes == 11 * MIB
+
+
+def test_small_places_are_summed_up(tmp_path: Path) -> None:
+    many = snapshot()
+    many["device_traces"] = [
+        [
+            event("alloc", place, MIB, [{"filename": "a.py", "line": place, "name": "f"}])
+            for place in range(1, 50)
+        ]
+    ]
+    found = load_memory_snapshot(written(tmp_path, many))
+    assert len(found.at_peak) == SHOWN_FRAMES + 1
+    assert sum(live.num_bytes for live in found.at_peak) == found.peak_bytes
+    assert found.at_peak[-1].frame.endswith(" other places")
+
+
+class Malicious:
+    """What a pickle could do if it were believed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -> None:
+    trap = tmp_path / "trap"
+    bad = snapshot() | {"extra": Malicious(trap)}
+    with pytest.raises(ValueError, match=r"is no memory snapshot \(asks for posix\.mkdir\)"):
+        load_memory_snapshot(written(tmp_path, pickle.dumps(bad, protocol)))
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(bad, protocol))
+    assert trap.exists(), "the trap does not work, so this test shows nothing"
+
+
+def test_references_out_of_the_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refers to an object outside of it"):
+        load_memory_snapshot(written(tmp_path, b"Psomewhere\n."))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"not a pickle", "is no memory snapshot"),
+        (pickle.dumps(snapshot())[:-40], "is no memory snapshot"),
+        ([1, 2], "holds a list"),
+        ({}, "has no list of dicts as segments"),
+        ({"segments": [3]}, "has no list of dicts as segments"),
+        ({"segments": [{"total_size": -1}]}, "has no whole number as total_size"),
+        ({"segments": [{"total_size": True}]}, "has no whole number as total_size"),
+        ({"segments": [{"total_size": 5}]}, "has no list of dicts as blocks"),
+        ({"segments": [], "device_traces": 3}, "has no list of device_traces"),
+        ({"segments": [], "device_traces": [[{"action": "alloc"}]]}, "has no whole number as addr"),
+    ],
+    ids=str,
+)
+def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        load_memory_snapshot(written(tmp_path, content))
+    assert "Fix: " in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        load_memory_snapshot(tmp_path / "rank-0.pickle")
+
+
+def test_a_run_s_memory_leads_to_its_snapshots(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.memory_snapshots() == {}
+    for rank in (3, 12):
+        folder.memory_snapshot(rank).parent.mkdir(exist_ok=True)
+        folder.memory_snapshot(rank).write_bytes(pickle.dumps(snapshot()))
+    (folder.memory_snapshot(0).parent / "rank-1.part").write_bytes(b"being written")
+    report = measured_memory(None, {}, [], folder.memory_snapshots())
+    assert sorted(report.snapshot_files) == [3, 12]
+    assert report.snapshot().path == folder.memory_snapshot(3)
+    assert report.snapshot(12).peak_bytes == 17 * MIB
+    with pytest.raises(ValueError, match="rank is 5; allowed: ranks that took a memory snapshot: 3, 12"):
+        report.snapshot(5)
+    with pytest.raises(ValueError, match="none did"):
+        measured_memory(None, {}, []).snapshot()

@@ -1,0 +1,245 @@
+"""What a memory snapshot of ``torch.cuda.memory`` says: what was alive at the peak, and whose segments.
+
+The file is a pickle, so it is read by an unpickler that refuses every global: it can make plain lists, dicts,
+numbers and text, and can call nothing. The format is documented at ``torch.cuda.memory._snapshot``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from shardscope.memory.words import gib
+from shardscope.trace.files import read_bytes, refuse_file
+
+BEFORE = "allocated before the history begins"
+"""What is said of an allocation whose stack nobody kept."""
+NO_STACK = "no stack was kept"
+SHOWN_FRAMES = 20
+"""Places that a summary lists, largest first; what is left is summed up."""
+
+_BROKEN = (
+    pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+    MemoryError, OverflowError, RecursionError,
+)  # fmt: skip
+"""Whatever bytes that are no pickle can raise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveBytes:
+    """Allocations of one place in the code that were alive at the peak."""
+
+    frame: str
+    """File, line and function: the innermost Python frame outside of torch, or the innermost of all."""
+    num_bytes: int
+    num_allocations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentBytes:
+    """One piece of memory that the caching allocator had from ``cudaMalloc`` when the snapshot was taken."""
+
+    kind: str
+    """``large`` or ``small``: allocations of up to 1 MiB share small segments."""
+    stream: int
+    total_bytes: int
+    allocated_bytes: int
+    """In use by tensors; the rest is cached, or too small a gap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySnapshot:
+    """The summary of one rank's snapshot."""
+
+    path: Path
+    peak_bytes: int
+    """Most bytes that tensors had at once, while the history was kept."""
+    at_peak: tuple[LiveBytes, ...]
+    """What was alive then by place in the code, largest first; all that remains is one entry at the end."""
+    segments: tuple[SegmentBytes, ...]
+    """As the snapshot was taken, largest first."""
+    num_events: int
+    """Allocations and frees in the history."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all segments, as nvidia-smi would count them."""
+        return sum(segment.total_bytes for segment in self.segments)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of tensors in those segments."""
+        return sum(segment.allocated_bytes for segment in self.segments)
+
+    def __str__(self) -> str:
+        lines = [f"{gib(self.peak_bytes)} GiB alive at the peak, of {gib(self.reserved_bytes)} GiB reserved:"]
+        lines += [
+            f"  {gib(live.num_bytes)} GiB in {live.num_allocations:,}: {live.frame}" for live in self.at_peak
+        ]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Allocation:
+    num_bytes: int
+    frames: Any
+    begins: int
+    """Index of the event that made it; -1: before all of them."""
+    ends: int
+    """Index of the event that gave it back; the number of events: none did."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuses all that could run code: classes, functions and references to what lies outside of the file."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"asks for {module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("refers to an object outside of it")
+
+
+def load_memory_snapshot(path: str | Path) -> MemorySnapshot:
+    """The summary of a snapshot file, of the device that has most memory in it.
+
+    Raises ``ValueError`` for a file that is none, is damaged, or asks for any global.
+    """
+    path = Path(path)
+    snapshot = _plain(path)
+    if not isinstance(snapshot, Mapping):
+        _refuse(path, f"holds a {type(snapshot).__name__}, not the dict of a memory snapshot")
+    segments = _dicts(path, snapshot, "segments")
+    held: dict[int, int] = {}
+    for segment in segments:
+        device = _number(path, segment, "device", 0)
+        held[device] = held.get(device, 0) + _number(path, segment, "total_size")
+    device = max(held, key=lambda each: held[each], default=0)
+    segments = [segment for segment in segments if _number(path, segment, "device", 0) == device]
+    traces = snapshot.get("device_traces", [])
+    if not isinstance(traces, list):
+        _refuse(path, "has no list of device_traces")
+    events = _entries(path, traces[device], "device_traces") if device < len(traces) else []
+    peak, at_peak = _at_peak(path, _allocations(path, segments, events), len(events))
+    found = [
+        SegmentBytes(
+            kind=str(segment.get("segment_type", "large")),
+            stream=_number(path, segment, "stream", 0),
+            total_bytes=_number(path, segment, "total_size"),
+            allocated_bytes=_number(path, segment, "allocated_size"),
+        )
+        for segment in segments
+    ]
+    return MemorySnapshot(
+        path=path,
+        peak_bytes=peak,
+        at_peak=at_peak,
+        segments=tuple(sorted(found, key=lambda segment: -segment.total_bytes)),
+        num_events=len(events),
+    )
+
+
+def _plain(path: Path) -> Any:
+    try:
+        return _PlainUnpickler(io.BytesIO(read_bytes(path))).load()
+    except _BROKEN as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        _refuse(path, f"is no memory snapshot ({str(error) or type(error).__name__})")
+
+
+def _allocations(
+    path: Path, segments: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
+) -> list[_Allocation]:
+    """Every allocation that was alive at some time of the history."""
+    found: list[_Allocation] = []
+    alive: dict[int, _Allocation] = {}
+    for index, event in enumerate(events):
+        action = event.get("action")
+        if action not in ("alloc", "free_requested"):
+            continue
+        address, num_bytes = _number(path, event, "addr"), _number(path, event, "size")
+        if action == "alloc":
+            alive[address] = _Allocation(num_bytes, event.get("frames"), index, len(events))
+            found.append(alive[address])
+        elif known := alive.pop(address, None):
+            known.ends = index
+        else:
+            found.append(_Allocation(num_bytes, BEFORE, -1, index))
+    for segment in segments:
+        place = _number(path, segment, "address", 0)
+        for block in _dicts(path, segment, "blocks"):
+            address = _number(path, block, "address", place)
+            size = _number(path, block, "size")
+            place = address + size
+            if block.get("state") == "active_allocated" and address not in alive:
+                num_bytes = _number(path, block, "requested_size", size)
+                found.append(_Allocation(num_bytes, block.get("frames") or BEFORE, -1, len(events)))
+    return found
+
+
+def _at_peak(
+    path: Path, allocations: Sequence[_Allocation], num_events: int
+) -> tuple[int, tuple[LiveBytes, ...]]:
+    """The most bytes at once, and what they were."""
+    changes = [0] * (num_events + 2)
+    for each in allocations:
+        changes[each.begins + 1] += each.num_bytes
+        changes[each.ends + 1] -= each.num_bytes
+    now = peak = when = 0
+    for index, change in enumerate(changes):
+        now += change
+        if now > peak:
+            peak, when = now, index
+    places: dict[str, list[int]] = {}
+    for each in allocations:
+        if each.begins + 1 <= when < each.ends + 1:
+            place = places.setdefault(_place(each.frames), [0, 0])
+            place[0] += each.num_bytes
+            place[1] += 1
+    largest = sorted(places.items(), key=lambda item: -item[1][0])
+    shown, rest = largest[:SHOWN_FRAMES], largest[SHOWN_FRAMES:]
+    if rest:
+        sums = [sum(numbers[column] for _, numbers in rest) for column in (0, 1)]
+        shown.append((f"{len(rest):,} other places", sums))
+    return peak, tuple(
+        LiveBytes(frame=frame, num_bytes=numbers[0], num_allocations=numbers[1]) for frame, numbers in shown
+    )
+
+
+def _place(frames: Any) -> str:
+    if isinstance(frames, str):
+        return frames
+    if not isinstance(frames, list) or not frames:
+        return NO_STACK
+    known = [frame for frame in frames if isinstance(frame, Mapping)]
+    python = [frame for frame in known if str(frame.get("filename", "")).endswith(".py")]
+    own = [frame for frame in python if "torch" not in PurePosixPath(str(frame["filename"])).parts]
+    for frame in (*own[:1], *python[:1], *known[:1]):
+        file = PurePosixPath(str(frame.get("filename", "?")))
+        return f"{'/'.join(file.parts[-2:])}:{frame.get('line', 0)} {frame.get('name', '?')}"
+    return NO_STACK
+
+
+def _dicts(path: Path, parent: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    return _entries(path, parent.get(key), key)
+
+
+def _entries(path: Path, entries: Any, name: str) -> list[Mapping[str, Any]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        _refuse(path, f"has no list of dicts as {name}")
+    return entries
+
+
+def _number(path: Path, parent: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = parent.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        _refuse(path, f"has no whole number as {key}")
+    return value
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    refuse_file(path, what, "take the snapshot again: Pretrain(memory_snapshot=True)")
