@@ -45,9 +45,15 @@ DEFAULTS: dict[Phase, Component] = {
 class Tracker(TorchDispatchMode):  # type: ignore[misc]
     """Bytes of all storages by component, at the peak of every part of a step."""
 
-    def __init__(self, logit_widths: Iterable[int] = ()) -> None:
+    def __init__(self, logit_widths: Iterable[int] = (), *, host_apart: bool = False) -> None:
         super().__init__()
         self.logit_widths = frozenset(logit_widths)
+        self.host_apart = host_apart
+        """Tensors of "cpu" are the host's and those of "cpu:0" the device's; else all are the device's."""
+        self.host_peak_bytes = 0
+        """Most that the host has held since the last :meth:`restart`."""
+        self._on_host: set[int] = set()
+        self._host_bytes = 0
         self._numbers = WeakIdKeyDictionary()
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._held: dict[int, int] = {}
@@ -93,9 +99,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         """These storages are, and have always been, this component; unseen ones come in now."""
         for tensor in tensors:
             for storage in _storages(tensor):
-                number = self._number(storage)
-                if number is not None:
-                    self._labels[number] = component
+                self._labels[self._number(storage, self._is_host(tensor))] = component
 
     def restart(self) -> None:
         """Forget the steps before: what is held now is where the step that counts begins."""
@@ -103,15 +107,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         kept = [event for event in self._events if event[2] < first]
         self._phases.append(None)
         here = len(self._phases) - 1
-        held = [(number, size, here) for number, size in self._held.items() if size]
+        held = [
+            (number, size, here)
+            for number, size in self._held.items()
+            if size and number not in self._on_host
+        ]
+        self.host_peak_bytes = self._host_bytes
         self._events = [*kept, (-1, 0, -1), *held]
         self._phases.append("rest")
         self._mark()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held now, whatever they are."""
-        return sum(self._held.values())
+        """Bytes that the device holds now, whatever they are."""
+        return sum(self._held.values()) - self._host_bytes
 
     # ---- what it finds
 
@@ -125,10 +134,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
                 found.append(RehearsedMoment(phase=phase, fraction=round(fraction, 4), components=components))
         return tuple(found)
 
-    def stage(self, number: int, num_layers: int, note: str = "", host_bytes: int = 0) -> RehearsedStage:
+    def stage(self, number: int, num_layers: int, note: str = "") -> RehearsedStage:
         """What was seen, as one pipeline stage's answer."""
         return RehearsedStage(
-            stage=number, num_layers=num_layers, moments=self.moments(), note=note, host_bytes=host_bytes
+            stage=number,
+            num_layers=num_layers,
+            moments=self.moments(),
+            note=note,
+            host_bytes=self.host_peak_bytes,
         )
 
     def _peaks(self, phase: Phase, parts: int) -> list[dict[str, int]]:
@@ -195,9 +208,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
             return
         for storage in _storages(tensor):
             if self._numbers.get(storage) is None:
-                number = self._number(storage)
-                if number is not None:
-                    self._labels[number] = self._guess(tensor)
+                self._labels[self._number(storage, self._is_host(tensor))] = self._guess(tensor)
+
+    def _is_host(self, tensor: Any) -> bool:
+        return self.host_apart and tensor.device.index is None
 
     def _guess(self, tensor: torch.Tensor) -> Component:
         if self._labelling:
@@ -211,12 +225,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _now(self) -> Phase:
         return self._phases[-1] or "rest"
 
-    def _number(self, storage: Any) -> int | None:
+    def _number(self, storage: Any, on_host: bool) -> int:
         """The number of a storage, given when it is first seen."""
         number: int | None = self._numbers.get(storage)
         if number is None:
             number = len(self._labels)
             self._numbers[storage] = number
+            if on_host:
+                self._on_host.add(number)
             self._labels[number] = DEFAULTS[self._now]
             self._held[number] = 0
             self._watchers[number] = weakref.ref(storage, partial(self._gone, number))
@@ -230,7 +246,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _change(self, number: int, delta: int, gone: bool = False) -> None:
         if not gone:
             self._held[number] += delta
-        if delta:
+        if number in self._on_host:
+            self._host_bytes += delta
+            self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
+        elif delta:
             self._events.append((number, delta, len(self._phases) - 1))
 
     def _mark(self) -> None:

@@ -40,11 +40,17 @@ def _forget_meshes() -> None:
 
 
 @contextlib.contextmanager
-def fake_tensors(on_gpu: bool = True, logit_widths: Iterable[int] = ()) -> Iterator[Tracker]:
-    """Tensors that have a shape and no memory, followed by the :class:`Tracker` that this yields."""
+def fake_tensors(
+    on_gpu: bool = True, logit_widths: Iterable[int] = (), *, host_apart: bool = False
+) -> Iterator[Tracker]:
+    """Tensors that have a shape and no memory, followed by the :class:`Tracker` that this yields.
+
+    ``host_apart``: tensors made on "cpu:0" stand for the device's, and those on "cpu" are the host's. To
+    fake tensors these are two devices: what would mix them on a GPU fails here as well.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    tracker = Tracker(logit_widths)
+    tracker = Tracker(logit_widths, host_apart=host_apart)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         converting_by_replacing(),

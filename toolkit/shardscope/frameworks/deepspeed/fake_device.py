@@ -36,10 +36,14 @@ def import_deepspeed() -> Any:
 
 
 class FakeDevice:
-    """While this lasts, DeepSpeed runs on fake tensors as rank ``rank`` of ``world_size``."""
+    """While this lasts, DeepSpeed runs on fake tensors as rank ``rank`` of ``world_size``.
 
-    def __init__(self, deepspeed: Any, world_size: int, rank: int = 0) -> None:
+    ``host_apart``: the accelerator is "cpu:0", which to fake tensors is another device than the host's "cpu".
+    """
+
+    def __init__(self, deepspeed: Any, world_size: int, rank: int = 0, *, host_apart: bool = False) -> None:
         self.deepspeed = deepspeed
+        self.name = "cpu:0" if host_apart else "cpu"
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="1"
         )
@@ -57,12 +61,14 @@ class FakeDevice:
             if name.isupper()
         }
         self._was = get_accelerator()
-        set_accelerator(_accelerator(CPU_Accelerator))
+        set_accelerator(_accelerator(CPU_Accelerator, self.name))
         self.deepspeed.init_distributed("fake", dist_init_required=False)
         coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
         self._patch(coordinator, "assert_ints_same_as_other_ranks", _agreed)
         adam = importlib.import_module("deepspeed.ops.adam.fused_adam")
         self._patch(adam, "FusedAdamBuilder", _InPlaceAdam)
+        cpu_adam = importlib.import_module("deepspeed.ops.adam.cpu_adam")
+        self._patch(cpu_adam, "CPUAdamBuilder", _InPlaceAdam)
         # Fake tensors have no address; DeepSpeed checks that partitions begin at aligned ones.
         self._patch(importlib.import_module("torch._subclasses.fake_tensor").FakeTensor, "data_ptr", _aligned)
         # The model is made in its place; Module.to would swap every fake parameter for a copy.
@@ -97,11 +103,17 @@ class FakeDevice:
         setattr(owner, name, stand_in)
 
 
-def _accelerator(cpu: Any) -> Any:
+def _accelerator(cpu: Any, name: str) -> Any:
     class FakeAccelerator(cpu):  # type: ignore[misc]
         """Its device is where fake tensors are; nothing is compiled for it."""
 
         _communication_backend_name = "fake"
+
+        def device_name(self, device_index: int | None = None) -> str:
+            return name
+
+        def current_device_name(self) -> str:
+            return name
 
         def device_count(self) -> int:
             return 8
@@ -113,7 +125,7 @@ def _accelerator(cpu: Any) -> Any:
             return None
 
         def on_accelerator(self, tensor: torch.Tensor) -> bool:
-            return True
+            return bool(tensor.device == torch.device(name))
 
         def is_fp64_supported(self) -> bool:
             return True
@@ -128,10 +140,11 @@ def _accelerator(cpu: Any) -> Any:
 
 
 class _InPlaceAdam:
-    """In place of ``FusedAdamBuilder``: CUDA's kernel changes weights and moments where they are."""
+    """In place of ``FusedAdamBuilder`` and ``CPUAdamBuilder``: both change weights and moments in place."""
 
     def load(self) -> SimpleNamespace:
-        return SimpleNamespace(multi_tensor_adam=lambda *_: None)
+        names = ("multi_tensor_adam", "create_adam", "adam_update", "destroy_adam")
+        return SimpleNamespace(**dict.fromkeys(names, _nothing))
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[misc]
@@ -139,6 +152,10 @@ class _Numbers(TorchDispatchMode):  # type: ignore[misc]
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 0
         return function(*args, **(kwargs or {}))
+
+
+def _nothing(*_: Any) -> None:
+    """Changes numbers, of which there are none."""
 
 
 def _agreed(*_: Any) -> None:

@@ -43,29 +43,43 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     note_progress("importing DeepSpeed", 0.05)
     deepspeed = import_deepspeed()
     rank = fullest_rank(plan)
+    apart = _moves_to_host(plan)
     with (
         fake_ranks(plan.world_size, rank),
-        FakeDevice(deepspeed, plan.world_size, rank) as device,
-        fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}) as tracker,
+        FakeDevice(deepspeed, plan.world_size, rank, host_apart=apart) as device,
+        fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}, host_apart=apart) as tracker,
         device.numbers(),
         _labelled(tracker, plan),
     ):
-        return [_play(plan, deepspeed, tracker, note_progress)]
+        return [_play(plan, deepspeed, tracker, note_progress, device.name)]
+
+
+def _moves_to_host(plan: Plan) -> bool:
+    """Whether anything is offloaded; on CPU ranks the host's memory is the rank's own."""
+    layout: Any = plan.layout
+    return bool(plan.on_gpu and (layout.offload_optimizer or layout.offload_params))
+
+
+_NOT_REHEARSED = {
+    "tp": "AutoTP cuts weights by what they hold, which fake tensors do not",
+    "pp": "DeepSpeed's pipeline runs a PipelineModule of its own, not transformers' modules",
+    "ep": "DeepSpeed's experts are its own MoE layers, not transformers' modules",
+}
 
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what DeepSpeed's engine alone does not play on fake tensors."""
     layout: Any = plan.layout
-    for field in ("tp", "pp", "ep"):
+    for field, why in _NOT_REHEARSED.items():
         if getattr(layout, field) > 1:
-            refuse(f"Layout.{field}", getattr(layout, field), "1 in a rehearsal of DeepSpeed", f"{field}=1")
+            refuse(f"Layout.{field}", getattr(layout, field), f"1 in a rehearsal: {why}", f"{field}=1")
     for field in ("offload_optimizer", "offload_params"):
-        if getattr(layout, field):
+        if getattr(layout, field) == "nvme":
             refuse(
                 f"Layout.{field}",
-                getattr(layout, field),
-                "None in a rehearsal: fake tensors are all on one device",
-                f"{field}=None",
+                "nvme",
+                "None or 'cpu' in a rehearsal: fake tensors have no numbers that a file could hold",
+                f'{field}="cpu"',
             )
     one_of("Recipe.optimizer", plan.recipe.optimizer, ("adamw", "sgd"))
     # The model's own forward computes the loss, from modules as the library makes them.
@@ -76,14 +90,18 @@ def check_plan(plan: Plan) -> None:
 
 
 def _play(
-    plan: Plan, deepspeed: Any, tracker: Tracker, note_progress: Callable[[str, float], None]
+    plan: Plan,
+    deepspeed: Any,
+    tracker: Tracker,
+    note_progress: Callable[[str, float], None],
+    device: str,
 ) -> RehearsedStage:
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     config = deepspeed_config(plan)
     config["gradient_accumulation_steps"] = num_micro_batches
     config.pop("train_batch_size")
     note_progress("building the model", 0.1)
-    with tracker.labelling("parameters"):
+    with tracker.labelling("parameters"), torch.device(device):
         model = _model(plan, deepspeed, config, tracker)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -98,7 +116,7 @@ def _play(
             done = 0.3 + 0.65 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
             note_progress(f"step {step + 1} of {NUM_STEPS}", done)
             with tracker.phase("forward"):
-                ids = torch.zeros(shape, dtype=torch.int64)
+                ids = torch.zeros(shape, dtype=torch.int64, device=device)
                 loss = engine(input_ids=ids, labels=ids).loss
             with tracker.phase("backward"):
                 engine.backward(loss)
@@ -170,6 +188,10 @@ def _label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
         tracker.label(getattr(optimizer, name, ()), "parameters")
     if flat is not None:
         tracker.label([flat], "parameters")
+    passing = getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None)
+    if passing is not None:
+        # A gradient on its way to the host.
+        tracker.label([passing], "gather_buffers")
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is not None:
         tracker.label([buffer], "gradients")

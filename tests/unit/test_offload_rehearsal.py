@@ -1,0 +1,122 @@
+"""ZeRO with host memory, on fake tensors of two devices: what DeepSpeed's own code puts where."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+import torch
+from tests.accuracy.rehearsals import STORED, read_rehearsals
+from tests.accuracy.rehearsing import in_words
+
+import shardscope as ss
+from shardscope.architecture import Architecture
+from shardscope.plan import Plan
+from shardscope.rehearsal import world
+from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
+
+FILE = STORED / "deepspeed-offload.jsonl"
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
+)
+
+
+def small(layout: Any, cluster: Any = EIGHT) -> Plan:
+    recipe = ss.Recipe(seq_len=2048, global_batch_size=8)
+    return Plan(Architecture.of_size("60m"), cluster, recipe, layout)
+
+
+def played(plan: Plan) -> RehearsedStage:
+    from shardscope.frameworks.deepspeed.rehearse import rehearse
+
+    (stage,) = rehearse(plan, lambda words, fraction: None)
+    return stage
+
+
+def test_predictions_agree_with_stored_rehearsals() -> None:
+    rows, refused = read_rehearsals([FILE])
+    assert not refused and len(rows) >= 30
+    close = [row for row in rows if abs(row.error) <= 0.01]
+    assert len(close) >= 0.85 * len(rows), [in_words(row) for row in rows if row not in close]
+
+
+def test_host_memory_agrees_with_stored_rehearsals() -> None:
+    errors = {}
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        (stored,) = map(RehearsedStage.from_dict, row["stages"])
+        predicted = Plan.from_dict(row["plan"]).memory().host_bytes
+        assert stored.host_bytes > 0
+        errors[row["name"]] = abs(predicted / stored.host_bytes - 1)
+    close = [name for name, error in errors.items() if error <= 0.001]
+    assert len(close) >= 0.8 * len(errors), errors
+
+
+def test_the_host_and_the_device_are_two_devices() -> None:
+    with world.fake_tensors(host_apart=True) as tracker:
+        with tracker.phase("forward"):
+            here = torch.empty(1000, device="cpu:0")
+            there = here.to("cpu")
+            back = there.to("cpu:0")
+        assert (tracker.held_bytes, tracker.host_peak_bytes) == (8000, 4000)
+        with pytest.raises(RuntimeError, match="same device"):
+            here + there
+        del there
+        tracker.restart()
+        # What is gone before the step that counts is not that step's.
+        assert (tracker.held_bytes, tracker.host_peak_bytes) == (8000, 0)
+        assert back.device == here.device
+        moments = tracker.moments()
+    assert max(moment.num_bytes for moment in moments) == 8000
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ss.Layout.zero(2, offload_optimizer="cpu"),
+        ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu"),
+    ],
+    ids=["optimizer", "both"],
+)
+def test_deepspeed_puts_on_the_host_what_is_predicted(layout: Any) -> None:
+    plan = small(layout)
+    stage, predicted = played(plan), plan.memory()
+    assert stage.host_bytes == pytest.approx(predicted.host_bytes, rel=1e-3)
+    held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
+    assert held == pytest.approx(stage.peak.num_bytes, rel=0.02)
+    for moment in stage.moments:
+        # Neither moments nor main copies are ever on the device.
+        assert moment.components.get("optimizer", 0) < 2**20
+
+
+@needs_deepspeed
+def test_the_report_has_the_host_beside_the_device() -> None:
+    report = small(ss.Layout.zero(3, offload_optimizer="cpu")).rehearse()
+    assert report.host_bytes > 0 and report.components["optimizer"] < 2**20
+
+
+@needs_deepspeed
+def test_on_cpu_ranks_offloading_moves_nothing() -> None:
+    stage = played(small(ss.Layout.zero(2, offload_optimizer="cpu"), ss.Cluster.parse("2xcpu")))
+    assert stage.host_bytes == 0 and stage.peak.components["optimizer"] > 0
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        (ss.Layout.zero(3, offload_optimizer="nvme"), r"Layout\.offload_optimizer is 'nvme'.*file"),
+        (ss.Layout.zero(3, offload_params="nvme"), r"Layout\.offload_params is 'nvme'.*file"),
+        (ss.Layout.zero(1, pp=2), r"Layout\.pp is 2.*PipelineModule"),
+        (ss.Layout.zero(1, ep=2), r"Layout\.ep is 2.*MoE"),
+    ],
+)
+def test_what_fake_tensors_cannot_do_is_refused_with_the_reason(layout: Any, named: str) -> None:
+    arch = ss.models["mixtral-8x7b"] if layout.ep > 1 else Architecture.of_size("60m")
+    plan = Plan(arch, EIGHT, ss.Recipe(global_batch_size=64), layout)
+    with pytest.raises(ValueError, match=named):
+        played(plan)
