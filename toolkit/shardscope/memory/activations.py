@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import is_eager
+from shardscope.memory.modules.attention import is_eager, masked
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
@@ -188,6 +188,22 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
             sum(shape) for target, shape in linears if target in modules.targets
         )
     return cast * modules.compute
+
+
+@lru_cache(maxsize=4096)
+def masks_kept(architecture: Architecture, modules: Modules, recompute: str) -> int:
+    """Bytes a token leaves in the masks that recomputed layers are called with again, once for all layers.
+
+    One for layers with a window and one for those without (transformers/masking_utils.py): numbers where
+    attention runs in plain operations, flags for SDPA, which needs none where it is causal only.
+    """
+    if recompute not in ("full", "selective") or modules.kernels == "megatron":
+        return 0
+    if is_eager(architecture, modules):
+        sliding = architecture.sliding_window_layers
+        kinds = (sliding > 0) + (sliding < architecture.num_hidden_layers)
+        return kinds * modules.seq_len * modules.stream
+    return modules.seq_len if masked(architecture, modules) else 0
 
 
 @lru_cache(maxsize=4096)

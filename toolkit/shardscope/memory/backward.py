@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardscope.memory.arithmetic import smallest
-from shardscope.memory.modules.attention import has_one_key_head, is_eager, scores_per_token
+from shardscope.memory.modules.attention import has_one_key_head, is_eager, scores_per_token, widths
+from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, mlp_copies
 from shardscope.memory.modules.experts import expert_tensors
+from shardscope.memory.modules.saved import stream_readers
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Phase, Term
+from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -125,12 +128,22 @@ def _scores(arch: Architecture, modules: Modules) -> int:
     each = arch.num_attention_heads * modules.seq_len
     c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
     if is_eager(arch, modules):
-        return max(0, each * (c + FP32) - 3 * inner * c)
+        return max(0, each * (c + FP32) - _behind_attention(arch, modules))
     if has_one_key_head(arch):
         # Falcon's feed-forward stands beside attention, and reads the same norm's output.
         return max(0, each * 2 * FP32 - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
     # By then the feed-forward and its norm have let go of what they saved.
     return max(0, each * 2 * FP32 - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
+
+
+def _behind_attention(arch: Architecture, modules: Modules) -> int:
+    """What a dense layer's feed-forward, its norms and the output projection have let go of by then."""
+    c, hidden = modules.compute, arch.hidden_size
+    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.stream
+    norms = (arch.norms_per_layer - 1) * (hidden * FP32 + FP32 + hidden * normed * modules.trained)
+    copies = modules.stream_copies(*stream_readers(arch)[1]) * hidden * c
+    output = modules.inner_copies(names_of(arch).output) * widths(arch).output * c
+    return mlp_copies(arch, modules) * arch.intermediate_size * c + norms + copies + output
 
 
 def final_norm(arch: Architecture, modules: Modules) -> int:

@@ -10,6 +10,7 @@ from shardscope.memory.activations import (
     edge_activations,
     head_input,
     layer_activations,
+    masks_kept,
     unsaved_at_start,
 )
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
@@ -174,10 +175,12 @@ class StageStep:
         return self.modules.compute * largest_matrix(self.plan.architecture, self.stage)
 
     def _start_bytes(self) -> Any:
-        """Bytes a token leaves in front of the layers: its id, less what the first one need not save."""
-        if self.plan.recipe.recompute != "none" or not self.plan.recipe.has_adapters:
-            return self.stage.is_first * 8
-        arch, modules = self.plan.architecture, self.modules
+        """Bytes a token leaves in front of the layers: its id, less what the first one need not save.
+
+        And the masks that layers are called with again."""
+        arch, modules, recompute = self.plan.architecture, self.modules, self.plan.recipe.recompute
+        if recompute != "none" or not self.plan.recipe.has_adapters:
+            return self.stage.is_first * 8 + masks_kept(arch, modules, recompute)
         unsaved = looked_up(
             lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
         )

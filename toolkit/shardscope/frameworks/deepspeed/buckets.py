@@ -26,9 +26,13 @@ class Part(NamedTuple):
     """One part of backward: the head and final norm, one decoder layer, the embedding, or its very end."""
 
     base: Instant
-    """As it begins."""
+    """As its first gradient is made; of the head's part, as the norm's is."""
     peak: Instant
     """Where it holds most."""
+    middle: Instant | None = None
+    """Between the feed-forward's gradients and attention's, where these are told apart."""
+    inner: tuple[Instant, ...] = ()
+    """While each of the feed-forward's large matrices gets its gradient, where these are told apart."""
 
 
 class Cut(NamedTuple):
@@ -50,11 +54,14 @@ def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[
 
 
 @lru_cache(maxsize=1024)
-def early(sizes: tuple[int, ...], groups: tuple[int, ...], cut: Cut, tied: int) -> tuple[Part, ...]:
+def early(
+    sizes: tuple[int, ...], groups: tuple[int, ...], cut: Cut, tied: int, attention: int = 0
+) -> tuple[Part, ...]:
     """Parts of a backward that reduces as it goes; the last one is the reduction that ends it.
 
     A full bucket is cut where it goes to several ranks, and pieces for more than one rank are flattened, so
-    copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's.
+    copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's;
+    ``attention``: tensors of a layer that come after its feed-forward's in backward.
     """
     mine = cut.rank * cut.part, (cut.rank + 1) * cut.part
     waiting: list[tuple[int, int]] = []
@@ -63,8 +70,13 @@ def early(sizes: tuple[int, ...], groups: tuple[int, ...], cut: Cut, tied: int) 
     index, end = len(sizes), sum(sizes)
     for place, count in enumerate(groups):
         waits = tied if place else 0
-        base = peak = Instant(waits + oversized, kept)
-        for _ in range(count):
+        base = peak = middle = Instant(waits + oversized, kept)
+        for left in range(count, 0, -1):
+            if left == attention:
+                middle = Instant(waits + oversized, kept)
+            if not place and left == 1:
+                # The final norm comes behind the head, whose gradient is tied or reduced, or waits for that.
+                base = Instant(tied + oversized, kept)
             index -= 1
             size = sizes[index]
             # Both gradients of a tied embedding and their sum.
@@ -81,28 +93,37 @@ def early(sizes: tuple[int, ...], groups: tuple[int, ...], cut: Cut, tied: int) 
             waiting.append((end, size))
             elements += size
             oversized = size if size > cut.bucket else oversized
-        found.append(Part(base, peak))
+        if not place and tied:
+            peak = max(peak, base, key=_total)
+        found.append(Part(base, peak, middle))
     last = Instant(oversized + (copied(waiting, cut) if waiting else 0), kept)
     done = Instant(0, cut.whole)
     return (*found, Part(last, max(last, done, key=_total)))
 
 
 @lru_cache(maxsize=1024)
-def late(sizes: tuple[int, ...], groups: tuple[int, ...], tied: int, accumulates: bool) -> tuple[Part, ...]:
+def late(
+    sizes: tuple[int, ...], groups: tuple[int, ...], tied: int, accumulates: bool, attention: int = 0
+) -> tuple[Part, ...]:
     """Parts of a backward that leaves all gradients; the last one is what all of them take."""
     total, done = sum(sizes), 0
     found: list[Part] = []
     index = len(sizes)
     for place, count in enumerate(groups):
         waits = tied if place else 0
-        base, largest = Instant(waits, total if accumulates else done), 0
-        for _ in range(count):
+        base = middle = Instant(waits, total if accumulates else done)
+        largest = 0
+        for left in range(count, 0, -1):
+            if left == attention:
+                middle = Instant(waits, total if accumulates else done)
+            if not place and left == 1:
+                base = Instant(tied, total if accumulates else done)
             index -= 1
             done += sizes[index]
             largest = max(largest, 2 * sizes[index] if tied and not index else sizes[index])
         # What was there is added to; what was not is kept as it was made.
         new = waits + (largest if accumulates else (tied if place and index == 0 and tied else 0))
-        found.append(Part(base, Instant(new, total if accumulates else done)))
+        found.append(Part(base, Instant(new, total if accumulates else done), middle))
     return (*found, Part(Instant(0, total), Instant(0, total)))
 
 

@@ -1,4 +1,4 @@
-"""What stage 3 has gathered, tensor by tensor (deepspeed/runtime/zero/partitioned_param_coordinator.py).
+"""What stage 3 has gathered, module by module (deepspeed/runtime/zero/partitioned_param_coordinator.py).
 
 DeepSpeed records in the first step in which order modules come, and from then on prefetches by it and keeps
 what will soon be used again. The same decisions are taken here over the tensors' sizes.
@@ -7,10 +7,19 @@ what will soon be used again. The same decisions are taken here over the tensors
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardscope.frameworks.deepspeed.buckets import Instant, Part
+from shardscope.frameworks.deepspeed.calls import NOTHING, Call, layer_calls
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.recipe import Recipe
+
+_TIED = -1
+"""Stands for the embedding's tensor."""
 
 
 class Thresholds(NamedTuple):
@@ -32,112 +41,225 @@ class Gathered(NamedTuple):
     """When forward ends."""
     backward: tuple[Part, ...]
     """Parts of backward; the last one is the reduction that ends it."""
+    in_forward: tuple[tuple[int, int], ...]
+    """Layers that forward has passed, and the most that it holds there; where more comes later, not told."""
+
+
+class Modules(NamedTuple):
+    """Whose modules run, and the sizes of those outside of decoder layers."""
+
+    architecture: Architecture
+    adapted: Recipe | None
+    dense_layers: int
+    moe_layers: int
+    before: tuple[int, ...]
+    """Embeddings."""
+    norm: tuple[int, ...]
+    head: tuple[int, ...]
+    """Empty: the embedding is the head too."""
 
 
 @lru_cache(maxsize=1024)
-def gathered(
-    used: tuple[int, ...],
-    num_before: int,
-    per_layer: tuple[int, ...],
-    tied: int,
-    trained: bool,
-    cuts: bool,
-    recomputes: bool,
-    limits: Thresholds,
-) -> Gathered:
-    """Follow one step over ``used`` tensors in the order of forward.
+def gathered(modules: Modules, ranks: int, recomputes: bool, limits: Thresholds) -> Gathered:
+    """Follow one step over ``modules``.
 
-    ``num_before`` tensors come before the layers, ``per_layer`` are in each of them, the others after.
-    ``recomputes`` runs each layer's forward again in its backward; ``trained``: all get gradients; ``cuts``:
-    there are other ranks, one alone has everything; ``tied``: elements of a head that is the embedding.
+    One rank alone has everything. ``recomputes`` runs each layer's forward again in its backward.
     """
-    forward = list(range(len(used)))
-    # A tied head gathers the embedding again.
-    again = [0] if tied else []
-    num_after = len(used) - num_before - sum(per_layer)
-    end = len(used) - num_after
-    parts = [again + forward[::-1][:num_after]]
-    for count in reversed(per_layer):
-        layer = list(range(end - count, end))
-        parts.append((layer if recomputes else []) + layer[::-1])
-        end -= count
-    # No gradient reaches an embedding under frozen layers.
-    parts.append(forward[:num_before][::-1] if trained else [])
-    return _Coordinator(used, [*forward, *again], parts, limits, cuts).run(trained, tied)
+    return _Coordinator(modules, ranks, recomputes, limits).run()
+
+
+class _Node(NamedTuple):
+    """A call whose tensors have numbers."""
+
+    own: tuple[int, ...]
+    calls: tuple[_Node, ...]
+    call: Call
+
+
+Event = tuple[Literal["fetch", "again", "gradients", "release"], _Node]
 
 
 class _Coordinator:
-    def __init__(
-        self,
-        sizes: tuple[int, ...],
-        forward: list[int],
-        parts: list[list[int]],
-        limits: Thresholds,
-        cuts: bool,
-    ) -> None:
-        self.sizes, self.limits = sizes, limits
-        self.costs = sizes if cuts else (0,) * len(sizes)
-        self.forward, self.parts = forward, parts
-        self.trace = [*forward, *(index for part in parts for index in part)]
-        self.persists = [size <= limits.persistence for size in sizes]
+    def __init__(self, modules: Modules, ranks: int, recomputes: bool, limits: Thresholds) -> None:
+        self.limits, self.recomputes, self.ranks = limits, recomputes, ranks
+        self.sizes: list[int] = []
+        self.tied = 0 if modules.head else modules.before[0]
+        self.trains_all = modules.adapted is None
+        self.forward, self.backward = self._events(*self._nodes(modules))
+        # Gathered alone or together, each tensor's parts are of one size.
+        self.costs = [-(-size // ranks) * ranks if ranks > 1 else 0 for size in self.sizes]
+        self.persists = [size <= limits.persistence for size in self.sizes]
+        self._index()
         self.available = {index for index, stays in enumerate(self.persists) if stays}
-        self.queue = deque(enumerate(self.trace))
-        self.fetched_for = [-1] * len(sizes)
-        self.num_available = 0
+        self.fetched_for = [-1] * len(self.sizes)
+        self.step = self.num_available = 0
         self.live = self.rest = sum(self.costs[index] for index in self.available)
+        self.top = self.live
         self.flights: dict[int, list[int]] = {}
-        self.fill = self.oversized = 0
+        self.viewed: set[int] = set()
+        self.orphans: set[int] = set()
+        self.fill = self.num_filled = self.oversized = 0
 
-    def run(self, trained: bool, tied: int) -> Gathered:
+    # ---- the order of events
+
+    def _nodes(self, modules: Modules) -> tuple[list[_Node], ...]:
+        """Modules around everything, those before the layers, the layers, and those behind."""
+        adapted, trained = modules.adapted, modules.adapted is None
+        kinds = [False] * modules.dense_layers + [True] * modules.moe_layers
+        layers = [
+            layer_calls(modules.architecture, adapted, moe, not place) for place, moe in enumerate(kinds)
+        ]
+        before = [Call((size,), (), trained, goes_back=trained) for size in modules.before]
+        before.append(NOTHING._replace(goes_back=False))
+        behind = [Call(modules.norm, (), trained), Call(modules.head or (_TIED,), (), trained)]
+        wrappers = [NOTHING] * (2 if trained else 4)
+        groups = [wrappers, before, layers, behind]
+        return tuple([self._numbered(call) for call in group] for group in groups)
+
+    def _numbered(self, call: Call) -> _Node:
+        own = []
+        for size in call.own:
+            # The embedding's tensor is the first of all.
+            own.append(0 if size == _TIED else len(self.sizes))
+            if size != _TIED:
+                self.sizes.append(size)
+        return _Node(tuple(own), tuple(self._numbered(inner) for inner in call.calls), call)
+
+    def _events(
+        self, wrappers: list[_Node], before: list[_Node], layers: list[_Node], behind: list[_Node]
+    ) -> tuple[list[list[Event]], list[list[Event]]]:
+        """Of forward and of backward, part by part: its ends and each layer."""
+        norm, head = behind
+        begin: list[Event] = [("fetch", node) for node in wrappers]
+        begin += [event for node in before for event in _forward(node)]
+        forward = [begin, *(list(_forward(layer)) for layer in layers)]
+        forward.append([event for node in behind for event in _forward(node)])
+        # The last wrapper is the model without its head.
+        first: list[Event] = [("fetch", node) for node in wrappers[:-1]]
+        first += [*_backward(head), ("fetch", wrappers[-1]), *_backward(norm)]
+        backward = [first]
+        for layer in reversed(layers):
+            events = list(_backward(layer))
+            backward.append(_with_recomputation(layer, events) if self.recomputes else events)
+        # Nothing tells that an embedding's gradient is through: it stays until backward has ended.
+        last = [event for node in reversed(before) for event in _backward(node) if event[0] != "release"]
+        return forward, [*backward, last]
+
+    def _index(self) -> None:
+        """In which fetch each tensor comes, and how many elements came before each fetch."""
+        order = [
+            node.own
+            for part in (*self.forward, *self.backward)
+            for kind, node in part
+            if kind in ("fetch", "again")
+        ]
+        self.queue = deque((step, index) for step, own in enumerate(order) for index in sorted(own))
+        self.passed = [0]
+        self.uses: list[deque[int]] = [deque() for _ in self.sizes]
+        for step, own in enumerate(order):
+            for index in own:
+                self.uses[index].append(step)
+            self.passed.append(self.passed[-1] + sum(self.sizes[index] for index in own))
+
+    # ---- a step
+
+    def run(self) -> Gathered:
         """The moments of :class:`Gathered`."""
-        for step, index in enumerate(self.forward):
-            self._fetch(step, index)
-            self._release(step, index)
-        forward, step, held = self.live, len(self.forward), 0
-        last_use = {index: place for place, index in enumerate(self.trace)}
-        found: list[Part] = []
-        for place, part in enumerate(self.parts):
-            # The head's gradient waits until the embedding has its own.
-            waits = tied if place and trained else 0
-            base = peak = self.live + self.oversized + waits
-            for index in part:
-                self._fetch(step, index)
-                now = self.live + self.oversized + waits
-                if trained and last_use[index] == step:
-                    made = 2 * self.sizes[index] if tied and not index else self.sizes[index]
-                    now += made + self._reduce(self.sizes[index])
-                held = self.live + self.oversized
+        in_forward: list[int] = []
+        for events in self.forward:
+            self.top = self.live
+            for kind, node in events:
+                self._do(kind, node, keeps_views=not self.recomputes)
+            in_forward.append(self.top)
+        forward = self.live
+        found = [self._part(events, place) for place, events in enumerate(self.backward)]
+        # The last reduction starts from the hook of the last gradient.
+        rest = self.live + self.oversized
+        end = Instant(rest + (self._copied() if self.trains_all else 0), 0)
+        return Gathered(self.rest, forward, (*found, Part(end, end)), _falling(in_forward))
+
+    def _part(self, events: list[Event], place: int) -> Part:
+        """One part of backward."""
+        # The head's gradient waits until the embedding has its own.
+        waits = self.tied if place and self.trains_all else 0
+        inner: list[Instant] = []
+        base, peak = -1, 0
+        for kind, node in events:
+            self.top = self.live
+            if kind != "gradients":
+                self._do(kind, node, keeps_views=kind == "again")
+                peak = max(peak, self.top + self.oversized + waits)
+                continue
+            if base < 0 or not place:
+                base = self.live + self.oversized + (waits if place else self._head_waits(node))
+            for index in node.own:
+                now = self._gradient(index, node.call.trained) + waits
                 peak = max(peak, now)
-                self._release(step, index)
-                step += 1
-            found.append(Part(Instant(base, 0), Instant(peak, 0)))
-        # The last reduction starts from the hook of the last gradient, before its module is released.
-        end = Instant(held + self.fill if trained else self.live, 0)
-        return Gathered(self.rest, forward, (*found, Part(end, end)))
+                if node.call.feeds_forward:
+                    inner.append(Instant(now, 0))
+        base = self.live + self.oversized + waits if base < 0 else base
+        return Part(Instant(base, 0), Instant(peak, 0), inner=tuple(inner))
+
+    def _head_waits(self, node: _Node) -> int:
+        """The gradient of a head that is the embedding too, once it is made."""
+        return 0 if 0 in node.own or not self.trains_all else self.tied
+
+    def _do(self, kind: str, node: _Node, keeps_views: bool) -> None:
+        if kind == "release":
+            for index in node.own:
+                self._release(index)
+            return
+        self._fetch(node.own)
+        if keeps_views and node.call.viewed and node.call.goes_back and self.ranks > 1:
+            self.viewed.update(node.own)
+
+    def _gradient(self, index: int, trained: bool) -> int:
+        """Elements held while a tensor's gradient is made and put into the bucket, without that itself."""
+        size, held = self.sizes[index], self.live + self.oversized
+        if trained and self.tied and not index:
+            # The first of two gradients waits; then there are both, one of them counted by who asks, and
+            # their sum.
+            held += 2 * size if self._next_use(index) is None else size
+        elif trained:
+            held += size
+        if trained and self._next_use(index) is None:
+            held += self._reduce(size)
+        self.viewed.discard(index)
+        if index in self.orphans:
+            self.orphans.discard(index)
+            self.live -= self.costs[index]
+        return held
 
     def _reduce(self, size: int) -> int:
         """A gradient goes into the bucket; what reducing a full one copies."""
-        bucket = self.limits.reduce_bucket
-        copy = 0
+        bucket, copy = self.limits.reduce_bucket, 0
         if self.fill and self.fill + size > bucket:
-            copy, self.fill, self.oversized = self.fill, 0, 0
+            copy = self._copied()
+            self.fill = self.num_filled = self.oversized = 0
         self.fill += size
+        self.num_filled += 1
         if size > bucket:
             self.oversized = size
         return copy
 
-    def _fetch(self, step: int, index: int) -> None:
-        if index in self.flights:
-            self._arrive(index)
-        elif index not in self.available:
-            # Alone it needs no second copy.
-            self.available.add(index)
-            self.live += self.costs[index]
-            self.num_available += self.sizes[index]
-        if self.fetched_for[index] < step and self.queue:
+    def _copied(self) -> int:
+        """The interleaved copy of gradients that are reduced together; one that divides evenly has none."""
+        alone = self.num_filled == 1 and not self.fill % self.ranks
+        return 0 if alone else self.fill
+
+    def _fetch(self, own: tuple[int, ...]) -> None:
+        missing = [index for index in own if index not in self.available and index not in self.flights]
+        if missing:
+            self._launch(missing)
+        for index in own:
+            if index in self.flights:
+                self._arrive(index)
+        recent = sum(self.fetched_for[index] < self.step for index in own)
+        for _ in range(min(recent, len(self.queue))):
             place, popped = self.queue.popleft()
             self.fetched_for[popped] = place
         self._prefetch()
+        self.step += 1
 
     def _prefetch(self) -> None:
         room = min(self.limits.max_live - self.num_available, self.limits.prefetch_bucket)
@@ -150,36 +272,92 @@ class _Coordinator:
                 continue
             chosen.append(index)
             elements += self.sizes[index]
-        if not chosen:
-            return
-        self.num_available += elements
-        self.live += sum(self.costs[index] for index in chosen)
-        flight = list(chosen)
+        if chosen:
+            self._launch(chosen)
+
+    def _launch(self, chosen: list[int]) -> None:
+        """Gather into one flat buffer; a single tensor's is its own."""
         for index in chosen:
-            self.flights[index] = flight
+            self.flights[index] = chosen
+            self.num_available += self.sizes[index]
+            self.live += self.costs[index]
+        self.top = max(self.top, self.live)
 
     def _arrive(self, index: int) -> None:
         """A coalesced gather is copied out of its flat buffer, which stays until its last tensor is used."""
         flight = self.flights.pop(index)
+        together = len(flight) > 1
         if index not in self.available:
-            members = list(flight)
-            self.available.update(members)
-            if len(members) > 1:
-                self.live += sum(self.costs[member] for member in members)
-        if all(self.flights.get(member) is not flight for member in flight) and len(flight) > 1:
+            self.available.update(flight)
+            self.live += sum(self.costs[member] for member in flight) if together else 0
+            self.top = max(self.top, self.live)
+        if together and all(self.flights.get(member) is not flight for member in flight):
             self.live -= sum(self.costs[member] for member in flight)
 
-    def _release(self, step: int, index: int) -> None:
-        if self.persists[index] or self.fetched_for[index] > step or index not in self.available:
+    def _next_use(self, index: int) -> int | None:
+        """The next fetch of which a tensor is part."""
+        uses = self.uses[index]
+        while uses and uses[0] < self.step:
+            uses.popleft()
+        return uses[0] if uses else None
+
+    def _release(self, index: int) -> None:
+        if self.persists[index] or self.fetched_for[index] > self.step or index not in self.available:
             return
-        traversed = 0
-        for place in range(step + 1, len(self.trace)):
-            later = self.trace[place]
-            if traversed >= self.limits.max_reuse_distance:
-                break
-            if later == index:
-                return
-            traversed += self.sizes[later]
+        later = self._next_use(index)
+        if later is not None and self.passed[later] - self.passed[self.step] < self.limits.max_reuse_distance:
+            return
         self.available.discard(index)
-        self.live -= self.costs[index]
         self.num_available -= self.sizes[index]
+        if index in self.viewed:
+            self.viewed.discard(index)
+            self.orphans.add(index)
+        else:
+            self.live -= self.costs[index]
+
+
+def _falling(tops: list[int]) -> tuple[tuple[int, int], ...]:
+    """(layers passed, elements) of parts of forward that hold more than every later one."""
+    found: list[tuple[int, int]] = []
+    for place in reversed(range(len(tops))):
+        if not found or tops[place] > found[-1][1]:
+            found.append((max(0, min(place - 1, len(tops) - 2)), tops[place]))
+    return tuple(found)
+
+
+def _forward(node: _Node) -> Iterator[Event]:
+    yield "fetch", node
+    for inner in node.calls:
+        yield from _forward(inner)
+    if node.own:
+        yield "release", node
+
+
+def _backward(node: _Node) -> Iterator[Event]:
+    """The other way round; of a module with several products the last one goes first."""
+    if not node.call.goes_back:
+        return
+    yield "fetch", node
+    late = node.own[:1] if node.calls else ()
+    if node.own:
+        yield "gradients", node._replace(own=node.own[len(late) :][::-1])
+    for inner in reversed(node.calls):
+        yield from _backward(inner)
+    if late:
+        yield "gradients", node._replace(own=late)
+    if node.own:
+        yield "release", node
+
+
+def _with_recomputation(layer: _Node, events: list[Event]) -> list[Event]:
+    """The layer's forward again, once its backward needs what it had saved."""
+    place = next((at for at, (kind, _) in enumerate(events) if kind == "gradients"), len(events))
+    begun = [node for _, node in events[:place]]
+    again: list[Event] = []
+    for inner in layer.calls:
+        for kind, node in _forward(inner):
+            if kind == "fetch":
+                again.append(("again", node))
+            elif not any(node is other for other in begun):
+                again.append((kind, node))
+    return [*events[:place], *again, *events[place:]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.frameworks.deepspeed.backward import peaks
+from shardscope.frameworks.deepspeed.backward import peaks, sizes_of
 from shardscope.frameworks.deepspeed.buckets import (
     Cut,
     Instant,
@@ -20,7 +20,7 @@ from shardscope.frameworks.deepspeed.buckets import (
     late,
     parts_of,
 )
-from shardscope.frameworks.deepspeed.gathers import Gathered, Thresholds, gathered
+from shardscope.frameworks.deepspeed.gathers import Gathered, Modules, Thresholds, gathered
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
 from shardscope.frameworks.deepspeed.tensors import (
     FP64,
@@ -35,7 +35,7 @@ from shardscope.memory.arithmetic import smallest
 from shardscope.memory.optimizers import flat_state
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
+from shardscope.memory.stages import Shapes, Stage, StageShape, outer_shapes, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
@@ -150,7 +150,7 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         update = (2 if fused else 1) * FP32 * trained
         begins = FP32 * trained
         words = "FP16_Optimizer's fp32 main copies and moments, for bf16 too"
-    parts = late(n.tensors.trained, n.groups, n.tied, n.accumulates)
+    parts = late(n.tensors.trained, n.groups, n.tied, n.accumulates, n.tensors.num_attention)
     end = Instant(flattened, trained)
     parts = (*parts[:-1], Part(end, end))
     return TrainingState(
@@ -158,7 +158,13 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gradients=Term(gradients, lambda: f"{trained:,} on every rank × {n.half} bytes of gradients"),
         optimizer=Term(optimizer, lambda: f"{trained:,} on every rank · {words} ({name})"),
         gather_forward=no_bytes("parameters are whole, so nothing is gathered in forward"),
-        find_backward=lambda shape: peaks(parts, shape, n.half, before=gradients if n.accumulates else 0),
+        find_backward=lambda shape: peaks(
+            parts,
+            shape,
+            n.half,
+            sizes_of(plan, stage),
+            before=gradients if n.accumulates else 0,
+        ),
         optimizer_working=Term(
             update,
             lambda: f"{gib(update)} GiB fp32 gradients (FP16_Optimizer.step makes them singly, then flat)",
@@ -227,6 +233,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
             parts,
             shape,
             half,
+            sizes_of(plan, stage),
             bucket=bucket,
             # The head's own gradient has its hook first; a tied one only with the embedding's.
             first_hook=(n.accumulates and is_late) or not (n.tied or tensors.frozen),
@@ -256,12 +263,12 @@ def _flat_parts(n: _Numbers, cut: Cut, experts: int, is_late: bool) -> tuple[Par
     """Parts of backward in stages 1 and 2; experts of their own group are kept beside."""
     sizes = n.tensors.trained
     if is_late:
-        parts = late(sizes, n.groups, n.tied, n.accumulates)
+        parts = late(sizes, n.groups, n.tied, n.accumulates, n.tensors.num_attention)
         total = sum(sizes)
         end = Instant(beyond(sizes, cut), total)
         parts = (*parts[:-1], Part(end, end))
     else:
-        parts = early(sizes, n.groups, cut, n.tied)
+        parts = early(sizes, n.groups, cut, n.tied, n.tensors.num_attention)
     if not experts:
         return parts
     return tuple(Part(part.base, part.peak._replace(kept=part.peak.kept + experts)) for part in parts)
@@ -289,7 +296,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     group = largest_group(tensors.trained, n.ranks, layout.sub_group_size)
     update = (FP32 + (half if half < FP32 else 0)) * group
     bucket = half * layout.reduce_bucket_size if layout.contiguous_gradients else 0
-    whole = gathered_elements(plan, n)
+    whole = gathered_elements(plan, stage, n)
 
     def staging(elements: int, when: str) -> Term:
         return Term(
@@ -322,7 +329,9 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
             whole.backward,
             shape,
             half,
+            sizes_of(plan, stage),
             bucket=bucket,
+            in_forward=whole.in_forward,
             forward=bucket + half * whole.forward,
             waiting=half * trained,
         ),
@@ -340,18 +349,29 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     )
 
 
-def gathered_elements(plan: Plan, n: _Numbers) -> Gathered:
+def gathered_elements(plan: Plan, stage: Stage, n: _Numbers) -> Gathered:
     """Elements that stage 3 has gathered at the moments of a step."""
     layout: Any = plan.layout
-    tensors = n.tensors
+    arch, recipe = plan.architecture, plan.recipe
+    moe_layers = stage.num_moe_layers
+    outer = outer_shapes(plan, True, True)
+    sizes: dict[str, tuple[int, ...]] = {
+        group: tuple(rows * columns for other, rows, columns in outer if other == group)
+        for group in ("embedding", "norm", "lm_head")
+    }
+    modules = Modules(
+        arch,
+        recipe if recipe.has_adapters else None,
+        stage.num_layers - moe_layers,
+        moe_layers,
+        sizes["embedding"],
+        sizes["norm"],
+        sizes["lm_head"],
+    )
     return gathered(
-        tensors.used,
-        tensors.num_before,
-        tensors.per_layer,
-        n.tied or (tensors.frozen[0] if n.tied_head else 0),
-        not tensors.frozen,
-        n.ranks > 1,
-        plan.recipe.recompute in ("full", "selective"),
+        modules,
+        n.ranks,
+        recipe.recompute in ("full", "selective"),
         Thresholds(
             layout.stage3_param_persistence_threshold,
             layout.stage3_prefetch_bucket_size,

@@ -13,6 +13,7 @@ from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.stages import outer_shapes, rank_shapes
+from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -43,6 +44,8 @@ class Tensors(NamedTuple):
     """Tensors of ``trained`` before the first decoder layer."""
     trained_per_layer: tuple[int, ...]
     """Tensors of ``trained`` in each decoder layer."""
+    num_attention: int
+    """Tensors of attention in each decoder layer, which come first."""
 
 
 def tensors_of(plan: Plan, stage: Stage) -> Tensors:
@@ -115,7 +118,13 @@ def _tensors(
         tuple(per_layer),
         0 if adapted else len(before),
         tuple(trained_per_layer),
+        _num_attention(arch),
     )
+
+
+def _num_attention(arch: Architecture) -> int:
+    prefix = f"{names_of(arch).attention}."
+    return sum(name.startswith(prefix) for _, name, _ in arch.layer_shapes(0))
 
 
 @lru_cache(maxsize=512)

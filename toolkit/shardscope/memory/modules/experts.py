@@ -25,7 +25,7 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
     # gpt-oss clamps its gate, and multiplies it with a sigmoid in plain operations.
     copies = (6 if arch.model_type == "gpt_oss" else 3) + modules.trained
     inner = copies * experts.moe_intermediate_size * width
-    readers = (("router",) if modules.trained else ()) + (("gate_proj", "up_proj") if shared else ())
+    readers = ("router",) + (("gate_proj", "up_proj") if shared else ())
     gated = arch.model_type == "qwen2_moe"
     readers += ("shared_expert_gate",) if gated else ()
     tensors = [
@@ -49,17 +49,18 @@ def _router(arch: Architecture, modules: Modules) -> int:
     assert experts is not None
     count, top_k, c = experts.num_experts, experts.num_experts_per_tok, modules.compute
     places = 4 * INT64 * top_k
+    reads = modules.feeds("router")
     if arch.model_type == "gpt_oss":
         # Experts in sorted order choose the biases that get gradients.
         return 2 * top_k * c + places + INT64 * top_k * modules.trained
     if arch.model_type == "deepseek_v2":
-        upcast = arch.hidden_size * FP32 if modules.trained and not modules.autocast and c < FP32 else 0
+        upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
         return count * FP32 * (2 if c == FP32 else 1) + top_k * FP32 + places + upcast
     if arch.model_type in ("qwen2_moe", "qwen3_moe"):
         return count * FP32 + top_k * c + places
     if arch.model_type == "deepseek_v3":
         score = c if modules.autocast else FP32
-        upcast = arch.hidden_size * FP32 if modules.trained and not modules.autocast and c < FP32 else 0
+        upcast = arch.hidden_size * FP32 if reads and not modules.autocast and c < FP32 else 0
         # Measured: with everything in fp32 one more tensor of scores stays.
         scores = count * score * (2 if c == FP32 else 1)
         return scores + score + 2 * top_k * score + places + upcast

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved, ...]:
     """The tensors of a layer's list that the first layer lacks."""
-    other_modules = modules.kernels != "transformers" or modules.keeps_frozen_inputs or modules.quantized
+    other_modules = modules.kernels != "transformers" or modules.quantized
     if modules.trained or other_modules or arch.model_type == "olmo2":  # whose norms come behind
         return ()
     hidden = arch.hidden_size

@@ -1,0 +1,112 @@
+"""In which order modules call each other, as DeepSpeed's hooks record it: ZeRO-3 gathers module by module.
+
+Every call is a place at which ZeRO-3 gathers ahead, also that of a module without tensors of its own
+(``_register_deepspeed_module`` hooks all of them, deepspeed/runtime/zero/parameter_offload.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.memory.lora import adapter_targets, first_layer
+from shardscope.memory.stages import rank_shapes
+from shardscope.parameter_names import attention_inputs, names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardscope.architecture import Architecture
+    from shardscope.recipe import Recipe
+
+DROPOUTS = frozenset({"gpt2", "gpt_neox", "phi3", "phi"})
+"""Families with a dropout module behind attention and another behind the feed-forward."""
+
+
+class Call(NamedTuple):
+    """One module's forward."""
+
+    own: tuple[int, ...] = ()
+    """Elements of its own tensors, in the order in which it registered them."""
+    calls: tuple[Call, ...] = ()
+    """The modules that it calls, in order."""
+    trained: bool = True
+    """Its own tensors get gradients."""
+    viewed: bool = False
+    """Autograd keeps transposed views of its tensors: what was gathered stays as long, even if released."""
+    goes_back: bool = True
+    """Gradients pass through it."""
+    feeds_forward: bool = False
+    """One of the feed-forward's large matrices."""
+
+
+NOTHING = Call()
+"""A module without tensors: an activation, a dropout, or one that makes positions' angles."""
+
+
+@lru_cache(maxsize=512)
+def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first: bool) -> Call:
+    """One decoder layer.
+
+    Under frozen embeddings no gradient reaches what ``is_first`` has before its first adapter.
+    """
+    modules: dict[str, list[int]] = {}
+    for shape in rank_shapes(arch, moe, 1, 1):
+        modules.setdefault(shape.name.rpartition(".")[0], []).append(
+            shape.copies * shape.rows * shape.columns
+        )
+    names = names_of(arch)
+    make = _maker(arch, adapted, moe, modules, is_first)
+    norms = [make(path) for path in modules if "." not in path and path != names.attention]
+    attention = [make(path) for path in modules if path.startswith(f"{names.attention}.")]
+    inner = [path for path in modules if path.startswith("mlp.")]
+    shared = [path for path in inner if path.startswith(f"{names.shared_experts}.")]
+    plain = [make(path) for path in inner if path not in shared]
+    dropout = [NOTHING] * (arch.model_type in DROPOUTS)
+    if not moe:
+        plain.insert(1, NOTHING)
+    elif shared:
+        gate, *others = (make(path) for path in shared)
+        # DeepSeek's shared experts come behind the routed ones; so do Qwen's here.
+        plain.insert(2, Call((), (gate, NOTHING, *others)))
+    begin, middle, end = _around(arch, norms)
+    own = tuple(modules.get(names.attention, ()))
+    halves = Call(own, (*attention, *dropout), adapted is None), Call((), (*plain, *dropout))
+    return Call((), (*begin, halves[0], *middle, halves[1], *end))
+
+
+def _maker(
+    arch: Architecture, adapted: Recipe | None, moe: bool, modules: dict[str, list[int]], is_first: bool
+) -> Callable[[str], Call]:
+    """Modules by their path, in the order of forward, in which the first adapter is met once."""
+    targets = adapter_targets(arch, adapted) if adapted else ()
+    linears = dict(arch.layer_linears(first_layer(arch, moe))) if adapted else {}
+    inputs = attention_inputs(arch)
+    waiting = adapted is not None and is_first
+
+    def make(path: str) -> Call:
+        nonlocal waiting
+        own, name = tuple(modules[path]), path.rpartition(".")[2]
+        large = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
+        if name == "experts":
+            # gpt-oss stores its experts as the products read them; all others through a transposed view.
+            viewed = arch.model_type != "gpt_oss"
+            return Call(own, (NOTHING,), adapted is None, viewed, not waiting, large)
+        if adapted is None or name not in targets:
+            return Call(own, (), adapted is None, False, not waiting, large)
+        out, inner = linears[name]
+        reaches = not (waiting or (is_first and name in inputs))
+        waiting = False
+        narrow, wide = (adapted.adapter_rank * inner,), (adapted.adapter_rank * out,)
+        return Call((), (Call(own, (), False, False, reaches), NOTHING, Call(narrow), Call(wide)))
+
+    return make
+
+
+def _around(arch: Architecture, norms: list[Call]) -> tuple[list[Call], list[Call], list[Call]]:
+    """Norms before attention, between it and the feed-forward, and behind that."""
+    if arch.model_type == "olmo2":
+        return [], norms[:1], norms[1:]
+    if arch.model_type == "glm4":
+        return norms[:1], [norms[2], norms[1]], norms[3:]
+    return norms[:1], norms[1:3], norms[3:]
