@@ -101,7 +101,9 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
         saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
         both = rows * width * (2 * experts.moe_intermediate_size + hidden)
         inside = stream + inner - rows * hidden * width
-        return LayerBackward(inside, stream, stream + both - saved, stream + weighted)
+        # Once the experts and their norm are done with, attention in plain operations may need more.
+        scores = _score_gradients(arch, modules) - hidden * (2 * FP32 + 2 * c)
+        return LayerBackward(inside, stream, stream + max(both, scores) - saved, stream + weighted)
     inner = arch.intermediate_size * c * _inner_gradients(arch, modules)
     inside = stream + max(inner, _scores(arch, modules))
     return LayerBackward(inside, stream, inside, inside)
@@ -122,18 +124,25 @@ def _inner_gradients(arch: Architecture, modules: Modules) -> int:
 
 def _scores(arch: Architecture, modules: Modules) -> int:
     """Attention in plain operations: gradients of the probabilities, the softmax and the cap."""
-    saved = scores_per_token(arch, modules)
-    if not saved:
+    if not scores_per_token(arch, modules):
         return 0
-    each = arch.num_attention_heads * modules.seq_len
+    scores = _score_gradients(arch, modules)
     c, inner, hidden = modules.compute, arch.intermediate_size, arch.hidden_size
     if is_eager(arch, modules):
-        return max(0, each * (c + FP32) - _behind_attention(arch, modules))
+        return max(0, scores - _behind_attention(arch, modules))
     if has_one_key_head(arch):
         # Falcon's feed-forward stands beside attention, and reads the same norm's output.
-        return max(0, each * 2 * FP32 - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
+        return max(0, scores - (1 + modules.inner_copies("dense_4h_to_h")) * inner * c)
     # By then the feed-forward and its norm have let go of what they saved.
-    return max(0, each * 2 * FP32 - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
+    return max(0, scores - 4 * inner * c - hidden * (2 * FP32 + 2 * c))
+
+
+def _score_gradients(arch: Architecture, modules: Modules) -> int:
+    """Gradients as large as attention's scores at once; 0 for a fused kernel."""
+    if not scores_per_token(arch, modules):
+        return 0
+    each = arch.num_attention_heads * modules.seq_len
+    return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
 
 
 def _behind_attention(arch: Architecture, modules: Modules) -> int:
