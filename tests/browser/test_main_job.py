@@ -27,8 +27,11 @@ def test_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) 
     change_the_model_and_see_chart_and_sentence_follow(page)
     a_bad_input_says_so_and_the_picture_stays(page)
     what_does_not_fit_is_mended_by_a_button(page)
+    the_box_of_models_offers_all_of_them(page)
     one_step_over_time_is_a_click_away(page)
-    screenshot(page, "studio_light")
+    a_rehearsal_stands_beside_the_prediction(page)
+    page.locator(".ss-tabs button", has_text="Memory").focus()
+    page.locator(".ss-studio").screenshot(path=str(SCREENSHOTS / "studio_light.png"))
 
     start_a_run(page, steps=4000)
     wait_for_step(page)
@@ -126,6 +129,32 @@ def what_does_not_fit_is_mended_by_a_button(page: Any) -> None:
     fill(page, "Batch", "1")
 
 
+def the_box_of_models_offers_all_of_them(page: Any) -> None:
+    """A browser offers what contains the words in the box: a click empties it, and leaving it undoes that."""
+    box = page.locator(".ss-side input[list]")
+    box.click()
+    assert (box.input_value(), box.get_attribute("placeholder")) == ("", "llama-3.1-8b")
+    assert page.locator(".ss-side datalist option").count() > 60
+    box.press("Tab")
+    assert box.input_value() == "llama-3.1-8b"
+    assert page.locator(".ss-side .ss-error [role=alert]").count() == 0
+    fill(page, "Model", "qwen3-8b")
+    page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('Qwen3 8B')")
+    fill(page, "Model", "llama-3.1-8b")
+    page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('Llama 3.1 8B')")
+
+
+def a_rehearsal_stands_beside_the_prediction(page: Any) -> None:
+    view = page.locator(".ss-studio .ss-memory")
+    view.get_by_role("button", name="Rehearse on fake tensors").click()
+    view.get_by_role("progressbar").or_(view.locator(".progress-bar")).first.wait_for()
+    assert view.get_by_role("button", name="Cancel").is_visible()
+    view.get_by_text("rehearsed in").wait_for(timeout=RUN_ENDS)
+    rows = "document.querySelector('.ss-memory .js-plotly-plot').data[0].y.join()"
+    page.wait_for_function(f"() => {rows} === 'predicted,rehearsed'")
+    assert view.locator(".ss-titles").inner_text().split() == ["GiB", "predicted", "rehearsed"]
+
+
 def one_step_over_time_is_a_click_away(page: Any) -> None:
     view = page.locator(".ss-studio .ss-memory")
     view.get_by_role("button", name="over one step").click()
@@ -143,6 +172,8 @@ def start_a_run(page: Any, steps: int) -> None:
     page.wait_for_function("() => !document.querySelector('.ss-launch button.ss-button').disabled")
     button.click()
     page.wait_for_selector(".ss-status[data-status=starting], .ss-status[data-status=running]")
+    # The button stands far below: what it started has come into sight.
+    page.wait_for_function("() => document.querySelector('.ss-status').getBoundingClientRect().top > 0")
     assert "A rehearsal" in page.locator(".ss-run .ss-note").inner_text()
 
 

@@ -150,6 +150,17 @@ def test_another_framework_is_one_difference() -> None:
     assert found == ["model llama-3.1-8b → llama-3.1-70b", "framework FSDP2 → DeepSpeed ZeRO-2"]
 
 
+def test_the_course_of_a_kept_plan_stays_on_the_axis_and_says_what_it_is() -> None:
+    small, large = plan_of(), plan_of(micro_batch_size=4)
+    view = MemoryView(large, small)
+    view.mode.value = "step"
+    view.show(small)
+    line = next(trace for trace in view.figure.data if trace.name == "A")
+    assert max(line.y) > small.memory().usable_bytes / 2**30, "else this tests nothing"
+    assert view.figure.layout.yaxis2.range[1] > max(line.y)
+    assert "– · A" in [note.text for note in view.figure.layout.annotations]
+
+
 # ------------------------------------------------------------------------------------------ repairs
 
 

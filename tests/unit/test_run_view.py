@@ -11,7 +11,8 @@ import pytest
 
 import shardscope as ss
 from shardscope_widgets import RunView
-from shardscope_widgets.run_figure import MAX_POINTS
+from shardscope_widgets.predicted_peak import Unit
+from shardscope_widgets.run_figure import MAX_POINTS, RunFigure
 
 
 class FakeRun:
@@ -108,3 +109,27 @@ def test_a_second_run_starts_with_empty_lines() -> None:
     assert until(lambda: view.num_steps == 0)
     assert view.figure is figure and not view.figure.widget.data[0].x
     first.status = second.status = "finished"
+
+
+@pytest.mark.parametrize(
+    ("total", "ends"),
+    [(40, [39, 78, 156]), (102, [40, 80, 101]), (4000, [40, 80, 160]), (None, [40, 80, 160])],
+)
+def test_the_axis_of_steps_grows_by_doubling_up_to_the_last(total: int | None, ends: list[int]) -> None:
+    figure = RunFigure()
+    figure.start(1, None, Unit.of(0), total)
+    seen = []
+    for step in (0, 41, 100):
+        figure.extend([{"step": step, "rank": 0, "loss": 1.0}])
+        seen.append(figure.widget.layout.xaxis.range[1])
+    assert seen == ends
+
+
+def test_before_the_first_number_the_axes_are_silent() -> None:
+    figure = RunFigure()
+    figure.start(2, None, Unit.of(0), 40)
+    figure.extend([{"step": 0, "rank": 0, "loss": 7.6}])
+    assert figure.widget.layout.yaxis.showticklabels
+    assert figure.widget.data[0].mode == "lines+markers", "a line of one point cannot be seen"
+    figure.start(2, None, Unit.of(0), 40)
+    assert not figure.widget.layout.yaxis.showticklabels

@@ -117,7 +117,7 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
             bar.x = [row.components.get(name, 0) / GIB for row in filled]
             bar.customdata = [row.explain(name) for row in filled]
             bar.visible = mode == "peak"
-        _draw_courses(figure, shown, mode)
+        others = _draw_courses(figure, shown, mode)
         layout = figure.layout
         layout.height = inner + TOP_PIXELS + BOTTOM_PIXELS
         layout.xaxis.visible = layout.yaxis.visible = mode == "peak"
@@ -132,7 +132,8 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
         else:
             capacity = shown.report.usable_bytes / GIB
             layout.shapes = [_capacity_across(capacity), *_phase_lines()]
-            layout.annotations = [_course_note(capacity), _peak_note(shown.report)]
+            notes = _line_notes([name for name in OTHER_COURSES if name in others])
+            layout.annotations = [_course_note(capacity), _peak_note(shown.report), *notes]
 
 
 def _widest(rows: list[Bar]) -> float:
@@ -143,7 +144,8 @@ def _widest(rows: list[Bar]) -> float:
     return max((*ends, *capacities, *shares)) / GIB
 
 
-def _draw_courses(figure: Chart, shown: Shown, mode: Mode) -> None:
+def _draw_courses(figure: Chart, shown: Shown, mode: Mode) -> set[str]:
+    """Areas of the prediction, and lines of whatever else there is; gives the names of these lines."""
     times, course = _course(shown.report)
     first = len(NAMES)
     for area, name in zip(figure.data[first : first + len(COMPONENTS)], COMPONENTS, strict=True):
@@ -155,12 +157,13 @@ def _draw_courses(figure: Chart, shown: Shown, mode: Mode) -> None:
     for line, name in zip(figure.data[first + len(COMPONENTS) :], OTHER_COURSES, strict=True):
         report = others.get(name)
         line.visible = mode == "step" and report is not None
-        line.x, line.y = [], []
-        if report is not None:
-            line.x, parts = _course(report)
-            line.y = [sum(components.values()) / GIB for components in parts]
-            fullest.append(max(line.y, default=0))
+        times, parts = _course(report) if report is not None else ([], [])
+        heights = [sum(components.values()) / GIB for components in parts]
+        # Once each: during an update plotly compares with what stood before it, and reads back just that.
+        line.x, line.y = times, heights
+        fullest.append(max(heights, default=0))
     figure.layout.yaxis2.range = [0, max(*fullest, shown.report.usable_bytes / GIB) * 1.12]
+    return others.keys() & set(OTHER_COURSES)
 
 
 def _course(report: MemoryReport) -> tuple[list[float], list[Any]]:
@@ -231,6 +234,17 @@ def _course_note(capacity: float) -> dict[str, Any]:
         "x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": capacity, "yref": "y2",
         "text": f"{gib(capacity * GIB)} GiB usable", "showarrow": False, "font": {"size": 12},
     }  # fmt: skip
+
+
+def _line_notes(names: list[str]) -> list[dict[str, Any]]:
+    """What each kind of line is, from the bottom of the right edge upwards."""
+    signs = dict(zip(OTHER_COURSES, ("– –", "· · ·", "– ·"), strict=True))
+    place = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": 0, "yref": "y2"}
+    look = {"yanchor": "bottom", "showarrow": False, "font": {"size": 12}}
+    return [
+        {**place, **look, "yshift": 16 * row, "text": f"{signs[name]} {name}"}
+        for row, name in enumerate(reversed(names))
+    ]
 
 
 def _peak_note(report: MemoryReport) -> dict[str, Any]:

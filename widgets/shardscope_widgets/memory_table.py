@@ -65,8 +65,10 @@ def _offloaded(shown: Shown) -> str:
         ("NVMe", report.nvme_bytes, cluster.nvme_bytes),
     ):
         if num_bytes:
-            share = f"{gib(room / cluster.gpus_per_node)} GiB" if room else "a node's, of unknown size"
-            parts.append(f"{place}: {gib(num_bytes)} GiB a rank of {share}")
+            share = (
+                f"of {gib(room / cluster.gpus_per_node)} GiB" if room else "(the node's size is not known)"
+            )
+            parts.append(f"{place}: {gib(num_bytes)} GiB a rank {share}")
     return " · ".join(parts)
 
 

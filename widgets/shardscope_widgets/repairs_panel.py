@@ -24,7 +24,7 @@ class RepairsPanel(widgets.VBox):
         self._on_apply = on_apply
         self._pool: list[widgets.Button] = []
         self._offered: list[Repair] = []
-        self.words = shared.html("", "ss-hint")
+        self.words = shared.html()
         self.buttons = widgets.Box(layout=shared.layout())
         self.buttons.add_class("ss-chips")
         super().__init__([self.words, self.buttons], layout=widgets.Layout(display="none"))
@@ -42,12 +42,13 @@ class RepairsPanel(widgets.VBox):
             self.buttons.children = shown
         self.layout.display = "none" if report.fits else ""
         if not self._offered:
-            self.words.value = "No single change makes room: fewer parameters, or more GPUs."
+            words = "no single change does: fewer parameters, or more GPUs"
         elif any(repair.plan.memory().fits for repair in self._offered):
-            self.words.value = "One of these makes it fit:"
+            words = "one of these makes it fit"
         else:
-            most = "These win" if len(self._offered) > 1 else "This wins"
-            self.words.value = f"No single change is enough. {most} most:"
+            most = "these win" if len(self._offered) > 1 else "this wins"
+            words = f"no single change is enough, {most} most"
+        self.words.value = f"<h2>Make more room <span class='ss-hint'>{words}</span></h2>"
 
     def _button(self, index: int) -> widgets.Button:
         button = shared.button("", "ss-chip")

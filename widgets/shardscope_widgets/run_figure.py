@@ -15,6 +15,7 @@ MAX_LINES = 8
 """Ranks that get a line of their own."""
 MAX_POINTS = 2000
 """Points of a line; a longer one is thinned to half of them."""
+FIRST_STEPS = 40.0
 FEW_POINTS = 10
 """Up to so many are marked: a line of one point cannot be seen."""
 PANELS = (("loss", "loss"), ("tokens_per_second", "tokens/s per rank"), ("peak_memory_bytes", "memory"))
@@ -27,19 +28,27 @@ class RunFigure:
         self.widget = _empty_figure()
         self._points: list[tuple[list[float], list[float]]] = []
         self._unit = Unit.of(0)
-        self._last_step = 0.0
+        self._end = self._most_steps = FIRST_STEPS
         self.start(0, None, self._unit)
 
-    def start(self, num_ranks: int, predicted: PredictedPeak | None, unit: Unit) -> None:
-        """Empty all lines and show those of ``num_ranks`` ranks, with the prediction as a level."""
+    def start(
+        self, num_ranks: int, predicted: PredictedPeak | None, unit: Unit, total_steps: int | None = None
+    ) -> None:
+        """Empty all lines and show those of ``num_ranks`` ranks, with the prediction as a level.
+
+        The axis of steps grows by doubling, up to ``total_steps`` where that is known: it seldom moves.
+        """
         self._points = [([], []) for _ in self.widget.data]
         self._unit = unit
-        self._last_step = 10.0
+        self._most_steps = max(total_steps - 1.0, 1.0) if total_steps else float("inf")
+        self._end = min(FIRST_STEPS, self._most_steps)
         with self.widget.batch_update():
             for index, line in enumerate(self.widget.data):
                 line.x, line.y = [], []
                 line.visible = index % MAX_LINES < num_ranks
             self.widget.layout.shapes = [_level(predicted.num_bytes / unit.num_bytes)] if predicted else []
+            for axis in ("xaxis", "xaxis2", "xaxis3"):
+                self.widget.layout[axis].range = [0, self._end]
             for axis in ("yaxis", "yaxis2", "yaxis3"):
                 # Else the numbers of the run before stay until the first of this one.
                 self.widget.layout[axis].showticklabels = False
@@ -52,7 +61,7 @@ class RunFigure:
             step, rank = record.get("step"), record.get("rank")
             if not isinstance(step, int | float) or not isinstance(rank, int) or rank >= MAX_LINES:
                 continue
-            self._last_step = max(self._last_step, step)
+            self._make_room(step)
             for panel, (name, _) in enumerate(PANELS):
                 value = record.get(name)
                 if isinstance(value, int | float):
@@ -68,9 +77,15 @@ class RunFigure:
                 line.x, line.y = map(list, points)
                 line.mode = "lines+markers" if len(points[0]) <= FEW_POINTS else "lines"
             for axis in (layout.xaxis, layout.xaxis2, layout.xaxis3):
-                axis.range = [0, self._last_step]
+                axis.range = [0, self._end]
             for axis in (layout.yaxis, layout.yaxis2, layout.yaxis3):
                 axis.showticklabels = True
+
+    def _make_room(self, step: float) -> None:
+        while step > self._end:
+            doubled = 2 * self._end
+            is_last = self._end < self._most_steps <= doubled
+            self._end = self._most_steps if is_last else doubled
 
     def _add(self, index: int, step: float, value: float) -> None:
         steps, values = self._points[index]
@@ -138,5 +153,5 @@ def _level(height: float) -> dict[str, Any]:
         "x1": 1,
         "y0": height,
         "y1": height,
-        "line": {"width": 1, "dash": "dash", "color": "#66707a"},
+        "line": {"width": 1, "dash": "longdash", "color": "#66707a"},
     }

@@ -58,8 +58,9 @@ class RunView(widgets.VBox):
         )
         log_head = widgets.HBox(
             [shared.html("<h2>Log</h2>"), self.rank],
-            layout=widgets.Layout(align_items="center", grid_gap="16px"),
+            layout=widgets.Layout(align_items="center", grid_gap="16px", margin="12px 0 4px"),
         )
+        log_head.add_class("ss-log-head")
         self._of_a_run = widgets.VBox(
             [self._figure_place, self.table, self.what, log_head, self.log_text],
             layout=widgets.Layout(display="none"),
@@ -91,7 +92,7 @@ class RunView(widgets.VBox):
             if self.figure is None:
                 self.figure = RunFigure()
                 self._figure_place.children = [self.figure.widget]
-            self.figure.start(ranks, self._predicted, self._unit)
+            self.figure.start(ranks, self._predicted, self._unit, total_steps)
             self._of_a_run.layout.display = ""
             self.error.value = self.what.value = self.table.value = ""
         threading.Thread(target=self._watch, args=(run,), daemon=True, name="shardscope-run-view").start()
@@ -177,9 +178,10 @@ class RunView(widgets.VBox):
         if run is None:
             return
         text = run.logs(self.rank.value or 0, LOG_BYTES)
+        nothing = "nothing printed" if self.status in ENDED else "nothing printed yet"
         self.log_text.value = (
             f"<pre class='ss-log' tabindex='0' aria-label='log of rank {self.rank.value}'>"
-            f"{escape(text) or 'nothing printed yet'}</pre>"
+            f"{escape(text) or nothing}</pre>"
         )
 
 
@@ -210,7 +212,7 @@ def _table(
     # A task of one's own that does not use the engine has nothing to do with the plan's model.
     beside = ""
     if has_engine and predicted:
-        beside = f"Dashed: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}."
+        beside = f"Long dashes: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}."
     return (
         "<table class='ss-table'><thead><tr><th>latest</th><th>step</th><th>loss</th><th>tokens/s</th>"
         f"<th>memory, {unit.name}</th></tr></thead><tbody>{rows}</tbody></table>"

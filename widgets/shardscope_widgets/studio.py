@@ -43,14 +43,16 @@ class Studio(widgets.VBox):
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.headline = shared.html()
         self.repairs = RepairsPanel(on_apply=self.apply)
-        head = widgets.VBox([self.headline, self.repairs], layout=shared.layout())
+        head = widgets.VBox([self.headline], layout=shared.layout())
         head.add_class("ss-head")
         self.tabs = widgets.ToggleButtons(options=TABS, tooltips=[f"Show {name.lower()}" for name in TABS])
         self.tabs.style.button_width = "auto"
         self.tabs.add_class("ss-tabs")
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self.trace_holder.add_class("ss-trace-tab")
-        self._pages = dict(zip(TABS, (self.memory, self.run_view, self.trace_holder), strict=True))
+        # Under the chart and its table, which stay where they are while buttons come and go.
+        memory_page = widgets.VBox([self.memory, self.repairs])
+        self._pages = dict(zip(TABS, (memory_page, self.run_view, self.trace_holder), strict=True))
         side = widgets.VBox([*self._pickers, self.launch_panel], layout=shared.layout())
         side.add_class("ss-side")
         main = widgets.VBox([self.tabs, *self._pages.values()], layout=shared.layout())

@@ -24,11 +24,19 @@ _SPELLED = {
     "cpu": "CPU",
     "xl": "XL",
     "moe": "MoE",
+    "nvlink": "NVLink",
+    "infiniband": "InfiniBand",
+    "c2c": "C2C",
+    "edr": "EDR",
+    "hdr": "HDR",
+    "ndr": "NDR",
+    "xdr": "XDR",
+    "x16": "x16",
 }
 
 
 def title(name: str) -> str:
-    """``llama-3.1-8b`` -> ``Llama 3.1 8B``, ``h100-sxm-80gb`` -> ``H100 SXM 80 GB``."""
+    """``llama-3.1-8b`` -> ``Llama 3.1 8B``, ``h100-sxm-80gb`` -> ``H100 SXM 80 GB``: models, GPUs, links."""
     return " ".join(_word(part) for part in re.split(r"[-_ ]", name) if part)
 
 

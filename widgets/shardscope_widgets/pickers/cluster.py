@@ -7,7 +7,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope_widgets import shared
 from shardscope_widgets.pickers.base import Picker, Row, typed_number
-from shardscope_widgets.words import device_count
+from shardscope_widgets.words import device_count, title
 
 
 class ClusterPicker(Picker):
@@ -68,8 +68,10 @@ class ClusterPicker(Picker):
             )
             return
         inside = cluster.intra_node_link
-        words = f"{inside.name}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
+        words = f"{title(inside.name)}: {inside.bandwidth_bytes_per_second / 1e9:,.0f} GB/s each way"
         if cluster.num_nodes > 1:
             across = cluster.inter_node_link
-            words += f" · {across.name}: {across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
+            words += (
+                f" · {title(across.name)}: {across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
+            )
         self.hint.value = words

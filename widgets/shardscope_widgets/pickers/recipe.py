@@ -128,6 +128,7 @@ class RecipePicker(Picker):
         changed = [name for name in names if getattr(recipe, name) != getattr(default, name)]
         parts = ", ".join(f"{name.replace('_', ' ')} {getattr(recipe, name)}" for name in changed)
         self.also.value = f"Also: {escape(parts)}" if parts else ""
+        (self.also.remove_class if parts else self.also.add_class)("ss-off")
         self.reset.layout.display = "" if parts else "none"
 
     def make(self) -> ss.Recipe:
