@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.memory.activations import modules_of, unsaved_at_start
-from shardscope.memory.arithmetic import ceil_div
-from shardscope.memory.backward import Peak, layer_backward
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
+from shardscope.memory.backward import Peak, layer_backward, places
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.precision import FP32
@@ -17,7 +17,7 @@ from shardscope.memory.words import count, gib
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
-    from shardscope.frameworks.deepspeed.buckets import Part
+    from shardscope.frameworks.deepspeed.counted import Counted
     from shardscope.memory.backward import Backward
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
@@ -35,6 +35,8 @@ class Sizes(NamedTuple):
     feed-forward has its gradient."""
     unsaved: int
     """What the very first layer under adapters does not save when it is computed again."""
+    num_layers: int
+    """Of the stage."""
     in_scores: bool
     """Whether a layer is fullest in attention, whose scores are tensors, and not in its feed-forward."""
 
@@ -66,53 +68,52 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         logits=tokens * vocab * modules.compute * whole * stage.is_last,
         leaving=tokens * (stream + in_norm + kept),
         drops=drops,
+        num_layers=stage.num_layers,
         in_scores=in_scores,
-        unsaved=tokens * unsaved_at_start(arch, modules, plan.degrees.tp, 1) if recomputes else 0,
+        unsaved=recomputes
+        * tokens
+        * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
     )
 
 
-def peaks(
-    parts: Sequence[Part],
-    shape: Backward,
-    half: int,
-    sizes: Sizes,
-    *,
-    bucket: int = 0,
-    first_hook: bool = True,
-    trains_all: bool = True,
-    forward: int = 0,
-    waiting: int = 0,
-    before: int | None = None,
-    in_forward: Sequence[tuple[int, int]] = (),
-) -> list[Peak]:
-    """The instants that can be fullest.
+class Kept(NamedTuple):
+    """Bytes on one rank that stay beside activations."""
 
-    ``parts`` of backward are in elements of ``half`` bytes. ``bucket`` bytes are there from the first
-    gradient on, which is that of the head if ``first_hook``, and comes after the last layer's
-    feed-forward unless ``trains_all``; ``forward`` are gathered when forward ends;
-    ``waiting`` are of gradients beside those in ``parts``, ``before`` of all gradients while the loss is
-    differentiated. ``in_forward``: layers passed, and elements gathered there.
-    """
-    head, *layers, embedding, end = parts
-    num_layers = len(layers)
+    bucket: int = 0
+    """There from the first gradient on."""
+    first_hook: bool = True
+    """Whether that is the head's; else it comes after the last layer's feed-forward, or, where all weights
+    are trained, from the last layer on."""
+    trains_all: bool = True
+    forward: int = 0
+    """Gathered when forward ends; where there is any, the bucket is there all along."""
+    waiting: int = 0
+    """Gradients of micro-batches before, beside those that are counted part by part."""
+    before: int = 0
+    """All gradients while the loss is differentiated."""
+    gathers: bool = False
+    """Whether parameters are gathered in forward too."""
+
+
+def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> list[Peak]:
+    """The instants that can be fullest; parts of backward are counted in elements of ``half`` bytes."""
+    num_layers = sizes.num_layers
     full = shape.layers + shape.edges + shape.cast
-
-    there = waiting if before is None else before
+    waiting = kept.waiting
 
     def peak(
-        at: float,
-        activations: int,
-        words: str,
+        at: Any,
+        activations: Any,
+        words: Callable[[], str],
         instant: Instant,
-        allocated: int = bucket,
+        allocated: Any = kept.bucket,
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        staging = allocated + half * instant.staging
-        kept = waiting + half * instant.kept
+        staging, gradients = allocated + half * instant.staging, waiting + half * instant.kept
         return Peak(
             at,
-            Term(activations, lambda: f"{gib(activations)} GiB {words}"),
+            Term(activations, lambda: f"{gib(activations)} GiB {words()}"),
             Term(
                 staging,
                 lambda: (
@@ -120,80 +121,91 @@ def peaks(
                     f"{half} bytes gathered, waiting to be reduced, or copied for that"
                 ),
             ),
-            Term(kept, lambda: f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
+            Term(gradients, lambda: f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
             logits,
             phase,
         )
 
-    # Where everything is gathered the bucket is never given up; else it comes with the first gradient.
-    already = bucket if forward else 0
+    def saved_by(layers: Any, more: str) -> Callable[[], str]:
+        return lambda: f"saved by {count(layers, 'layer')}{more}"
+
+    already = (kept.forward > 0) * kept.bucket
+    at_first = where(kept.first_hook, kept.bucket, already)
     at_head = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
     found = [
         Peak(
             0.34,
             Term(full, lambda: f"{gib(full)} GiB all that forward saved"),
-            Term(forward, lambda: f"{gib(forward)} GiB gathered when forward ended"),
-            Term(there, lambda: f"{gib(there)} GiB of micro-batches before"),
+            Term(kept.forward, lambda: f"{gib(kept.forward)} GiB gathered when forward ended"),
+            Term(kept.before, lambda: f"{gib(kept.before)} GiB of micro-batches before"),
             logits=shape.logits,
         ),
-        peak(0.345, full, "all that forward saved", head.peak, already, at_head),
-        peak(0.347, full, "all that forward saved", head.peak, bucket if first_hook else already),
+        peak(0.345, full, lambda: "all that forward saved", c.head.peak, already, at_head),
+        peak(0.347, full, lambda: "all that forward saved", c.head.peak, at_first),
         peak(
             0.35,
             full + shape.norm,
-            "all that forward saved, and the final norm's gradients",
-            head.base,
-            bucket if first_hook else already,
+            lambda: "all that forward saved, and the final norm's gradients",
+            c.head.base,
+            at_first,
         ),
     ]
     has_experts = shape.later != shape.inside
-    for done in sorted({0, min(1, num_layers - 1), num_layers - 1}):
+    for done, layer in zip(places(num_layers - 1), c.layers, strict=False):
         fraction = 0.36 + 0.6 * done / num_layers
-        part = layers[done]
-        saved = _left(shape, num_layers, done)
-        words = f"saved by {count(num_layers - done, 'layer')}, and gradients inside one"
-        allocated = bucket if first_hook or done or trains_all else already
-        inside = saved + max(shape.inside, shape.earlier) - (sizes.unsaved if done == num_layers - 1 else 0)
-        base = part.middle if sizes.in_scores and part.middle else part.base
+        saved, is_last = _left(shape, num_layers, done), done == num_layers - 1
+        words = saved_by(num_layers - done, ", and gradients inside one")
+        # The bucket comes with the first gradient, of adapters after the last layer's feed-forward.
+        allocated = (
+            kept.bucket if kept.trains_all else where((done > 0) | kept.first_hook, kept.bucket, already)
+        )
+        inside = saved + largest(shape.inside, shape.earlier) - is_last * sizes.unsaved
+        base = layer.middle if sizes.in_scores else layer.base
         found.append(peak(fraction, inside, words, base, allocated))
-        if has_experts and trains_all:
-            last = part.inner[-1] if part.inner else part.peak
-            found.append(peak(fraction + 0.004, saved + shape.later, words, last))
-        elif not has_experts and part.inner:
-            pairs = zip(part.inner, sizes.drops, strict=False)
-            drop, instant = max(
-                ((drop, one) for one, drop in pairs), key=lambda pair: half * pair[1].total - pair[0]
-            )
-            found.append(peak(fraction + 0.004, saved + shape.inside - drop, words, instant))
-        left = max(0, saved - shape.saved)
-        words = f"saved by {count(num_layers - done - 1, 'layer')}"
-        found.append(peak(fraction + 0.01, left + 2 * shape.stream, words, part.peak))
-        following = layers[done + 1] if done + 1 < num_layers else embedding
-        if trains_all or done + 1 < num_layers:
-            words += ", and gradients inside one's first norm"
-            found.append(peak(fraction + 0.012, left + sizes.leaving, words, following.base))
-    found.append(peak(0.97, shape.stream, "the embedding's gradient", embedding.peak))
-    found += [peak(0.975, 0, "all are used up", instant) for instant in (end.base, end.peak)]
-    if in_forward:
-        found.append(_gathering(in_forward, shape, half, num_layers, peak))
+        drop, instant = _fullest(layer.inner, sizes.drops, half)
+        dense = saved + shape.inside - drop
+        activations = where(has_experts & kept.trains_all, saved + shape.later, dense)
+        last = where(has_experts & kept.trains_all, layer.last, instant)
+        found.append(peak(fraction + 0.004, activations, words, last, allocated))
+        left = largest(0, saved - shape.saved)
+        others = saved_by(num_layers - done - 1, "")
+        found.append(peak(fraction + 0.01, left + 2 * shape.stream, others, layer.peak))
+        # No gradient comes into the first layer's first norm from frozen embeddings.
+        leaving = (kept.trains_all | (done + 1 < num_layers)) * (left + sizes.leaving)
+        norm = saved_by(num_layers - done - 1, ", and gradients inside one's first norm")
+        found.append(peak(fraction + 0.012, leaving, norm, layer.following))
+    found.append(peak(0.97, shape.stream, lambda: "the embedding's gradient", c.embedding))
+    found += [peak(0.975, 0, lambda: "all are used up", instant) for instant in c.end]
+    if kept.gathers:
+        found.append(_gathering(c, shape, half, num_layers, peak))
     return found
 
 
-def _gathering(
-    in_forward: Sequence[tuple[int, int]],
-    shape: Backward,
-    half: int,
-    num_layers: int,
-    peak: Callable[..., Peak],
-) -> Peak:
+def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple[Any, Instant]:
+    """Of the feed-forward's matrices the one at whose gradient most is held, and what is gone by then."""
+    drop, instant = drops[0], inner[0]
+    for other, one in zip(drops[1:], inner[1:], strict=False):
+        more = half * one.total - other > half * instant.total - drop
+        drop, instant = where(more, other, drop), where(more, one, instant)
+    return drop, instant
+
+
+def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Callable[..., Peak]) -> Peak:
     """Where gathers, and what layers before have saved, are most in forward."""
-    done, elements = max(in_forward, key=lambda one: half * one[1] + shape.layers * one[0] // num_layers)
-    saved, words = shape.layers * done // num_layers, "saved by layers before"
-    return peak(0.02 + 0.3 * done / num_layers, saved, words, Instant(elements, 0), phase="forward")
+    done, elements = c.in_forward[0]
+    for other, more in c.in_forward[1:]:
+        fuller = (
+            half * more + shape.layers * other // num_layers
+            > half * elements + shape.layers * done // num_layers
+        )
+        done, elements = where(fuller, other, done), where(fuller, more, elements)
+    saved = shape.layers * done // num_layers
+    fraction = 0.02 + 0.3 * done / num_layers
+    return peak(fraction, saved, lambda: "saved by layers before", Instant(elements, 0), phase="forward")
 
 
-def _left(shape: Backward, num_layers: int, done: int) -> int:
+def _left(shape: Backward, num_layers: Any, done: Any) -> Any:
     """What layers still hold when backward has passed ``done`` of them, the fullest kind first."""
     left = shape.layers - done * shape.saved
     # Of two kinds of layers the fuller one is counted off for both; the mean is for what that overdraws.
-    return left if left > 0 else shape.layers // num_layers * (num_layers - done)
+    return where(left > 0, left, shape.layers // num_layers * (num_layers - done))

@@ -7,12 +7,12 @@ on single tensors, so counts are not enough here.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.precision import FP32, widths
-from shardscope.memory.stages import outer_shapes, rank_shapes
+from shardscope.memory.stages import outer_tensors, rank_shapes
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
@@ -50,21 +50,28 @@ class Tensors(NamedTuple):
 
 def tensors_of(plan: Plan, stage: Stage) -> Tensors:
     """Every tensor of one rank of ``stage``."""
-    outer = outer_shapes(plan, stage.is_first, stage.is_last)
+    recipe, degrees, moe = plan.recipe, plan.degrees, stage.num_moe_layers
+    adapted = recipe if recipe.has_adapters else None
+    ends = int(stage.is_first), int(stage.is_last)
+    return tensors_on(plan.architecture, adapted, degrees.tp, degrees.ep, stage.num_layers - moe, moe, *ends)
+
+
+@lru_cache(maxsize=1024)
+def tensors_on(
+    arch: Architecture,
+    adapted: Recipe | None,
+    tp: int,
+    ep: int,
+    dense_layers: int,
+    moe_layers: int,
+    is_first: int,
+    is_last: int,
+) -> Tensors:
+    """The same, of a stage of so many layers; ``adapted`` is the recipe if it has adapters."""
+    outer = outer_tensors(arch, tp, is_first, is_last)
     before = tuple(rows * columns for group, rows, columns in outer if group == "embedding" and rows)
     after = tuple(rows * columns for group, rows, columns in outer if group != "embedding")
-    recipe = plan.recipe
-    adapted = recipe if recipe.has_adapters else None
-    return _tensors(
-        plan.architecture,
-        adapted,
-        plan.degrees.tp,
-        plan.degrees.ep,
-        stage.num_layers - stage.num_moe_layers,
-        stage.num_moe_layers,
-        before,
-        after,
-    )
+    return _tensors(arch, adapted, tp, ep, dense_layers, moe_layers, before, after)
 
 
 def fullest_rank(plan: Plan) -> int:
@@ -187,9 +194,9 @@ def partition(sizes: tuple[int, ...], num_ranks: int, half: int) -> Partition:
     return Partition(flat, part, touched[fullest], pieces[fullest], fullest)
 
 
-def working(half: int, part: int, piece: int) -> int:
+def working(half: int, part: Any, piece: Any) -> Any:
     """Bytes beside kept gradients: a piece in fp64 for its norm, or the part flat, and flat in fp32."""
-    return max(FP64 * piece, (FP32 + (half if half < FP32 else 0)) * part)
+    return largest(FP64 * piece, (FP32 + (half if half < FP32 else 0)) * part)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,290 @@
+"""What ZeRO counts tensor by tensor on one rank of a stage, as plain numbers or as arrays of them.
+
+Which tensors share a bucket, a partition or a gather is no arithmetic over whole arrays: each kind of rank is
+followed once, and what was counted is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardscope.frameworks.deepspeed.buckets import (
+    Cut,
+    Instant,
+    Part,
+    all_reduce_bucket,
+    beyond,
+    early,
+    late,
+    parts_of,
+)
+from shardscope.frameworks.deepspeed.gathers import Modules, Thresholds, gathered
+from shardscope.frameworks.deepspeed.tensors import Tensors, cut_each, largest_group, partition, tensors_on
+from shardscope.memory.arithmetic import looked_up
+from shardscope.memory.precision import widths
+from shardscope.memory.stages import outer_tensors
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
+
+_MATRICES = 3
+"""A gated feed-forward's matrices; where there are fewer, the last one is told again."""
+_IN_FORWARD = 6
+"""Places of forward that are told: half of them the last ones, where most is saved, half the fullest."""
+
+
+class Layer(NamedTuple):
+    """Backward in one decoder layer."""
+
+    base: Instant
+    """As its first gradient is made."""
+    middle: Instant
+    """Between the feed-forward's gradients and attention's."""
+    peak: Instant
+    """Where it holds most."""
+    inner: tuple[Instant, ...]
+    """While each of the feed-forward's matrices gets its gradient; as ``base`` where that is not told."""
+    last: Instant
+    """While the last of them does."""
+    following: Instant
+    """As the next layer's first gradient is made, or the embedding's."""
+
+
+class Counted(NamedTuple):
+    """Elements of one rank."""
+
+    trained: int
+    """That get gradients, routed experts included."""
+    frozen: int
+    """Under adapters; in stage 3 this rank's parts of them."""
+    largest: int
+    """The largest trained tensor."""
+    tied: int
+    """An embedding that is the head too: its first gradient waits through backward for the other, and then
+    there are both and their sum."""
+    flat: int
+    """The flat buffers of stages 1 and 2."""
+    part: int
+    """What the rank updates."""
+    kept: int
+    """Gradients that it keeps: whole tensors in stages 1 and 2."""
+    piece: int
+    """The largest piece of a tensor in its part."""
+    experts_piece: int
+    """The same of routed experts, where they are a group of their own."""
+    group: int
+    """What is updated at once: all in stages 1 and 2, a sub-group in stage 3."""
+    widest: int
+    """The largest tensor of all."""
+    rest: int
+    """Stage 3's parameters that are never cut."""
+    forward: int
+    """What stage 3 has gathered when forward ends."""
+    in_forward: tuple[tuple[int, int], ...]
+    """Layers passed, and elements that stage 3 has gathered there."""
+    head: Layer
+    """Backward in the head and the final norm."""
+    layers: tuple[Layer, ...]
+    """In the first layer that backward meets, in the second and in its last one."""
+    embedding: Instant
+    """Where the embedding's part of backward holds most."""
+    end: tuple[Instant, Instant]
+    """As the reduction that ends backward begins, and at its fullest."""
+
+
+class _Kind(NamedTuple):
+    """What all plans that are counted together have in common."""
+
+    arch: Architecture
+    adapted: Recipe | None
+    stage: int
+    half: int
+    overlaps: bool
+    sub_group_size: int
+    recomputes: bool
+    limits: Thresholds
+
+
+def counted(plan: Plan, stage: Stage) -> Counted:
+    """One rank of ``stage``; over arrays of plans each number is an array."""
+    layout: Any = plan.layout
+    recipe, degrees = plan.recipe, plan.degrees
+    kind = _Kind(
+        plan.architecture,
+        recipe if recipe.has_adapters else None,
+        layout.stage,
+        widths[recipe.precision].compute,
+        bool(layout.overlap_comm),
+        layout.sub_group_size,
+        recipe.recompute in ("full", "selective"),
+        Thresholds(
+            layout.stage3_param_persistence_threshold,
+            layout.stage3_prefetch_bucket_size,
+            layout.stage3_max_live_parameters,
+            layout.stage3_max_reuse_distance,
+            layout.reduce_bucket_size,
+        ),
+    )
+    numbers = (
+        degrees.tp,
+        degrees.ep,
+        stage.num_layers - stage.num_moe_layers,
+        stage.num_moe_layers,
+        stage.is_first,
+        stage.is_last,
+        degrees.data_parallel,
+        plan.num_micro_batches > 1,
+    )
+    if not any(isinstance(number, np.ndarray) for number in numbers):
+        return _counted(kind, *numbers)
+    return _spread(lambda *row: _counted(kind, *row), *numbers)
+
+
+@lru_cache(maxsize=4096)
+def _counted(
+    kind: _Kind,
+    tp: int,
+    ep: int,
+    dense_layers: int,
+    moe_layers: int,
+    is_first: int,
+    is_last: int,
+    ranks: int,
+    accumulates: int,
+) -> Counted:
+    tensors = tensors_on(kind.arch, kind.adapted, tp, ep, dense_layers, moe_layers, is_first, is_last)
+    has_tied_head = kind.arch.tie_word_embeddings and is_first and is_last
+    tied = tensors.trained[0] if has_tied_head and not kind.adapted else 0
+    # An expert has fewer replicas than a dense weight: ep of them were spent on other experts.
+    dense = partition(tensors.trained, ranks, kind.half)
+    experts = partition(tensors.experts, max(1, ranks // ep), kind.half)
+    whole = sum(tensors.trained) + sum(tensors.experts)
+    part, kept = dense.part + experts.part, dense.whole + experts.whole
+    group, frozen = part, sum(tensors.frozen)
+    rest = forward = 0
+    in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
+    if kind.stage == 3:
+        part = kept = cut_each(tensors.trained, ranks)
+        frozen = cut_each(tensors.frozen, ranks)
+        group = largest_group(tensors.trained, ranks, kind.sub_group_size)
+        modules = _modules(kind, dense_layers, moe_layers)
+        found = gathered(modules, ranks, kind.recomputes, kind.limits)
+        rest, forward, in_forward, parts = found.rest, found.forward, found.in_forward, found.backward
+    elif kind.stage == 0:
+        flattened = max(all_reduce_bucket(tensors.trained), all_reduce_bucket(tensors.experts))
+        parts = _late(tensors, tied, bool(accumulates), Instant(flattened, whole))
+    elif is_late(kind.stage, kind.overlaps, accumulates):
+        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket)
+        end = Instant(beyond(tensors.trained, cut), sum(tensors.trained))
+        parts = _with_experts(_late(tensors, tied, bool(accumulates), end), experts.whole)
+    else:
+        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket)
+        parts = early(tensors.trained, _groups(tensors), cut, tied, tensors.num_attention)
+        parts = _with_experts(parts, experts.whole)
+    head, *layers, embedding, end_part = parts
+    following = [*(layer.base for layer in layers[1:]), embedding.base]
+    told = [_layer(layer, after) for layer, after in zip(layers, following, strict=True)]
+    return Counted(
+        trained=whole,
+        frozen=frozen,
+        largest=max((*tensors.trained, *tensors.experts)),
+        tied=tied,
+        flat=dense.flat + experts.flat,
+        part=part,
+        kept=kept,
+        piece=dense.piece,
+        experts_piece=experts.piece,
+        group=group,
+        widest=max(tensors.used, default=0),
+        rest=rest,
+        forward=forward,
+        in_forward=_most(in_forward),
+        head=_layer(head, layers[0].base),
+        layers=(told[0], told[min(1, len(told) - 1)], told[-1]),
+        embedding=embedding.peak,
+        end=(end_part.base, end_part.peak),
+    )
+
+
+def is_late(stage: int, overlaps: bool, accumulates: Any) -> Any:
+    """Whether gradients are reduced when backward has ended: stage 1 does so, unless asked to overlap."""
+    return stage == 1 and (accumulates if overlaps else True)
+
+
+def _groups(tensors: Tensors) -> tuple[int, ...]:
+    return parts_of(tensors.trained_before, tensors.trained_per_layer, len(tensors.trained))
+
+
+def _late(tensors: Tensors, tied: int, accumulates: bool, end: Instant) -> tuple[Part, ...]:
+    parts = late(tensors.trained, _groups(tensors), tied, accumulates, tensors.num_attention)
+    return (*parts[:-1], Part(end, end))
+
+
+def _with_experts(parts: tuple[Part, ...], experts: int) -> tuple[Part, ...]:
+    """Experts of their own group are kept beside."""
+    if not experts:
+        return parts
+    return tuple(Part(part.base, part.peak._replace(kept=part.peak.kept + experts)) for part in parts)
+
+
+def _modules(kind: _Kind, dense_layers: int, moe_layers: int) -> Modules:
+    outer = outer_tensors(kind.arch, 1, True, True)
+    before, norm, head = (
+        tuple(rows * columns for other, rows, columns in outer if other == group)
+        for group in ("embedding", "norm", "lm_head")
+    )
+    return Modules(kind.arch, kind.adapted, dense_layers, moe_layers, before, norm, head)
+
+
+def _layer(part: Part, following: Instant) -> Layer:
+    inner = part.inner[:_MATRICES] or (part.base,)
+    return Layer(
+        base=part.base,
+        middle=part.middle or part.base,
+        peak=part.peak,
+        inner=(*inner, *inner[-1:] * (_MATRICES - len(inner))),
+        last=part.inner[-1] if part.inner else part.peak,
+        following=following,
+    )
+
+
+def _most(in_forward: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """As many places as are told; they come last to first, with more and more elements."""
+    half = _IN_FORWARD // 2
+    found = (*in_forward[:half], *in_forward[half:][-half:])
+    return (*found, *found[-1:] * (_IN_FORWARD - len(found)))
+
+
+def _spread(function: Callable[..., Counted], *numbers: Any) -> Counted:
+    """``looked_up`` for tuples inside of tuples."""
+    like: list[Counted] = []
+
+    def flat(*row: int) -> tuple[int, ...]:
+        answer = function(*row)
+        like.append(answer)
+        return tuple(_leaves(answer))
+
+    found = looked_up(flat, *numbers)
+    spread: Counted = _rebuilt(like[0], iter(found))
+    return spread
+
+
+def _leaves(value: Any) -> Iterator[int]:
+    if not isinstance(value, tuple):
+        yield value
+        return
+    for inner in value:
+        yield from _leaves(inner)
+
+
+def _rebuilt(like: Any, leaves: Iterator[Any]) -> Any:
+    if not isinstance(like, tuple):
+        return next(leaves)
+    return getattr(type(like), "_make", tuple)(_rebuilt(inner, leaves) for inner in like)
