@@ -60,6 +60,7 @@ def modules_of(plan: Plan) -> Modules:
         attention=recipe.attention,
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
+        eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
         keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs,
     )
 
@@ -117,11 +118,11 @@ def layer_activations(
         mlp=on_rank(saved, "mlp", "experts"),
         saved=kept,
         offloaded=everything if kept == 0 else 0,
-        recomputed=max(0, everything + _kept_apart(architecture, moe, modules, recompute, stream) - kept),
+        recomputed=max(0, everything + kept_apart(architecture, moe, modules, recompute, stream) - kept),
     )
 
 
-def _kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, stream: int) -> int:
+def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, stream: int) -> int:
     """Of what recomputation keeps, bytes that a layer computed again does not save itself.
 
     The layer's input, where its first norm saves a copy in fp32 instead; and the last product, which is not

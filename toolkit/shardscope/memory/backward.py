@@ -7,6 +7,7 @@ is in the first layers that backward meets, or in its last one, when whole gradi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from shardscope.parameter_names import names_of
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.order import Order
 
 
 class LayerBackward(NamedTuple):
@@ -50,6 +52,8 @@ class Backward(NamedTuple):
     """What the final norm and the head have saved."""
     cast: int
     """Half-precision copies of weights, that autocast's autograd still holds."""
+    cast_unsaved: int
+    """Copies that the first layer makes and does not keep, for under adapters no gradient goes past it."""
     saved: int
     """What the layer that backward meets first has saved."""
     inside: int
@@ -64,6 +68,8 @@ class Backward(NamedTuple):
     """Beside all that was saved, in the final norm."""
     logits: Term
     """Logits and their gradients while the loss is differentiated."""
+    find_order: Callable[[], Order]
+    """The layers one by one, for frameworks that tell them apart."""
 
 
 class Peak(NamedTuple):
@@ -104,16 +110,16 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
         # Once the experts and their norm are done with, attention in plain operations may need more.
         scores = _score_gradients(arch, modules) - hidden * (2 * FP32 + 2 * c)
         return LayerBackward(inside, stream, stream + max(both, scores) - saved, stream + weighted)
-    inner = arch.intermediate_size * c * _inner_gradients(arch, modules)
+    inner = arch.intermediate_size * c * inner_gradients(arch, modules)
     inside = stream + max(inner, _scores(arch, modules))
     return LayerBackward(inside, stream, inside, inside)
 
 
-def _inner_gradients(arch: Architecture, modules: Modules) -> int:
+def inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
     if arch.model_type == "gpt2" and modules.autocast and modules.on_gpu:
         # CUDA's autocast takes the cube of gelu in fp32, and so its gradients.
-        return 6
+        return 6 - modules.inner_copies("c_proj")
     if not arch.gated_mlp:
         return 3
     if modules.kernels == "liger":

@@ -17,12 +17,15 @@ from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest,
 from shardscope.memory.backward import Backward, final_norm, layer_backward
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import head_terms, loss_in_force
+from shardscope.memory.order import order_of
 from shardscope.memory.quantization import largest_matrix
 from shardscope.memory.report import Term
 from shardscope.memory.stages import layers_by_kind
 from shardscope.memory.words import count, gib, kib
+from shardscope.parameter_names import attention_inputs
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
@@ -59,7 +62,7 @@ class StageStep:
         """Activations at the end of forward."""
         edges = self.start + self.end
         cast = self._autocast_copies()[0]
-        num_bytes = self.saved + edges + cast
+        num_bytes = self.saved + edges + cast + self._output()
 
         def words() -> str:
             casts = f"{gib(cast)} GiB half-precision copies of weights (autocast) + " if cast else ""
@@ -89,7 +92,7 @@ class StageStep:
         own = layer_backward(arch, layers_by_kind(arch, stage)[-1][0], modules)
         if 0 < arch.num_moe_layers < arch.num_hidden_layers:
             own = where(stage.num_moe_layers > 0, own, layer_backward(arch, False, modules))
-        dequantised, float8 = self._dequantised(), self._float8()
+        dequantised, float8 = self.dequantised(), self._float8()
 
         def inside(num_bytes: Any) -> Any:
             return tokens * (ceil_div(num_bytes, tp) + layer.recomputed) + dequantised
@@ -98,6 +101,7 @@ class StageStep:
             layers=self.saved + self.start,
             edges=self.end,
             cast=self._autocast_copies()[1],
+            cast_unsaved=self._unsaved_copies(),
             saved=tokens * layer.saved,
             inside=largest(
                 largest(inside(own.inside), self._gathered(own.stream, layer.recomputed)),
@@ -108,6 +112,7 @@ class StageStep:
             stream=tokens * ceil_div(own.stream, self.cut),
             norm=stage.is_last * tokens * ceil_div(final_norm(arch, modules), self.cut),
             logits=logits,
+            find_order=lambda: order_of(self),
         )
 
     def _gathered(self, stream: Any, recomputed: Any) -> Any:
@@ -131,17 +136,18 @@ class StageStep:
         recompute, interval = self.plan.recipe.recompute, self.plan.recipe.recompute_interval
         present = layers_by_kind(self.plan.architecture, self.stage)
         if recompute == "none" or interval == 1:
-            return [Kind(layers, self._layer(moe, recompute), recompute) for moe, layers in present]
+            return [Kind(layers, self.layer(moe, recompute), recompute) for moe, layers in present]
         chosen, plain, before, chosen_before = [], [], 0, 0
         for moe, layers in present:
             before = before + layers
             recomputed = ceil_div(before, interval) - chosen_before
             chosen_before = chosen_before + recomputed
-            chosen.append(Kind(recomputed, self._layer(moe, recompute), recompute))
-            plain.append(Kind(layers - recomputed, self._layer(moe, "none"), "none"))
+            chosen.append(Kind(recomputed, self.layer(moe, recompute), recompute))
+            plain.append(Kind(layers - recomputed, self.layer(moe, "none"), "none"))
         return chosen + plain
 
-    def _layer(self, moe: bool, recompute: str) -> LayerActivations:
+    def layer(self, moe: bool, recompute: str) -> LayerActivations:
+        """What forward leaves of one layer of a kind."""
         arch, modules = self.plan.architecture, self.modules
         found: LayerActivations = looked_up(
             lambda tp, cut: layer_activations(arch, moe, modules, recompute, tp, cut),
@@ -168,7 +174,7 @@ class StageStep:
             found = where(layers > 0, layer_working(self.plan.architecture, moe, self.tokens), found)
         return found
 
-    def _dequantised(self) -> Any:
+    def dequantised(self) -> Any:
         """The largest quantised matrix made whole, in the type of products (bitsandbytes, MatMul4Bit)."""
         if not self.modules.quantized:
             return 0
@@ -185,6 +191,26 @@ class StageStep:
             lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
         )
         return self.stage.is_first * (8 - unsaved)
+
+    def _unsaved_copies(self) -> Any:
+        """Copies of the first layer's projections that are not kept: its input gets no gradient.
+
+        Frozen weights are not in autocast's cache either, so they go at once.
+        """
+        modules = self.modules
+        if modules.trained or not modules.autocast or modules.quantized:
+            return 0
+        if self.plan.recipe.recompute in ("selective", "full"):
+            return 0
+        return self.stage.is_first * modules.compute * _attention_inputs(self.plan.architecture)
+
+    def _output(self) -> Any:
+        """The final norm's output, which the model hands out, where it is no tensor that is saved anyway."""
+        modules = self.modules
+        saved = modules.trained or modules.keeps_frozen_inputs
+        alive = modules.kernels != "megatron" and (modules.autocast or not saved)
+        row = self.plan.architecture.hidden_size * modules.stream
+        return self.stage.is_last * self.tokens * alive * row
 
     def _end_bytes(self) -> Any:
         """Bytes a token leaves behind the layers: the final norm's, and the head's input."""
@@ -205,12 +231,20 @@ class StageStep:
         present = layers_by_kind(arch, self.stage)
         for moe, layers in present:
             everything = everything + layers * cast_weights(arch, moe, self.modules)
+        everything = everything - self._unsaved_copies()
         if self.plan.recipe.recompute == "none":
             return everything, everything
         # Kinds beyond those that are recomputed are the same ones, not recomputed.
         for kind, (moe, _) in zip(self.kinds[len(present) :], present, strict=False):
             kept = kept + kind.num_layers * cast_weights(arch, moe, self.modules)
         return (everything if self.modules.trained else kept), kept
+
+
+def _attention_inputs(arch: Architecture) -> int:
+    """Weights of the projections that read a layer's input."""
+    return sum(
+        rows * columns for name, (rows, columns) in arch.layer_linears(0) if name in attention_inputs(arch)
+    )
 
 
 def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:

@@ -1,0 +1,149 @@
+"""The instants of a DDP step: gradients of weights on their way into the reducer's buckets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.memory.arithmetic import largest, where
+from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.head import loss_in_force
+from shardscope.memory.precision import widths
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.words import gib
+
+if TYPE_CHECKING:
+    from shardscope.memory.modules.instants import Instant
+    from shardscope.memory.order import Order, Place
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+
+
+NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
+
+
+def peaks(plan: Plan, stage: Stage, shape: Backward, trained: Any) -> list[Peak]:
+    """Layers in forward, the loss, the head's weight, layers in backward, and the embedding."""
+    return _Step(plan, stage, shape, trained).peaks()
+
+
+class _Step:
+    """The last micro-batches of one rank: without reduction, then with it."""
+
+    def __init__(self, plan: Plan, stage: Stage, shape: Backward, trained: Any) -> None:
+        self.plan, self.stage, self.shape, self.trained = plan, stage, shape, trained
+        self.width = widths[plan.recipe.precision]
+        self.trains = not plan.recipe.has_adapters
+        # Autocast's backward makes a weight's gradient in half precision, and casts it for the bucket.
+        self.mixed = plan.recipe.precision.endswith("mixed")
+        self.each = self.width.compute + (self.width.original if self.mixed else 0)
+        self.is_tied = plan.architecture.tie_word_embeddings and self.trains
+        self.tied = self.width.original * stage.head if self.is_tied else 0
+        """A tied head's gradient waits inside of autograd for the embedding's, and then for their sum."""
+
+    def peaks(self) -> list[Peak]:
+        shape, order = self.shape, self.shape.find_order()
+        full = shape.layers + shape.edges + shape.cast
+        once = self._gradients(0)
+        found = []
+        for place in order.last_places(shape.layers):
+            found.append(self._forward(order, place))
+        for place in order.places(shape.layers, lambda moe: 0):
+            found.append(self._layer(order, place))
+        embedding = shape.stream + (
+            largest(self.width.original * (self.stage.edges - self.stage.head), 3 * self.tied)
+            if self.trains
+            else 0
+        )
+        untied = 0 if self.is_tied else self.stage.head
+        last = self._gradients(order.sum_before(order.num_layers, "weights") + self.trains * untied)
+        return [
+            *found,
+            Peak(0.34, _held(full, "all that forward saved"), NOTHING_GATHERED, once, shape.logits),
+            Peak(
+                0.35,
+                _held(self._head(full), "that, and the gradient of the head's weight"),
+                NOTHING_GATHERED,
+                once,
+            ),
+            Peak(0.97, _held(embedding, "the gradient of the embedding"), NOTHING_GATHERED, last),
+        ]
+
+    def _head(self, full: Any) -> Any:
+        """While the head's weight gets its gradient, and while that is cast."""
+        plan, shape, width = self.plan, self.shape, self.width
+        if not self.trains:
+            return full + shape.stream
+        copy = width.compute * self.stage.head
+        logits = 0
+        if loss_in_force(plan) == "full":
+            tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
+            logits = width.compute * plan.architecture.vocab_size * tokens
+        return largest(
+            full + logits + copy,
+            full - (copy if self.mixed else 0) + self.each * self.stage.head + shape.stream,
+        )
+
+    def _forward(self, order: Order, place: Place) -> Peak:
+        """Inside one layer, with autocast's copies of all weights so far."""
+        kept = "casts" if self.trains else "casts_kept"
+        casts = order.sum_before(place.index + 1, kept) - self.shape.cast_unsaved
+        return Peak(
+            0.02 + 0.3 * (place.index + 1) / order.num_layers,
+            _held(place.before + place.kind.forward + casts, "saved, and in use inside one layer"),
+            NOTHING_GATHERED,
+            self._gradients(0),
+            phase="forward",
+        )
+
+    def _layer(self, order: Order, place: Place) -> Peak:
+        """At the fullest of a layer's instants."""
+        shape, layers = self.shape, order.num_layers
+        above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
+        finished = above + (0 if self.is_tied else self.stage.head * self.trains)
+        casts = order.sum_before(place.index, "casts_kept") + place.kind.casts - shape.cast_unsaved
+        one = place.kind.backward[0]
+        held, made = self._at(one), one.done - one.making - one.experts
+        for one in place.kind.backward[1:]:
+            now, done = self._at(one), one.done - one.making - one.experts
+            more = now + self._gradients(finished + done)[0] > held + self._gradients(finished + made)[0]
+            held, made = where(more, now, held), where(more, done, made)
+        return Peak(
+            0.36 + 0.6 * (layers - 1 - place.index) / layers,
+            _held(
+                place.before + casts + held + self.tied, "saved by the layers left, and gradients inside one"
+            ),
+            NOTHING_GATHERED,
+            self._gradients(finished + made),
+        )
+
+    def _at(self, one: Instant) -> Any:
+        """Activations, and weights' gradients in the making, less the copies whose products are done with.
+
+        Grouped products are not autocast, so their weights' gradients are the originals' own type.
+        """
+        copies = self.width.compute * one.products if self.mixed else 0
+        return one.held + self.each * one.making + self.width.original * one.experts - copies
+
+    def _gradients(self, finished: Any) -> Term:
+        """Buckets, and beside them the sums of micro-batches that are not reduced (``no_sync``).
+
+        The last micro-batch lets go of each sum as it goes into its bucket; the first makes them.
+        """
+        num = self.plan.num_micro_batches
+        finished = self.width.original * finished * self.trains
+        beside = where(num == 2, largest(finished, self.trained - finished), self.trained)
+        held = self.trained + where(num > 1, beside, 0)
+
+        def words() -> str:
+            if num == 1:
+                return f"{gib(self.trained)} GiB, views of the reduction buckets"
+            return (
+                f"{gib(self.trained)} GiB buckets + {gib(held - self.trained)} GiB sums of earlier "
+                "micro-batches beside them, for no_sync leaves gradients out of the buckets"
+            )
+
+        return Term(held, words)
+
+
+def _held(num_bytes: Any, words: str) -> Term:
+    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words}, operator by operator")

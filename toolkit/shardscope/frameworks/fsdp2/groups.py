@@ -1,0 +1,175 @@
+"""What each group of ``fully_shard`` moves: a decoder layer's collectives, and the root's.
+
+Read off ``torch.distributed.fsdp._fully_shard`` (torch 2.13, ``_fsdp_collectives.py``,
+``_fsdp_param_group.py``): a gather has its whole output beside the parameters that are copied out of it, and
+its input where that is cast; a reduction its input and its output.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.arithmetic import ceil_div, looked_up, smallest, where
+from shardscope.memory.lora import layer_adapters
+from shardscope.memory.precision import widths
+from shardscope.memory.stages import layer_shard, rank_shapes
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+
+
+class Group(NamedTuple):
+    """Bytes of one decoder layer's group."""
+
+    parameters: Any
+    """Gathered, in the compute type, every tensor's rows padded for all ranks."""
+    staging: Any
+    """The all-gather's output beside them; one rank alone copies without any."""
+    copying: Any
+    """What a gather needs beside its output: its input where that is cast, or comes from the host; of one
+    rank alone the casts of one tensor and the one before."""
+    kept: Any
+    """Of the gathered parameters, what forward leaves for backward."""
+    reduction: Any
+    """The reduce-scatter's input."""
+    shard: Any
+    """Its output: one rank's part of the gradients."""
+
+
+_NOTHING = Group(0, 0, 0, 0, 0, 0)
+
+
+class Before(NamedTuple):
+    """Bytes of all layers before one."""
+
+    kept: Any
+    """Gathered parameters that forward leaves for backward."""
+    shard: Any
+    """One rank's part of the gradients."""
+
+
+class Groups(NamedTuple):
+    """All groups of one stage."""
+
+    dense: Group
+    """A layer without routed experts."""
+    experts: Group
+    """A layer with routed experts."""
+    first_with_experts: Any
+    """Index of the first layer that has them."""
+    root: Any
+    """Embedding, final norm and head, gathered from forward to the end of backward."""
+    root_staging: Any
+    head: Any
+    """The gradient of the head's weight."""
+    root_gradient: Any
+    root_reduction: Any
+    root_shard: Any
+    embedding: Any
+    """With tp the embedding's gradient is made whole, and then cut: DTensor's backward of it knows no cut of
+    the vocabulary (torch, tensor/_ops/_embedding_ops.py)."""
+    left_over: Any
+    """The root's reduce-scatter input of the micro-batch before, held until the next reduction."""
+
+    def at(self, index: Any) -> Group:
+        """The group of the layer at ``index``; nothing before the first layer."""
+        if isinstance(index, int) and isinstance(self.first_with_experts, int):
+            if index < 0:
+                return _NOTHING
+            return self.experts if index >= self.first_with_experts else self.dense
+        found = where(index >= self.first_with_experts, self.experts, self.dense)
+        return Group(*((index >= 0) * field for field in found))
+
+    def before(self, index: Any) -> Before:
+        """Sums over all layers before ``index``."""
+        dense = smallest(index, self.first_with_experts)
+        experts = index - dense
+        return Before(
+            dense * self.dense.kept + experts * self.experts.kept,
+            dense * self.dense.shard + experts * self.experts.shard,
+        )
+
+
+def groups_of(plan: Plan, stage: Stage) -> Groups:
+    """The groups of one stage."""
+    width = widths[plan.recipe.precision]
+    ranks = plan.degrees.shard * plan.degrees.cp
+    trains_edges = not plan.recipe.has_adapters
+    root = width.compute * ranks * stage.edge_shard
+    root_reduction = trains_edges * width.reduce * ranks * stage.edge_shard
+    return Groups(
+        dense=_group(plan, False, ranks),
+        experts=_group(plan, True, ranks),
+        first_with_experts=stage.num_layers - stage.num_moe_layers,
+        root=root,
+        root_staging=where(ranks > 1, root, 0),
+        head=trains_edges * width.compute * stage.head,
+        root_gradient=trains_edges * width.compute * stage.edges,
+        root_reduction=root_reduction,
+        root_shard=trains_edges * width.original * stage.edge_shard,
+        embedding=(plan.degrees.tp > 1)
+        * stage.is_first
+        * (width.compute * plan.architecture.vocab_size * plan.architecture.hidden_size),
+        left_over=where(plan.num_micro_batches > 1, root_reduction, 0),
+    )
+
+
+def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
+    layout: Any = plan.layout
+    arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
+    if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
+        return _NOTHING
+    width = widths[recipe.precision]
+    own: Any = looked_up(
+        lambda tp, ep, shards: _shard_numbers(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, ranks
+    )
+    adapters: Any = 0
+    if recipe.has_adapters:
+        adapters = looked_up(lambda shards: layer_adapters(arch, recipe, moe, shards)[1], ranks)
+        adapters = ceil_div(adapters, degrees.tp)
+    parameters = width.compute * ranks * (own + adapters)
+    casts = width.compute != width.original
+    alone: Any = 0
+    if casts:
+        alone = looked_up(lambda tp, ep: _casts(arch, moe, tp, ep) * width.compute, degrees.tp, degrees.ep)
+    copied = casts or layout.offload == "cpu"
+    trained = adapters if recipe.has_adapters else own
+    reshard = layout.reshard_after_forward
+    kept: Any = 0
+    if reshard is False:
+        kept = parameters
+    elif reshard is not True:
+        kept = where(reshard == ranks, 0, parameters // reshard)
+    return Group(
+        parameters=parameters,
+        staging=where(ranks > 1, parameters, 0),
+        copying=where(ranks > 1, copied * parameters // ranks, alone),
+        kept=kept,
+        reduction=width.reduce * ranks * trained,
+        shard=width.original * trained,
+    )
+
+
+def _shard_numbers(arch: Architecture, moe: bool, tp: int, ep: int, ranks: int) -> int:
+    shard = layer_shard(arch, moe, tp, ep, ranks)
+    return shard.dense_padded + shard.experts_padded
+
+
+@lru_cache(maxsize=1024)
+def _casts(arch: Architecture, moe: bool, tp: int, ep: int) -> int:
+    """Numbers that one rank alone holds beside a layer's parameters while it casts them, tensor by tensor.
+
+    The cast before goes when the next one is there, and each is copied into a tensor of its own
+    (``FSDPParamGroup.wait_for_unshard``).
+    """
+    made = most = last = 0
+    for shape in rank_shapes(arch, moe, tp, ep):
+        size = shape.copies * shape.rows * shape.columns
+        most = max(most, made + last + size)
+        made += size
+        most = max(most, made + size)
+        last = size
+    return most - made

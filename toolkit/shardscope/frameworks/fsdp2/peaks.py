@@ -1,0 +1,239 @@
+"""The instants of an FSDP2 step: which groups are gathered, and which gradients wait, layer by layer.
+
+Read off ``FSDPParamGroup`` (torch 2.13): forward frees an all-gather's output only after the next one is
+copied out; backward gathers the layer before while it computes one; a reduce-scatter's input is held until
+the next reduction, and whole gradients until they are copied into it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.memory.arithmetic import largest, where
+from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.precision import widths
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.words import count, gib
+
+if TYPE_CHECKING:
+    from shardscope.frameworks.fsdp2.groups import Groups
+    from shardscope.memory.order import Place
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+
+
+def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups) -> Term:
+    """At the loss: the root group, what forward left, and the last all-gather's output."""
+    last = stage.num_layers - 1
+    staging = groups.at(last).staging
+    kept = groups.before(stage.num_layers).kept
+    reshard = getattr(plan.layout, "reshard_after_forward", True)
+
+    def words() -> str:
+        parts = [
+            f"{gib(groups.root)} GiB root group (embedding, final norm, head)",
+            f"{gib(staging)} GiB last all-gather",
+        ]
+        if kept:
+            parts.append(f"{gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})")
+        if groups.left_over:
+            parts.append(f"{gib(groups.left_over)} GiB reduce-scatter input of the micro-batch before")
+        return " + ".join(parts)
+
+    return Term(groups.root + staging + kept + groups.left_over, words)
+
+
+def peaks(plan: Plan, stage: Stage, shape: Backward, groups: Groups, trained: Any) -> list[Peak]:
+    """Layers in forward, the loss, the final norm, layers in backward, the embedding, the root's turn."""
+    return _Step(plan, stage, shape, groups, trained).peaks()
+
+
+class _Step:
+    """One micro-batch on one rank, the last of the step."""
+
+    def __init__(self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, trained: Any) -> None:
+        self.stage, self.shape, self.groups, self.trained = stage, shape, groups, trained
+        layout: Any = plan.layout
+        self.whole = layout.reshard_after_forward is False
+        """Whether gathered layers stay until they have gone backward."""
+        self.accumulates = plan.num_micro_batches > 1
+        self.compute = widths[plan.recipe.precision].compute
+        # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
+        tied = plan.architecture.tie_word_embeddings
+        self.held_head = groups.head if tied else 0
+        self.root = groups.root + (0 if tied else groups.head)
+        self.in_layers = groups.before(stage.num_layers)
+        self.none = self._gradients(stage.num_layers, self.in_layers.shard)
+
+    def peaks(self) -> list[Peak]:
+        shape, groups = self.shape, self.groups
+        order = shape.find_order()
+        found: list[Peak] = []
+        for place in order.last_places(shape.layers):
+            found += self._forward(place)
+        for place in order.places(shape.layers, self._growth):
+            found += self._layer(place)
+        full = shape.layers + shape.edges + shape.cast
+        prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
+        around = prefetched + self.in_layers.kept + groups.left_over
+        return [
+            *found,
+            Peak(
+                0.34,
+                _held(full, "all that forward saved"),
+                _gathered(groups.root + around, "root group, next layer's all-gather"),
+                self.none,
+                shape.logits,
+            ),
+            Peak(
+                0.35,
+                _held(
+                    full + shape.norm + self.held_head,
+                    "all that forward saved, and the final norm's gradients",
+                ),
+                _gathered(self.root + around, "root group, its head's gradient, next all-gather"),
+                self.none,
+            ),
+            *self._root(),
+        ]
+
+    def _growth(self, moe: bool) -> Any:
+        """Bytes that come with each layer that has gone backward, less those that go."""
+        group = self.groups.experts if moe else self.groups.dense
+        return where(self.accumulates, 0, group.shard) - group.kept
+
+    def _gradients(self, index: Any, before: Any) -> Term:
+        """Shards of the layers from ``index`` on; ``before`` are the bytes of those before."""
+        done = (self.trained > 0) * (self.in_layers.shard - before)
+        held = where(self.accumulates, self.trained, done)
+        left = self.stage.num_layers - index
+        return Term(held, lambda: f"{gib(held)} GiB shards of {count(left, 'layer')} reduced so far")
+
+    def _forward(self, place: Place) -> list[Peak]:
+        """While a layer is gathered in forward, and while it computes."""
+        groups, index = self.groups, place.index
+        group, before_it = groups.at(index), groups.at(index - 1)
+        fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
+        gathered = groups.root + groups.before(index).kept + groups.left_over
+        gathered = gathered + group.parameters + group.staging
+        previous = where(index > 0, before_it.staging, groups.root_staging)
+        alone = (group.staging == 0) * group.copying
+        return [
+            Peak(
+                fraction - 0.01,
+                _held(place.before, "saved by the layers before"),
+                _gathered(
+                    gathered + previous + alone,
+                    "root group, a layer's parameters, its all-gather output and the one before",
+                ),
+                self.none,
+                phase="forward",
+            ),
+            Peak(
+                fraction,
+                _held(place.before + place.kind.forward, "saved, and in use inside one layer"),
+                _gathered(gathered, "root group, a layer's parameters and its all-gather output"),
+                self.none,
+                phase="forward",
+            ),
+        ]
+
+    def _layer(self, place: Place) -> list[Peak]:
+        """Before a layer, at the fullest of its instants, and after it, with its gradients whole."""
+        groups, shape, index = self.groups, self.shape, place.index
+        layers = self.stage.num_layers
+        group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
+        fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
+        before, gone = place.before + self.held_head, groups.before(index)
+        kept = self.root + gone.kept
+        reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
+        own = kept + group.parameters + reducing
+        coming: Any = 0
+        arriving = own
+        if not self.whole:
+            coming = next_one.staging
+            # A gather's input is there before its output is; parameters are copied out of that.
+            arriving = largest(
+                own + group.kept + group.staging + (group.staging == 0) * group.copying,
+                own + coming + (coming > 0) * next_one.copying,
+            )
+        held, done = self._fullest(place)
+        gradient = self.compute * place.kind.weights
+        # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
+        is_reduced = where(group.shard > gradient, 1, 0)
+        output = where(self.accumulates, group.shard, 0)
+        not_yet = self._gradients(index + 1, gone.shard + group.shard)
+        return [
+            Peak(
+                fraction - 0.005,
+                _held(before + place.kind.saved + shape.stream, "saved by the layers left"),
+                _gathered(arriving, "root group, a layer's parameters and all-gather output"),
+                not_yet,
+            ),
+            Peak(
+                fraction,
+                _held(before + held, "saved, and gradients inside one layer"),
+                _gathered(own + coming + self.compute * done, "root group, layers in use, first gradients"),
+                not_yet,
+            ),
+            Peak(
+                fraction + 0.01,
+                _held(before + 2 * shape.stream, "saved by the layers left"),
+                _gathered(
+                    kept + coming + group.reduction + where(is_reduced > 0, output, gradient),
+                    "root group, one layer's gradients, their reduce-scatter's input and output",
+                ),
+                self._gradients(index + 1 - is_reduced, gone.shard + (1 - is_reduced) * group.shard),
+            ),
+        ]
+
+    def _fullest(self, place: Place) -> tuple[Any, Any]:
+        """(bytes held, weights with gradients) at the instant of a layer that has most of both together."""
+        compute, instants = self.compute, place.kind.backward
+        held, done = instants[0].held, instants[0].done
+        for one in instants[1:]:
+            more = one.held + compute * one.done > held + compute * done
+            held, done = where(more, one.held, held), where(more, one.done, done)
+        return held, done
+
+    def _root(self) -> list[Peak]:
+        """The embedding's gradient, and the root group's reduction."""
+        shape, groups = self.shape, self.groups
+        in_all = self._gradients(0, 0)
+        embedding = shape.stream + 2 * self.held_head + groups.embedding
+        return [
+            Peak(
+                0.97,
+                _held(embedding, "the embedding's gradient, and a tied head's"),
+                _gathered(
+                    groups.root + groups.root_gradient + groups.at(0).reduction,
+                    "root group, its gradients, last layer's reduce-scatter",
+                ),
+                in_all,
+            ),
+            Peak(
+                0.975,
+                no_bytes("all are used up"),
+                _gathered(
+                    groups.root_gradient + groups.root_reduction, "root gradients, and their reduce-scatter"
+                ),
+                in_all,
+            ),
+            Peak(
+                0.978,
+                no_bytes("all are used up"),
+                _gathered(
+                    groups.root_reduction + where(self.accumulates, groups.root_shard, 0),
+                    "the root's reduce-scatter input",
+                ),
+                Term(self.trained, lambda: f"{gib(self.trained)} GiB all shards"),
+            ),
+        ]
+
+
+def _held(num_bytes: Any, words: str) -> Term:
+    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words}, operator by operator")
+
+
+def _gathered(num_bytes: Any, words: str) -> Term:
+    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words} (torch.distributed.fsdp, fully_shard)")

@@ -1,0 +1,315 @@
+"""The instants of one layer at which a step can be fullest, operator by operator, as autograd runs them.
+
+Autograd frees what an operator saved as soon as that has gone backward, and has all gradients of weights that
+it passed. So where a layer is fullest depends on the framework: in the feed-forward there is most of what
+forward saved, at the layer's other end there are most gradients of weights.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.memory.activations import kept_apart, kept_by_selective, masks_kept, saved_tensors
+from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.backward import final_norm, inner_gradients
+from shardscope.memory.modules.attention import (
+    EAGER,
+    is_eager,
+    masked,
+    scores_per_token,
+    widths,
+)
+from shardscope.memory.modules.experts import expert_tensors
+from shardscope.memory.modules.saved import Modules, Saved, stream_readers
+from shardscope.memory.precision import FP32
+from shardscope.memory.stages import rank_shapes
+from shardscope.parameter_names import names_of
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+
+class Instant(NamedTuple):
+    """One moment inside a layer."""
+
+    held: int
+    """Bytes for one token: what the layer still has of what it saved, and gradients of activations."""
+    done: int = 0
+    """Weights of the layer that have their gradients by then, the one in the making included."""
+    making: int = 0
+    """Weights of the matrix whose gradient is being made."""
+    experts: int = 0
+    """The same, of routed experts."""
+    products: int = 0
+    """Of ``done``, those that autocast copies: all but routed experts."""
+
+
+class Weights(NamedTuple):
+    """Numbers of one layer's matrices on one rank, in the groups in which they get gradients."""
+
+    down: int
+    up: int
+    """The largest of those that read the feed-forward's input."""
+    feed_forward: int
+    """All of the feed-forward, its norm included."""
+    output: int
+    query: int
+    """The largest of those that read attention's input."""
+    everything: int
+    expert_down: int
+    expert_up: int
+
+
+@lru_cache(maxsize=4096)
+def layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
+    """What :class:`Weights` names, of one layer after tp."""
+    names = names_of(arch)
+    shapes = rank_shapes(arch, moe, tp, 1)
+
+    def numbers(*groups: str) -> int:
+        return sum(s.copies * s.rows * s.columns for s in shapes if s.group in groups)
+
+    def of(module: str, group: str) -> int:
+        found = [s.copies * s.rows * s.columns for s in shapes if s.group == group and f".{module}" in s.name]
+        return max(found, default=0)
+
+    feed_forward = numbers("mlp", "experts", "shared_experts", "router")
+    own = "shared_experts" if moe else "mlp"
+    inputs = [s.rows * s.columns for s in shapes if s.group == own and f".{names.down}." not in s.name]
+    attention = [
+        s.rows * s.columns for s in shapes if s.group == "attention" and f".{names.output}." not in s.name
+    ]
+    return Weights(
+        down=of(f"{names.down}.", own),
+        up=max(inputs, default=0),
+        feed_forward=feed_forward,
+        output=of(f"{names.output}.", "attention"),
+        query=max(attention, default=0),
+        everything=sum(s.copies * s.rows * s.columns for s in shapes),
+        expert_down=of("down_proj", "experts"),
+        expert_up=of("gate_up_proj", "experts"),
+    )
+
+
+class _Cut(NamedTuple):
+    """Into how many parts a rank's tensors are cut."""
+
+    tp: int
+    key_value_heads: int
+    sequence: int
+    whole: int = 1
+
+    def part(self, tensors: tuple[Saved, ...] | list[Saved]) -> int:
+        return sum(ceil_div(tensor.bytes_per_token, getattr(self, tensor.cut_by)) for tensor in tensors)
+
+
+class LayerInstants(NamedTuple):
+    """One layer through a step; bytes for one token."""
+
+    forward: int
+    """The most that it holds while forward is in it."""
+    backward: tuple[Instant, ...]
+    """While backward is in it."""
+
+
+@lru_cache(maxsize=4096)
+def layer_instants(
+    arch: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
+) -> LayerInstants:
+    """The instants of one layer with that recomputation; the residual stream is in ``cut`` parts.
+
+    Where some layers have a window and others none, those of the kind that saves more.
+    """
+    parts = _Cut(tp, min(tp, arch.num_key_value_heads), cut)
+    everything = parts.part(saved_tensors(arch, moe, modules))
+    stream = ceil_div(arch.hidden_size * modules.stream, cut)
+    kept = everything
+    if recompute == "full":
+        kept = stream
+    elif recompute == "selective":
+        kept = parts.part(kept_by_selective(arch, moe, modules))
+    elif recompute == "offload" and modules.on_gpu:
+        kept = 0
+    beside = kept_apart(arch, moe, modules, recompute, stream)
+    layer = _Layer(arch, moe, modules, parts, everything)
+    forward = layer.forward()
+    backward = layer.backward()
+    if recompute in ("full", "selective"):
+        backward = [one._replace(held=one.held + beside) for one in backward]
+        # Forward runs again, beside the gradient that has arrived.
+        backward.append(Instant(stream + beside + forward))
+        forward = 0
+    return LayerInstants(max(kept, forward), tuple(backward))
+
+
+class _Layer:
+    """One layer's tensors, in the groups in which backward lets go of them."""
+
+    def __init__(self, arch: Architecture, moe: bool, modules: Modules, parts: _Cut, everything: int) -> None:
+        self.arch, self.moe, self.modules, self.parts = arch, moe, modules, parts
+        self.everything = everything
+        c, hidden = modules.compute, arch.hidden_size
+        self.stream = ceil_div(hidden * modules.stream, parts.sequence)
+        self.weights = layer_weights(arch, moe, parts.tp)
+        self.row = hidden * c
+        # A gradient of the compute type beside the stream's: autocast casts it, a norm behind makes it.
+        splits = parts.sequence > 1  # and gathers the gradient of what it scattered
+        self.cast = self.row if modules.autocast or arch.norms_per_layer == 4 or splits else 0
+        self.norm = ceil_div(final_norm(arch, modules), parts.sequence)
+        norms = parts.part([saved_tensors(arch, moe, modules)[0]])
+        self.own_norm = norms // max(2, arch.norms_per_layer)
+        if arch.parallel_residual:
+            self.own_norm = 0
+        self.behind = self.own_norm if arch.norms_per_layer == 4 else 0
+        readers = stream_readers(arch)[1]
+        inputs = (
+            0
+            if arch.parallel_residual and arch.norms_per_layer == 1
+            else self.modules.stream_copies(*readers)
+        )
+        self.mlp = ceil_div(self._inner(), parts.tp) + inputs * self.row
+        if moe:
+            self.mlp = parts.part(expert_tensors(arch, modules))
+        self.trained = modules.trained
+        width = widths(arch)
+        self.output = ceil_div(width.output * c, parts.tp)
+        self.query = ceil_div(width.inputs * c, parts.tp)
+
+    def _inner(self) -> int:
+        tensors = saved_tensors(self.arch, self.moe, self.modules)
+        return sum(tensor.bytes_per_token for tensor in tensors if tensor.operator == "mlp")
+
+    def done(self, weights: int) -> int:
+        return weights if self.trained else 0
+
+    def forward(self) -> int:
+        """The most while forward is in the layer, all that it saves included."""
+        return max(self.everything, self._scores_forward(), self._experts_forward())
+
+    def _scores_forward(self) -> int:
+        """Attention in plain operations, before the feed-forward has saved anything."""
+        arch, modules = self.arch, self.modules
+        saved = scores_per_token(arch, modules)
+        if not saved:
+            return 0
+        each = arch.num_attention_heads * modules.seq_len
+        until = self.everything - self.mlp - self.own_norm * (2 if self.behind else 1)
+        scores: int = ceil_div(scores_in_forward(arch, modules, each) - saved, self.parts.tp)
+        held: int = masks_kept(arch, modules, "full") + until + scores
+        return held
+
+    def _experts_forward(self) -> int:
+        """Rows weighted in the router's fp32 and put back in order, the rows that came in still there."""
+        experts = self.arch.mixture_of_experts
+        if not self.moe or experts is None:
+            return 0
+        width = FP32 if self.modules.autocast else self.modules.compute
+        rows = experts.num_experts_per_tok * self.arch.hidden_size
+        return self.everything + rows * (2 * FP32 + (0 if self.trained else width))
+
+    def backward(self) -> list[Instant]:
+        """While backward is in the layer, from its end to its beginning."""
+        weights = self.weights
+        left = self.everything - self.behind
+        found = self._experts(left) if self.moe else self._feed_forward(left)
+        left -= self.mlp
+        found.append(self._at(left + self.stream + self.norm, weights.feed_forward))
+        left -= self.own_norm
+        if self.behind:
+            left -= self.own_norm
+        before_core = weights.feed_forward + weights.output
+        found.append(self._at(left + self.stream + self.cast + self.output, before_core, weights.output))
+        found.append(self._at(left + self.stream + self._core(), before_core))
+        held = self.own_norm + self.stream
+        found.append(self._at(held + self.query, weights.everything, weights.query))
+        found.append(self._at(held + self.norm, weights.everything))
+        return found
+
+    def _at(self, held: int, done: int, making: int = 0) -> Instant:
+        """An instant by which the gradients of so many weights are there, if the model's own are trained."""
+        if not self.trained:
+            return Instant(held)
+        experts = self.weights.expert_down + self.weights.expert_up
+        # Attention comes after routed experts, shared ones before.
+        return Instant(held, done, making, 0, done - (experts if done >= experts else 0))
+
+    def _feed_forward(self, left: int) -> list[Instant]:
+        arch, modules, weights = self.arch, self.modules, self.weights
+        inner = ceil_div(arch.intermediate_size * modules.compute, self.parts.tp)
+        product = inner * modules.inner_copies(names_of(arch).down)
+        taken = ceil_div(
+            arch.intermediate_size * modules.compute * inner_gradients(arch, modules), self.parts.tp
+        )
+        found = [
+            self._at(left + self.stream + self.cast + inner, weights.down),
+            self._at(left - product + self.stream + self.cast + inner, weights.down, weights.down),
+            self._at(left + self.stream + taken, weights.down),
+        ]
+        if arch.gated_mlp and modules.kernels != "liger":
+            held = left - product - 2 * inner + self.stream + inner + self.row
+            found.append(self._at(held, weights.down + weights.up, weights.up))
+        elif not arch.gated_mlp:
+            held = left - self.mlp + self.stream + inner + 2 * self.row
+            found.append(self._at(held, weights.feed_forward, weights.up))
+        return found
+
+    def _experts(self, left: int) -> list[Instant]:
+        arch, modules, weights = self.arch, self.modules, self.weights
+        experts = arch.mixture_of_experts
+        assert experts is not None
+        c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
+        # Grouped products are not autocast: they run in the weights' own fp32.
+        width = FP32 if modules.autocast else c
+        shared = weights.feed_forward - weights.expert_down - weights.expert_up
+        first = self.done(shared)
+        found = []
+        if experts.shared_expert_intermediate_size:
+            wide = experts.shared_expert_intermediate_size * c
+            found.append(self._at(left + self.stream + 2 * wide, weights.down))
+            left -= (3 + modules.inner_copies("down_proj")) * wide
+        # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
+        weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
+        found.append(Instant(left + self.stream + weighted, first, products=first))
+        inner = rows * experts.moe_intermediate_size * width
+        unweighted = rows * hidden * width
+        left -= unweighted
+        down, up = self.done(weights.expert_down), self.done(weights.expert_up)
+        made = first + down
+        found.append(Instant(left + self.stream + unweighted + inner, made, 0, down, first))
+        found.append(Instant(left + self.stream + inner * (2 if self.trained else 3), made, products=first))
+        saved = sum(t.bytes_per_token for t in expert_tensors(arch, modules) if t.operator == "experts")
+        # Of both branches together, of the rows, and the rows themselves.
+        both = rows * width * (2 * experts.moe_intermediate_size + 2 * hidden)
+        found.append(Instant(left + unweighted - saved + self.stream + both, made + up, 0, up, first))
+        return found
+
+    def _core(self) -> int:
+        """Gradients inside attention: of its output, of query, key and value, or of the scores."""
+        arch, modules = self.arch, self.modules
+        c, width = modules.compute, widths(arch)
+        each = arch.num_attention_heads * modules.seq_len
+        if scores_per_token(arch, modules):
+            scores = each * 2 * FP32
+            if is_eager(arch, modules):
+                scores = scores_in_backward(arch, modules, each)
+            # By then the values and the projection's input are gone, and the values' gradient is there.
+            found = scores - width.output * c * modules.inner_copies(names_of(arch).output)
+        else:
+            inputs = 3 * width.query if masked(arch, modules) else width.inputs
+            found = (width.output + inputs) * c
+        on_rank: int = ceil_div(found, self.parts.tp)
+        return on_rank
+
+
+def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
+    """Scores at once in forward, what is saved of them included."""
+    c = modules.compute
+    if arch.model_type == "gpt_oss":
+        return 3 * each * modules.stream
+    return each * (c + FP32 + (c if arch.model_type in EAGER else 0) + (c if c < FP32 else 0))
+
+
+def scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
+    """Gradients of probabilities and of the softmax, less the probabilities' cast that is gone."""
+    return each * (modules.compute + FP32)

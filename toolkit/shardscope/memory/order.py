@@ -1,0 +1,201 @@
+"""The layers of a stage in the order in which a step meets them: what each kind holds, and where it lies.
+
+Dense layers come before those with routed experts; every ``recompute_interval``-th layer of the stage is
+recomputed, its first one included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardscope.memory.activations import cast_weights
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.memory.float8 import layer_working
+from shardscope.memory.modules.instants import Instant, LayerInstants, layer_instants
+from shardscope.memory.stages import layers_by_kind
+
+if TYPE_CHECKING:
+    from shardscope.memory.step import StageStep
+
+
+class KindOfLayer(NamedTuple):
+    """Layers of one kind on one rank, one micro-batch. Bytes."""
+
+    moe: bool
+    num_layers: Any
+    """0 where the stage has none of them."""
+    lowest: Any
+    """Index of the first of them."""
+    highest: Any
+    """Index of the last of them."""
+    saved: Any
+    """What forward leaves of one."""
+    forward: Any
+    """The most that one holds while forward is in it."""
+    backward: tuple[Instant, ...]
+    """While backward is in one; ``held`` are bytes."""
+    casts: Any
+    """Half-precision copies of its matrices that autocast makes, again where it is recomputed."""
+    casts_kept: Any
+    """Those that forward leaves for backward."""
+    weights: Any
+    """Numbers that get gradients."""
+
+
+class Place(NamedTuple):
+    """One layer, and what lies before it."""
+
+    kind: KindOfLayer
+    index: Any
+    """From 0, in the order of forward."""
+    before: Any
+    """What the layers before it have saved, and all of other micro-batches in flight."""
+
+
+class Order(NamedTuple):
+    """The layers of one stage."""
+
+    num_layers: Any
+    dense: Any
+    """Layers without routed experts, which come first."""
+    interval: int
+    kinds: tuple[KindOfLayer, ...]
+
+    def sum_before(self, index: Any, field: str) -> Any:
+        """One field of :class:`KindOfLayer`, over all layers before this one."""
+        if len(self.kinds) == 1:
+            return index * getattr(self.kinds[0], field)
+        dense = smallest(index, self.dense)
+        found: Any = 0
+        half = len(self.kinds) if self.interval == 1 else len(self.kinds) // 2
+        for place, kind in enumerate(self.kinds):
+            number = index - dense if kind.moe else dense
+            if self.interval > 1:
+                first = ceil_div(dense, self.interval)
+                chosen = ceil_div(index, self.interval) - first if kind.moe else first
+                number = chosen if place < half else number - chosen
+            found = found + number * getattr(kind, field)
+        return found
+
+    def places(self, saved: Any, growth: Callable[[bool], Any]) -> list[Place]:
+        """Of each kind the layers that can be fullest while backward is in them.
+
+        These are its last one (nothing waits to be reduced yet), its first one (nothing, or something else,
+        is gathered beside it), and of those between one end: from layer to layer what was saved goes and
+        ``growth`` bytes of gradients come, with or without routed experts. ``saved`` is what all layers have,
+        and other micro-batches in flight.
+        """
+        others = saved - self.sum_before(self.num_layers, "saved")
+        found: list[Place] = []
+        seen: set[Any] = set()
+        for kind in self.kinds:
+            second = largest(kind.highest - self.interval, kind.lowest)
+            next_to_first = smallest(kind.lowest + self.interval, kind.highest)
+            between = where(growth(kind.moe) > kind.saved, next_to_first, second)
+            for index in (kind.highest, between, kind.lowest):
+                if isinstance(index, int):
+                    if not kind.num_layers or index in seen:
+                        continue
+                    seen.add(index)
+                found.append(self._place(kind, index, others))
+        return found
+
+    def last_places(self, saved: Any) -> list[Place]:
+        """The last layer of each kind, where forward holds most."""
+        others = saved - self.sum_before(self.num_layers, "saved")
+        return [
+            self._place(kind, kind.highest, others)
+            for kind in self.kinds
+            if not isinstance(kind.num_layers, int) or kind.num_layers
+        ]
+
+    def _place(self, kind: KindOfLayer, index: Any, others: Any) -> Place:
+        """One layer. What the first of all does not save under adapters is none of what lies before it.
+
+        Of arrays of stages those without the kind get its first layer with nothing in it, which some other
+        kind outdoes.
+        """
+        if not isinstance(kind.num_layers, int):
+            there = kind.num_layers > 0
+            index, others = where(there, index, 0), where(there, others, 0)
+            empty = [one._replace(held=there * one.held, done=there * one.done) for one in kind.backward]
+            kind = kind._replace(
+                saved=there * kind.saved,
+                forward=there * kind.forward,
+                backward=tuple(empty),
+                casts=there * kind.casts,
+                weights=there * kind.weights,
+            )
+        return Place(kind, index, largest(0, others + self.sum_before(index, "saved")))
+
+
+def order_of(step: StageStep) -> Order:
+    """The layers of one stage, with what they hold at each instant."""
+    plan, stage = step.plan, step.stage
+    arch, recipe = plan.architecture, plan.recipe
+    interval = recipe.recompute_interval if recipe.recompute != "none" else 1
+    present = layers_by_kind(arch, stage)
+    dense = stage.num_layers - stage.num_moe_layers
+    ways = [recipe.recompute] if interval == 1 else [recipe.recompute, "none"]
+    kinds: list[KindOfLayer] = []
+    for recompute in ways:
+        for moe, layers in present:
+            low, high = (dense, stage.num_layers - 1) if moe else (0 * dense, dense - 1)
+            kinds.append(_kind(step, moe, recompute, low, high, layers, interval))
+    return Order(stage.num_layers, dense, interval, tuple(kinds))
+
+
+def _kind(
+    step: StageStep, moe: bool, recompute: str, low: Any, high: Any, layers: Any, interval: int
+) -> KindOfLayer:
+    arch, modules, tokens = step.plan.architecture, step.modules, step.tokens
+    if interval > 1:
+        if recompute == "none":
+            high = high - (high % interval == 0)
+            low = low + (low % interval == 0)
+        else:
+            low, high = ceil_div(low, interval) * interval, high // interval * interval
+        layers = largest(0, where(high >= low, layers, 0))
+    tp, cut = step.plan.degrees.tp, step.cut
+
+    def told(tp: int, cut: int) -> LayerInstants:
+        return layer_instants(arch, moe, modules, recompute, tp, cut)
+
+    each = step.layer(moe, recompute)
+    extra = step.dequantised()
+    instants = _looked_up(told, tp, cut)
+    backward = [one._replace(held=tokens * one.held + extra) for one in instants.backward]
+    if step.plan.recipe.precision == "fp8-mixed":
+        stream = ceil_div(arch.hidden_size * modules.stream, cut)
+        held = tokens * (each.saved + each.recomputed + stream) + layer_working(arch, moe, tokens)
+        backward.append(Instant(held))
+    casts = cast_weights(arch, moe, modules)
+    weights: Any = 0
+    for one in backward:
+        weights = largest(weights, one.done)
+    return KindOfLayer(
+        moe=moe,
+        num_layers=layers,
+        lowest=low,
+        highest=high,
+        saved=tokens * each.saved,
+        forward=tokens * instants.forward + extra,
+        backward=tuple(backward),
+        casts=casts,
+        casts_kept=casts if recompute == "none" else 0,
+        weights=weights,
+    )
+
+
+def _looked_up(told: Callable[[int, int], LayerInstants], tp: Any, cut: Any) -> LayerInstants:
+    """The instants of one layer; of arrays of degrees as many, with arrays as fields."""
+    if not isinstance(tp, np.ndarray) and not isinstance(cut, np.ndarray):
+        return told(tp, cut)
+    backward = tuple(
+        looked_up(lambda tp, cut, place=place: told(tp, cut).backward[place], tp, cut)
+        for place in range(len(told(1, 1).backward))
+    )
+    return LayerInstants(looked_up(lambda tp, cut: told(tp, cut).forward, tp, cut), backward)
