@@ -259,6 +259,14 @@ def test_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:
     assert sum(map(len, buffers)) < 2_000_000
 
 
+def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
+    Studio()
+    Widget.close_all()
+    studio = Studio()
+    shared = [studio.architecture.hint.layout, studio.architecture.hint.style, studio.memory.figure._source]
+    assert all(widget.comm is not None for widget in (*shared, studio.recipe.seq_len.layout))
+
+
 def test_charts_share_one_front_end(studio: Studio) -> None:
     other = MemoryView(studio.plan)
     assert other.figure._source is studio.memory.figure._source

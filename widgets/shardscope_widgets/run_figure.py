@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import plotly.graph_objects as go
@@ -29,6 +30,7 @@ class RunFigure:
         self._points: list[tuple[list[float], list[float]]] = []
         self._unit = Unit.of(0)
         self._end = self._most_steps = FIRST_STEPS
+        self._highest = 0.0
         self.start(0, None, self._unit)
 
     def start(
@@ -46,7 +48,9 @@ class RunFigure:
             for index, line in enumerate(self.widget.data):
                 line.x, line.y = [], []
                 line.visible = index % MAX_LINES < num_ranks
-            self.widget.layout.shapes = [_level(predicted.num_bytes / unit.num_bytes)] if predicted else []
+            self._highest = predicted.num_bytes / unit.num_bytes if predicted else 0.0
+            self.widget.layout.shapes = [_level(self._highest)] if predicted else []
+            self.widget.layout.yaxis3.range = self._memory_range
             for axis in ("xaxis", "xaxis2", "xaxis3"):
                 self.widget.layout[axis].range = [0, self._end]
             for axis in ("yaxis", "yaxis2", "yaxis3"):
@@ -66,7 +70,10 @@ class RunFigure:
                 value = record.get(name)
                 if isinstance(value, int | float):
                     index = panel * MAX_LINES + rank
-                    self._add(index, step, value / (self._unit.num_bytes if name.endswith("_bytes") else 1))
+                    if name.endswith("_bytes"):
+                        value /= self._unit.num_bytes
+                        self._highest = max(self._highest, value if isfinite(value) else 0.0)
+                    self._add(index, step, value)
                     grown.add(index)
         if not grown:
             return
@@ -78,8 +85,14 @@ class RunFigure:
                 line.mode = "lines+markers" if len(points[0]) <= FEW_POINTS else "lines"
             for axis in (layout.xaxis, layout.xaxis2, layout.xaxis3):
                 axis.range = [0, self._end]
+            layout.yaxis3.range = self._memory_range
             for axis in (layout.yaxis, layout.yaxis2, layout.yaxis3):
                 axis.showticklabels = True
+
+    @property
+    def _memory_range(self) -> list[float]:
+        """From nothing to a little above the highest, for the level is not to run through the title."""
+        return [0, 1.15 * self._highest or 1.0]
 
     def _make_room(self, step: float) -> None:
         while step > self._end:
