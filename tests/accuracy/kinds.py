@@ -39,10 +39,16 @@ def kind(row: Row) -> Kind:
 
 
 def measured_bytes(row: Row) -> float:
-    """The row's peak: GiB as its field is called, or GB where the row says that it kept GB as printed."""
+    """The row's peak: GiB as its field is called, or GB where the row says that it kept GB as printed.
+
+    Megatron-Bridge prints bytes / 1e9 to five digits (training/utils/train_utils.py, ``report_memory``). Its
+    pages call the same figures GB here and GiB there, and all have those five digits (158.220, 62.166).
+    """
     said = text(row, "memory_kind")
     converted = "peak_memory_gib" in str(row.get("derived_fields"))
     decimal = re.search(r"\bgb\b", said) and "treated as gib" not in text(row, "notes") and not converted
+    if "NVIDIA-NeMo/Megatron-Bridge" in str(row.get("source_url")):
+        decimal = True
     return float(row["peak_memory_gib"]) * (1e9 if decimal else GIB)
 
 

@@ -25,6 +25,7 @@ OwnCode = Literal[
     "bf16_optimizer",
     "torchtitan_policy",
     "bridge_recipe",
+    "precision_aware",
 ]
 _LATE = 0.9
 """Moments of backward past this place in the step are those of the stage's first layers."""
@@ -47,8 +48,10 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
         found.append("bf16_optimizer")
     if is_torchtitan(row) and "selective" in text(row, "activation_checkpointing"):
         found.append("torchtitan_policy")
-    if "EP overlap" in str(row.get("table")) and "Megatron-Bridge" in str(row.get("source_url")):
+    if "EP overlap" in str(row.get("table")) and is_bridge(row):
         found.append("bridge_recipe")
+    if is_moonlight_recipe(row):
+        found += ["bridge_recipe", "precision_aware"]
     return tuple(found)
 
 
@@ -61,6 +64,16 @@ def is_four_bit(row: Row) -> bool:
 def is_torchtitan(row: Row) -> bool:
     """Whether torchtitan's own model and checkpoint policy ran."""
     return "pytorch/torchtitan" in str(row.get("source_url"))
+
+
+def is_moonlight_recipe(row: Row) -> bool:
+    """Whether Megatron-Bridge's recipe for Moonlight ran, with its precision-aware optimizer."""
+    return is_bridge(row) and "moonlight" in text(row, "model")
+
+
+def is_bridge(row: Row) -> bool:
+    """Whether Megatron-Bridge's pages have the row."""
+    return "NVIDIA-NeMo/Megatron-Bridge" in str(row.get("source_url"))
 
 
 def changed(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> MemoryReport:
@@ -86,11 +99,16 @@ def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]
 
     Its kernel keeps the row's log-sum-exp only and writes the gradient over the shifted logits
     (foundation-model-stack/fms-acceleration, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py);
-    backward then copies that into one of all positions.
+    backward then copies that into one of all positions. Before, while the head's other tensors are still
+    there, the half-precision logits and their fp32 copy.
     """
-    tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
-    logits: dict[Component, int] = {"logits": 2 * FP32 * plan.architecture.vocab_size * tokens}
-    return tuple(_with(moment, logits) if moment.components["logits"] else moment for moment in moments)
+    each = plan.architecture.vocab_size * plan.recipe.micro_batch_size * plan.recipe.seq_len
+    half = widths[plan.recipe.precision].compute
+    sizes = {"forward": (half + FP32) * each, "backward": 2 * FP32 * each}
+    return tuple(
+        _with(moment, {"logits": sizes[moment.phase]}) if moment.components["logits"] else moment
+        for moment in moments
+    )
 
 
 def _rotary_caches(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -186,10 +204,11 @@ def _torchtitan_policy(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment,
 
 
 def _bridge_recipe(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """Megatron-Bridge's benchmark recipe: gradients in bf16, and Transformer Engine's cross entropy.
+    """Megatron-Bridge's recipes: gradients in bf16, and Transformer Engine's cross entropy.
 
-    perf_recipes/_common.py, ``_benchmark_common``: ``grad_reduce_in_fp32 = False``, and
-    ``cross_entropy_fusion_impl = "te"``, which writes the gradient over the half-precision logits.
+    perf_recipes/_common.py, ``_benchmark_common``, and recipes/moonlight/h100/moonlight_16b.py:
+    ``grad_reduce_in_fp32 = False``, and ``cross_entropy_fusion_impl = "te"``, which writes the gradient over
+    the half-precision logits.
     """
     changed_moments = []
     for moment in moments:
@@ -197,6 +216,29 @@ def _bridge_recipe(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...
         # Logits and their fp32 softmax, 6 bytes, in the plan; 2 here.
         changed_moments.append(_scaled(smaller, "logits", 1, 3))
     return tuple(changed_moments)
+
+
+def _precision_aware(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Megatron-core's precision-aware optimizer: moments in bf16, and of the fp32 weights the lower half.
+
+    recipes/moonlight/h100/moonlight_16b.py (``exp_avg_dtype``, ``exp_avg_sq_dtype``) and Megatron-core's
+    ``store_param_remainders``, on by default: 6 bytes where the plan has 12. Transformer Engine's step copies
+    both moments of all of its weights to fp32 first (optimizers/fused_adam.py, ``get_unscaled_state``), and
+    the optimizers of experts and of the rest step one after the other.
+    """
+    arch, routed = plan.architecture, plan.architecture.mixture_of_experts
+    each = 3 * arch.hidden_size * routed.moe_intermediate_size if routed else 0
+    # Each of the 8 ranks has experts of its own: no data parallelism is left to split their states.
+    experts = arch.num_moe_layers * (routed.num_experts if routed else 0) // plan.degrees.ep * each
+    found = []
+    for moment in moments:
+        states = moment.components["optimizer"] // 12
+        if moment.phase == "optimizer":
+            copies = 2 * FP32 * max(experts, states - experts)
+            found.append(_with(moment, {"optimizer": 6 * states + copies}))
+        else:
+            found.append(_with(moment, {"optimizer": 6 * states}))
+    return tuple(found)
 
 
 def _scaled(moment: Moment, name: Component, times: int, over: int) -> Moment:
@@ -222,4 +264,5 @@ _CHANGES: dict[OwnCode, _Change] = {
     "bf16_optimizer": _bf16_optimizer,
     "torchtitan_policy": _torchtitan_policy,
     "bridge_recipe": _bridge_recipe,
+    "precision_aware": _precision_aware,
 }

@@ -18,9 +18,11 @@ source and by what each figure counts; of nanotron's rows a fixed sample of 150.
 figures are held against tensors alone, `reserved` ones against tensors and what the allocator loses,
 `nvidia-smi` ones against everything; `unknown` ones against tensors, with a band up to everything. Errors
 are predicted over measured less one; medians and p90 are of absolute errors, of the point also where there
-is a band. Constants may be fitted on rows of role `calibration`; `judge` rows are apart. nanotron is no
-framework of ours: `tests/accuracy/nanotron.py` has its first stage from its source, to which `calibration`
-rows added two choices (which stage takes a block at a tie, and how much a band allows to stay reserved)."""
+is a band. Megatron-Bridge's figures are taken as the decimal GB that its log prints, whatever its pages
+call them (`tests/accuracy/kinds.py`). Constants may be fitted on rows of role `calibration`; `judge` rows
+are apart. nanotron is no framework of ours: `tests/accuracy/nanotron.py` has its first stage from its
+source, to which `calibration` rows added two choices (which stage takes a block at a tie, and how much a
+band allows to stay reserved)."""
 
 
 def memory_report(score: MemoryScore, *sections: str) -> str:

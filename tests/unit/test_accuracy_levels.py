@@ -15,7 +15,7 @@ REPORT = ROOT / "docs" / "accuracy.md"
 MEDIANS = {
     ("FMS-acceleration", "allocated"): 2.0,
     ("Zero Bubble", "unknown"): 2.5,
-    ("Megatron-Bridge", "allocated"): 7.0,
+    ("Megatron-Bridge", "allocated"): 3.9,
     ("nanotron", "reserved"): 12.5,
     ("Qwen", "unknown"): 26.0,
     ("BLOOM", "nvidia-smi"): 12.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.accuracy.kinds import measured_bytes
 from tests.accuracy.mapping import Mapped, mapped
 from tests.accuracy.rows import MEASURED, Row, read
 from tests.accuracy.scoring import predicted
@@ -103,6 +104,30 @@ def test_torchtitans_policy_keeps_four_of_seven_products_and_attentions_output()
     assert theirs["activations"] - plain["activations"] == 31 * 2 * 8192 * kept
     # Reserved memory is never less than what tensors take.
     assert peak(row) < measured("torchtitan-0004")
+
+
+def test_bridges_figures_are_decimal_gigabytes() -> None:
+    """Its log divides by 1e9 and keeps five digits; pages that say GiB have the same digits."""
+    assert measured_bytes(ROWS["mbskill-0022"]) == pytest.approx(62.166e9)
+    assert measured_bytes(ROWS["mbskill-0001"]) == pytest.approx(36.618e9)
+
+
+def test_precision_aware_steps_copy_the_experts_moments_to_fp32() -> None:
+    """By hand: 2 + 2 + 6 bytes a weight, whose states are on all ranks but the experts', and 8 an expert's.
+
+    Published: whatever is recomputed, 35.917 to 35.949 GB stay: no moment of the layers.
+    """
+    rows = [ROWS[f"mbskill-000{number}"] for number in (1, 2, 4, 5, 6)]
+    moments = {moment.phase: moment for moment in report(rows[0]).worst_stage.moments}
+    experts, rest = 26 * 64 // 8 * 3 * 2048 * 1408, 800_321_024
+    assert moments["rest"].components["optimizer"] == 6 * (experts + rest // 4)
+    assert moments["rest"].components["gradients"] == 2 * (experts + rest)
+    copies = moments["optimizer"].components["optimizer"] - moments["rest"].components["optimizer"]
+    assert copies == 8 * experts
+    assert peak(rows[0]) == tensors(moments["optimizer"])
+    floor = min(measured_bytes(row) for row in rows)
+    assert all(measured_bytes(row) < 1.001 * floor for row in rows[2:])
+    assert peak(rows[2]) == pytest.approx(floor, rel=0.04)
 
 
 def test_the_report_of_a_plan_alone_is_left_as_it_is() -> None:
