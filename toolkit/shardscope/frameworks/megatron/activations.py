@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.layer import Cuts, Layer, layer, takes_plain_softmax
 from shardscope.frameworks.megatron.schedule import in_flight
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
@@ -56,7 +57,7 @@ class _Stage:
         sequence = where(layout.splits_sequence, tp, 1)
         rows = recipe.micro_batch_size * (self.arch.num_attention_heads // tp)
         plain = takes_plain_softmax(modules, rows)
-        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain)
+        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, gradient_copies(plan))
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.in_flight = in_flight(plan, stage.number)
@@ -125,10 +126,11 @@ class _Stage:
             for is_moe, _, each in self.kinds
             if (layers := held.moe if is_moe else held.dense)
         )
+        eight = f"; products' inputs in 8 bits: {SOURCE}" if self.modules.eight_bit_inputs else ""
         batches = "1 micro-batch" if held.chunks == 1 else f"{held.chunks} micro-batches"
         return (
             f"{parts} ({batches} of a model chunk, recompute {recompute}) · megatron modules, Korthikanti et "
-            "al. 2022, eq. 2, operator by operator"
+            f"al. 2022, eq. 2, operator by operator{eight}"
         )
 
     def _angles(self) -> Any:

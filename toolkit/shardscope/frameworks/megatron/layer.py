@@ -29,6 +29,8 @@ class Cuts(NamedTuple):
     ep: int
     plain_softmax: bool = False
     """Eager attention's softmax is torch's own, in fp32 (:func:`takes_plain_softmax`)."""
+    gradient_copies: int = 0
+    """Copies in 8 bits of a gradient that a product goes backward with (``fp8.py``)."""
 
 
 class Layer(NamedTuple):
@@ -104,6 +106,14 @@ def _dense_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int
     # With sequence parallelism the gradient of the residual stream is gathered for the second product.
     gathered = arch.hidden_size * modules.compute if cuts.sequence > 1 else 0
     masked = stream if modules.dropout else 0
+    if modules.eight_bit_inputs:
+        numbers: int = ceil_div(arch.intermediate_size, cuts.tp)
+        # Casts of what comes in beside the product's gradient; then the activation's, whose 8-bit output went
+        # while its gradient takes more; then casts of that beside the first product's (linear.py, backward).
+        second = cuts.gradient_copies * arch.hidden_size + inner
+        activation = (branches(arch) + 1) * inner - numbers
+        first = (cuts.gradient_copies * branches(arch) - 1) * numbers + arch.hidden_size * modules.compute
+        return stream + masked + max(second, activation, first)
     return stream + masked + max(gathered + inner, branches(arch) * inner)
 
 
@@ -120,6 +130,14 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
     inner = rows * experts.moe_intermediate_size // arch.hidden_size // cuts.tp
     # Copies before and after they are sorted by rank, scattered over tp, sent over ep, and put back in order.
     ending = 2 * gathered + own * (1 + (gathered > own) + (cuts.ep > 1))
+    if modules.eight_bit_inputs:
+        # As with a dense MLP: casts beside the second product's gradient, or the activation's.
+        casts = gathered * cuts.gradient_copies // modules.compute
+        activation = (branches(arch) + 1) * inner - inner // modules.compute
+        working = stream + max(gathered + casts + inner, activation)
+        if cuts.ep * cuts.tp == 1:
+            return working, own + stream
+        return max(working, stream + 2 * gathered), ending
     if cuts.ep * cuts.tp == 1:
         # All experts are here: nothing is sorted or sent.
         return stream + max(own + inner, branches(arch) * inner), own + stream

@@ -35,6 +35,13 @@ class MegatronLayout(Layout):
     default_kernels: ClassVar[str] = "megatron"
     supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
     supported_methods: ClassVar[tuple[str, ...]] = ("full",)
+    supported_precisions: ClassVar[tuple[str, ...]] = (
+        "bf16-mixed",
+        "fp16-mixed",
+        "fp8-mixed",
+        "bf16",
+        "fp32",
+    )
     supported_attention: ClassVar[tuple[str, ...]] = ("flash", "eager")
     supported_losses: ClassVar[tuple[str, ...]] = ("full", "fused")
     supports_expert_capacity: ClassVar[bool] = True
@@ -116,6 +123,8 @@ class MegatronLayout(Layout):
         )
         self.stage_layers(architecture, degrees)
         self._check_micro_batches(recipe, degrees)
+        if recipe.precision == "fp8-mixed":
+            self._check_fp8(architecture, cluster, recipe)
         return degrees
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
@@ -183,6 +192,14 @@ class MegatronLayout(Layout):
                 f"micro-batches in multiples of pp={degrees.pp} with the interleaved schedule",
                 f"global_batch_size={-(-micro_batches // degrees.pp) * degrees.pp * per_step}",
             )
+
+    def _check_fp8(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
+        # The formulas import this module's base.
+        from shardscope.frameworks.megatron.fp8 import check_fp8
+
+        parts = self.cp * (self.tp if self.splits_sequence else 1)
+        tokens = recipe.micro_batch_size * (recipe.seq_len // parts)
+        check_fp8(architecture, cluster, recipe, tokens, self.tp)
 
     @property
     def description(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.megatron.activations import stage_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
 from shardscope.frameworks.megatron.schedule import chunk_layers
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
 from shardscope.memory.backward import Peak
@@ -84,6 +85,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     updated = ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks)
     optimizer = kept * updated
     staging = half * _staging(plan, stage)
+    eight_bit = weight_copies(plan, stage)
     embedding = stage.is_first * half * _embedding(plan)
     if plan.architecture.tie_word_embeddings:
         # Autograd adds it to the head's, into a third.
@@ -96,6 +98,13 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             f"({dense:,}{split}{of_experts}) × {kept} bytes · fp32 main copy and {recipe.optimizer} moments "
             f"(distributed_optimizer={layout.distributed_optimizer})"
         )
+
+    def parameter_words() -> str:
+        found = f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"
+        if recipe.precision != "fp8-mixed":
+            return found
+        kept = "row by row and transposed" if copies(plan.cluster.gpu) == 2 else "which need no transposes"
+        return f"{found} + {gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, {kept}: {SOURCE}"
 
     def staging_words() -> str:
         return (
@@ -124,9 +133,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         ]
 
     return TrainingState(
-        parameters=Term(
-            weights * half, lambda: f"{weights:,} parameters of this rank × {half} bytes{_cut(plan)}"
-        ),
+        parameters=Term(weights * half + eight_bit, parameter_words),
         gradients=gradients,
         optimizer=Term(optimizer, optimizer_words),
         initialisation={
@@ -150,14 +157,16 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     """Ranks of each communicator (megatron/core/parallel_state.py).
 
-    Beside the obvious ones: the model-parallel group, in which the gradient's norm is summed, and the pair of
-    first and last stage that share an embedding.
+    Beside the obvious ones: the model-parallel group, in which the gradient's norm is summed, the pair of
+    first and last stage that share an embedding, and with fp8 the group over which largest values are reduced
+    (``get_amax_reduction_group``).
     """
     degrees = plan.degrees
     model_parallel = where((degrees.tp > 1) & (degrees.pp > 1), degrees.tp * degrees.pp, 1)
     shares = plan.architecture.tie_word_embeddings & (degrees.pp > 1) & (stage.is_first | stage.is_last)
     replicas = degrees.data_parallel * degrees.cp
-    return (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
+    groups = (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
+    return (*groups, replicas * degrees.tp) if plan.recipe.precision == "fp8-mixed" else groups
 
 
 def _padded(numbers: Any, ranks: Any) -> Any:

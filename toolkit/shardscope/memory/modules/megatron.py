@@ -3,6 +3,11 @@
 Reduces to Korthikanti et al. 2022 for a GPT layer with dropout: their 34 s b h, and 5 a s^2 b where attention
 is eager; fused attention keeps one number a query and head instead (4 a s b). Counted tensor by tensor
 against megatron-core's own modules on fake tensors (``frameworks/megatron/rehearse.py``).
+
+With fp8, each product keeps a copy of its input in 8 bits: row-wise where sequence parallelism gathers it
+again, or else only transposed (Blackwell: row-wise). Norms, attention and activation functions work in bf16
+and keep what they keep in bf16. Read from Transformer Engine 2.20 (``pytorch/module/linear.py``,
+``layernorm_linear.py``, ``grouped_linear.py``: tensors of ``save_for_backward``) and never run here.
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Save
         # Each norm keeps its input and its statistics; the outputs of two feed matrix products.
         Saved(
             "norms",
-            (arch.norms_per_layer + 2) * hidden * c + arch.norms_per_layer * norm_statistics(arch),
+            arch.norms_per_layer * (hidden * c + norm_statistics(arch))
+            + _norm_outputs(arch, moe, modules) * hidden,
             "sequence",
         ),
-        *_attention(arch, c, selective=False),
+        *_attention(arch, modules, selective=False),
         *core_attention(arch, modules),
     ]
     if modules.dropout:
@@ -38,8 +44,7 @@ def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Save
         tensors.append(Saved("norms", 2 * hidden, "sequence"))
     if moe:
         return tensors + _experts(arch, modules)
-    # The fused activation keeps its input (both branches if gated), the second product its input.
-    return [*tensors, Saved("mlp", (branches(arch) + 1) * arch.intermediate_size * c, "tp")]
+    return [*tensors, Saved("mlp", inner_copies(arch, modules) * arch.intermediate_size, "tp")]
 
 
 def megatron_selective(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
@@ -50,9 +55,9 @@ def megatron_selective(arch: Architecture, moe: bool, modules: Modules) -> list[
     checkpoint holds the whole output of the query-key-value product (Megatron-LM#1225).
     """
     core = core_attention(arch, modules)
-    operands = _attention(arch, modules.compute, selective=False)
+    operands = _attention(arch, modules, selective=False)
     kept = [tensor for tensor in megatron_layer(arch, moe, modules) if tensor not in (*core, *operands)]
-    return kept + _attention(arch, modules.compute, selective=True)
+    return kept + _attention(arch, modules, selective=True)
 
 
 def core_attention(arch: Architecture, modules: Modules) -> list[Saved]:
@@ -86,16 +91,57 @@ def branches(arch: Architecture) -> int:
     return 2 if arch.gated_mlp else 1
 
 
-def _attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
+def product_input(modules: Modules) -> int:
+    """Bytes that a product keeps of each number of its input."""
+    return 1 if modules.eight_bit_inputs else modules.compute
+
+
+def inner_copies(arch: Architecture, modules: Modules) -> int:
+    """Bytes kept of each number between an MLP's two products.
+
+    The fused activation keeps its input (both branches if gated), the second product its input.
+    """
+    return branches(arch) * modules.compute + product_input(modules)
+
+
+def _norm_outputs(arch: Architecture, moe: bool, modules: Modules) -> int:
+    """Bytes kept of each number that the norms before attention and MLP put out."""
+    if not modules.eight_bit_inputs:
+        return 2 * modules.compute
+    # Latent attention has two products that read it, each with a copy (multi_latent_attention.py).
+    before_attention = 2 if arch.latent_attention is not None else 1
+    if not moe or arch.mixture_of_experts is None:
+        return before_attention + 1
+    # The router keeps it as it is, and shared experts a copy: with delayed scaling they cannot share
+    # (shared_experts.py and linear.py, save_original_input).
+    shared = arch.mixture_of_experts.shared_expert_intermediate_size > 0
+    return before_attention + modules.compute + shared
+
+
+def _attention_output(modules: Modules, selective: bool) -> int:
+    """Bytes kept of each number that attention puts out: by its fused kernel, and by the projection.
+
+    In bf16 that is one tensor; with delayed scaling the projection cannot quantise it again in backward, and
+    keeps a copy (attention.py and linear.py, ``save_original_input``). The other attention, and the one that
+    is recomputed, keep none.
+    """
+    if not modules.eight_bit_inputs:
+        return modules.compute
+    fused = modules.attention != "eager" and not selective
+    return 1 + fused * modules.compute
+
+
+def _attention(arch: Architecture, modules: Modules, *, selective: bool) -> list[Saved]:
     """Operands and output of the core attention, and what the projections before it keep."""
-    width, latent = widths(arch), arch.latent_attention
+    width, latent, c = widths(arch), arch.latent_attention, modules.compute
+    output = _attention_output(modules, selective)
     if latent is not None:
-        return _latent_attention(arch, c)
+        return _latent_attention(arch, modules, output)
     # Where tp exceeds the key/value heads, linear_qkv's output is gathered and each rank keeps one head
     # (megatron/core/transformer/attention.py, get_query_key_value_tensors).
     shared: Cut = "key_value_heads"
     found = [
-        Saved("attention", (width.query + width.output) * c, "tp"),
+        Saved("attention", width.query * c + width.output * output, "tp"),
         Saved("attention", (width.key + width.value) * c, shared),
     ]
     if arch.qk_norm:
@@ -119,18 +165,18 @@ def _attention(arch: Architecture, c: int, *, selective: bool) -> list[Saved]:
     return found
 
 
-def _latent_attention(arch: Architecture, c: int) -> list[Saved]:
+def _latent_attention(arch: Architecture, modules: Modules, output: int) -> list[Saved]:
     """DeepSeek's: the compressed forms before and after their norms, whole on every rank of tp."""
-    latent, width = arch.latent_attention, widths(arch)
+    latent, width, c = arch.latent_attention, widths(arch), modules.compute
     assert latent is not None
     query = latent.q_lora_rank or 0
     norms = norm_statistics(arch) * (2 if query else 1)
-    compressed = 2 * query + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+    compressed = (query + latent.kv_lora_rank) * (c + product_input(modules)) + latent.qk_rope_head_dim * c
     # Angles are turned into sines and cosines anew in each layer, in fp32 and in the compute type.
     angles = latent.qk_rope_head_dim * (2 * FP32 + 4 * c)
     return [
-        Saved("attention", (width.query + width.key + width.value + width.output) * c, "tp"),
-        Saved("attention", compressed * c + norms, "sequence"),
+        Saved("attention", (width.query + width.key + width.value) * c + width.output * output, "tp"),
+        Saved("attention", compressed + norms, "sequence"),
         Saved("attention", angles, "whole"),
     ]
 
@@ -139,15 +185,17 @@ def _experts(arch: Architecture, modules: Modules) -> list[Saved]:
     """Tokens by expert, both products' inputs, and the router's."""
     experts, c = arch.mixture_of_experts, modules.compute
     assert experts is not None
-    top_k, copies = experts.num_experts_per_tok, branches(arch) + 1
-    routed = top_k * experts.moe_intermediate_size * copies * c
+    top_k, copies = experts.num_experts_per_tok, inner_copies(arch, modules)
+    routed = top_k * experts.moe_intermediate_size * copies
     # Masks, probabilities, the best and their places, and both orders of the sorted tokens.
     router = experts.num_experts * (1 + c) + top_k * (INDEX + FP32 + 2 * INDEX)
     load = modules.expert_load
     return [
-        Saved("experts", _loaded(top_k * (arch.hidden_size + 1) * c, load), "expert_tokens"),
+        Saved(
+            "experts", _loaded(top_k * (arch.hidden_size * product_input(modules) + c), load), "expert_tokens"
+        ),
         Saved("experts", _loaded(routed, load), "tp"),
-        Saved("experts", copies * experts.shared_expert_intermediate_size * c, "tp"),
+        Saved("experts", copies * experts.shared_expert_intermediate_size, "tp"),
         Saved("experts", router, "sequence"),
     ]
 

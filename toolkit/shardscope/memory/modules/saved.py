@@ -57,6 +57,8 @@ class Modules(NamedTuple):
 
     quantized: bool = False
     """The frozen base is in NF4, and its products come out in their input's type (bitsandbytes)."""
+    eight_bit_inputs: bool = False
+    """Products keep their inputs in copies of 8 bits (Transformer Engine's fp8)."""
     keeps_frozen_inputs: bool = False
     """Frozen projections keep their inputs too (DeepSpeed's own ``linear`` of ZeRO-3)."""
 

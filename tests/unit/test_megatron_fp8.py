@@ -1,0 +1,149 @@
+"""Megatron's fp8 by hand, tensor by tensor as Transformer Engine 2.20's ``save_for_backward`` lists them.
+
+Nothing of this was run: Transformer Engine needs CUDA. What is tested is that the formulas say what its
+source says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.planning import LATENT, LLAMA, MOE
+
+import shardscope as ss
+from shardscope.frameworks.megatron.fp8 import copies
+from shardscope.frameworks.megatron.layer import Cuts, layer
+from shardscope.memory.many import peak_bytes
+from shardscope.memory.modules.saved import Modules
+from shardscope.plan import Plan
+from shardscope.validation import FieldError
+
+LLAMA_8B = ss.models["llama-3.1-8b"]
+HIDDEN, INNER, KEYS, HEADS = 4096, 14_336, 1024, 32
+
+
+def saved(arch: Any, *, moe: bool = False, eight: bool = True, recompute: str = "none", **more: Any) -> int:
+    modules = Modules("megatron", False, 2, 4096, eight_bit_inputs=eight, **more)
+    return layer(arch, moe, modules, recompute, Cuts(1, 1, 1, 1, gradient_copies=2 * eight)).saved
+
+
+def plan(cluster: str = "8xh100-sxm-80gb", **recipe: Any) -> Plan:
+    layout = recipe.pop("layout", {})
+    arch = recipe.pop("arch", LLAMA_8B)
+    what = ss.Recipe(**{"precision": "fp8-mixed", "global_batch_size": 64, **recipe})
+    return Plan(arch, ss.Cluster.parse(cluster), what, ss.Layout.megatron(**layout))
+
+
+def test_a_llama_layer_by_hand() -> None:
+    norms = 2 * (2 * HIDDEN + 4)  # each its input in bf16, and 1 / rms
+    products = HIDDEN + HIDDEN + HIDDEN + INNER  # inputs of qkv, proj, fc1 and fc2 in 8 bits
+    attention = 2 * (HIDDEN + 2 * KEYS + HIDDEN) + 4 * HEADS  # operands, output, one number a head
+    activation = 2 * (2 * INNER)  # what SwiGLU was given
+    assert saved(LLAMA_8B) == norms + products + attention + activation
+    # In bf16 the two norms' outputs and fc2's input have two bytes, and proj's is attention's own.
+    assert saved(LLAMA_8B, eight=False) - saved(LLAMA_8B) == 2 * HIDDEN + INNER - HIDDEN
+
+
+def test_plain_attention_leaves_its_output_to_the_projection() -> None:
+    of_eager = saved(LLAMA_8B, eight=False, attention="eager") - saved(LLAMA_8B, attention="eager")
+    assert of_eager == 2 * HIDDEN + INNER + HIDDEN
+
+
+def test_recomputed_attention_leaves_its_output_to_the_projection() -> None:
+    of_core = saved(LLAMA_8B, eight=False, recompute="selective") - saved(LLAMA_8B, recompute="selective")
+    assert of_core == 2 * HIDDEN + INNER + HIDDEN
+
+
+def test_a_recomputed_layer_keeps_its_input_as_it_came() -> None:
+    assert saved(LLAMA_8B, recompute="full") == 2 * HIDDEN
+
+
+def test_experts_by_hand() -> None:
+    experts = MOE.mixture_of_experts
+    assert experts is not None and not experts.shared_expert_intermediate_size
+    routed = experts.num_experts_per_tok * (MOE.hidden_size + experts.moe_intermediate_size)
+    # qkv's input; tokens and activations of experts; proj's copy comes on top. The router's is bf16.
+    output = MOE.num_attention_heads * MOE.head_dim
+    assert saved(MOE, moe=True, eight=False) - saved(MOE, moe=True) == MOE.hidden_size + routed - output
+
+
+def test_latent_attention_by_hand() -> None:
+    latent = LATENT.latent_attention
+    assert latent is not None
+    # Both products that read the first norm copy its output, as many bytes as it has in bf16.
+    inputs = LATENT.hidden_size + (latent.q_lora_rank or 0) + latent.kv_lora_rank + LATENT.intermediate_size
+    output = LATENT.num_attention_heads * latent.v_head_dim
+    assert saved(LATENT, eight=False) - saved(LATENT) == inputs - output
+
+
+@pytest.mark.parametrize(
+    ("cluster", "number"), [("8xh100-sxm-80gb", 2), ("8xb200-sxm-180gb", 1), ("8xrtx-5090-32gb", 2)]
+)
+def test_weights_have_a_copy_and_before_blackwell_its_transpose(cluster: str, number: int) -> None:
+    assert copies(ss.Cluster.parse(cluster).gpu) == number
+    matrices = 32 * (HIDDEN * (HIDDEN + 2 * KEYS) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
+    parameters = [
+        plan(cluster, precision=precision).memory().components["parameters"]
+        for precision in ("bf16-mixed", "fp8-mixed")
+    ]
+    assert parameters[1] - parameters[0] == number * matrices
+
+
+def test_experts_weights_are_cut_by_their_own_degrees() -> None:
+    whole, cut = (
+        plan(arch=MOE, precision="fp8-mixed", layout=layout).memory().components["parameters"]
+        - plan(arch=MOE, precision="bf16-mixed", layout=layout).memory().components["parameters"]
+        for layout in ({}, {"ep": 2})
+    )
+    experts = MOE.mixture_of_experts
+    assert experts is not None
+    each = 3 * MOE.hidden_size * experts.moe_intermediate_size
+    assert whole - cut == 2 * MOE.num_moe_layers * experts.num_experts // 2 * each
+
+
+def test_gradients_and_optimizer_are_those_of_bf16() -> None:
+    eight, half = plan().memory(), plan(precision="bf16-mixed").memory()
+    for name in ("gradients", "optimizer", "logits"):
+        assert eight.components[name] == half.components[name]
+    assert eight.components["activations"] < half.components["activations"]
+
+
+def test_it_says_that_it_was_never_run() -> None:
+    report = plan().memory()
+    for name in ("parameters", "activations"):
+        assert "Transformer Engine 2.20's source and never run" in report.explain(name)
+        assert "Transformer Engine 2.20" not in plan(precision="bf16-mixed").memory().explain(name)
+
+
+def test_arrays_have_the_same_bytes() -> None:
+    several = [
+        plan(arch=arch, cluster=cluster, micro_batch_size=micro, layout=layout)
+        for arch in (LLAMA, MOE, LLAMA_8B)
+        for cluster in ("8xh100-sxm-80gb", "8xb200-sxm-180gb")
+        for micro in (1, 2)
+        for layout in ({}, {"tp": 2}, {"pp": 2})
+    ]
+    assert peak_bytes(several).tolist() == [each.memory().peak_bytes for each in several]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "recipe", "field"),
+    [
+        ("8xa100-sxm-80gb", {}, "Recipe.precision"),
+        ("8xmi300x-192gb", {}, "Recipe.precision"),
+        ("2xcpu", {}, "Recipe.precision"),
+        ("8xh100-sxm-80gb", {"seq_len": 4095}, "Recipe.seq_len"),
+        ("8xh100-sxm-80gb", {"arch": replace(LLAMA_8B, intermediate_size=14_344)}, "Layout.tp"),
+    ],
+)
+def test_what_transformer_engine_refuses(cluster: str, recipe: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        plan(cluster, **recipe)
+    assert caught.value.field == field
+
+
+def test_parts_of_a_sequence_must_be_multiples_too() -> None:
+    with pytest.raises(FieldError, match="multiple of 8 tokens"):
+        plan(seq_len=4 * 8 * 3 + 4 * 4, layout={"tp": 4})

@@ -1,0 +1,92 @@
+"""FSDP2 in pipeline stages on fake tensors: torch's own 1F1B schedule, and what FSDP2 holds under it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.architecture import Architecture
+from shardscope.frameworks.fsdp2.rehearse import rehearse
+from shardscope.memory.report import PHASES
+from shardscope.plan import Plan
+from shardscope.rehearsal.result import RehearsedStage
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+def plan_of(num_micro_batches: int, **recipe: Any) -> Plan:
+    arch = Architecture.of_size("60m")
+    return Plan(
+        arch,
+        EIGHT,
+        ss.Recipe(**{"seq_len": 512, "global_batch_size": 4 * num_micro_batches, **recipe}),
+        ss.Layout.fsdp2(pp=2),
+    )
+
+
+def played(plan: Plan) -> list[RehearsedStage]:
+    return rehearse(plan, lambda words, fraction: None)
+
+
+def most(stage: RehearsedStage, component: str, phase: str) -> int:
+    return max(m.components.get(component, 0) for m in stage.moments if m.phase == phase)
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[RehearsedStage]:
+    return played(plan_of(8))
+
+
+def test_each_stage_has_its_layers_and_shards(stages: list[RehearsedStage]) -> None:
+    plan = plan_of(8)
+    assert [stage.num_layers for stage in stages] == list(plan.stage_layers)
+    for stage, predicted in zip(stages, plan.memory().by_stage, strict=True):
+        assert {moment.phase for moment in stage.moments} == set(PHASES)
+        for name in ("parameters", "optimizer"):
+            rest = next(m for m in predicted.moments if m.phase == "rest").components[name]  # type: ignore[index]
+            assert most(stage, name, "rest") == pytest.approx(rest, abs=2**20)
+
+
+def test_1f1b_holds_one_micro_batch_less_on_the_next_stage(stages: list[RehearsedStage]) -> None:
+    first, last = (most(stage, "activations", "forward") for stage in stages)
+    assert first == pytest.approx(2 * last, rel=0.15)
+
+
+def test_gradients_wait_whole_for_the_end_of_the_schedule(stages: list[RehearsedStage]) -> None:
+    """torch's pipeline stage reduces once a step: until then a rank has its stage's gradients whole, in fp32,
+    and parameters stay gathered after a backward."""
+    for stage in stages:
+        sharded = most(stage, "parameters", "rest")
+        assert most(stage, "gradients", "forward") == 0
+        # Four ranks share fp32 originals: whole, those are four shards, and half of that in bf16.
+        assert most(stage, "gather_buffers", "backward") > (4 + 2) * sharded
+
+
+def test_what_is_received_is_allocated_for_every_micro_batch(stages: list[RehearsedStage]) -> None:
+    more = played(plan_of(16))
+    arch = Architecture.of_size("60m")
+    for few, many in zip(stages, more, strict=True):
+        added = most(many, "gather_buffers", "rest") - most(few, "gather_buffers", "rest")
+        assert added == 8 * 512 * arch.hidden_size * 2
+        assert "micro-batches played" in many.note
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recipe", "named"),
+    [
+        ("60m", {"pp": 2, "vpp": 2}, {}, r"Layout\.vpp is 2"),
+        ("60m", {"pp": 2, "tp": 2}, {}, r"Layout\.tp is 2"),
+        ("60m", {"pp": 2}, {"method": "lora"}, r"Recipe\.method is 'lora'"),
+        ("gpt2", {"pp": 2}, {}, r"Architecture\.model_type is 'gpt2'"),
+    ],
+)
+def test_what_does_not_come_apart_is_refused_by_name(
+    model: str, layout: dict[str, Any], recipe: dict[str, Any], named: str
+) -> None:
+    arch = ss.models["gpt2"] if model == "gpt2" else Architecture.of_size(model)
+    values = {"seq_len": 512, "global_batch_size": 16, **recipe}
+    plan = Plan(arch, EIGHT, ss.Recipe(**values), ss.Layout.fsdp2(**layout))
+    with pytest.raises(ValueError, match=named):
+        played(plan)
