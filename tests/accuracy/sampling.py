@@ -7,6 +7,7 @@ operators, and layers repeat each other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -134,6 +135,15 @@ def fsdp2_tp(draw: Random, world_size: int) -> Layout:
     )
 
 
+def fsdp2_pp(draw: Random, world_size: int) -> Layout:
+    """FSDP2 in pipeline stages, of which :func:`fsdp2` draws none."""
+    return Layout.fsdp2(
+        pp=draw.choice((2, 2, 4, 8)),
+        replicate=draw.choice([degree for degree in (1, 1, 1, 2) if world_size % degree == 0]),
+        reshard_after_forward=draw.choice((True, True, False)),
+    )
+
+
 def deepspeed(draw: Random, world_size: int) -> Layout:
     """ZeRO stages, and buckets smaller than a model and larger."""
     return Layout.zero(
@@ -160,6 +170,16 @@ def deepspeed_offload(draw: Random, world_size: int) -> Layout:
     )
 
 
+def deepspeed_tp(draw: Random, world_size: int) -> Layout:
+    """ZeRO 0 to 2 over tensor-parallel ranks (AutoTP)."""
+    return Layout.zero(
+        stage=draw.choice((0, 1, 2)),
+        tp=draw.choice((2, 2, 4, 8)),
+        reduce_bucket_size=draw.choice((500_000_000, 100_000_000)),
+        overlap_comm=draw.choice((None, None, True)),
+    )
+
+
 def megatron(draw: Random, world_size: int) -> Layout:
     """Tensor, pipeline and expert parallel, chunks, and where sequence and optimizer are split."""
     tp, pp = draw.choice((1, 1, 2, 2, 4, 8)), draw.choice((1, 1, 2, 4))
@@ -174,12 +194,27 @@ def megatron(draw: Random, world_size: int) -> Layout:
     )
 
 
+def runnable(layout: Layout, arch: Architecture, drawn: Recipe) -> Layout:
+    """``layout``, or what of it runs: megatron-core's distributed optimizer is Adam's, and tp splits no
+    experts that have biases. So an index stays the plan that it was before such were refused."""
+    if layout.framework != "megatron":
+        return layout
+    changes: dict[str, Any] = {}
+    if drawn.optimizer != "adamw":
+        changes["distributed_optimizer"] = False
+    if arch.num_moe_layers and (arch.attention_output_bias or arch.mlp_bias):
+        changes["etp"] = 1
+    return replace(layout, **changes)
+
+
 LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2-tp": fsdp2_tp,
+    "fsdp2-pp": fsdp2_pp,
     "deepspeed": deepspeed,
     "deepspeed-offload": deepspeed_offload,
+    "deepspeed-tp": deepspeed_tp,
     "megatron": megatron,
 }
 """How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here, and behind a
@@ -195,7 +230,8 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
         layout, arch = LAYOUTS[framework](draw, cluster.num_gpus), architecture(draw)
         try:
             free = layout.degrees(arch, cluster, Recipe())
-            found.append(Plan(arch, cluster, recipe(draw, free.data_parallel), layout))
+            drawn = recipe(draw, free.data_parallel)
+            found.append(Plan(arch, cluster, drawn, runnable(layout, arch, drawn)))
         except ValueError:
             continue
     return found

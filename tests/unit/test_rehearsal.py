@@ -111,8 +111,8 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 
 
 def test_what_the_engine_does_not_run_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"Layout\.pp"):
-        small(ss.Layout.fsdp2(pp=2)).rehearse()
+    with pytest.raises(ValueError, match=r"Layout\.cp is 2.*context"):
+        small(ss.Layout.fsdp2(cp=2)).rehearse()
 
 
 def test_an_8b_plan_at_any_world_size() -> None:

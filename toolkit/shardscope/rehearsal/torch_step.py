@@ -53,6 +53,25 @@ def play(
     """
     plan = engine.plan
     note_progress("building the model", 0.1)
+    trained = prepare(engine, tracker, built_on_host=built_on_host)
+    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            tracker.restart()
+        for index in range(num_micro_batches):
+            done = 0.3 + 0.6 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
+            note_progress(f"step {step + 1} of {NUM_STEPS}", done)
+            last = index == num_micro_batches - 1
+            _micro_batch(engine, tracker, plan, last=last, weight=1 / num_micro_batches)
+            tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+        finish_step(engine, tracker, trained)
+    note_progress("adding up", 0.95)
+    return tracker.stage(0, plan.architecture.num_hidden_layers, note=_note(plan))
+
+
+def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> list[torch.nn.Parameter]:
+    """Wrap the plan's model and make its optimizer; the parameters that are trained."""
+    plan = engine.plan
     engine.fresh_weights = True
     with tracker.paused() if built_on_host else contextlib.nullcontext():
         module = engine._module = engine.wrap(lambda: build_model(plan.architecture, plan.recipe.dropout))
@@ -65,24 +84,19 @@ def play(
         for group in optimizer.param_groups:
             # What torch chooses by itself on CUDA.
             group["foreach"] = True
-    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
-    for step in range(NUM_STEPS):
-        if step == NUM_STEPS - 1:
-            tracker.restart()
-        for index in range(num_micro_batches):
-            done = 0.3 + 0.6 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
-            note_progress(f"step {step + 1} of {NUM_STEPS}", done)
-            last = index == num_micro_batches - 1
-            _micro_batch(engine, tracker, plan, last=last, weight=1 / num_micro_batches)
-            tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
-        with tracker.phase("optimizer"):
-            gradients.clip(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
-            optimizer.step()
-            values = (value for state in optimizer.state.values() for value in state.values())
-            tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
-            optimizer.zero_grad(set_to_none=True)
-    note_progress("adding up", 0.95)
-    return tracker.stage(0, plan.architecture.num_hidden_layers, note=_note(plan))
+    return trained
+
+
+def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Parameter]) -> None:
+    """What comes after the last backward: the norm of gradients, the update, and their end."""
+    optimizer = engine.optimizer
+    tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+    with tracker.phase("optimizer"):
+        gradients.clip(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
+        optimizer.step()
+        values = (value for state in optimizer.state.values() for value in state.values())
+        tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: bool, weight: float) -> None:

@@ -73,6 +73,12 @@ class FakeDevice:
         self._patch(importlib.import_module("torch._subclasses.fake_tensor").FakeTensor, "data_ptr", _aligned)
         # The model is made in its place; Module.to would swap every fake parameter for a copy.
         self._patch(torch.nn.Module, "to", _already_there)
+        # What ranks of tp compare and share: batches, objects, and which rows of the vocabulary each has.
+        self._patch(torch, "equal", _same)
+        backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
+        self._patch(backend, "broadcast_object_list", _nothing)
+        loss = importlib.import_module("deepspeed.sequence.cross_entropy")
+        self._patch(loss, "_validate_vocab_shard_bounds", self._whole_vocabulary)
         # zero.Init puts its own in place and leaves it there.
         self._patch(torch.nn.functional, "linear", torch.nn.functional.linear)
         return self
@@ -97,6 +103,10 @@ class FakeDevice:
         """Inside, a number read off a fake tensor is 1.0, a count or a flag 0."""
         mode: contextlib.AbstractContextManager[Any] = _Numbers()
         return mode
+
+    def _whole_vocabulary(self, rows: int, start: int, end: int, tp_group: Any, device: Any) -> int:
+        """Rows of all ranks together, each with as many as this one."""
+        return rows * (torch.distributed.get_world_size(tp_group) if tp_group is not None else 1)
 
     def _patch(self, owner: Any, name: str, stand_in: Any) -> None:
         self._before.append((owner, name, getattr(owner, name)))
@@ -154,8 +164,13 @@ class _Numbers(TorchDispatchMode):  # type: ignore[misc]
         return function(*args, **(kwargs or {}))
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     """Changes numbers, of which there are none."""
+
+
+def _same(*_: Any) -> bool:
+    """Ranks of tp get the same batch."""
+    return True
 
 
 def _agreed(*_: Any) -> None:

@@ -17,9 +17,10 @@ import torch
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
+from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
 from shardscope.rehearsal.result import RehearsedStage
-from shardscope.rehearsal.world import fake_ranks, fake_tensors
+from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
 from shardscope.training.recompute import apply_recompute
@@ -42,12 +43,14 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     check_plan(plan)
     note_progress("importing DeepSpeed", 0.05)
     deepspeed = import_deepspeed()
-    rank = fullest_rank(plan)
+    tp, vocab = plan.degrees.tp, plan.architecture.vocab_size
+    # Ranks of tp lie next to each other.
+    rank = tp * fullest_rank(plan)
     apart = _moves_to_host(plan)
     with (
         fake_ranks(plan.world_size, rank),
         FakeDevice(deepspeed, plan.world_size, rank, host_apart=apart) as device,
-        fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}, host_apart=apart) as tracker,
+        fake_tensors(plan.on_gpu, {vocab, ceil_div(vocab, tp)}, host_apart=apart) as tracker,
         device.numbers(),
         _labelled(tracker, plan),
     ):
@@ -61,10 +64,14 @@ def _moves_to_host(plan: Plan) -> bool:
 
 
 _NOT_REHEARSED = {
-    "tp": "AutoTP cuts weights by what they hold, which fake tensors do not",
     "pp": "DeepSpeed's pipeline runs a PipelineModule of its own, not transformers' modules",
     "ep": "DeepSpeed's experts are its own MoE layers, not transformers' modules",
 }
+
+
+AUTOTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite")
+"""Families that AutoTP cuts by the plan that transformers has for them; it refuses plans with experts, GPT-2
+has none, and Phi-3's fused projections do not come apart where AutoTP cuts them."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -73,6 +80,21 @@ def check_plan(plan: Plan) -> None:
     for field, why in _NOT_REHEARSED.items():
         if getattr(layout, field) > 1:
             refuse(f"Layout.{field}", getattr(layout, field), f"1 in a rehearsal: {why}", f"{field}=1")
+    if layout.tp > 1:
+        if plan.architecture.model_type not in AUTOTP_FAMILIES:
+            refuse(
+                "Architecture.model_type",
+                plan.architecture.model_type,
+                f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
+                "tp=1",
+            )
+        if plan.recipe.method != "full":
+            refuse(
+                "Recipe.method",
+                plan.recipe.method,
+                "'full' with tp > 1: AutoTP loses peft's adapters",
+                "tp=1",
+            )
     for field in ("offload_optimizer", "offload_params"):
         if getattr(layout, field) == "nvme":
             refuse(
@@ -99,6 +121,8 @@ def _play(
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     config = deepspeed_config(plan)
     config["gradient_accumulation_steps"] = num_micro_batches
+    if plan.degrees.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": plan.degrees.tp}
     config.pop("train_batch_size")
     note_progress("building the model", 0.1)
     with tracker.labelling("parameters"), torch.device(device):
@@ -299,6 +323,14 @@ def _labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
 
         return method
 
+    def of_real_numbers(original: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with real_numbers(tracker):
+                return original(*args, **kwargs)
+
+        return method
+
+    patch(importlib.import_module("deepspeed.comm.torch").TorchBackend, "init_device_mesh", of_real_numbers)
     zero_12 = _owner("stage_1_and_2", "DeepSpeedZeroOptimizer")
     patch(zero_12, "copy_grads_in_partition", kept)
     patch(zero_12, "setup_buckets", labelling("gather_buffers"))

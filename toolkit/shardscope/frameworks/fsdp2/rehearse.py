@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
+from shardscope.frameworks.fsdp2.pipeline import check_pipeline
+from shardscope.frameworks.fsdp2.rehearse_pipeline import PipelinedEngine, play_stage
 from shardscope.frameworks.fsdp2.tensor_parallel import check_parallel, parallelize
 from shardscope.frameworks.limits import check_recipe
 from shardscope.memory.arithmetic import ceil_div
@@ -31,14 +33,27 @@ _COLLECTIVES = ("unshard", "wait_for_unshard", "reshard", "post_backward", "fina
 
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
-    """The one stage of ``plan``. Raises ``ValueError`` for what is not rehearsed."""
+    """Every pipeline stage of ``plan``, mostly one. Raises ``ValueError`` for what is not rehearsed."""
     check_rehearsed(plan)
-    with fake_ranks(plan.world_size):
-        engine = (_TensorParallel if plan.degrees.tp > 1 else Fsdp2Engine)(FakeContext(plan))
+    pp, found = plan.degrees.pp, []
+    for number in range(pp):
+
+        def note(words: str, done: float, number: int = number) -> None:
+            note_progress(words if pp == 1 else f"stage {number}: {words}", (number + done) / pp)
+
+        found.append(_stage(plan, number, note))
+    return found
+
+
+def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedStage:
+    """The rank of one stage that is first in all other groups."""
+    degrees = plan.degrees
+    with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
+        engine = _engine(plan, number)
         # The mesh is made of real numbers, so before tensors stop having any.
         engine.mesh = engine.make_mesh()
-        loss = loss_parallel() if plan.degrees.tp > 1 else contextlib.nullcontext()
-        logits = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
+        loss = loss_parallel() if degrees.tp > 1 else contextlib.nullcontext()
+        logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
         with fake_tensors(plan.on_gpu, {logits}) as tracker, loss:
 
             def gradients_here(group: Any) -> None:
@@ -47,6 +62,8 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
                     whole = getattr(parameter, "_unsharded_param", None)
                     if whole is not None and whole.grad is not None:
                         tracker.label([whole.grad], "gather_buffers")
+                    if parameter.unsharded_accumulated_grad is not None:
+                        tracker.label([parameter.unsharded_accumulated_grad], "gather_buffers")
                 if group._partial_reduce_output is not None:
                     tracker.label([group._partial_reduce_output], "gradients")
 
@@ -55,16 +72,27 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
                 _meshes_of_real_numbers(tracker),
             ):
                 on_host = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
-                return [play(engine, tracker, note_progress, built_on_host=on_host)]
+                if isinstance(engine, PipelinedEngine):
+                    return play_stage(engine, tracker, note_progress, built_on_host=on_host)
+                return play(engine, tracker, note_progress, built_on_host=on_host)
+
+
+def _engine(plan: Plan, stage: int) -> Fsdp2Engine:
+    context = FakeContext(plan)
+    if plan.degrees.pp > 1:
+        return PipelinedEngine(context, stage)
+    return _TensorParallel(context) if plan.degrees.tp > 1 else Fsdp2Engine(context)
 
 
 def check_rehearsed(plan: Plan) -> None:
     """Raise ``ValueError`` for what is not rehearsed, naming the field."""
     layout: Any = plan.layout
-    for degree in ("pp", "cp"):
-        if getattr(layout, degree) > 1:
-            refuse(f"Layout.{degree}", getattr(layout, degree), "1 in a rehearsal of FSDP2", f"{degree}=1")
-    if plan.degrees.tp > 1:
+    if layout.cp > 1:
+        why = "1 in a rehearsal: context parallelism sends keys while attention runs, which is a GPU kernel's"
+        refuse("Layout.cp", layout.cp, why, "cp=1")
+    if layout.pp > 1:
+        check_pipeline(plan)
+    if layout.tp > 1:
         check_parallel(plan)
     check_recipe(plan.recipe)
 
