@@ -36,6 +36,8 @@ class _Step:
         # Autocast's backward makes a weight's gradient in half precision, and casts it for the bucket.
         self.mixed = plan.recipe.precision.endswith("mixed")
         self.each = self.width.compute + (self.width.original if self.mixed else 0)
+        num_micro_batches = plan.num_micro_batches
+        self.accumulates, self.only_two = num_micro_batches > 1, num_micro_batches == 2
         self.is_tied = plan.architecture.tie_word_embeddings and self.trains
         self.tied = self.width.original * stage.head if self.is_tied else 0
         """A tied head's gradient waits inside of autograd for the embedding's, and then for their sum."""
@@ -103,10 +105,11 @@ class _Step:
         casts = order.sum_before(place.index, "casts_kept") + place.kind.casts - shape.cast_unsaved
         one = place.kind.backward[0]
         held, made = self._at(one), one.done - one.making - one.experts
+        most = held + self._gradient_bytes(finished + made)
         for one in place.kind.backward[1:]:
             now, done = self._at(one), one.done - one.making - one.experts
-            more = now + self._gradients(finished + done)[0] > held + self._gradients(finished + made)[0]
-            held, made = where(more, now, held), where(more, done, made)
+            together = now + self._gradient_bytes(finished + done)
+            held, made, most = where(together > most, (now, done, together), (held, made, most))
         return Peak(
             0.36 + 0.6 * (layers - 1 - place.index) / layers,
             _held(
@@ -124,18 +127,22 @@ class _Step:
         copies = self.width.compute * one.products if self.mixed else 0
         return one.held + self.each * one.making + self.width.original * one.experts - copies
 
-    def _gradients(self, finished: Any) -> Term:
+    def _gradient_bytes(self, finished: Any) -> Any:
         """Buckets, and beside them the sums of micro-batches that are not reduced (``no_sync``).
 
         The last micro-batch lets go of each sum as it goes into its bucket; the first makes them.
         """
-        num = self.plan.num_micro_batches
+        if self.accumulates is False:
+            return self.trained
         finished = self.width.original * finished * self.trains
-        beside = where(num == 2, largest(finished, self.trained - finished), self.trained)
-        held = self.trained + where(num > 1, beside, 0)
+        beside = where(self.only_two, largest(finished, self.trained - finished), self.trained)
+        return self.trained + where(self.accumulates, beside, 0)
+
+    def _gradients(self, finished: Any) -> Term:
+        held = self._gradient_bytes(finished)
 
         def words() -> str:
-            if num == 1:
+            if not self.accumulates:
                 return f"{gib(self.trained)} GiB, views of the reduction buckets"
             return (
                 f"{gib(self.trained)} GiB buckets + {gib(held - self.trained)} GiB sums of earlier "
