@@ -330,8 +330,8 @@ def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
 def test_what_is_not_rehearsed_is_refused_by_name() -> None:
     from shardscope.frameworks.deepspeed.rehearse import check_plan
 
-    for plan in (zero(1, tp=2), zero(3, offload_optimizer="nvme")):
-        with pytest.raises(FieldError, match=r"Layout\.(tp|offload_optimizer)"):
+    for plan in (zero(1, pp=2), zero(3, offload_optimizer="nvme")):
+        with pytest.raises(FieldError, match=r"Layout\.(pp|offload_optimizer)"):
             check_plan(plan)
 
 

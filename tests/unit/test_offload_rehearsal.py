@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,3 +121,35 @@ def test_what_fake_tensors_cannot_do_is_refused_with_the_reason(layout: Any, nam
     plan = Plan(arch, EIGHT, ss.Recipe(global_batch_size=64), layout)
     with pytest.raises(ValueError, match=named):
         played(plan)
+
+
+@needs_deepspeed
+def test_autotp_cuts_what_it_cuts_and_leaves_nothing_behind() -> None:
+    """DeepSpeed's own AutoTP: projections and the head are cut, an untied embedding is not."""
+    arch = replace(Architecture.of_size("60m"), tie_word_embeddings=False)
+    embedding = arch.vocab_size * arch.hidden_size
+    held = {}
+    for tp in (2, 1):  # One after the other: DeepSpeed keeps its groups in modules.
+        plan = Plan(arch, EIGHT, ss.Recipe(seq_len=256, global_batch_size=8), ss.Layout.zero(1, tp=tp))
+        rest = next(moment for moment in played(plan).moments if moment.phase == "rest")
+        held[tp] = rest.components["parameters"] / 2
+    norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
+    cut = arch.num_parameters - embedding - norms
+    assert held[1] == pytest.approx(arch.num_parameters, rel=1e-4)
+    assert held[2] == pytest.approx(embedding + norms + cut / 2, rel=1e-4)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("model", "recipe", "named"),
+    [
+        ("gpt2", {}, r"Architecture\.model_type is 'gpt2'.*AutoTP"),
+        ("llama-3.1-8b", {"method": "lora"}, r"Recipe\.method is 'lora'.*AutoTP"),
+    ],
+)
+def test_what_autotp_does_not_cut_is_refused_by_name(model: str, recipe: Any, named: str) -> None:
+    from shardscope.frameworks.deepspeed.rehearse import check_plan
+
+    plan = Plan(ss.models[model], EIGHT, ss.Recipe(seq_len=512, **recipe), ss.Layout.zero(1, tp=2))
+    with pytest.raises(ValueError, match=named):
+        check_plan(plan)

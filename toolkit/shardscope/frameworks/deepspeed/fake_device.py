@@ -18,6 +18,8 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_GROUPS_IN_SMALL = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
+"""What ``deepspeed.utils.groups`` keeps between engines under names that are no constants'."""
 _ROOMY = 2**50
 """Free memory of a device that has no end: DeepSpeed flattens on the host where there is too little."""
 
@@ -58,7 +60,7 @@ class FakeDevice:
         self._groups_were = {
             name: dict(value) if isinstance(value, dict) else value
             for name, value in vars(self._groups).items()
-            if name.isupper()
+            if name.isupper() or name in _GROUPS_IN_SMALL
         }
         self._was = get_accelerator()
         set_accelerator(_accelerator(CPU_Accelerator, self.name))

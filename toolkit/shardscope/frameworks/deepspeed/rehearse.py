@@ -70,8 +70,8 @@ _NOT_REHEARSED = {
 
 
 AUTOTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite")
-"""Families that AutoTP cuts by the plan that transformers has for them; it refuses plans with experts, GPT-2
-has none, and Phi-3's fused projections do not come apart where AutoTP cuts them."""
+"""Families that AutoTP cuts by the plan that transformers has for them. It refuses plans with experts and
+with fused projections (Phi-3), and GPT-2 has none."""
 
 
 def check_plan(plan: Plan) -> None:
