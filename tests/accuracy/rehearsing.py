@@ -28,20 +28,21 @@ from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehear
 from tests.accuracy.sampling import LAYOUTS, plans
 
 SEED = 0
-HELD_OUT_SEED = 20_261_121
-"""Of the sample that no formula had seen when it was drawn."""
+HELD_OUT_SEEDS = {1: 20_261_121, 2: 20_261_122}
+"""Of samples that no formula had seen when they were drawn: the second one after the first was looked at."""
 
 
-def stored_file(framework: str, *, wide: bool = False) -> Path:
+def stored_file(framework: str, *, wide: int = 0) -> Path:
     """Where the rehearsals of one framework's sample are."""
-    return STORED / f"{framework}{'-held-out' if wide else ''}.jsonl"
+    ending = {0: "", 1: "-held-out"}.get(wide, f"-held-out-{wide}")
+    return STORED / f"{framework}{ending}.jsonl"
 
 
-def make(framework: str, count: int, *, wide: bool = False) -> None:
+def make(framework: str, count: int, *, wide: int = 0) -> None:
     """Rehearse those of the first ``count`` sampled plans that are not stored yet, one after another."""
     STORED.mkdir(parents=True, exist_ok=True)
     file = stored_file(framework, wide=wide)
-    seed = HELD_OUT_SEED if wide else SEED
+    seed = HELD_OUT_SEEDS[wide] if wide else SEED
     sampled = (wide_sampling.plans if wide else plans)(framework, seed, count)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done = {json.loads(line)["name"] for line in lines}
@@ -87,7 +88,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy.rehearsals", description=__doc__)
     parser.add_argument("--make", type=int, default=0, metavar="N", help="rehearse the first N sampled plans")
     parser.add_argument("--framework", nargs="+", default=sorted(LAYOUTS), choices=sorted(LAYOUTS))
-    parser.add_argument("--wide", action="store_true", help="the held-out sample over the whole space")
+    parser.add_argument(
+        "--wide",
+        type=int,
+        nargs="?",
+        default=0,
+        const=1,
+        choices=(0, *HELD_OUT_SEEDS),
+        help="a held-out sample over the whole space",
+    )
     chosen = parser.parse_args()
     for framework in chosen.framework:
         if chosen.make:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 NoteProgress = Callable[[str, float], None]
 NUM_STEPS = 2
 """The first step makes the optimizer's state; the second is what all others are like."""
-MAX_MICRO_BATCHES = 2
-"""The first leaves gradients and the second adds to them; more of them repeat the second."""
+MAX_MICRO_BATCHES = 3
+"""The first leaves gradients, the second adds to them, the last reduces them; more repeat the second."""
 
 
 class FakeContext:
