@@ -118,7 +118,8 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
         try:
             layout = LAYOUTS[framework](draw, cluster.num_gpus)
             free = layout.degrees(arch, cluster, Recipe())
-            found.append(Plan(arch, cluster, recipe(draw, layout, arch, free.data_parallel), layout))
+            drawn = recipe(draw, layout, arch, free.data_parallel)
+            found.append(Plan(arch, cluster, drawn, sampling.runnable(layout, arch, drawn)))
         except ValueError:
             continue
     return found

@@ -150,7 +150,7 @@ def plans(draw: Any, framework: str | None = None) -> Plan:
         offered = layout.offered(arch, cluster, recipe)[field]
         wanted = {f: getattr(layout, f) for f in layout.choices} | {field: draw(st.sampled_from(offered))}
         layout = layout.fitted(wanted, arch, cluster, recipe)
-    layout = _varied(draw, layout, ANY_OPTIONS[name], lambda changed: changed.degrees(arch, cluster, recipe))
+    layout = _varied(draw, layout, ANY_OPTIONS[name], lambda changed: Plan(arch, cluster, recipe, changed))
     linears = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     fields = ANY_RECIPE | {"lora_targets": (None, linears[:1], linears[-1:], linears)}
     for field in fields:

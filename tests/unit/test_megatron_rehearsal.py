@@ -128,7 +128,6 @@ def test_latent_attention_has_no_eager_kind() -> None:
     ("layout", "recipe", "named"),
     [
         ({"cp": 2}, {}, "Layout.cp"),
-        ({}, {"optimizer": "sgd"}, "Recipe.optimizer"),
     ],
 )
 def test_what_needs_cuda_or_megatron_refuses_is_refused_by_name(

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from tests.accuracy.sampling import plans as sampled
 from tests.unit.planning import plans
 
+from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import PHASES
 from shardscope.plan import Plan
@@ -91,27 +92,21 @@ def copied_bucket(a_plan: Plan) -> int:
     layout: Any = a_plan.layout
     if layout.framework != "deepspeed" or layout.stage not in (1, 2):
         return 0
-    arch = a_plan.architecture
-    largest = max(
-        math.prod(shape)
-        for shapes in (arch.outer_shapes, *map(arch.layer_shapes, range(arch.num_hidden_layers)))
-        for _, _, shape in shapes
-    )
-    return FP32 * int(layout.reduce_bucket_size + largest)
+    return FP32 * int(layout.reduce_bucket_size + largest_tensor(a_plan.architecture))
 
 
 def padding(a_plan: Plan) -> int:
-    """Bytes that dealing out evenly adds: to flat buffers, to two elements a rank; to what FSDP2 gathers, to
-    as many rows of each tensor as there are ranks, in a weight and its gradient."""
+    """Bytes that dealing out evenly adds to weights and gradients: whole rows of each tensor with FSDP2; with
+    others two elements a rank to flat buffers, and to each tensor one (ZeRO-3)."""
     arch, degrees, recipe = a_plan.architecture, a_plan.degrees, a_plan.recipe
-    if a_plan.layout.framework != "fsdp2":
-        return 2 * 2 * FP32 * degrees.data_parallel
     ranks = degrees.shard * degrees.cp
     shapes = [shape for _, _, shape in arch.outer_shapes]
     for layer in range(arch.num_hidden_layers):
         shapes += [shape for _, _, shape in arch.layer_shapes(layer)]
         for _, (out, inner) in arch.layer_linears(layer) if recipe.has_adapters else ():
             shapes += [(recipe.adapter_rank, inner), (out, recipe.adapter_rank)]
+    if a_plan.layout.framework != "fsdp2":
+        return 2 * FP32 * (2 * ranks + sum(-math.prod(shape) % ranks for shape in shapes))
     added = 0
     for rows, *rest in shapes:
         cut = {rows, -(-rows // degrees.tp)}

@@ -125,6 +125,9 @@ class Layout(JsonNoun):
         """Decoder layers on each pipeline stage, first to last."""
         return even_stages(architecture.num_hidden_layers, degrees.pp)
 
+    def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
+        """Raise ``ValueError`` for fields that the framework's own code refuses together, each fine alone."""
+
     @property
     def keeps_frozen_inputs(self) -> bool:
         """Whether projections without gradients of their own keep their inputs all the same."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import CHOOSABLE, EAGER
+from shardscope.memory.modules.compiled import COMPILED_FAMILIES
 from shardscope.memory.modules.liger import LIGER_FAMILIES
 from shardscope.validation import nearest, refuse
 
@@ -47,10 +48,12 @@ def check_supported(plan: Plan) -> None:
     _check_attention(plan)
     _check_float8(plan)
     _check_kernels(plan)
+    _check_compiled(plan)
     _check_dropout(plan)
     _check_experts(plan)
     _check_interval(plan)
     _check_packing(plan)
+    plan.layout.check_together(plan.architecture, plan.recipe, plan.degrees)
 
 
 def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
@@ -89,6 +92,59 @@ def _check_kernels(plan: Plan) -> None:
             value,
             "the full loss with tp > 1, which cuts the vocabulary",
             "loss='full'" if recipe.loss is None else "loss=None",
+        )
+
+
+def _check_compiled(plan: Plan) -> None:
+    """Compiled layers are counted in some families, whole, without recomputation, with fused attention."""
+    recipe, arch = plan.recipe, plan.architecture
+    if plan.kernels != "compiled":
+        return
+    if arch.model_type not in COMPILED_FAMILIES or arch.num_moe_layers:
+        refuse(
+            "Recipe.kernels",
+            "compiled",
+            f"None or 'transformers' with {arch.name} ({arch.model_type}): compiled layers are counted in "
+            f"{', '.join(COMPILED_FAMILIES)}",
+            "kernels=None",
+        )
+    counted: dict[str, tuple[Any, ...]] = {
+        "method": ("full", "lora"),
+        "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
+        "recompute": ("none",),
+        "attention": (None, "sdpa"),
+        "dropout": (0.0,),
+        "lora_dropout": (0.0,),
+    }
+    for field, values in counted.items():
+        value = getattr(recipe, field)
+        if value not in values:
+            allowed = ", ".join(map(repr, values))
+            refuse(f"Recipe.{field}", value, f"{allowed} with kernels='compiled'", f"{field}={values[0]!r}")
+    for degree in ("tp", "cp"):
+        if getattr(plan.degrees, degree) > 1:
+            refuse(
+                f"Layout.{degree}",
+                getattr(plan.degrees, degree),
+                "1 with kernels='compiled'",
+                f"{degree}=1",
+            )
+    if plan.on_gpu and arch.head_dim % 8:
+        refuse(
+            "Recipe.kernels",
+            "compiled",
+            f"None with {arch.name}, whose heads are {arch.head_dim} wide: flash attention pads them to a "
+            "multiple of 8",
+            "kernels=None",
+        )
+    grouped = arch.num_key_value_heads < arch.num_attention_heads
+    if plan.on_gpu and grouped and recipe.precision == "fp32":
+        refuse(
+            "Recipe.precision",
+            "fp32",
+            f"half precision with kernels='compiled' and the grouped queries of {arch.name}, for which no fused "
+            "attention takes fp32",
+            "precision='bf16-mixed'",
         )
 
 

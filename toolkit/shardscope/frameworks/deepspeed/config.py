@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.offload import params_buffer_elements
+
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
@@ -19,8 +21,10 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": recipe.micro_batch_size,
         "gradient_accumulation_steps": plan.num_micro_batches,
         "train_batch_size": recipe.global_batch_size,
-        "zero_optimization": _zero(layout),
+        "zero_optimization": _zero(plan, layout),
         "zero_allow_untested_optimizer": True,
+        # DeepSpeed refuses to offload any optimizer but its own Adam unless told that this is meant.
+        "zero_force_ds_cpu_optimizer": recipe.optimizer == "adamw",
     }
     if recipe.precision == "fp16-mixed":
         found["fp16"] = {"enabled": True}
@@ -30,7 +34,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _zero(layout: Any) -> dict[str, Any]:
+def _zero(plan: Plan, layout: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "stage": layout.stage,
         "contiguous_gradients": layout.contiguous_gradients,
@@ -59,7 +63,7 @@ def _zero(layout: Any) -> dict[str, Any]:
             found["offload_param"] |= {
                 "nvme_path": NVME_FOLDER,
                 "buffer_count": layout.offload_params_buffer_count,
-                "buffer_size": layout.offload_params_buffer_size,
+                "buffer_size": params_buffer_elements(plan),
                 "max_in_cpu": layout.offload_params_max_in_cpu,
             }
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,6 +18,7 @@ from shardscope.layout import (
     check_layers,
     left_over_ranks,
 )
+from shardscope.memory.arithmetic import ceil_div
 from shardscope.validation import flag, one_of, refuse
 
 if TYPE_CHECKING:
@@ -39,6 +42,13 @@ _SIZES = {
 }
 """Options in elements or buffers, and the least each can be: Adam's parameter, gradient and two moments take
 four buffers; a bucket of 0 elements would never be reduced."""
+
+
+@lru_cache(maxsize=64)
+def largest_tensor(architecture: Architecture) -> int:
+    """Elements of the largest of all tensors."""
+    layers = map(architecture.layer_shapes, range(architecture.num_hidden_layers))
+    return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +102,9 @@ class ZeroLayout(Layout):
     """``buffer_count`` of ``offload_optimizer`` on NVMe."""
     offload_params_buffer_count: int = 5
     """``buffer_count`` of ``offload_param`` on NVMe."""
-    offload_params_buffer_size: int = 100_000_000
-    """``buffer_size`` of ``offload_param`` on NVMe, in elements."""
+    offload_params_buffer_size: int | None = None
+    """``buffer_size`` of ``offload_param`` on NVMe, in elements. ``None``: DeepSpeed's own 100,000,000, or as
+    many as a rank's part of the largest tensor has, for DeepSpeed refuses a larger one."""
     offload_params_max_in_cpu: int = 1_000_000_000
     """``max_in_cpu`` of ``offload_param`` on NVMe, in elements."""
 
@@ -118,6 +129,8 @@ class ZeroLayout(Layout):
     def _check_options(self) -> None:
         """DeepSpeed's own ranges (deepspeed/runtime/zero/config.py); "auto" belongs to other tools."""
         for field, low in _SIZES.items():
+            if field == "offload_params_buffer_size" and self.offload_params_buffer_size is None:
+                continue
             check_degrees(self, field, low=low, high=MAX_ELEMENTS)
         if self.allgather_bucket_size % 2:
             even = self.allgather_bucket_size + 1
@@ -146,6 +159,26 @@ class ZeroLayout(Layout):
             pp=self.pp,
             ep=self.ep,
         )
+
+    def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
+        """What DeepSpeed 0.19 asserts: contiguous gradients with experts, room for a part of each tensor."""
+        if self.ep > 1 and self.stage == 2 and not self.contiguous_gradients:
+            refuse(
+                "Layout.contiguous_gradients",
+                False,
+                "True with ep > 1 in stage 2 (DeepSpeed's own check)",
+                "contiguous_gradients=True",
+            )
+        size = self.offload_params_buffer_size
+        if self.offload_params == "nvme" and size is not None:
+            needed = ceil_div(largest_tensor(architecture), degrees.data_parallel)
+            if size < needed:
+                refuse(
+                    "Layout.offload_params_buffer_size",
+                    size,
+                    f"None or at least {needed:,}, a rank's part of {architecture.name}'s largest tensor",
+                    f"offload_params_buffer_size={needed}",
+                )
 
     def _check_stage_3(self) -> None:
         for field, why in (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, smallest
+from shardscope.frameworks.deepspeed.layout import largest_tensor
+from shardscope.memory.arithmetic import ceil_div, largest, smallest
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.words import gib
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 AIO_BYTES = 2**20
 """What is read from NVMe at once, to which buffers round up (``AIO_BLOCK_SIZE_DEFAULT``)."""
+
+
+PARAMS_BUFFER_ELEMENTS = 100_000_000
+"""DeepSpeed's default for ``buffer_size`` of ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""
 
 
 class Pieces(NamedTuple):
@@ -50,7 +55,7 @@ def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState
     if layout.offload_optimizer == "nvme" or (layout.offload_optimizer and plan.on_gpu):
         state = _optimizer(plan, state, pieces)
     if layout.offload_params == "nvme" or (layout.offload_params and plan.on_gpu):
-        state = _parameters(layout, state, pieces)
+        state = _parameters(plan, state, pieces)
     return state
 
 
@@ -115,7 +120,17 @@ def _backward(state: TrainingState, gradients: Term, extra: int) -> Callable[[Ba
     return moved
 
 
-def _parameters(layout: Any, state: TrainingState, p: Pieces) -> TrainingState:
+def params_buffer_elements(plan: Plan) -> Any:
+    """``buffer_size`` of ``offload_param``: the layout's, or what DeepSpeed has and each tensor needs."""
+    layout: Any = plan.layout
+    if layout.offload_params_buffer_size is not None:
+        return layout.offload_params_buffer_size
+    part = ceil_div(largest_tensor(plan.architecture), plan.degrees.data_parallel)
+    return largest(PARAMS_BUFFER_ELEMENTS, part)
+
+
+def _parameters(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
+    layout: Any = plan.layout
     host = nvme = 0
     weights = state.parameters.num_bytes
     if layout.offload_params == "cpu":
@@ -128,7 +143,7 @@ def _parameters(layout: Any, state: TrainingState, p: Pieces) -> TrainingState:
         if weights > room:
             nvme += weights
             host += p.half * p.group
-        host += layout.offload_params_buffer_count * _aligned(p.half * layout.offload_params_buffer_size)
+        host += layout.offload_params_buffer_count * _aligned(p.half * params_buffer_elements(plan))
     where = "in host memory" if layout.offload_params == "cpu" else "on NVMe"
     return state._replace(
         parameters=no_bytes(f"{where} (offload_params), gathered when used"),

@@ -30,6 +30,7 @@ class Fsdp2Layout(Layout):
 
     framework: ClassVar[str] = "fsdp2"
     title: ClassVar[str] = "FSDP2"
+    supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger", "compiled")
     # 8-bit is torchao's: bitsandbytes knows no DTensor, torch.optim.Adafactor refuses sharded ones, and Muon
     # gathers whole matrices as DTensor sees fit, for which there is no formula.
     supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "adamw_foreach", "adamw_8bit", "sgd", "lion")
@@ -109,6 +110,27 @@ class Fsdp2Layout(Layout):
             vpp=self.vpp,
             cp=self.cp,
         )
+
+    def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
+        """What torch.distributed.pipelining's schedules raise (torch 2.13, schedules.py)."""
+        if degrees.pp == 1:
+            return
+        per_step = recipe.micro_batch_size * degrees.data_parallel
+        number = recipe.global_batch_size // per_step
+        if degrees.vpp == 1 and number < degrees.pp:
+            refuse(
+                "Recipe.global_batch_size",
+                recipe.global_batch_size,
+                f"at least a micro-batch for each of pp={degrees.pp} stages (Schedule1F1B)",
+                f"global_batch_size={degrees.pp * per_step}",
+            )
+        if degrees.vpp > 1 and number % max(1, number // degrees.pp):
+            refuse(
+                "Recipe.global_batch_size",
+                recipe.global_batch_size,
+                f"micro-batches in equal rounds of about pp={degrees.pp} (ScheduleInterleaved1F1B)",
+                f"global_batch_size={-(-number // degrees.pp) * degrees.pp * per_step}",
+            )
 
     @property
     def splits_sequence(self) -> bool:

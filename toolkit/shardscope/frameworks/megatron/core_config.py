@@ -50,13 +50,6 @@ def check_rehearsed(plan: Plan) -> None:
     experts = arch.mixture_of_experts
     if experts is not None and not arch.gated_mlp:
         refuse("Architecture.gated_mlp", False, "True with experts in a rehearsal", "plan.memory()")
-    if recipe.optimizer != "adamw" and getattr(plan.layout, "distributed_optimizer", False):
-        refuse(
-            "Recipe.optimizer",
-            recipe.optimizer,
-            "'adamw' with distributed_optimizer=True: megatron-core's takes no other",
-            'optimizer="adamw"',
-        )
     if recipe.optimizer not in ("adamw", "sgd"):
         refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", 'optimizer="adamw"')
 
@@ -128,6 +121,8 @@ def _experts(plan: Plan) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "expert_tensor_parallel_size": layout.expert_tp,
         "moe_router_topk": experts.num_experts_per_tok,
+        # A softmax over one expert would have no gradient, so that megatron-core refuses it.
+        "moe_router_pre_softmax": experts.num_experts_per_tok == 1,
         "moe_ffn_hidden_size": experts.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": experts.shared_expert_intermediate_size or None,
         "moe_layer_freq": [int(arch.is_moe_layer(index)) for index in range(arch.num_hidden_layers)],

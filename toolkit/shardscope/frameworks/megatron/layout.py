@@ -127,6 +127,24 @@ class MegatronLayout(Layout):
             self._check_fp8(architecture, cluster, recipe)
         return degrees
 
+    def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
+        """What megatron-core 0.16 asserts of its distributed optimizer, and of experts with biases."""
+        if recipe.optimizer != "adamw" and self.distributed_optimizer:
+            refuse(
+                "Recipe.optimizer",
+                recipe.optimizer,
+                "'adamw' with distributed_optimizer=True (megatron-core's takes no other), 'sgd' without",
+                "optimizer='adamw'",
+            )
+        biases = architecture.attention_output_bias or architecture.mlp_bias
+        if architecture.num_moe_layers and biases and self.expert_tp > 1:
+            refuse(
+                "Layout.etp",
+                self.etp,
+                f"1 with the biases of {architecture.name} (megatron-core's split experts have none)",
+                "etp=1",
+            )
+
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
         """Layers on each stage: even, or even once embedding and/or loss count as a layer each.
 

@@ -1,0 +1,226 @@
+"""What frameworks refuse of fields together: refused in the plan, and by the framework's own code today."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from planning import LLAMA, MOE
+
+import shardscope as ss
+from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.megatron.core_config import transformer_config
+from shardscope.plan import Plan
+from shardscope.validation import FieldError
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+BIASED = replace(MOE, model_type="qwen3_moe", attention_output_bias=True, attention_bias=True, qk_norm=True)
+
+
+def refusal(
+    arch: ss.Architecture, layout: ss.Layout, cluster: ss.Cluster = EIGHT, **recipe: Any
+) -> FieldError:
+    with pytest.raises(FieldError) as caught:
+        Plan(arch, cluster, ss.Recipe(**recipe), layout)
+    return caught.value
+
+
+def own_check(package: str, code: str) -> str:
+    """What ``code`` raises, as "Type: message", or "ok"; in a process of its own: imports leave traces."""
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed: it comes with the test extra")
+    program = f"""
+from types import SimpleNamespace
+
+def run():
+{textwrap.indent(code, "    ")}
+try:
+    run()
+except Exception as error:
+    print("said", type(error).__name__ + ":", error)
+else:
+    print("said ok")
+"""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.partition("said ")[2].strip()
+
+
+# ------------------------------------------------------------------------------------------------ Megatron
+
+
+def test_megatron_s_distributed_optimizer_is_adam_s() -> None:
+    error = refusal(LLAMA, ss.Layout.megatron(), optimizer="sgd")
+    assert (error.field, error.fix) == ("Recipe.optimizer", "optimizer='adamw'")
+    alone = Plan(LLAMA, EIGHT, ss.Recipe(optimizer="sgd"), ss.Layout.megatron(distributed_optimizer=False))
+    assert alone.memory().peak_bytes > 0
+
+
+def test_megatron_itself_takes_no_sgd() -> None:
+    said = own_check(
+        "megatron.core",
+        """
+import torch
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
+
+# Which would make its first tensor on a GPU.
+distrib_optimizer.MixedPrecisionOptimizer.__init__ = lambda *_: None
+sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+distrib_optimizer.DistributedOptimizer(
+    sgd, OptimizerConfig(lr=0.1, optimizer="sgd"), None, None, [SimpleNamespace(ddp_config=None)],
+    per_model_buffers={}, data_parallel_group=None, data_parallel_group_gloo=None,
+    data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
+)
+""",
+    )
+    assert said.startswith("AssertionError: Only Adam and HybridDeviceOptimizer currently supported")
+
+
+def test_megatron_splits_no_experts_with_biases() -> None:
+    error = refusal(BIASED, ss.Layout.megatron(tp=2))
+    assert (error.field, error.fix) == ("Layout.etp", "etp=1")
+    for layout in (ss.Layout.megatron(tp=2, etp=1), ss.Layout.megatron(ep=2)):
+        assert Plan(BIASED, EIGHT, ss.Recipe(), layout).memory().peak_bytes > 0
+
+
+def transformer_says(plan: Plan, **changes: Any) -> str:
+    """What ``TransformerConfig`` raises, or "ok". Fused kernels are Transformer Engine's; none are needed."""
+    config = transformer_config(plan) | {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
+    return own_check(
+        "megatron.core",
+        f"""
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+TransformerConfig(**{config | changes!r})
+""",
+    )
+
+
+def test_megatron_itself_has_no_biases_in_split_experts() -> None:
+    plan = Plan(BIASED, EIGHT, ss.Recipe(), ss.Layout.megatron(tp=2, etp=1))
+    assert transformer_says(plan) == "ok"
+    said = transformer_says(plan, expert_tensor_parallel_size=2)
+    assert said == "AssertionError: Bias in Moe is only supported when ETP==1"
+
+
+def test_one_expert_a_token_is_routed_before_it_is_chosen() -> None:
+    assert MOE.mixture_of_experts is not None
+    one = replace(MOE, mixture_of_experts=replace(MOE.mixture_of_experts, num_experts_per_tok=1))
+    plan = Plan(one, EIGHT, ss.Recipe(), ss.Layout.megatron())
+    assert transformer_says(plan) == "ok"
+    assert "moe-router-pre-softmax" in transformer_says(plan, moe_router_pre_softmax=False)
+
+
+# --------------------------------------------------------------------------------------------------- FSDP2
+
+
+@pytest.mark.parametrize(
+    ("vpp", "batch", "fixed"),
+    [(1, 4, 16), (1, 12, 16), (2, 44, 48), (2, 36, 48)],
+)
+def test_torch_s_schedules_want_enough_micro_batches(vpp: int, batch: int, fixed: int) -> None:
+    """pp 4 leaves two data-parallel ranks of 8; two sequences each are one micro-batch of all."""
+    layout = ss.Layout.fsdp2(pp=4, vpp=vpp)
+    error = refusal(LLAMA, layout, micro_batch_size=2, global_batch_size=batch)
+    assert (error.field, error.fix) == ("Recipe.global_batch_size", f"global_batch_size={fixed}")
+    recipe = ss.Recipe(micro_batch_size=2, global_batch_size=fixed)
+    assert Plan(LLAMA, EIGHT, recipe, layout).num_micro_batches == fixed // 4
+    assert Plan(LLAMA, EIGHT, ss.Recipe(global_batch_size=8), ss.Layout.fsdp2()).num_micro_batches == 1
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_torch_s_own_schedules_agree(vpp: int) -> None:
+    """Up to 24 micro-batches over 4 stages: refused here where torch raises, and only there."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    stage = MagicMock(num_stages=4 * vpp, group_size=4, group_rank=0, stage_index=0, has_backward=False)
+    made = {
+        1: lambda number: schedules.Schedule1F1B(stage, number, loss_fn=None),
+        2: lambda number: schedules.ScheduleInterleaved1F1B([stage, stage], number, loss_fn=None),
+    }[vpp]
+    refused = set()
+    for number in range(1, 25):
+        recipe, layout = ss.Recipe(global_batch_size=2 * number), ss.Layout.fsdp2(pp=4, vpp=vpp)
+        try:
+            Plan(LLAMA, EIGHT, recipe, layout)
+        except FieldError:
+            refused.add(number)
+            with pytest.raises(ValueError, match=r"[Nn]umber of microbatches"):
+                made(number)
+        else:
+            made(number)
+    assert refused and len(refused) < 24
+
+
+# ----------------------------------------------------------------------------------------------- DeepSpeed
+
+
+def test_zero_2_with_experts_needs_contiguous_gradients() -> None:
+    error = refusal(MOE, ss.Layout.zero(2, ep=2, contiguous_gradients=False))
+    assert (error.field, error.fix) == ("Layout.contiguous_gradients", "contiguous_gradients=True")
+    for stage in (0, 1):
+        Plan(MOE, EIGHT, ss.Recipe(), ss.Layout.zero(stage, ep=2, contiguous_gradients=False))
+    Plan(MOE, EIGHT, ss.Recipe(), ss.Layout.zero(2, contiguous_gradients=False))
+
+
+def test_a_buffer_to_nvme_holds_a_part_of_any_tensor() -> None:
+    arch, one = ss.models["llama-3.1-8b"], ss.Cluster.parse("h100-sxm-80gb")
+    whole = arch.vocab_size * arch.hidden_size
+    error = refusal(arch, ss.Layout.zero(offload_params="nvme", offload_params_buffer_size=10**8), one)
+    assert error.field == "Layout.offload_params_buffer_size"
+    assert error.fix == f"offload_params_buffer_size={whole}"
+    for cluster, size in ((one, whole), (EIGHT, 10**8)):
+        found = Plan(arch, cluster, ss.Recipe(), ss.Layout.zero(offload_params="nvme"))
+        config = deepspeed_config(found)["zero_optimization"]["offload_param"]
+        assert config["buffer_size"] == size
+        exact = replace(found.layout, offload_params_buffer_size=size)  # type: ignore[call-arg]
+        assert replace(found, layout=exact).memory().host_bytes == found.memory().host_bytes
+
+
+def test_an_optimizer_that_is_not_adam_may_go_to_the_host() -> None:
+    for optimizer, forced in (("adamw", True), ("sgd", False)):
+        plan = Plan(LLAMA, EIGHT, ss.Recipe(optimizer=optimizer), ss.Layout.zero(offload_optimizer="cpu"))  # type: ignore[arg-type]
+        assert deepspeed_config(plan)["zero_force_ds_cpu_optimizer"] is forced
+
+
+def test_deepspeed_itself_wants_contiguous_gradients() -> None:
+    said = own_check(
+        "deepspeed",
+        """
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+DeepSpeedZeroOptimizer._configure_moe_settings(
+    SimpleNamespace(partition_gradients=True, contiguous_gradients=False)
+)
+""",
+    )
+    assert said.startswith("AssertionError: Contiguous Gradients in ZeRO Stage 2 must be set to True for MoE")
+
+
+def test_deepspeed_itself_wants_room_in_its_buffers() -> None:
+    said = own_check(
+        "deepspeed",
+        """
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+
+AsyncPartitionedParameterSwapper.get_buffer(
+    SimpleNamespace(available_swap_in_buffers=lambda: 1, elements_per_buffer=100),
+    SimpleNamespace(ds_id=0),
+    101,
+)
+""",
+    )
+    assert said == "AssertionError: More elements 101 than buffer size 100"
