@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tests.accuracy.rows import Row, text
+from tests.accuracy.rows import Row, number, text
 
 from shardscope import Plan, Recipe
 from shardscope.memory.modules.attention import widths as attention_widths
@@ -18,6 +18,7 @@ from shardscope.memory.quantization import layer_linears
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
 
 OwnCode = Literal[
+    "no_buckets",
     "unsloth_loss",
     "rotary_caches",
     "fsdp1_hooks",
@@ -36,6 +37,8 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
     """What the row's source ran beside its plan."""
     found: list[OwnCode] = []
     table = text(row, "table")
+    if framework == "one GPU" and recipe.method == "full" and number(row, "grad_accum") == 1:
+        found.append("no_buckets")
     if "foak" in table and "liger" not in table:
         found.append("unsloth_loss")
     if "refs/a100_80gb.csv" in str(row.get("source_url")) and "tral" in text(row, "model"):
@@ -92,6 +95,25 @@ def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageM
     for name in own:
         moments = _CHANGES[name](plan, moments)
     return replace(stage, find_moments=lambda: moments)
+
+
+def _no_buckets(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """One GPU without DDP: between a step and the next backward there are no gradients.
+
+    DDP's buckets are there all along; the Trainer's ``model.zero_grad()`` leaves none (``set_to_none``). The
+    head's gradient comes first, and is there while the last layers are played backward.
+    """
+    arch = plan.architecture
+    head = arch.vocab_size * arch.hidden_size * widths[plan.recipe.precision].compute
+    found = []
+    for moment in moments:
+        here = moment.components["gradients"]
+        if moment.phase in ("initialisation", "rest", "forward") or moment.components["logits"]:
+            here = 0
+        elif moment.phase == "backward" and moment.fraction < _LATE:
+            here = min(here, head)
+        found.append(_with(moment, {"gradients": here}))
+    return tuple(found)
 
 
 def _unsloth_loss(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -151,7 +173,7 @@ def _fsdp1_nf4(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     ``lora_adapters_switch_ddp_from_fsdp``), which weighs little and is left out.
     """
     arch, c = plan.architecture, widths[plan.recipe.precision].compute
-    numel, quantised, largest = layer_linears(arch, False, True)
+    numel, quantised, largest = layer_linears(arch, False, "nf4_double")
     layers, ranks = arch.num_hidden_layers, plan.degrees.shard
     packed = numel // 2
     smaller = layers * (numel * c - packed) // ranks - layers * (quantised - packed)
@@ -257,6 +279,7 @@ def _with(moment: Moment, more: Mapping[Component, int]) -> Moment:
 
 
 _CHANGES: dict[OwnCode, _Change] = {
+    "no_buckets": _no_buckets,
     "unsloth_loss": _unsloth_loss,
     "rotary_caches": _rotary_caches,
     "fsdp1_hooks": _fsdp1_hooks,

@@ -42,7 +42,7 @@ def test_medians_are_no_worse(score: MemoryScore, group: tuple[str, str], percen
 
 def test_most_rows_of_known_frameworks_have_a_plan(score: MemoryScore) -> None:
     foreign = sum(reason.endswith("schedule is not modelled") for _, reason in score.unmapped)
-    assert score.num_rows - len(score.unmapped) >= 0.85 * (score.num_rows - foreign)
+    assert score.num_rows - len(score.unmapped) >= 0.88 * (score.num_rows - foreign)
 
 
 def test_no_row_makes_a_prediction_fail(score: MemoryScore) -> None:
@@ -57,8 +57,8 @@ def test_fits_or_not_is_right(score: MemoryScore) -> None:
 
 def test_nine_of_ten_allocated_rows_are_close(score: MemoryScore) -> None:
     errors = sorted(abs(row.error) for row in score.scored if kind(row.mapped.row) == "allocated")
-    assert len(errors) > 45
-    assert percentile(errors, 0.9) <= 0.065
+    assert len(errors) > 50
+    assert percentile(errors, 0.9) <= 0.05
 
 
 @pytest.mark.parametrize(("what", "share", "width"), [("reserved", 0.9, 1.6), ("nvidia-smi", 0.8, 1.3)])

@@ -106,6 +106,17 @@ def test_torchtitans_policy_keeps_four_of_seven_products_and_attentions_output()
     assert peak(row) < measured("torchtitan-0004")
 
 
+def test_one_gpu_without_ddp_has_no_gradients_when_logits_are_there() -> None:
+    """Published for three kernels alike: weights, gradients, moments, and what foreach adds in the step."""
+    weights = 8_030_261_248 * 2
+    for name in ("fms-0041", "fms-0045", "fms-0046"):
+        assert "no_buckets" in mapped(ROWS[name]).own_code
+        assert peak(ROWS[name]) == pytest.approx(measured(name), rel=0.001)
+        assert peak(ROWS[name]) == pytest.approx(5 * weights, rel=0.001)
+    fullest = max(report(ROWS["fms-0041"]).worst_stage.moments, key=lambda at: at.components["logits"])
+    assert fullest.components["gradients"] == 0
+
+
 def test_bridges_figures_are_decimal_gigabytes() -> None:
     """Its log divides by 1e9 and keeps five digits; pages that say GiB have the same digits."""
     assert measured_bytes(ROWS["mbskill-0022"]) == pytest.approx(62.166e9)
