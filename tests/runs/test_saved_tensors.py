@@ -308,6 +308,42 @@ def test_a_layer_over_a_base_in_nf4(
     assert measured.constant == cast_weights(arch, False, predicted)
 
 
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj")])
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+@pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("qwen3", 0.0), ("qwen2", 0.25)])
+def test_a_layer_over_a_base_in_int8(
+    monkeypatch: pytest.MonkeyPatch, family: str, dropout: float, mode: str, targets: tuple[str, ...] | None
+) -> None:
+    """bitsandbytes' own Linears on a CPU, which keep the same tensors there, with peft's adapters."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def with_int8(model: Any, *others: Any) -> Any:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear) and child is not model.lm_head:
+                    bias = child.bias
+                    layer = bnb.nn.Linear8bitLt(
+                        child.in_features, child.out_features, bias is not None, has_fp16_weights=False
+                    )
+                    layer.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False)
+                    layer.bias = bias
+                    setattr(module, name, layer.to("cpu"))
+        model.is_loaded_in_8bit = True
+        return add_adapters(model, *others)
+
+    monkeypatch.setattr(sys.modules[__name__], "add_adapters_of", with_int8)
+    recipe = Recipe(
+        method="lora", quantization="int8", lora_rank=RANK, lora_targets=targets, lora_dropout=dropout
+    )
+    arch = architecture(family, 2)
+    predicted = modules(arch, mode, recipe)._replace(quantized=True, int8_base=True)
+    measured = one_layer(family, mode, recipe)
+    assert measured.per_token == total(saved_tensors(arch, False, predicted))
+    assert cast_weights(arch, False, predicted) == 0
+    # The scales, of which forward makes a view: part of the weights, counted with them.
+    assert measured.constant == sum(4 * out for _, (out, _) in arch.layer_linears(0))
+
+
 def test_llama_by_hand() -> None:
     """Counted by autograd's own hooks this time, and written out once."""
     counted = []

@@ -1,4 +1,4 @@
-"""A base in NF4: its bytes and what its layers keep for backward, against bitsandbytes on a CPU."""
+"""A base in NF4 or int8: its bytes against bitsandbytes on a CPU. What layers keep: test_saved_tensors.py."""
 
 from __future__ import annotations
 
@@ -49,6 +49,21 @@ def quantised(model: torch.nn.Module, double: bool) -> torch.nn.Module:
     return model
 
 
+def in_int8(model: torch.nn.Module) -> torch.nn.Module:
+    """``model`` with every Linear but the head in int8, likewise."""
+    bnb = pytest.importorskip("bitsandbytes")
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear) and name != "lm_head":
+                linear = bnb.nn.Linear8bitLt(
+                    child.in_features, child.out_features, bias=False, has_fp16_weights=False
+                )
+                linear.weight = bnb.nn.Int8Params(child.weight.data, requires_grad=False)
+                setattr(module, name, linear.to("cpu"))
+    model.is_loaded_in_8bit = True  # type: ignore[assignment]
+    return model
+
+
 def weight_bytes(model: torch.nn.Module) -> int:
     """Every storage of parameters and of the states that unpack them, shared ones once."""
     storages: dict[int, int] = {}
@@ -60,6 +75,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
     for parameter in model.parameters():
         count(parameter)
+        count(getattr(parameter, "SCB", None))
         state = getattr(parameter, "quant_state", None)
         for owner in (state, getattr(state, "state2", None)):
             for name in ("absmax", "code", "offset"):
@@ -83,6 +99,21 @@ def test_bytes_of_base_and_adapters(recipe: ss.Recipe, precision: str) -> None:
     assert trained * 2 == plan.memory().at("rest")["optimizer"]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_of_an_int8_base_and_its_fp32_adapters(precision: Any) -> None:
+    recipe = ss.Recipe(method="lora", quantization="int8", lora_rank=8, seq_len=32, precision=precision)
+    model = build_model(SMALL)
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)
+    model = add_adapters(in_int8(model), SMALL, recipe)
+    plan = ss.Plan(SMALL, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
+    assert weight_bytes(model) == plan.memory().components["parameters"]
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    assert trained * 2 == plan.memory().at("rest")["optimizer"]
+    assert "int8" in plan.memory().explain("parameters")
+
+
 def test_nf4_of_arrays() -> None:
     numel = np.array([64, 100, 4096 * 4096, 3], dtype=np.int64)
     for double in (True, False):
@@ -102,5 +133,11 @@ def test_other_layouts_refuse_it() -> None:
     for layout in (ss.Layout.fsdp2(), ss.Layout.zero(), ss.Layout.megatron()):
         with pytest.raises(ValueError, match=f"Recipe.method is 'qlora'.*with {layout.title}"):
             ss.Plan(SMALL, gpus, QLORA, layout)
-    with pytest.raises(ValueError, match=r"Recipe.quantization is 'int8'.*nf4"):
-        ss.Plan(SMALL, gpus, ss.Recipe(method="lora", quantization="int8"), ss.Layout.ddp())
+        with pytest.raises(ValueError, match=f"'(int8|lora)'.*with {layout.title}"):
+            ss.Plan(SMALL, gpus, ss.Recipe(method="lora", quantization="int8"), layout)
+
+
+def test_int8_takes_no_part_in_autocast() -> None:
+    recipe = ss.Recipe(method="lora", quantization="int8", precision="bf16-mixed")
+    with pytest.raises(ValueError, match=r"Recipe.quantization is 'int8'.*precision='bf16'"):
+        ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.ddp())

@@ -61,6 +61,7 @@ def modules_of(plan: Plan) -> Modules:
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
         eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
+        int8_base=recipe.base_quantization == "int8",
         keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs,
     )
 
@@ -254,7 +255,7 @@ def _adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[Sa
         return []
     linears = arch.layer_linears(first_layer(arch, moe))
     adapted = [(target, shape[1]) for target, shape in linears if target in modules.targets]
-    narrow = len(adapted) * modules.adapter_rank * modules.compute
+    narrow = len(adapted) * modules.adapter_rank * (FP32 if modules.int8_base else modules.compute)
     return [Saved("attention", narrow + _dropped_inputs(arch, modules, adapted), "sequence")]
 
 
@@ -262,11 +263,17 @@ def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[st
     """What dropout before adapters adds: a mask each, and inputs that they no longer share.
 
     The mask is a byte a number on a GPU, on a CPU a number. Autocast gives each adapter an input of its own
-    anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy.
+    anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy. Adapters of an
+    int8 base have an fp32 copy, dropped or not, beside what the base keeps.
     """
     if not modules.adapter_dropout:
         return 0
     c = modules.compute
+    if modules.int8_base:
+        mask = modules.adapter_dropout * (1 if modules.on_gpu else FP32)
+        # In an fp32 model there is nothing to cast: only what is dropped is another tensor.
+        copied = FP32 * (modules.compute < FP32 or modules.adapter_dropout)
+        return sum(inner for _, inner in adapted) * (copied + mask)
     masks = sum(inner for _, inner in adapted) * (1 if modules.on_gpu else FP32 if modules.autocast else c)
     if modules.autocast:
         return masks

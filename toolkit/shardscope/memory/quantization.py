@@ -1,8 +1,9 @@
-"""A frozen base in NF4 under adapters, as bitsandbytes and peft keep it (Dettmers et al. 2023, section 3).
+"""A frozen base in NF4 or int8 under adapters, as bitsandbytes and peft keep it.
 
-Every Linear inside the layers is quantised; embeddings, norms, the head, routers and fused experts are not.
-Read off bitsandbytes 0.50 (``nn.Params4bit``, ``functional.quantize_4bit``) and counted against it in
-``tests/unit/test_quantization.py``.
+NF4 is Dettmers et al. 2023, section 3; int8 Dettmers et al. 2022 (LLM.int8). Every Linear inside the layers
+is quantised; embeddings, norms, the head, routers and fused experts are not. Read off bitsandbytes 0.50
+(``nn.Params4bit``, ``nn.Int8Params``, ``functional.quantize_4bit``, ``int8_vectorwise_quant``) and counted
+against it in ``tests/unit/test_quantization.py``.
 """
 
 from __future__ import annotations
@@ -40,18 +41,32 @@ def nf4_bytes(numel: Any, double: bool) -> Any:
     return ceil_div(numel, 2) + scales + CODES
 
 
+def int8_bytes(rows: Any, columns: Any) -> Any:
+    """Bytes of one matrix in int8: a byte a weight, and an fp32 scale a row."""
+    return rows * columns + FP32 * rows
+
+
 @lru_cache(maxsize=1024)
-def layer_linears(architecture: Architecture, moe: bool, double: bool) -> tuple[int, int, int]:
-    """(weights, bytes once quantised, weights of the largest) of the Linears of one layer."""
-    sizes = [out * inner for _, (out, inner) in architecture.layer_linears(first_layer(architecture, moe))]
-    return sum(sizes), sum(nf4_bytes(size, double) for size in sizes), max(sizes)
+def layer_linears(architecture: Architecture, moe: bool, kind: str) -> tuple[int, int, int]:
+    """(weights, bytes once quantised, weights of the largest) of the Linears of one layer.
+
+    ``kind`` is "int8", "nf4", or "nf4_double" with scales that are quantised too.
+    """
+    shapes = [shape for _, shape in architecture.layer_linears(first_layer(architecture, moe))]
+    sizes = [out * inner for out, inner in shapes]
+    if kind == "int8":
+        quantised = sum(int8_bytes(*shape) for shape in shapes)
+    else:
+        quantised = sum(nf4_bytes(size, kind == "nf4_double") for size in sizes)
+    return sum(sizes), quantised, max(sizes)
 
 
 def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
     """Bytes of a stage's frozen weights: quantised Linears, and the rest at ``width`` bytes each."""
+    kind = "nf4_double" if plan.recipe.method == "qlora" else str(plan.recipe.quantization)
     quantised = saved = 0
     for moe, layers in layers_by_kind(plan.architecture, stage):
-        numel, num_bytes, _ = layer_linears(plan.architecture, moe, plan.recipe.method == "qlora")
+        numel, num_bytes, _ = layer_linears(plan.architecture, moe, kind)
         quantised += layers * num_bytes
         saved += layers * numel
     return quantised + width * (stage.base - saved)
@@ -60,7 +75,7 @@ def frozen_base_bytes(plan: Plan, stage: Stage, width: int) -> int:
 def largest_matrix(architecture: Architecture, stage: Stage) -> int:
     """Weights of the largest quantised matrix, which a product makes whole for as long as it takes."""
     found: int = largest(*(
-        (layers > 0) * layer_linears(architecture, moe, True)[2]
+        (layers > 0) * layer_linears(architecture, moe, "nf4")[2]
         for moe, layers in layers_by_kind(architecture, stage)
     ))  # fmt: skip
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from shardscope.layout import Degrees, Layout
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -21,7 +22,7 @@ class DdpLayout(Layout):
     title: ClassVar[str] = "DDP"
     mixes_by_autocast: ClassVar[bool] = True
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
-    supported_quantization: ClassVar[tuple[str, ...]] = ("nf4",)
+    supported_quantization: ClassVar[tuple[str, ...]] = ("nf4", "int8")
     """bitsandbytes' weights become no DTensors, so no other layout here has them."""
     supported_optimizers: ClassVar[tuple[str, ...]] = (
         *("adamw", "adamw_foreach", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
@@ -32,3 +33,14 @@ class DdpLayout(Layout):
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """All ranks hold a replica."""
         return Degrees(data_parallel=cluster.num_gpus, replicate=cluster.num_gpus)
+
+    def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
+        """bitsandbytes' int8 products take no part in autocast."""
+        if recipe.base_quantization == "int8" and recipe.precision not in ("bf16", "fp32"):
+            refuse(
+                "Recipe.quantization",
+                "int8",
+                f"None or 'nf4' in {recipe.precision}, for what autocast makes of int8 was never counted; "
+                "'int8' in 'bf16' or 'fp32'",
+                "precision='bf16'",
+            )

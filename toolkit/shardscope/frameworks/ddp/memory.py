@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.frameworks.ddp.peaks import NOTHING_GATHERED, peaks
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import widths
+from shardscope.memory.precision import FP32, widths
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term
 from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
@@ -31,8 +31,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
     width = widths[plan.recipe.precision]
     quantised = plan.recipe.base_quantization is not None
-    # peft makes adapters of a quantised Linear in the type that this computes in.
-    each = width.compute if quantised else width.original
+    # peft makes adapters of an NF4 Linear in the type that this computes in, of an int8 one in fp32
+    # (tuners_utils.py, _move_adapter_to_device_of_base_layer: an integer type is not taken over).
+    int8 = plan.recipe.base_quantization == "int8"
+    each = FP32 if int8 else width.compute if quantised else width.original
     trained = each * stage.trainable
     optimizer = optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
     base = frozen_base_bytes(plan, stage, width.original) if quantised else width.original * stage.base
@@ -40,10 +42,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
     def parameter_words() -> str:
         if quantised:
+            kind, source = ("int8", "2022") if int8 else ("NF4", "2023")
             return (
-                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, others × "
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in {kind}, others × "
                 f"{width.original} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
-                "2023, bitsandbytes)"
+                f"{source}, bitsandbytes)"
             )
         if plan.recipe.has_adapters:
             return (

@@ -56,7 +56,10 @@ class Modules(NamedTuple):
     """Tokens of the fullest rank's experts over an even share."""
 
     quantized: bool = False
-    """The frozen base is in NF4, and its products come out in their input's type (bitsandbytes)."""
+    """The frozen base is in NF4 or int8, and its products come out in their input's type (bitsandbytes)."""
+    int8_base: bool = False
+    """It is in int8: its products keep their inputs though their weights are frozen (``MatMul8bitLt``), and
+    adapters on them are in fp32 and so cast these inputs (peft, ``lora/bnb.py``)."""
     eight_bit_inputs: bool = False
     """Products keep their inputs in copies of 8 bits (Transformer Engine's fp8)."""
     keeps_frozen_inputs: bool = False
@@ -74,7 +77,9 @@ class Modules(NamedTuple):
 
     def feeds(self, projection: str) -> bool:
         """Whether a projection keeps its input: its own weight is trained, or an adapter's."""
-        return self.targets is None or self.keeps_frozen_inputs or projection in self.targets
+        if self.targets is None or self.keeps_frozen_inputs or projection in self.targets:
+            return True
+        return self.int8_base and projection != "router"
 
     def stream_copies(self, *projections: str) -> int:
         """Copies of one norm's output that the projections reading it keep between them.
