@@ -164,7 +164,9 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         found.append(peak(fraction, inside, words, base, allocated))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
         dense = saved + shape.inside - drop
-        activations = where(has_experts & kept.trains_all, saved + shape.later, dense)
+        # Under adapters experts have no gradients: nothing is known to be gone when the next ones are there.
+        experts = where(kept.trains_all, saved + shape.later, saved + shape.inside)
+        activations = where(has_experts, experts, dense)
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, words, last, allocated))
         left = largest(0, saved - shape.saved)
