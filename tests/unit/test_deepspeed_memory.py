@@ -132,19 +132,19 @@ def test_stage_3_keeps_what_is_used_again_soon() -> None:
     norm = arch.hidden_size
     modules = Modules(arch, None, 2, 0, (embedding,), (norm,), (head,))
     free = Thresholds(0, 0, 10**12, 0, 10**12)
-    nothing = gathered(modules, 2, False, free)
+    nothing = gathered(modules, 2, 0, free)
     assert (nothing.rest, nothing.forward) == (0, 0)
     # Nothing is used between the head and its own backward; between the norm and its, the head is, twice.
-    some = gathered(modules, 2, False, free._replace(max_reuse_distance=1))
+    some = gathered(modules, 2, 0, free._replace(max_reuse_distance=1))
     assert some.forward == head
-    some = gathered(modules, 2, False, free._replace(max_reuse_distance=2 * head + 1))
+    some = gathered(modules, 2, 0, free._replace(max_reuse_distance=2 * head + 1))
     assert some.forward == head + norm
-    everything = gathered(modules, 2, False, free._replace(max_reuse_distance=10**12))
+    everything = gathered(modules, 2, 0, free._replace(max_reuse_distance=10**12))
     assert everything.forward == arch.num_parameters
-    small = gathered(modules, 2, False, free._replace(persistence=10**12))
+    small = gathered(modules, 2, 0, free._replace(persistence=10**12))
     assert small.rest == small.forward == arch.num_parameters
     # Alone, a rank has everything and gathers nothing.
-    assert gathered(modules, 1, False, free).forward == 0
+    assert gathered(modules, 1, 0, free).forward == 0
 
 
 def test_stage_3_gathers_ahead_into_a_buffer_of_its_own() -> None:
@@ -152,19 +152,24 @@ def test_stage_3_gathers_ahead_into_a_buffer_of_its_own() -> None:
     arch = replace(LLAMA, num_hidden_layers=2)
     modules = Modules(arch, None, 2, 0, (arch.embedding_parameters,), (arch.hidden_size,), (8,))
     free = Thresholds(arch.hidden_size, 0, 10**12, 0, 10**12)
-    plain = gathered(modules, 2, False, free)
-    ahead = gathered(modules, 2, False, free._replace(prefetch_bucket=10**12))
+    plain = gathered(modules, 2, 0, free)
+    ahead = gathered(modules, 2, 0, free._replace(prefetch_bucket=10**12))
     most = [max(elements for _, elements in one.in_forward) for one in (plain, ahead)]
     assert most[1] > most[0]
 
 
-def test_views_keep_gathered_experts_that_were_released() -> None:
-    """Autograd holds what a transposed view saw, so experts gathered again in backward are there twice."""
-    arch = replace(ss.models["mixtral-8x7b"], num_hidden_layers=2)
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])
+def test_views_keep_gathered_experts_that_were_released(name: str) -> None:
+    """Autograd holds what a transposed view saw, so experts gathered again in backward are there twice.
+
+    Mixtral's experts are gathered with their router, as a leaf; DeepSeek's one module at a time.
+    """
+    arch = replace(ss.models[name], num_hidden_layers=2)
+    arch = replace(arch, mixture_of_experts=replace(arch.mixture_of_experts, first_k_dense_replace=0))  # type: ignore[type-var]
     modules = Modules(arch, None, 0, 2, (8,), (8,), (8,))
     free = Thresholds(arch.hidden_size, 0, 10**12, 0, 10**12)
-    held = gathered(modules, 2, False, free)
-    again = gathered(modules, 2, True, free)
+    held = gathered(modules, 2, 0, free)
+    again = gathered(modules, 2, 1, free)
     one = sum(size for group, size in arch.layer_parameters(0).items() if group == "experts")
     # Recomputation saves no view in forward.
     assert held.forward - again.forward == 2 * one

@@ -32,13 +32,20 @@ class Call(NamedTuple):
     """The modules that it calls, in order."""
     trained: bool = True
     """Its own tensors get gradients."""
-    viewed: bool = False
-    """Autograd keeps transposed views of its tensors: what was gathered stays as long, even if released."""
+    viewed: tuple[int, ...] = ()
+    """Which of them autograd keeps transposed views of: what was gathered stays as long, even if released."""
     goes_back: bool = True
     """Gradients pass through it."""
     feeds_forward: bool = False
     """One of the feed-forward's large matrices."""
 
+    is_leaf: bool = False
+    """Gathered and released as one with all inside (``DEFAULT_LEAF_MODULE_CLASSES``,
+    deepspeed/runtime/zero/leaf_module_config.py); its gradients wait until all are there."""
+
+
+LEAVES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+"""Families whose feed-forward with experts is such a leaf."""
 
 NOTHING = Call()
 """A module without tensors: an activation, a dropout, or one that makes positions' angles."""
@@ -60,6 +67,8 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
     norms = [make(path) for path in modules if "." not in path and path != names.attention]
     attention = [make(path) for path in modules if path.startswith(f"{names.attention}.")]
     inner = [path for path in modules if path.startswith("mlp.")]
+    if moe and arch.model_type in LEAVES:
+        return _with_leaf(arch, adapted, norms, attention, [modules[path] for path in inner])
     shared = [path for path in inner if path.startswith(f"{names.shared_experts}.")]
     plain = [make(path) for path in inner if path not in shared]
     dropout = [NOTHING] * (arch.model_type in DROPOUTS)
@@ -73,6 +82,21 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
     own = tuple(modules.get(names.attention, ()))
     halves = Call(own, (*attention, *dropout), adapted is None), Call((), (*plain, *dropout))
     return Call((), (*begin, halves[0], *middle, halves[1], *end))
+
+
+def _with_leaf(
+    arch: Architecture,
+    adapted: Recipe | None,
+    norms: list[Call],
+    attention: list[Call],
+    inner: list[list[int]],
+) -> Call:
+    """A layer whose feed-forward has no hooks inside."""
+    own = tuple(size for sizes in inner for size in sizes)
+    place = max(range(len(own)), key=own.__getitem__)
+    leaf = Call(own, (), adapted is None, (place, place + 1), feeds_forward=True, is_leaf=True)
+    begin, middle, end = _around(arch, norms)
+    return Call((), (*begin, Call((), tuple(attention)), *middle, leaf, *end))
 
 
 def _maker(
@@ -90,15 +114,15 @@ def _maker(
         large = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
             # gpt-oss stores its experts as the products read them; all others through a transposed view.
-            viewed = arch.model_type != "gpt_oss"
+            viewed = (0, 1) if arch.model_type != "gpt_oss" else ()
             return Call(own, (NOTHING,), adapted is None, viewed, not waiting, large)
         if adapted is None or name not in targets:
-            return Call(own, (), adapted is None, False, not waiting, large)
+            return Call(own, (), adapted is None, (), not waiting, large)
         out, inner = linears[name]
         reaches = not (waiting or (is_first and name in inputs))
         waiting = False
         narrow, wide = (adapted.adapter_rank * inner,), (adapted.adapter_rank * out,)
-        return Call((), (Call(own, (), False, False, reaches), NOTHING, Call(narrow), Call(wide)))
+        return Call((), (Call(own, (), False, (), reaches), NOTHING, Call(narrow), Call(wide)))
 
     return make
 

@@ -108,7 +108,7 @@ class _Kind(NamedTuple):
     half: int
     overlaps: bool
     sub_group_size: int
-    recomputes: bool
+    interval: int
     limits: Thresholds
 
 
@@ -123,7 +123,7 @@ def counted(plan: Plan, stage: Stage) -> Counted:
         widths[recipe.precision].compute,
         bool(layout.overlap_comm),
         layout.sub_group_size,
-        recipe.recompute in ("full", "selective"),
+        recipe.recompute_interval if recipe.recompute in ("full", "selective") else 0,
         Thresholds(
             layout.stage3_param_persistence_threshold,
             layout.stage3_prefetch_bucket_size,
@@ -175,7 +175,7 @@ def _counted(
         frozen = cut_each(tensors.frozen, ranks)
         group = largest_group(tensors.trained, ranks, kind.sub_group_size)
         modules = _modules(kind, dense_layers, moe_layers)
-        found = gathered(modules, ranks, kind.recomputes, kind.limits)
+        found = gathered(modules, ranks, kind.interval, kind.limits)
         rest, forward, in_forward, parts = found.rest, found.forward, found.in_forward, found.backward
     elif kind.stage == 0:
         flattened = max(all_reduce_bucket(tensors.trained), all_reduce_bucket(tensors.experts))

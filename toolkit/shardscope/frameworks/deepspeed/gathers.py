@@ -60,12 +60,13 @@ class Modules(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def gathered(modules: Modules, ranks: int, recomputes: bool, limits: Thresholds) -> Gathered:
+def gathered(modules: Modules, ranks: int, interval: int, limits: Thresholds) -> Gathered:
     """Follow one step over ``modules``.
 
-    One rank alone has everything. ``recomputes`` runs each layer's forward again in its backward.
+    One rank alone has everything. Of layers every ``interval``-th, the first included, runs its forward again
+    in its backward; 0: none does.
     """
-    return _Coordinator(modules, ranks, recomputes, limits).run()
+    return _Coordinator(modules, ranks, interval, limits).run()
 
 
 class _Node(NamedTuple):
@@ -74,14 +75,16 @@ class _Node(NamedTuple):
     own: tuple[int, ...]
     calls: tuple[_Node, ...]
     call: Call
+    inside: tuple[int, ...] = ()
+    """Its own and those of all modules that it calls; empty: its own."""
 
 
 Event = tuple[Literal["fetch", "again", "gradients", "release"], _Node]
 
 
 class _Coordinator:
-    def __init__(self, modules: Modules, ranks: int, recomputes: bool, limits: Thresholds) -> None:
-        self.limits, self.recomputes, self.ranks = limits, recomputes, ranks
+    def __init__(self, modules: Modules, ranks: int, interval: int, limits: Thresholds) -> None:
+        self.limits, self.interval, self.ranks = limits, interval, ranks
         self.sizes: list[int] = []
         self.tied = 0 if modules.head else modules.before[0]
         self.trains_all = modules.adapted is None
@@ -114,7 +117,14 @@ class _Coordinator:
         behind = [Call(modules.norm, (), trained), Call(modules.head or (_TIED,), (), trained)]
         wrappers = [NOTHING] * (2 if trained else 4)
         groups = [wrappers, before, layers, behind]
-        return tuple([self._numbered(call) for call in group] for group in groups)
+        outer, *others = ([self._numbered(call) for call in group] for group in groups)
+        head = others[-1][-1].own
+        every = tuple(range(len(self.sizes)))
+        inner = tuple(index for index in every if index not in head or not index)
+        return [
+            *(node._replace(inside=every) for node in outer[:-1]),
+            outer[-1]._replace(inside=inner),
+        ], *others
 
     def _numbered(self, call: Call) -> _Node:
         own = []
@@ -123,7 +133,10 @@ class _Coordinator:
             own.append(0 if size == _TIED else len(self.sizes))
             if size != _TIED:
                 self.sizes.append(size)
-        return _Node(tuple(own), tuple(self._numbered(inner) for inner in call.calls), call)
+        calls = tuple(self._numbered(inner) for inner in call.calls)
+        return _Node(
+            tuple(own), calls, call, (*own, *(i for inner in calls for i in inner.inside or inner.own))
+        )
 
     def _events(
         self, wrappers: list[_Node], before: list[_Node], layers: list[_Node], behind: list[_Node]
@@ -138,38 +151,49 @@ class _Coordinator:
         first: list[Event] = [("fetch", node) for node in wrappers[:-1]]
         first += [*_backward(head), ("fetch", wrappers[-1]), *_backward(norm)]
         backward = [first]
-        for layer in reversed(layers):
+        for place, layer in reversed(list(enumerate(layers))):
             events = list(_backward(layer))
-            backward.append(_with_recomputation(layer, events) if self.recomputes else events)
+            backward.append(_with_recomputation(layer, events) if self._recomputes(place) else events)
         # Nothing tells that an embedding's gradient is through: it stays until backward has ended.
         last = [event for node in reversed(before) for event in _backward(node) if event[0] != "release"]
         return forward, [*backward, last]
 
+    def _recomputes(self, layer: int) -> bool:
+        return self.interval > 0 and layer % self.interval == 0
+
     def _index(self) -> None:
         """In which fetch each tensor comes, and how many elements came before each fetch."""
         order = [
-            node.own
+            node
             for part in (*self.forward, *self.backward)
             for kind, node in part
             if kind in ("fetch", "again")
         ]
-        self.queue = deque((step, index) for step, own in enumerate(order) for index in sorted(own))
-        self.passed = [0]
+        self.queue = deque((step, i) for step, node in enumerate(order) for i in sorted(node.own))
+        # DeepSpeed looks into what comes next as it looks into what it releases: a leaf with all inside,
+        # other modules without, so that no leaf counts for them.
+        self.passed, self.passed_inside = [0], [0]
         self.uses: list[deque[int]] = [deque() for _ in self.sizes]
-        for step, own in enumerate(order):
-            for index in own:
+        self.uses_inside: list[deque[int]] = [deque() for _ in self.sizes]
+        for step, node in enumerate(order):
+            inside = node.inside if node.inside else node.own
+            for index in node.own:
                 self.uses[index].append(step)
-            self.passed.append(self.passed[-1] + sum(self.sizes[index] for index in own))
+            own = 0 if node.call.is_leaf else sum(self.sizes[index] for index in node.own)
+            self.passed.append(self.passed[-1] + own)
+            self.passed_inside.append(self.passed_inside[-1] + sum(self.sizes[index] for index in inside))
+            for index in inside:
+                self.uses_inside[index].append(step)
 
     # ---- a step
 
     def run(self) -> Gathered:
         """The moments of :class:`Gathered`."""
         in_forward: list[int] = []
-        for events in self.forward:
+        for place, events in enumerate(self.forward):
             self.top = self.live
             for kind, node in events:
-                self._do(kind, node, keeps_views=not self.recomputes)
+                self._do(kind, node, keeps_views=not self._recomputes(place - 1))
             in_forward.append(self.top)
         forward = self.live
         found = [self._part(events, place) for place, events in enumerate(self.backward)]
@@ -192,6 +216,9 @@ class _Coordinator:
                 continue
             if base < 0 or not place:
                 base = self.live + self.oversized + (waits if place else self._head_waits(node))
+            if node.call.is_leaf:
+                peak = max(peak, waits + self._leaf(node, inner))
+                continue
             for index in node.own:
                 now = self._gradient(index, node.call.trained) + waits
                 peak = max(peak, now)
@@ -200,6 +227,26 @@ class _Coordinator:
         base = self.live + self.oversized + waits if base < 0 else base
         return Part(Instant(base, 0), Instant(peak, 0), inner=tuple(inner))
 
+    def _leaf(self, node: _Node, inner: list[Instant]) -> int:
+        """The most while a leaf goes backward: released first, its gradients are reduced one by one."""
+        trained = node.call.trained
+        waiting = sum(self.sizes[index] for index in node.own) if trained else 0
+        behind = node.call.viewed[-1] + 1
+        # Experts go backward first, the last of their products first of all; then shared ones.
+        shared = sum(self.sizes[index] for index in node.own[behind:]) if trained else 0
+        self._let_go(node.own[behind - 1])
+        peak = self.live + self.oversized + waiting - shared
+        inner.append(Instant(peak, 0))
+        self._let_go(node.own[behind - 2])
+        peak = max(peak, self.live + self.oversized + waiting)
+        for index in node.own:
+            self._release(index, is_leaf=True)
+        for index in node.own if waiting else ():
+            held = self.live + self.oversized + waiting
+            peak = max(peak, held + self._reduce(self.sizes[index]))
+            waiting -= self.sizes[index]
+        return peak
+
     def _head_waits(self, node: _Node) -> int:
         """The gradient of a head that is the embedding too, once it is made."""
         return 0 if 0 in node.own or not self.trains_all else self.tied
@@ -207,11 +254,11 @@ class _Coordinator:
     def _do(self, kind: str, node: _Node, keeps_views: bool) -> None:
         if kind == "release":
             for index in node.own:
-                self._release(index)
+                self._release(index, node.call.is_leaf)
             return
         self._fetch(node.own)
-        if keeps_views and node.call.viewed and node.call.goes_back and self.ranks > 1:
-            self.viewed.update(node.own)
+        if keeps_views and node.call.goes_back and self.ranks > 1:
+            self.viewed.update(node.own[place] for place in node.call.viewed)
 
     def _gradient(self, index: int, trained: bool) -> int:
         """Elements held while a tensor's gradient is made and put into the bucket, without that itself."""
@@ -224,11 +271,15 @@ class _Coordinator:
             held += size
         if trained and self._next_use(index) is None:
             held += self._reduce(size)
+        self._let_go(index)
+        return held
+
+    def _let_go(self, index: int) -> None:
+        """A product has gone backward, and with it autograd's view of its weight."""
         self.viewed.discard(index)
         if index in self.orphans:
             self.orphans.discard(index)
             self.live -= self.costs[index]
-        return held
 
     def _reduce(self, size: int) -> int:
         """A gradient goes into the bucket; what reducing a full one copies."""
@@ -294,18 +345,19 @@ class _Coordinator:
         if together and all(self.flights.get(member) is not flight for member in flight):
             self.live -= sum(self.costs[member] for member in flight)
 
-    def _next_use(self, index: int) -> int | None:
+    def _next_use(self, index: int, told: list[deque[int]] | None = None) -> int | None:
         """The next fetch of which a tensor is part."""
-        uses = self.uses[index]
+        uses = (told or self.uses)[index]
         while uses and uses[0] < self.step:
             uses.popleft()
         return uses[0] if uses else None
 
-    def _release(self, index: int) -> None:
+    def _release(self, index: int, is_leaf: bool) -> None:
         if self.persists[index] or self.fetched_for[index] > self.step or index not in self.available:
             return
-        later = self._next_use(index)
-        if later is not None and self.passed[later] - self.passed[self.step] < self.limits.max_reuse_distance:
+        later = self._next_use(index, self.uses_inside if is_leaf else self.uses)
+        passed = self.passed_inside if is_leaf else self.passed
+        if later is not None and passed[later] - passed[self.step] < self.limits.max_reuse_distance:
             return
         self.available.discard(index)
         self.num_available -= self.sizes[index]
@@ -340,12 +392,13 @@ def _backward(node: _Node) -> Iterator[Event]:
     yield "fetch", node
     late = node.own[:1] if node.calls else ()
     if node.own:
-        yield "gradients", node._replace(own=node.own[len(late) :][::-1])
+        behind = node.own[len(late) :]
+        yield "gradients", node._replace(own=behind if node.call.is_leaf else behind[::-1])
     for inner in reversed(node.calls):
         yield from _backward(inner)
     if late:
         yield "gradients", node._replace(own=late)
-    if node.own:
+    if node.own and not node.call.is_leaf:
         yield "release", node
 
 

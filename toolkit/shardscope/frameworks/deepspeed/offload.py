@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.frameworks.deepspeed.counted import is_late
 from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.memory.arithmetic import ceil_div, largest, smallest
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardscope.memory.backward import Backward, Peak
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
@@ -62,62 +61,58 @@ def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState
 def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     layout: Any = plan.layout
     main = FP32 * p.part
-    host = nvme = 0
+    host: Any = 0
+    nvme: Any = 0
     if layout.offload_optimizer == "cpu":
         # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
-        host += main + p.moments + FP32 * p.part
+        host = main + p.moments + FP32 * p.part
     else:
         # Main copies, moments and gradients are files; a pool of buffers holds the sub-group that is updated.
-        nvme += main + p.moments + FP32 * p.part
-        host += layout.offload_optimizer_buffer_count * _aligned(FP32 * p.group)
-    extra = 0
+        nvme = main + p.moments + FP32 * p.part
+        host = layout.offload_optimizer_buffer_count * _aligned(FP32 * p.group)
+    extra: Any = 0
+    rest, stay = None, False
+    gradients = no_bytes("copied to the host as they are reduced")
     if layout.stage == 3:
         # grad_partitions_flat_buffer, in the gradients' own type, pinned.
-        host += p.half * p.part
+        host = host + p.half * p.part
         gradients = no_bytes("reduced gradients wait in pinned host memory (offload_optimizer)")
     else:
+        accumulates = plan.num_micro_batches > 1
         # What goes back to the GPU, a tensor on its way in each direction, and sums of micro-batches.
-        host += p.half * (p.part + p.largest)
-        if plan.num_micro_batches > 1:
-            host += p.half * p.kept
+        host = host + p.half * (p.part + p.largest) + p.half * p.kept * accumulates
         extra = p.half * p.largest
-        late = layout.stage == 1 and (not layout.overlap_comm or plan.num_micro_batches > 1)
-        gradients = state.gradients if late else no_bytes("copied to the host as they are reduced")
-    where = "in host memory" if layout.offload_optimizer == "cpu" else "on NVMe"
-    rest = Term(extra, lambda: f"{gib(extra)} GiB for one gradient on its way to the host") if extra else None
-    away = no_bytes(f"{where} (offload_optimizer), updated there")
+        rest = Term(extra, lambda: f"{gib(extra)} GiB for one gradient on its way to the host")
+        stay = is_late(layout.stage, bool(layout.overlap_comm), accumulates)
+    place = "in host memory" if layout.offload_optimizer == "cpu" else "on NVMe"
     initialisation = {
         name: term for name, term in state.initialisation.items() if name not in ("optimizer", "gradients")
     }
-    return state._replace(
-        gradients=gradients,
-        gradients_reduced=no_bytes("on the host"),
-        gradients_stay=False,
-        optimizer=away,
-        optimizer_working=no_bytes("the update runs on the host (DeepSpeedCPUAdam)"),
-        initialisation=initialisation,
-        gather_rest=state.gather_rest or rest,
-        gather_forward=_plus(state.gather_forward, extra),
-        find_backward=_backward(state, gradients, extra),
-        host_bytes=state.host_bytes + host,
-        nvme_bytes=state.nvme_bytes + nvme,
-    )
-
-
-def _backward(state: TrainingState, gradients: Term, extra: int) -> Callable[[Backward], list[Peak]] | None:
-    """The instants of backward without the gradients that have gone to the host."""
     find = state.find_backward
-    if find is None:
-        return None
-    stay = gradients.num_bytes > 0
+    assert find is not None
 
     def moved(shape: Backward) -> list[Peak]:
+        """The instants of backward without the gradients that have gone to the host."""
         return [
-            peak._replace(gather=_plus(peak.gather, extra), gradients=peak.gradients if stay else gradients)
+            peak._replace(
+                gather=_plus(peak.gather, extra, layout), gradients=chosen(stay, peak.gradients, gradients)
+            )
             for peak in find(shape)
         ]
 
-    return moved
+    return state._replace(
+        gradients=chosen(stay, state.gradients, gradients),
+        gradients_reduced=no_bytes("on the host"),
+        gradients_stay=False,
+        optimizer=no_bytes(f"{place} (offload_optimizer), updated there"),
+        optimizer_working=no_bytes("the update runs on the host (DeepSpeedCPUAdam)"),
+        initialisation=initialisation,
+        gather_rest=state.gather_rest or rest,
+        gather_forward=_plus(state.gather_forward, extra, layout),
+        find_backward=moved,
+        host_bytes=state.host_bytes + host,
+        nvme_bytes=state.nvme_bytes + nvme,
+    )
 
 
 def params_buffer_elements(plan: Plan) -> Any:
@@ -131,33 +126,33 @@ def params_buffer_elements(plan: Plan) -> Any:
 
 def _parameters(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     layout: Any = plan.layout
-    host = nvme = 0
+    host: Any = 0
+    nvme: Any = 0
     weights = state.parameters.num_bytes
     if layout.offload_params == "cpu":
         # param_groups_fp16_flat_cpu_memory, pinned.
-        host += weights
+        host = weights
     else:
         # DeepSpeed pins room for max_in_cpu elements; a sub-group that does not fit there is a file.
-        room = int(smallest(weights, p.half * layout.offload_params_max_in_cpu))
-        host += room
-        if weights > room:
-            nvme += weights
-            host += p.half * p.group
-        host += layout.offload_params_buffer_count * _aligned(p.half * params_buffer_elements(plan))
-    where = "in host memory" if layout.offload_params == "cpu" else "on NVMe"
+        room = smallest(weights, p.half * layout.offload_params_max_in_cpu)
+        overflows = weights > room
+        nvme = weights * overflows
+        host = room + p.half * p.group * overflows
+        host = host + layout.offload_params_buffer_count * _aligned(p.half * params_buffer_elements(plan))
+    place = "in host memory" if layout.offload_params == "cpu" else "on NVMe"
     return state._replace(
-        parameters=no_bytes(f"{where} (offload_params), gathered when used"),
+        parameters=no_bytes(f"{place} (offload_params), gathered when used"),
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,
     )
 
 
-def _aligned(num_bytes: int) -> int:
-    return int(ceil_div(num_bytes, AIO_BYTES) * AIO_BYTES)
+def _aligned(num_bytes: Any) -> Any:
+    return ceil_div(num_bytes, AIO_BYTES) * AIO_BYTES
 
 
-def _plus(term: Term, extra: int) -> Term:
-    if not extra:
+def _plus(term: Term, extra: Any, layout: Any) -> Term:
+    if layout.stage == 3:
         return term
     return Term(
         term.num_bytes + extra, lambda: f"{term.explain()} + {gib(extra)} GiB for a gradient to the host"
