@@ -230,7 +230,7 @@ def _bridge_recipe(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...
 
     perf_recipes/_common.py, ``_benchmark_common``, and recipes/moonlight/h100/moonlight_16b.py:
     ``grad_reduce_in_fp32 = False``, and ``cross_entropy_fusion_impl = "te"``, which writes the gradient over
-    the half-precision logits.
+    the half-precision logits. The canonical recipe of Qwen3 keeps moments and main weights in fp32.
     """
     changed_moments = []
     for moment in moments:
@@ -246,7 +246,9 @@ def _precision_aware(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, .
     recipes/moonlight/h100/moonlight_16b.py (``exp_avg_dtype``, ``exp_avg_sq_dtype``) and Megatron-core's
     ``store_param_remainders``, on by default: 6 bytes where the plan has 12. Transformer Engine's step copies
     both moments of all of its weights to fp32 first (optimizers/fused_adam.py, ``get_unscaled_state``), and
-    the optimizers of experts and of the rest step one after the other.
+    the optimizers of experts and of the rest step one after the other. Where the configuration names an fp8
+    recipe, Megatron-core keeps whole fp32 weights and gradients beside (``optimizer_config.py``); the pages
+    do not say, and calibration rows, 13 GB below that, chose.
     """
     arch, routed = plan.architecture, plan.architecture.mixture_of_experts
     each = 3 * arch.hidden_size * routed.moe_intermediate_size if routed else 0
