@@ -22,7 +22,7 @@ is a band. Megatron-Bridge's figures are taken as the decimal GB that its log pr
 call them (`tests/accuracy/kinds.py`). Constants may be fitted on rows of role `calibration`; `judge` rows
 are apart. nanotron is no framework of ours: `tests/accuracy/nanotron.py` has its first stage from its
 source, to which `calibration` rows added two choices (which stage takes a block at a tie, and how much a
-band allows to stay reserved). They made one more: which of Megatron-core's ways Moonlight's optimizer goes."""
+band allows to stay reserved). They made one more: which way Moonlight's optimizer goes."""
 
 
 def memory_report(score: MemoryScore, *sections: str) -> str:
