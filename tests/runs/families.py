@@ -21,32 +21,30 @@ MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_si
 LATENT = LatentAttention(
     q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24
 )
+WINDOW = {"sliding_window": 16, "sliding_window_layers": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "mistral": {"head_dim": 32},
-    "mistral with a window": {"head_dim": 32, "sliding_window": 16, "sliding_window_layers": 1},
+    "mistral with a window": {"head_dim": 32, **WINDOW},
     "qwen2": {"head_dim": 28, "attention_bias": True},
     "qwen3": {"head_dim": 32, "qk_norm": True},
     "gemma2": {
         "head_dim": 32,
         "norms_per_layer": 4,
         "tie_word_embeddings": True,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
+        **WINDOW,
     },
     "phi3": {"head_dim": 28},
-    "phi3 with a window": {"head_dim": 28, "sliding_window": 16, "sliding_window_layers": 1},
+    "phi3 with a window": {"head_dim": 28, **WINDOW},
     "phi3 with a window and all heads": {
         "head_dim": 28,
         "num_key_value_heads": 6,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
+        **WINDOW,
     },
     "mistral with a window and all heads": {
         "head_dim": 32,
         "num_key_value_heads": 6,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
+        **WINDOW,
     },
     "mixtral": {"head_dim": 32, "mixture_of_experts": replace(MOE, moe_intermediate_size=232)},
     "qwen3_moe": {"head_dim": 28, "qk_norm": True, "mixture_of_experts": MOE},
@@ -90,8 +88,7 @@ FAMILIES |= {
         "norms_per_layer": 4,
         "qk_norm": True,
         "tie_word_embeddings": True,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
+        **WINDOW,
     },
     "phi": {"head_dim": 28, "norms_per_layer": 1, "parallel_residual": True, **PLAIN, **BIAS},
     "phi with normalised queries": {
@@ -126,8 +123,7 @@ FAMILIES |= {
         "head_dim": 32,
         "attention_bias": True,
         "attention_output_bias": True,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
+        **WINDOW,
         "mixture_of_experts": replace(MOE, moe_intermediate_size=232),
     },
     "olmo2": {"head_dim": 28, "qk_norm": True},
@@ -158,8 +154,7 @@ FAMILIES |= {
     "starcoder2": {"head_dim": 28, **PLAIN, **BIAS},
     "starcoder2 with a window": {
         "head_dim": 28,
-        "sliding_window": 16,
-        "sliding_window_layers": 1,
+        **WINDOW,
         **PLAIN,
         **BIAS,
     },

@@ -9,32 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.peak import Peak
 
 from shardscope.memory import head
 from shardscope.memory.modules.saved import Modules
 from shardscope.training.loss import chunked_cross_entropy
-
-
-class Peak(TorchDispatchMode):
-    """The most that tensors made here take at once."""
-
-    def __init__(self, before: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.before = {tensor.untyped_storage()._cdata for tensor in before}
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.before:
-                storage = leaf.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, sum(n for weak, n in self.made.values() if not weak.expired()))
-        return out
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp32", "autocast"])

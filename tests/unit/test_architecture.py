@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from shardscope.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardscope.catalog import models
+from shardscope.unknown_family import SIZES
 
 LLAMA = models["llama-3.1-8b"]
 DEEPSEEK = models["deepseek-v3"]
@@ -153,16 +154,6 @@ def test_bad_sequence_lengths_are_refused(bad: Any) -> None:
 
 # ------------------------------------------------------------------------------------------ refusals
 
-SIZES = [
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-]
 FLAGS = ["tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "gated_mlp", "qk_norm"]
 
 

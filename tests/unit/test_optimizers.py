@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.peak import Peak
 
 import shardscope as ss
 from shardscope.architecture import Architecture, MixtureOfExperts
@@ -82,26 +80,6 @@ def state_bytes(found: list[torch.optim.Optimizer]) -> int:
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
                     storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-class Peak(TorchDispatchMode):
-    """The most that tensors made here take at once; what is written in place was there before."""
-
-    def __init__(self, before: list[Any]) -> None:
-        super().__init__()
-        self.before = {tensor.untyped_storage()._cdata for tensor in before}
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.before:
-                storage = leaf.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        alive = sum(size for weak, size in self.made.values() if not weak.expired())
-        self.most = max(self.most, alive)
-        return out
 
 
 def plan(arch: Architecture, name: str, **recipe: Any) -> ss.Plan:

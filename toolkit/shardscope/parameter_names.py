@@ -27,6 +27,17 @@ class Names(NamedTuple):
     shared_experts: str = "mlp.shared_experts"
 
 
+_BLOOM = Names(
+    layers="transformer.h",
+    embedding="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    attention="self_attention",
+    fused_qkv="query_key_value",
+    output="dense",
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+)
+"""BLOOM's names, which Falcon has kept and GPT-NeoX in its layers."""
 _GLM = Names(fused_gate_up="gate_up_proj")
 _NAMES: dict[str, Names] = {
     "gpt2": Names(
@@ -39,26 +50,13 @@ _NAMES: dict[str, Names] = {
         up="c_fc",
         down="c_proj",
     ),
-    "gpt_neox": Names(
+    "gpt_neox": _BLOOM._replace(
         layers="gpt_neox.layers",
         embedding="gpt_neox.embed_in",
         final_norm="gpt_neox.final_layer_norm",
         attention="attention",
-        fused_qkv="query_key_value",
-        output="dense",
-        up="dense_h_to_4h",
-        down="dense_4h_to_h",
     ),
-    "falcon": Names(
-        layers="transformer.h",
-        embedding="transformer.word_embeddings",
-        final_norm="transformer.ln_f",
-        attention="self_attention",
-        fused_qkv="query_key_value",
-        output="dense",
-        up="dense_h_to_4h",
-        down="dense_4h_to_h",
-    ),
+    "falcon": _BLOOM,
     "phi": Names(
         final_norm="model.final_layernorm",
         output="dense",

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shardscope.rehearsal.replacing import replaced
+
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_FLASH_HEAD_DIM = 256
 
@@ -30,14 +32,8 @@ def gpu_operators() -> Iterator[None]:
         (F, "grouped_mm", _grouped_products(F.grouped_mm)),
         (torch, "is_autocast_enabled", _asks_for_cuda(torch.is_autocast_enabled)),
     ]
-    before = [getattr(owner, name) for owner, name, _ in stand_ins]
-    for owner, name, stand_in in stand_ins:
-        setattr(owner, name, stand_in)
-    try:
+    with replaced(stand_ins):
         yield
-    finally:
-        for (owner, name, _), was in zip(stand_ins, before, strict=True):
-            setattr(owner, name, was)
 
 
 _POWERS: tuple[tuple[Any, str], ...] = (

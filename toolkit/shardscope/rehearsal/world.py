@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardscope.rehearsal.conversion import converting_by_replacing
 from shardscope.rehearsal.gpu_operators import gpu_operators
+from shardscope.rehearsal.replacing import replaced
 from shardscope.rehearsal.tracker import Tracker
 
 
@@ -79,14 +80,8 @@ def _transformers_as_on_real_tensors() -> Iterator[None]:
     ]
     # It reads positions to see whether a row holds several texts, which ours does not.
     patches.append((masking_utils, "find_packed_sequence_indices", _not_packed))
-    before = [getattr(module, name) for module, name, _ in patches]
-    for module, name, stand_in in patches:
-        setattr(module, name, stand_in)
-    try:
+    with replaced(patches):
         yield
-    finally:
-        for (module, name, _), was in zip(patches, before, strict=True):
-            setattr(module, name, was)
 
 
 def _not_packed(position_ids: torch.Tensor) -> None:
