@@ -33,6 +33,12 @@ class Sizes(NamedTuple):
     drops: tuple[int, ...]
     """What is gone of a dense layer, against where its product is taken apart, as each matrix of its
     feed-forward has its gradient."""
+    product: int
+    """A dense feed-forward's product."""
+    down: int
+    """Elements of the matrix behind that product, whose gradient is made while the product is still there."""
+    adapts_down: bool
+    """Whether an adapter of that matrix has the first gradient of all."""
     unsaved: int
     """What the very first layer under adapters does not save when it is computed again."""
     num_layers: int
@@ -68,6 +74,9 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         logits=tokens * vocab * modules.compute * whole * stage.is_last,
         leaving=tokens * (stream + in_norm + kept),
         drops=drops,
+        product=ceil_div(tokens * inner, plan.degrees.tp),
+        down=ceil_div(arch.intermediate_size * arch.hidden_size, plan.degrees.tp),
+        adapts_down=names_of(arch).down in (modules.targets or ()),
         num_layers=stage.num_layers,
         in_scores=in_scores,
         unsaved=recomputes
@@ -155,13 +164,16 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         fraction = 0.36 + 0.6 * done / num_layers
         saved, is_last = _left(shape, num_layers, done), done == num_layers - 1
         words = saved_by(num_layers - done, ", and gradients inside one")
-        # The bucket comes with the first gradient, of adapters after the last layer's feed-forward.
-        allocated = (
-            kept.bucket if kept.trains_all else where((done > 0) | kept.first_hook, kept.bucket, already)
-        )
+        # The bucket comes with the first gradient, mostly of adapters after the last layer's feed-forward.
+        comes = kept.trains_all or sizes.adapts_down
+        allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
         inside = saved + largest(shape.inside, shape.earlier) - is_last * sizes.unsaved
         base = layer.middle if sizes.in_scores else layer.base
         found.append(peak(fraction, inside, words, base, allocated))
+        if kept.trains_all:
+            made = where(has_experts, 0, saved + shape.inside - sizes.drops[0] + sizes.product)
+            down = layer.base._replace(staging=layer.base.staging + sizes.down)
+            found.append(peak(fraction + 0.002, made, words, down, allocated))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
         dense = saved + shape.inside - drop
         # Under adapters experts have no gradients: nothing is known to be gone when the next ones are there.
