@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from families import SHAPE
-from test_loss import Peak
 from test_saved_tensors import FULL, one_layer
+from tests.peak import Peak
 
 from shardscope.memory.float8 import linear_working
 
