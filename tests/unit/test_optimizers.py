@@ -12,7 +12,7 @@ from tests.peak import Peak
 
 import shardscope as ss
 from shardscope.architecture import Architecture, MixtureOfExperts
-from shardscope.memory.optimizers import ELEMENTWISE, tensor_state
+from shardscope.memory.optimizers import ELEMENTWISE, flat_working, tensor_state
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from shardscope.training.optimizers import build_optimizer
@@ -192,12 +192,64 @@ def test_arrays_give_the_same_bytes(name: str, library: str) -> None:
             assert np.broadcast_to(ours, rows.shape)[index] == theirs
 
 
+def test_flat_buffers_have_neither_rows_nor_embeddings() -> None:
+    """ZeRO's buffers: 8-bit moments of everything, and an Adafactor that factors nothing."""
+    reports = {
+        name: ss.Plan(
+            ss.models["llama-3.1-8b"],
+            ss.Cluster.parse("8xh100-sxm-80gb"),
+            ss.Recipe(optimizer=name),
+            ss.Layout.zero(),
+        ).memory()
+        for name in ("adamw", "adamw_8bit", "adafactor", "lion", "sgd")
+    }
+    part = ss.models["llama-3.1-8b"].num_parameters // 8
+    each = {name: report.at("rest")["optimizer"] / part for name, report in reports.items()}
+    scales = 2 * 4 / 256
+    wanted = {"adamw": 12, "adamw_8bit": 6 + scales, "adafactor": 8, "lion": 8, "sgd": 8}
+    assert each == pytest.approx(wanted, rel=1e-4)
+    # Adafactor squares the gradient of a sub-group, and copies its second moment.
+    assert flat_working("adafactor", 1000) == 8000
+    more = reports["adafactor"].at("optimizer")["optimizer"] - reports["lion"].at("optimizer")["optimizer"]
+    assert 0 < more <= 2 * 4 * part
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("adafactor", ss.Layout.zero(stage=0)),
+        ("adamw_8bit", ss.Layout.zero(stage=0)),
+        ("lion", ss.Layout.zero(offload_optimizer="cpu")),
+    ],
+)
+def test_zero_refuses_what_has_no_flat_buffer_on_the_device(name: str, layout: ss.Layout) -> None:
+    with pytest.raises(ValueError, match=f"Recipe.optimizer is '{name}'.*optimizer='adamw'"):
+        ss.Plan(
+            ss.models["llama-3.1-8b"],
+            ss.Cluster.parse("8xh100-sxm-80gb"),
+            ss.Recipe(optimizer=name),  # type: ignore[arg-type]
+            layout,
+        )
+
+
+def test_adafactor_of_a_vector_needs_two_more() -> None:
+    vector = torch.nn.Parameter(torch.ones(1 << 16))
+    vector.grad = torch.ones_like(vector)
+    optimizer = torch.optim.Adafactor([vector])
+    optimizer.step()
+    peak = Peak([vector, vector.grad, optimizer.state[vector]["variance"]])
+    with peak:
+        optimizer.step()
+    # Beside it there are a few single numbers.
+    assert 0 <= peak.most - flat_working("adafactor", 1 << 16) < 64
+
+
 def test_frameworks_refuse_what_they_cannot_run() -> None:
     gpus = ss.Cluster.parse("8xh100-sxm-80gb")
     for layout, names in (
         (ss.Layout.fsdp2(), {"muon", "adafactor", "paged_adamw"}),
         (ss.Layout.megatron(), {"muon", "adafactor", "paged_adamw", "adamw_8bit"}),
-        (ss.Layout.zero(), {"muon", "adafactor", "paged_adamw"}),
+        (ss.Layout.zero(), {"muon", "paged_adamw", "paged_adamw_8bit"}),
     ):
         for name in names:
             with pytest.raises(ValueError, match=f"Recipe.optimizer is '{name}'.*with {layout.title}"):

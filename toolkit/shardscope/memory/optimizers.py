@@ -81,10 +81,21 @@ def constant_state(optimizer: str, library: str) -> int:
 
 
 def flat_state(optimizer: str, numel: Any) -> Any:
-    """Bytes over a flat fp32 buffer of ``numel`` numbers, which has neither rows nor embeddings."""
+    """Bytes over a flat fp32 buffer of ``numel`` numbers, which has neither rows nor embeddings.
+
+    Adafactor keeps a whole second moment of it, for it is a vector.
+    """
     if optimizer in ELEMENTWISE:
         return ELEMENTWISE[optimizer] * FP32 * numel
-    return tensor_state(optimizer, numel, 1, FP32).state
+    return tensor_state(optimizer, numel, 1, FP32).state + constant_state(optimizer, "bitsandbytes")
+
+
+def flat_working(optimizer: str, numel: Any) -> Any:
+    """Bytes beside that and the gradient while such a buffer is updated.
+
+    Adafactor squares a vector's gradient, and copies its second moment (``_adafactor.py``).
+    """
+    return 2 * FP32 * numel if optimizer == "adafactor" else 0
 
 
 def _adafactor(copies: Any, rows: Any, columns: Any, width: int) -> TensorState:

@@ -57,6 +57,10 @@ class ZeroLayout(Layout):
 
     framework: ClassVar[str] = "deepspeed"
     title: ClassVar[str] = "DeepSpeed ZeRO"
+    # Lion is DeepSpeed's own; 8-bit AdamW is bitsandbytes' and Adafactor torch's, as client optimizers over
+    # flat buffers (zero_allow_untested_optimizer). Managed memory was never seen with these, and Muon, whose
+    # state DeepSpeed cuts in a way of its own in each stage, has no formula.
+    supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd", "adamw_8bit", "adafactor", "lion")
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "stage": (0, 1, 2, 3),
         "tp": None,
@@ -148,6 +152,13 @@ class ZeroLayout(Layout):
         """Data-parallel ranks are what tp and pp leave; state is split over them as the stage says."""
         check_heads(architecture, self.tp)
         check_layers(architecture, self.pp)
+        if recipe.optimizer == "lion" and cluster.gpu.vendor == "cpu":
+            refuse(
+                "Recipe.optimizer",
+                "lion",
+                "another on CPU ranks: DeepSpeed's FusedLion needs a GPU",
+                "optimizer='adamw'",
+            )
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         check_experts(architecture, self.ep, data_parallel)
         sharded = self.stage > 0
@@ -161,7 +172,12 @@ class ZeroLayout(Layout):
         )
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """What DeepSpeed 0.19 asserts: contiguous gradients with experts, room for a part of each tensor."""
+        """What DeepSpeed 0.19 asserts: contiguous gradients with experts, room for a part of each tensor.
+
+        And other optimizers: stage 0 has no flat buffers for them, the host no formula.
+        """
+        if recipe.optimizer not in ("adamw", "sgd"):
+            self._check_optimizer(recipe)
         if self.ep > 1 and self.stage == 2 and not self.contiguous_gradients:
             refuse(
                 "Layout.contiguous_gradients",
@@ -179,6 +195,15 @@ class ZeroLayout(Layout):
                     f"None or at least {needed:,}, a rank's part of {architecture.name}'s largest tensor",
                     f"offload_params_buffer_size={needed}",
                 )
+
+    def _check_optimizer(self, recipe: Recipe) -> None:
+        if self.offload_optimizer:
+            why = f"'adamw', 'sgd' with offload_optimizer={self.offload_optimizer!r}"
+        elif self.stage == 0 and recipe.optimizer != "lion":
+            why = "'adamw', 'sgd', 'lion' in stage 0, which updates tensor by tensor"
+        else:
+            return
+        refuse("Recipe.optimizer", recipe.optimizer, why, "optimizer='adamw'")
 
     def _check_stage_3(self) -> None:
         for field, why in (

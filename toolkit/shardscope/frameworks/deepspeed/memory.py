@@ -14,7 +14,7 @@ from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
 from shardscope.frameworks.deepspeed.tensors import FP64, working
 from shardscope.memory.arithmetic import largest, smallest, where
-from shardscope.memory.optimizers import flat_state
+from shardscope.memory.optimizers import flat_state, flat_working
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
@@ -134,7 +134,11 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     # Where both do not fit, DeepSpeed flattens on the host.
     both = half * (c.flat + c.trained)
     flattening = where(both + n.frozen > plan.cluster.usable_bytes_per_gpu, half * c.flat, both)
-    update = largest(FP64 * c.experts_piece, working(half, c.part, c.piece))
+    update = largest(
+        FP64 * c.experts_piece,
+        working(half, c.part, c.piece),
+        FP32 * c.part + flat_working(plan.recipe.optimizer, c.part),
+    )
     held = where(waits, c.trained, c.kept)
     always = n.accumulates & waits
 
@@ -210,7 +214,10 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     half, c = n.half, n.counted
     part = c.part
     optimizer = FP32 * part + flat_state(plan.recipe.optimizer, part)
-    update = (FP32 + (half if half < FP32 else 0)) * c.group
+    update = largest(
+        (FP32 + (half if half < FP32 else 0)) * c.group,
+        FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
+    )
     bucket = half * layout.reduce_bucket_size if layout.contiguous_gradients else 0
 
     def staging(elements: int, when: str) -> Term:
