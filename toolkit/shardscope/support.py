@@ -142,8 +142,8 @@ def _check_compiled(plan: Plan) -> None:
         refuse(
             "Recipe.precision",
             "fp32",
-            f"half precision with kernels='compiled' and the grouped queries of {arch.name}, for which no fused "
-            "attention takes fp32",
+            f"half precision with kernels='compiled' and the grouped queries of {arch.name}, for which no "
+            "fused attention takes fp32",
             "precision='bf16-mixed'",
         )
 

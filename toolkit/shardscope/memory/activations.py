@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.modules.attention import is_eager, masked
+from shardscope.memory.modules.compiled import compiled_layer
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
@@ -159,6 +160,8 @@ def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tu
         return tuple(megatron_layer(architecture, moe, modules))
     if modules.kernels == "liger":
         tensors = liger_layer(architecture, modules)
+    elif modules.kernels == "compiled":
+        tensors = compiled_layer(architecture, modules)
     elif architecture.model_type == "gpt2":
         tensors = gpt2_layer(architecture, modules)
     elif architecture.norm == "layernorm":

@@ -125,6 +125,10 @@ def inner_gradients(arch: Architecture, modules: Modules) -> int:
     if modules.kernels == "liger":
         # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
         return 1
+    if modules.kernels == "compiled":
+        # One kernel takes the product apart, and one branch's gradient takes that branch's own place: what is
+        # donated to a compiled backward is written over (torch/_inductor/ir.py, DonatedBuffer).
+        return 1 if modules.inner_copies("down_proj") else 2
     return 2 if modules.inner_copies("down_proj") else 3
 
 

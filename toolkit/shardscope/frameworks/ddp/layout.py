@@ -21,6 +21,7 @@ class DdpLayout(Layout):
     framework: ClassVar[str] = "ddp"
     title: ClassVar[str] = "DDP"
     mixes_by_autocast: ClassVar[bool] = True
+    supported_kernels: ClassVar[tuple[str, ...]] = ("transformers", "liger", "compiled")
     supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
     supported_quantization: ClassVar[tuple[str, ...]] = ("nf4", "int8")
     """bitsandbytes' weights become no DTensors, so no other layout here has them."""

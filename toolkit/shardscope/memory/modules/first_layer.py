@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.memory.modules.compiled import unsaved_in_first_compiled_layer
 from shardscope.memory.modules.layernorm import casts_norms, inner_bytes, statistics
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved, ...]:
     """The tensors of a layer's list that the first layer lacks."""
+    if modules.kernels == "compiled" and not modules.trained:
+        return (Saved("norms", unsaved_in_first_compiled_layer(arch, modules), "sequence"),)
     other_modules = modules.kernels != "transformers" or modules.quantized
     if modules.trained or other_modules or arch.model_type == "olmo2":  # whose norms come behind
         return ()

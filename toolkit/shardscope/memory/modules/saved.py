@@ -32,7 +32,7 @@ class Modules(NamedTuple):
     """Whose modules run and in which types: all beside the architecture that changes what they save."""
 
     kernels: str
-    """``transformers`` or ``megatron``."""
+    """``Recipe.kernels``, or what the layout runs by itself."""
     autocast: bool
     """Weights stay fp32 and each matrix product casts its own input (torch.autocast)."""
     compute: int

@@ -1,0 +1,184 @@
+"""What a compiled decoder layer keeps for backward, read off the graphs that inductor cuts in two.
+
+Everything of ``torch.compile`` runs but the making of kernels: the cut is made by then. On fake tensors,
+which take CUDA's operators without a GPU (rehearsal/gpu_operators.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import architecture
+from functorch.compile import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardscope.architecture import Architecture
+from shardscope.memory.activations import cast_weights, saved_tensors
+from shardscope.memory.lora import adapter_targets
+from shardscope.memory.modules.compiled import COMPILED_FAMILIES
+from shardscope.memory.modules.first_layer import unsaved_in_first_layer
+from shardscope.memory.modules.saved import Modules
+from shardscope.recipe import Recipe
+from shardscope.rehearsal.conversion import converting_by_replacing
+from shardscope.rehearsal.gpu_operators import gpu_operators
+from shardscope.rehearsal.world import _transformers_as_on_real_tensors
+from shardscope.training.lora import add_adapters
+from shardscope.training.model import build_model
+from shardscope.training.recompute import decoder_layers
+
+ROWS, SEQ_LEN, RANK = 2, 32, 4
+TOKENS = ROWS * SEQ_LEN
+VIEWS = frozenset({
+    *("view", "permute", "transpose", "unsqueeze", "slice", "reshape", "expand"),
+    *("split", "split_with_sizes"),
+})  # fmt: skip
+WINDOWED = ("mistral with a window", "gemma3_text in windows")
+FULL = Recipe()
+
+
+def model_of(family: str) -> Architecture:
+    """Heads of a width that flash attention takes as it is."""
+    return replace(architecture(family, 2), head_dim=32)
+
+
+def modules(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool = True) -> Modules:
+    return Modules(
+        kernels="compiled",
+        autocast=mode == "autocast",
+        compute=4 if mode == "fp32" else 2,
+        seq_len=SEQ_LEN,
+        targets=adapter_targets(arch, recipe) if recipe.has_adapters else None,
+        adapter_rank=RANK if recipe.has_adapters else 0,
+        on_gpu=on_gpu,
+    )
+
+
+@contextlib.contextmanager
+def without_memory(on_gpu: bool) -> Iterator[None]:
+    """A rehearsal's tensors without its tracker: nothing compiles while a dispatch mode looks on."""
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        converting_by_replacing(),
+        _transformers_as_on_real_tensors(),
+        gpu_operators() if on_gpu else contextlib.nullcontext(),
+    ):
+        yield
+
+
+def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) -> list[Any]:
+    """Each compiled layer's forward; layers that are alike share one."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any, **options: Any) -> Any:
+        if not options.get("is_backward"):
+            graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
+    with without_memory(on_gpu):
+        model = build_model(arch)
+        if mode == "bf16":
+            model = model.to(torch.bfloat16)
+        if recipe.has_adapters:
+            model = add_adapters(model, arch, recipe)
+        model.train()
+        for layer in decoder_layers(model):
+            layer.compile(
+                backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=keep),
+                fullgraph=True,
+                dynamic=False,
+            )
+        with casting:
+            model(input_ids=torch.zeros(ROWS, SEQ_LEN, dtype=torch.int64))
+    torch._dynamo.reset()
+    return graphs
+
+
+def looked_at(node: Any) -> Any:
+    """What a view keeps; of a split's parts, all of it."""
+    while node.op == "call_function":
+        name = node.target.__name__.split(".")[0]
+        parts_of = node.args[0].target if name == "getitem" else None
+        if name not in VIEWS and getattr(parts_of, "__name__", "").split(".")[0] not in VIEWS:
+            break
+        node = node.args[0]
+    return node
+
+
+def kept_bytes(graph: Any) -> int:
+    """Bytes of the storages that forward hands to backward: the layer's input, and what is no input."""
+    layer_output, *saved = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    storages = {}
+    for node in saved:
+        node = looked_at(node)
+        value = node.meta["val"]
+        is_table = node.op == "placeholder" and value.shape != layer_output.meta["val"].shape
+        is_seed = value.dtype == torch.uint64 or not value.shape  # of a dropout that is off
+        if not is_table and not is_seed:
+            storages[node] = value.numel() * value.element_size()
+    return sum(storages.values())
+
+
+def listed(arch: Architecture, here: Modules) -> int:
+    per_token = sum(tensor.bytes_per_token for tensor in saved_tensors(arch, False, here))
+    return TOKENS * per_token + cast_weights(arch, False, here)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *((family, "bf16") for family in (*COMPILED_FAMILIES, *WINDOWED)),
+        *((family, "autocast") for family in ("llama", "qwen3", "gemma3_text", "olmo2", *WINDOWED[:1])),
+    ],
+)
+def test_a_compiled_layer_keeps_what_the_list_says(family: str, mode: str) -> None:
+    arch = model_of(family)
+    assert kept_bytes(forward_graphs(arch, mode, FULL, True)[-1]) == listed(arch, modules(arch, mode, FULL))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3", None),
+        ("qwen3", ("q_proj", "down_proj")),
+        ("qwen3", ("gate_proj", "up_proj")),
+        ("gemma3_text", None),
+    ],
+)
+def test_with_adapters_frozen_projections_keep_no_inputs(
+    family: str, mode: str, targets: tuple[str, ...] | None
+) -> None:
+    arch = model_of(family)
+    recipe = Recipe(method="lora", lora_rank=RANK, lora_targets=targets)
+    here = modules(arch, mode, recipe)
+    first, last = forward_graphs(arch, mode, recipe, True)
+    assert kept_bytes(last) == listed(arch, here)
+    unsaved = sum(tensor.bytes_per_token for tensor in unsaved_in_first_layer(arch, here))
+    assert kept_bytes(last) - kept_bytes(first) >= TOKENS * unsaved > 0
+    if mode == "bf16" and targets is None:  # else also what lies before the first adapter, and cast weights
+        assert kept_bytes(last) - kept_bytes(first) == TOKENS * unsaved
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_whole_heads_in_fp32(on_gpu: bool) -> None:
+    arch = replace(model_of("llama"), num_key_value_heads=6)
+    found = kept_bytes(forward_graphs(arch, "fp32", FULL, on_gpu)[-1])
+    assert found == listed(arch, modules(arch, "fp32", FULL, on_gpu))
+
+
+def test_a_compiled_llama_by_hand() -> None:
+    arch = model_of("llama")
+    h, ffn, heads, kv = arch.hidden_size, arch.intermediate_size, 6 * 32, 2 * 32
+    products_and_attention = 2 * (h + ffn + ffn) + 2 * (2 * heads + 2 * kv) + 4 * 6
+    read_by_products = 2 * (h + h + ffn)
+    by_hand = 2 * h + 2 * 4 + products_and_attention + read_by_products
+    assert kept_bytes(forward_graphs(arch, "bf16", FULL, True)[-1]) == TOKENS * by_hand
+    assert listed(arch, modules(arch, "bf16", FULL)) == TOKENS * by_hand

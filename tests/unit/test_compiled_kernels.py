@@ -1,0 +1,84 @@
+"""``kernels="compiled"``: what it saves, where a plan shows it, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.memory.backward import layer_backward
+from shardscope.memory.modules.saved import Modules
+
+LLAMA = ss.models["llama-3.1-8b"]
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+GIB = 2**30
+
+
+def plan_of(model: str = "llama-3.1-8b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
+    recipe = {"kernels": "compiled", "global_batch_size": 8, "seq_len": 4096, **recipe}
+    return ss.Plan(ss.models[model], EIGHT, ss.Recipe(**recipe), layout or ss.Layout.fsdp2())
+
+
+def test_a_llama_by_hand() -> None:
+    """Sixteen hidden widths and four grouped ones a token and layer where eager modules keep twice that."""
+    found = plan_of(loss="chunked").memory().at("forward")["activations"]
+    tokens, h, ffn, kv = 4096, 4096, 14336, 1024
+    layer = 2 * (6 * h + 2 * kv + 3 * ffn) + 4 * 32 + 2 * 4
+    ends = 8 + (4 * h + 4 + 2 * h) + 2 * h  # ids; the final norm, which is not compiled; the head's input
+    assert found == tokens * (32 * layer + ends)
+
+
+@pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.ddp()], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize("lora", [{}, {"method": "lora", "lora_rank": 16}], ids=["full", "lora"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b", "gemma-3-4b", "glm-4-9b-0414", "olmo-2-7b"])
+def test_compiled_layers_keep_less(model: str, layout: ss.Layout, lora: dict[str, Any]) -> None:
+    compiled, eager = (
+        plan_of(model, layout, kernels=kernels, **lora).memory() for kernels in ("compiled", "transformers")
+    )
+    assert compiled.at("forward")["activations"] < eager.at("forward")["activations"]
+    assert compiled.peak_bytes < eager.peak_bytes
+    for name in ("parameters", "gradients", "optimizer"):
+        assert compiled.at("rest").get(name) == eager.at("rest").get(name)
+
+
+def test_a_branch_is_overwritten_by_its_gradient() -> None:
+    """Beside the stream's gradient backward makes one inner width, or two where no product was saved."""
+    modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
+    stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
+    assert layer_backward(LLAMA, False, modules).inside == stream + inner
+    frozen = modules._replace(targets=("q_proj", "v_proj"), adapter_rank=8)
+    assert layer_backward(LLAMA, False, frozen).inside == stream + 2 * inner
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("Recipe.recompute", {"recompute": "full"}),
+        ("Recipe.recompute", {"recompute": "selective"}),
+        ("Recipe.recompute", {"recompute": "offload"}),
+        ("Recipe.attention", {"attention": "eager"}),
+        ("Recipe.attention", {"attention": "flash"}),
+        ("Recipe.dropout", {"dropout": 0.1}),
+        ("Recipe.precision", {"precision": "fp32"}),
+        ("Recipe.precision", {"precision": "fp8-mixed"}),
+        ("Recipe.lora_dropout", {"method": "lora", "lora_rank": 8, "lora_dropout": 0.1}),
+        ("Recipe.method", {"method": "qlora", "lora_rank": 8, "layout": ss.Layout.ddp()}),
+        ("Layout.tp", {"layout": ss.Layout.fsdp2(tp=2)}),
+        ("Recipe.kernels", {"layout": ss.Layout.zero(stage=1)}),
+        ("Recipe.kernels", {"layout": ss.Layout.megatron()}),
+        ("Recipe.kernels", {"model": "mixtral-8x7b"}),
+        ("Recipe.kernels", {"model": "gpt2-xl", "seq_len": 1024}),
+        ("Recipe.kernels", {"model": "gemma-2-2b"}),
+        ("Recipe.kernels", {"model": "phi-4"}),
+    ],
+)
+def test_what_was_not_counted_is_refused_by_name(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        plan_of(**options)
+    assert refusal.value.field == field  # type: ignore[attr-defined]
+
+
+def test_nothing_here_rehearses_it_yet() -> None:
+    with pytest.raises(ValueError, match="'compiled'"):
+        plan_of().rehearse()
