@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.accuracy.rehearsals import STORED, read_rehearsals
+from tests.accuracy.rehearsing import in_words
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -90,3 +92,18 @@ def test_what_does_not_come_apart_is_refused_by_name(
     plan = Plan(arch, EIGHT, ss.Recipe(**values), ss.Layout.fsdp2(**layout))
     with pytest.raises(ValueError, match=named):
         played(plan)
+
+
+def test_predictions_agree_with_stored_rehearsals() -> None:
+    rows, refused = read_rehearsals([STORED / "fsdp2-pp.jsonl"])
+    assert not refused and len(rows) >= 25
+    close = [row for row in rows if abs(row.error) <= 0.01]
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert len(close) >= 0.9 * len(rows), [in_words(row) for row in rows if row not in close]
+    assert abs(worst.error) <= 0.04, in_words(worst)
+
+
+def test_the_stored_sample_played_again_tells_the_same() -> None:
+    rows, _ = read_rehearsals([STORED / "fsdp2-pp.jsonl"])
+    row = next(row for row in rows if row.name == "fsdp2-pp:3")
+    assert max(stage.peak.num_bytes for stage in played(row.plan)) == sum(row.stored.values())

@@ -27,20 +27,26 @@ def predict(plan: Plan) -> MemoryReport:
     model = frameworks[plan.layout.framework].memory_model()
     shapes, modules = model.shapes(plan), modules_of(plan)
     stages = [model.stage(plan, shape) for shape in shapes.kinds]
+    # Where a stage receives from its neighbours, one between two others may be fullest; its number counts.
+    by_place = getattr(model, "counts_neighbours", False)
     fullest = {
         stage.number: (_stage(plan, modules, stage, state), state)
-        for stage in _candidates(stages)
+        for stage in (stages if by_place else _candidates(stages))
         for state in (model.training_state(plan, stage),)
     }
 
     def every_stage() -> tuple[StageMemory, ...]:
-        states = [model.training_state(plan, stage) for stage in stages]
-        return tuple(
-            fullest[number][0]
-            if number in fullest
-            else _stage(plan, modules, stages[kind]._replace(number=number), states[kind])
-            for number, kind in enumerate(shapes.kind_of)
-        )
+        states = [] if by_place else [model.training_state(plan, stage) for stage in stages]
+
+        def found(number: int, kind: int) -> StageMemory:
+            if number in fullest:
+                return fullest[number][0]
+            stage = stages[kind]._replace(number=number)
+            return _stage(
+                plan, modules, stage, model.training_state(plan, stage) if by_place else states[kind]
+            )
+
+        return tuple(found(number, kind) for number, kind in enumerate(shapes.kind_of))
 
     return MemoryReport(
         find_stages=every_stage,

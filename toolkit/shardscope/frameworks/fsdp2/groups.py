@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.frameworks.fsdp2.quantized import numbers_saved
 from shardscope.memory.arithmetic import ceil_div, looked_up, smallest, where
 from shardscope.memory.lora import layer_adapters
 from shardscope.memory.precision import widths
@@ -49,6 +50,8 @@ class Before(NamedTuple):
     """Gathered parameters that forward leaves for backward."""
     shard: Any
     """One rank's part of the gradients."""
+    parameters: Any
+    """All of their gathered parameters."""
 
 
 class Groups(NamedTuple):
@@ -90,6 +93,7 @@ class Groups(NamedTuple):
         return Before(
             dense * self.dense.kept + experts * self.experts.kept,
             dense * self.dense.shard + experts * self.experts.shard,
+            dense * self.dense.parameters + experts * self.experts.parameters,
         )
 
 
@@ -113,7 +117,7 @@ def groups_of(plan: Plan, stage: Stage) -> Groups:
         embedding=(plan.degrees.tp > 1)
         * stage.is_first
         * (width.compute * plan.architecture.vocab_size * plan.architecture.hidden_size),
-        left_over=where(plan.num_micro_batches > 1, root_reduction, 0),
+        left_over=where((plan.num_micro_batches > 1) & (plan.degrees.pp == 1), root_reduction, 0),
     )
 
 
@@ -126,6 +130,8 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     own: Any = looked_up(
         lambda tp, ep, shards: _shard_numbers(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, ranks
     )
+    if recipe.base_quantization is not None:
+        own = own - looked_up(lambda shards: numbers_saved(arch, moe, shards), ranks)
     adapters: Any = 0
     if recipe.has_adapters:
         adapters = looked_up(lambda shards: layer_adapters(arch, recipe, moe, shards)[1], ranks)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.fsdp2.groups import groups_of
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.frameworks.fsdp2.peaks import gathered_at_loss, peaks
+from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, is_pipelined, received, unreduced, waiting
+from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_saved
 from shardscope.memory.arithmetic import largest
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import FP32, widths
@@ -22,6 +24,10 @@ from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+
+
+counts_neighbours = True
+"""A stage between two others receives from both, and so may hold more than an earlier one of more layers."""
 
 
 def shapes(plan: Plan) -> Shapes:
@@ -42,11 +48,19 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     ranks = degrees.shard * degrees.cp
     optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
-    parameters = width.original * stage.shard + (trained if recipe.has_adapters else 0)
+    scales = scales_bytes(plan, stage)
+    base = width.original * (stage.shard - stage_numbers_saved(plan, stage, ranks)) + scales
+    parameters = base + (trained if recipe.has_adapters else 0)
     # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
     on_host = layout.offload == "cpu" and plan.on_gpu
 
     def parameter_words() -> str:
+        if recipe.base_quantization is not None:
+            return (
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4 and stored as bf16 / {ranks} "
+                f"ranks, of which {gib(scales)} GiB scales, whole on each + {stage.adapters:,} of adapters × "
+                f"{width.original} bytes / {ranks} (Dettmers et al. 2023, bitsandbytes)"
+            )
         if recipe.has_adapters:
             return (
                 f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes / "
@@ -58,6 +72,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         )
 
     groups = groups_of(plan, stage)
+    pipelined = is_pipelined(plan)
+    waits = waiting(plan, stage) if pipelined else NOTHING_WAITS
     away = no_bytes("in host memory (CPUOffloadPolicy)")
     return TrainingState(
         parameters=away if on_host else Term(parameters, parameter_words),
@@ -71,9 +87,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         ),
         optimizer=away if on_host else optimizer.state,
         optimizer_working=away if on_host else optimizer.working,
-        gather_forward=gathered_at_loss(plan, stage, groups),
+        gather_forward=gathered_at_loss(plan, stage, groups, waits),
+        gather_rest=received(waits, plan) if pipelined else None,
+        gradients_waiting=unreduced(plan, 0 if on_host else trained) if pipelined else None,
         initialisation={} if on_host else {"parameters": _initialising(plan, stage, parameters)},
-        find_backward=lambda shape: peaks(plan, stage, shape, groups, 0 if on_host else trained),
+        find_backward=lambda shape: peaks(plan, stage, shape, groups, waits, 0 if on_host else trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
     )

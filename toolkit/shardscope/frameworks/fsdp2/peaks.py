@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
 from shardscope.memory.arithmetic import largest, where
 from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.precision import widths
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups) -> Term:
+def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:
     """At the loss: the root group, what forward left, and the last all-gather's output."""
     last = stage.num_layers - 1
-    staging = groups.at(last).staging
+    # A pipeline's loss is computed outside of the root module, which has given up its staging by then.
+    staging = (plan.degrees.pp == 1) * groups.at(last).staging
     kept = groups.before(stage.num_layers).kept
     reshard = getattr(plan.layout, "reshard_after_forward", True)
 
@@ -38,21 +40,28 @@ def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups) -> Term:
             parts.append(f"{gib(kept)} GiB layers kept after forward (reshard_after_forward={reshard})")
         if groups.left_over:
             parts.append(f"{gib(groups.left_over)} GiB reduce-scatter input of the micro-batch before")
-        return " + ".join(parts)
+        return " + ".join(parts) + waits.words()
 
-    return Term(groups.root + staging + kept + groups.left_over, words)
+    return Term(groups.root + staging + kept + groups.left_over + waits.gathered, words)
 
 
-def peaks(plan: Plan, stage: Stage, shape: Backward, groups: Groups, trained: Any) -> list[Peak]:
+def peaks(
+    plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+) -> list[Peak]:
     """Layers in forward, the loss, the final norm, layers in backward, the embedding, the root's turn."""
-    return _Step(plan, stage, shape, groups, trained).peaks()
+    return _Step(plan, stage, shape, groups, waits, trained).peaks()
 
 
 class _Step:
     """One micro-batch on one rank, the last of the step."""
 
-    def __init__(self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, trained: Any) -> None:
+    def __init__(
+        self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+    ) -> None:
         self.stage, self.shape, self.groups, self.trained = stage, shape, groups, trained
+        self.waits = waits = waits if waits is NOTHING_WAITS else waits.at_fullest(shape.layers)
+        self.reduces: Any = plan.degrees.pp == 1
+        """Whether a micro-batch's gradients are reduced, and its layers given up, in its own backward."""
         layout: Any = plan.layout
         self.whole = layout.reshard_after_forward is False
         """Whether gathered layers stay until they have gone backward."""
@@ -60,8 +69,11 @@ class _Step:
         self.compute = widths[plan.recipe.precision].compute
         # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
         tied = plan.architecture.tie_word_embeddings
-        self.held_head = groups.head if tied else 0
-        self.root = groups.root + (0 if tied else groups.head)
+        self.held_head = self.reduces * groups.head if tied else 0
+        # Where embedding and head are on two stages, both have a weight of their own.
+        own_head = (1 - self.reduces) * groups.head if tied else groups.head
+        self.root = groups.root + waits.gathered + waits.adds * own_head
+        self.making_head = groups.root + waits.gathered + own_head
         self.in_layers = groups.before(stage.num_layers)
         self.none = self._gradients(stage.num_layers, self.in_layers.shard)
 
@@ -73,17 +85,18 @@ class _Step:
             found += self._forward(place)
         for place in order.places(shape.layers, self._growth):
             found += self._layer(place)
-        full = shape.layers + shape.edges + shape.cast
+        full = shape.layers + shape.edges + shape.cast + self.waits.output
         prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
         around = prefetched + self.in_layers.kept + groups.left_over
+        at_loss = self.reduces * prefetched + self.in_layers.kept + groups.left_over + self.waits.gathered
         return [
             *found,
             Peak(
                 0.34,
                 _held(full, "all that forward saved"),
-                _gathered(groups.root + around, "root group, next layer's all-gather"),
+                _gathered(groups.root + at_loss, "root group, next layer's all-gather"),
                 self.none,
-                shape.logits,
+                self.waits.with_output(shape.logits),
             ),
             Peak(
                 0.35,
@@ -91,8 +104,9 @@ class _Step:
                     full + shape.norm + self.held_head,
                     "all that forward saved, and the final norm's gradients",
                 ),
-                _gathered(self.root + around, "root group, its head's gradient, next all-gather"),
+                _gathered(self.making_head + around, "root group, its head's gradient, next all-gather"),
                 self.none,
+                self.waits.own_logits(),
             ),
             *self._root(),
         ]
@@ -100,12 +114,13 @@ class _Step:
     def _growth(self, moe: bool) -> Any:
         """Bytes that come with each layer that has gone backward, less those that go."""
         group = self.groups.experts if moe else self.groups.dense
-        return where(self.accumulates, 0, group.shard) - group.kept
+        reduced = where(self.accumulates, 0, group.shard)
+        return where(self.reduces, reduced, group.parameters) - group.kept
 
     def _gradients(self, index: Any, before: Any) -> Term:
         """Shards of the layers from ``index`` on; ``before`` are the bytes of those before."""
         done = (self.trained > 0) * (self.in_layers.shard - before)
-        held = where(self.accumulates, self.trained, done)
+        held = self.reduces * where(self.accumulates, self.trained, done)
         left = self.stage.num_layers - index
         return Term(held, lambda: f"{gib(held)} GiB shards of {count(left, 'layer')} reduced so far")
 
@@ -114,14 +129,15 @@ class _Step:
         groups, index = self.groups, place.index
         group, before_it = groups.at(index), groups.at(index - 1)
         fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
-        gathered = groups.root + groups.before(index).kept + groups.left_over
+        gathered = groups.root + groups.before(index).kept + groups.left_over + self.waits.gathered
         gathered = gathered + group.parameters + group.staging
+        before = place.before + self.waits.output
         previous = where(index > 0, before_it.staging, groups.root_staging)
         alone = (group.staging == 0) * group.copying
         return [
             Peak(
                 fraction - 0.01,
-                _held(place.before, "saved by the layers before"),
+                _held(before, "saved by the layers before"),
                 _gathered(
                     gathered + previous + alone,
                     "root group, a layer's parameters, its all-gather output and the one before",
@@ -131,7 +147,7 @@ class _Step:
             ),
             Peak(
                 fraction,
-                _held(place.before + place.kind.forward, "saved, and in use inside one layer"),
+                _held(before + place.kind.forward, "saved, and in use inside one layer"),
                 _gathered(gathered, "root group, a layer's parameters and its all-gather output"),
                 self.none,
                 phase="forward",
@@ -144,9 +160,11 @@ class _Step:
         layers = self.stage.num_layers
         group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
         fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
-        before, gone = place.before + self.held_head, groups.before(index)
-        kept = self.root + gone.kept
-        reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
+        before, gone = place.before + self.held_head + self.waits.output, groups.before(index)
+        # What is not reduced stays gathered as well.
+        done_ones = self.in_layers.parameters - gone.parameters - group.parameters
+        kept = self.root + gone.kept + (1 - self.reduces) * done_ones
+        reducing = self.reduces * where(index + 1 < layers, last_one.reduction, groups.left_over)
         own = kept + group.parameters + reducing
         coming: Any = 0
         arriving = own
@@ -158,9 +176,10 @@ class _Step:
                 own + coming + (coming > 0) * next_one.copying,
             )
         held, done = self._fullest(place)
-        gradient = self.compute * place.kind.weights
+        gradient = self.waits.adds * self.compute * place.kind.weights
         # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
-        is_reduced = where(group.shard > gradient, 1, 0)
+        is_reduced = self.reduces * where(group.shard > gradient, 1, 0)
+        copied = where(self.reduces, group.reduction, group.parameters)
         output = where(self.accumulates, group.shard, 0)
         not_yet = self._gradients(index + 1, gone.shard + group.shard)
         return [
@@ -173,14 +192,17 @@ class _Step:
             Peak(
                 fraction,
                 _held(before + held, "saved, and gradients inside one layer"),
-                _gathered(own + coming + self.compute * done, "root group, layers in use, first gradients"),
+                _gathered(
+                    own + coming + self.waits.adds * self.compute * done,
+                    "root group, layers in use, first gradients",
+                ),
                 not_yet,
             ),
             Peak(
                 fraction + 0.01,
                 _held(before + 2 * shape.stream, "saved by the layers left"),
                 _gathered(
-                    kept + coming + group.reduction + where(is_reduced > 0, output, gradient),
+                    kept + coming + copied + where(is_reduced > 0, output, gradient),
                     "root group, one layer's gradients, their reduce-scatter's input and output",
                 ),
                 self._gradients(index + 1 - is_reduced, gone.shard + (1 - is_reduced) * group.shard),
@@ -200,13 +222,18 @@ class _Step:
         """The embedding's gradient, and the root group's reduction."""
         shape, groups = self.shape, self.groups
         in_all = self._gradients(0, 0)
-        embedding = shape.stream + 2 * self.held_head + groups.embedding
+        embedding = shape.stream + 2 * self.held_head + groups.embedding + self.waits.beside(shape.layers)
+        stay = self.waits.received + self.waits.all_gradients + (1 - self.reduces) * self.in_layers.parameters
+        largest_layer = largest(groups.dense.reduction, groups.experts.reduction)
         return [
             Peak(
                 0.97,
                 _held(embedding, "the embedding's gradient, and a tied head's"),
                 _gathered(
-                    groups.root + groups.root_gradient + groups.at(0).reduction,
+                    groups.root
+                    + self.waits.adds * groups.root_gradient
+                    + self.reduces * groups.at(0).reduction
+                    + stay,
                     "root group, its gradients, last layer's reduce-scatter",
                 ),
                 in_all,
@@ -215,7 +242,14 @@ class _Step:
                 0.975,
                 no_bytes("all are used up"),
                 _gathered(
-                    groups.root_gradient + groups.root_reduction, "root gradients, and their reduce-scatter"
+                    where(
+                        self.reduces,
+                        groups.root_gradient + groups.root_reduction,
+                        groups.root
+                        + stay
+                        + (groups.root_staging > 0) * largest(groups.root_reduction, largest_layer),
+                    ),
+                    "root gradients, and their reduce-scatter",
                 ),
                 in_all,
             ),
@@ -223,7 +257,11 @@ class _Step:
                 0.978,
                 no_bytes("all are used up"),
                 _gathered(
-                    groups.root_reduction + where(self.accumulates, groups.root_shard, 0),
+                    where(
+                        self.reduces,
+                        groups.root_reduction + where(self.accumulates, groups.root_shard, 0),
+                        groups.at(self.stage.num_layers - 1).reduction + self.waits.received,
+                    ),
                     "the root's reduce-scatter input",
                 ),
                 Term(self.trained, lambda: f"{gib(self.trained)} GiB all shards"),

@@ -71,5 +71,7 @@ class StageModule(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, sequence), or (batch, sequence, hidden), to (batch, sequence, hidden or vocabulary)."""
         given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        hidden: torch.Tensor = self.model.model(**given, use_cache=False).last_hidden_state
-        return self.model.lm_head(hidden) if self.is_last else hidden
+        # The last stage is the whole model's own forward, whatever that does to its logits.
+        found = (self.model if self.is_last else self.model.model)(**given, use_cache=False)
+        states: torch.Tensor = found.logits if self.is_last else found.last_hidden_state
+        return states
