@@ -148,17 +148,32 @@ def test_a_layer_with_adapters_keeps_what_the_list_says(family: str, mode: str) 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_layer_saves_less_while_embeddings_are_frozen(family: str, mode: str) -> None:
+    assert_the_first_layer_lacks_what_the_list_says(family, mode, LORA)
+
+
+def assert_the_first_layer_lacks_what_the_list_says(family: str, mode: str, recipe: Recipe) -> None:
     arch = architecture(family, 2)
     without, with_gradient = (
-        kept_bytes(arch, mode, LORA, input_needs_gradient=needed) for needed in (False, True)
+        kept_bytes(arch, mode, recipe, input_needs_gradient=needed) for needed in (False, True)
     )
     difference = [more - fewer for fewer, more in zip(without, with_gradient, strict=True)]
-    here = modules(arch, mode, LORA)
+    here = modules(arch, mode, recipe)
     unsaved = total(unsaved_in_first_layer(arch, here))
     # The embedding that was made to need a gradient stays too, where it is not itself what the norm keeps.
     upcast = mode == "bf16" and arch.norm == "rmsnorm" and arch.model_type != "olmo2"
     stays = upcast or arch.model_type in ("granite", "gpt2")
     assert (difference[1] - difference[0]) / SEQ_LEN == unsaved + stays * arch.hidden_size * here.stream
+
+
+@pytest.mark.parametrize(
+    "targets", [("o_proj",), ("v_proj",), ("up_proj",), ("gate_proj",), ("down_proj",)], ids="".join
+)
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
+def test_the_first_layer_saves_nothing_before_its_first_adapter(
+    family: str, mode: str, targets: tuple[str, ...]
+) -> None:
+    assert_the_first_layer_lacks_what_the_list_says(family, mode, replace(LORA, lora_targets=targets))
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA], ids=["full", "lora"])

@@ -17,8 +17,7 @@ deepspeed.init_distributed("gloo")
 found = {}
 for name, make in (("adamw_8bit", bnb.optim.AdamW8bit), ("adafactor", torch.optim.Adafactor)):
     for stage in (1, 2, 3):
-        there, back = (torch.nn.Linear(*sizes, bias=False) for sizes in ((96, 160), (160, 96)))
-        model = torch.nn.Sequential(there, back)
+        model = torch.nn.Sequential(*(torch.nn.Linear(*sizes, bias=False) for sizes in ((96, 160), (160, 96))))
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},

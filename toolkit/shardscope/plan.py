@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.process import Progress
 
 
+FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
+
+
 @dataclass(frozen=True)
 class Plan(JsonNoun):
     """What will be trained, on what, how, and spread in which way.
@@ -136,6 +140,14 @@ class Plan(JsonNoun):
                     target,
                     f"projections of {self.architecture.name}: {', '.join(sorted(known)) or 'none'}",
                     f"lora_targets=({nearest(target, sorted(known))!r},)",
+                )
+            if target in FUSED_IN_EXPERTS and self.architecture.num_moe_layers:
+                refuse(
+                    "Recipe.lora_targets",
+                    target,
+                    f"projections of attention with {self.architecture.name}: peft adapts its fused experts "
+                    "along with that, each by a whole matrix of its size, for which there is no formula",
+                    "lora_targets=None",
                 )
 
     def _check_batch(self) -> None:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from shardscope.memory.order import Order
 
 
+GELU_IN_PLAIN_OPERATIONS = ("gpt2", "phi")
+"""Families whose activation is no kernel: 0.5 x (1 + tanh(...)), operator by operator."""
+
+
 class LayerBackward(NamedTuple):
     """Bytes for one token of one layer, beside all that was saved."""
 
@@ -117,11 +121,13 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
 
 def inner_gradients(arch: Architecture, modules: Modules) -> int:
     """Gradients as wide as the feed-forward at once, less the product that was saved and is gone."""
-    if arch.model_type == "gpt2" and modules.autocast and modules.on_gpu:
-        # CUDA's autocast takes the cube of gelu in fp32, and so its gradients.
-        return 6 - modules.inner_copies("c_proj")
     if not arch.gated_mlp:
-        return 3
+        product = modules.inner_copies(names_of(arch).down)
+        if arch.model_type in GELU_IN_PLAIN_OPERATIONS:
+            # CUDA's autocast takes its cube in fp32, and so the gradients of both factors.
+            return (6 if modules.autocast and modules.on_gpu else 3) - product
+        # One kernel's gradients of its output and input; Nemotron's square has a factor more.
+        return (3 if arch.model_type == "nemotron" else 2) - product
     if modules.kernels == "liger":
         # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
         return 1

@@ -187,10 +187,11 @@ class TorchEngine(Engine):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = build_model()
-            if self.recipe.precision == "bf16":
-                model = model.to(torch.bfloat16)
             if self.recipe.has_adapters:
                 model = lora.add_adapters(model, self.plan.architecture, self.recipe)
+            if self.recipe.precision == "bf16":
+                # Adapters too: over a base on meta peft makes them fp32.
+                model = model.to(torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
         return model
 

@@ -91,6 +91,7 @@ class _Step:
         at_loss = self.reduces * prefetched + self.in_layers.kept + groups.left_over + self.waits.gathered
         return [
             *found,
+            self._first(),
             Peak(
                 0.34,
                 _held(full, "all that forward saved"),
@@ -153,6 +154,20 @@ class _Step:
                 phase="forward",
             ),
         ]
+
+    def _first(self) -> Peak:
+        """The first layer is gathered while the root's all-gather output, often the largest, still waits."""
+        groups, first = self.groups, self.groups.at(0)
+        return Peak(
+            0.02,
+            _held(self.shape.stream, "what the embedding puts out"),
+            _gathered(
+                groups.root + groups.root_staging + groups.left_over + first.parameters + first.staging,
+                "root group, the first layer's parameters, and both all-gather outputs",
+            ),
+            self.none,
+            phase="forward",
+        )
 
     def _layer(self, place: Place) -> list[Peak]:
         """Before a layer, at the fullest of its instants, and after it, with its gradients whole."""

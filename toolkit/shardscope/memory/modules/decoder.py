@@ -26,8 +26,8 @@ def decoder_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved
         Saved("norms", _norms(arch, modules), "sequence"),
         Saved("norms", modules.stream_copies(*attention_readers) * hidden * c, "whole"),
         *kernel_tensors(arch, modules),
-        *_query_key_norms(arch, modules),
-        *_latent_ranks(arch, modules),
+        *query_key_norms(arch, modules),
+        *latent_ranks(arch, modules),
     ]
     if moe:
         return tensors + expert_tensors(arch, modules)
@@ -54,7 +54,8 @@ def _norms(arch: Architecture, modules: Modules) -> int:
     return saved + hidden * ((count - behind) * modules.stream + behind * modules.compute)
 
 
-def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+def query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Norms of queries and keys, where the family has them."""
     if not arch.qk_norm:
         return []
     width, heads = widths(arch), arch.num_attention_heads + arch.num_key_value_heads
@@ -64,7 +65,7 @@ def _query_key_norms(arch: Architecture, modules: Modules) -> list[Saved]:
     return [Saved("attention", saved + FP32 * (2 if arch.model_type == "olmo2" else heads), "tp")]
 
 
-def _latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
+def latent_ranks(arch: Architecture, modules: Modules) -> list[Saved]:
     """DeepSeek's compressed query and key-value: each normalised, then projected up."""
     if arch.latent_attention is None:
         return []

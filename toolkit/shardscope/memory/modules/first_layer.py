@@ -1,14 +1,16 @@
 """What the very first layer does not save under adapters: no gradient reaches its input.
 
-Embeddings are frozen, so the first norm needs no gradient of its input. Where attention and MLP stand side by
-side, neither does that layer's MLP.
+Embeddings are frozen, so the first norm needs no gradient of its input, nor does anything up to the first
+adapter. Where attention and MLP stand side by side, neither does that layer's MLP.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.memory.modules.attention import is_eager, kernel_tensors, scores_per_token, widths
 from shardscope.memory.modules.compiled import unsaved_in_first_compiled_layer
+from shardscope.memory.modules.decoder import latent_ranks, query_key_norms
 from shardscope.memory.modules.layernorm import casts_norms, inner_bytes, statistics
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
@@ -27,7 +29,8 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
         return ()
     hidden = arch.hidden_size
     if arch.norm == "rmsnorm":
-        return (Saved("norms", hidden * FP32 + FP32, "sequence"),)
+        norm = Saved("norms", hidden * FP32 + FP32, "sequence")
+        return (norm, *_before_the_first_adapter(arch, modules, norm))
     number = modules.compute if casts_norms(arch, modules) else modules.stream
     norms = arch.norms_per_layer if arch.parallel_residual else 1
     unsaved = [Saved("norms", hidden * number + norms * statistics(modules), "sequence")]
@@ -35,3 +38,40 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     if arch.parallel_residual and not adapted:
         unsaved.append(Saved("mlp", inner_bytes(arch, modules) * arch.intermediate_size, "tp"))
     return tuple(unsaved)
+
+
+def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved) -> list[Saved]:
+    """Attention, and the feed-forward's norm and branches, where nothing before them is adapted."""
+    c, width, output = modules.compute, widths(arch), names_of(arch).output
+    attention = {name.split(".")[-2] for group, name, _ in arch.layer_shapes(0) if group == "attention"}
+    if any(modules.feeds(name) for name in attention - {output}):
+        return _under_values_alone(arch, modules, attention - {output})
+    own = width.output * c * modules.feeds(output)
+    kernel = sum(tensor.bytes_per_token for tensor in kernel_tensors(arch, modules))
+    unsaved = [
+        Saved("attention", kernel - own, "tp"),
+        *query_key_norms(arch, modules),
+        *latent_ranks(arch, modules),
+    ]
+    if modules.feeds(output) or arch.is_moe_layer(0) or arch.norms_per_layer > 2:
+        return unsaved
+    unsaved.append(norm)
+    # The gate needs its own output and the other branch; that needs the activation.
+    gate, up = (modules.feeds(name) for name in (mlp_inputs(arch)[0], mlp_inputs(arch)[-1]))
+    branches = (0 if gate else 2) + (0 if up else 1)
+    unsaved.append(Saved("mlp", branches * arch.intermediate_size * c, "tp"))
+    return unsaved
+
+
+def _under_values_alone(arch: Architecture, modules: Modules, inputs: set[str]) -> list[Saved]:
+    """Queries' and keys' norms; in plain operations values need the probabilities only, no other operand."""
+    adapted = {name for name in inputs if modules.feeds(name)}
+    if adapted != {"v_proj"}:
+        return []
+    if not is_eager(arch, modules):
+        return query_key_norms(arch, modules)
+    c, heads = modules.compute, arch.num_attention_heads
+    kept = heads * modules.seq_len * c
+    operands = (widths(arch).query + 2 * heads * arch.head_dim) * c
+    scores = Saved("attention", scores_per_token(arch, modules) - kept + operands, "tp")
+    return [scores, *query_key_norms(arch, modules)]

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from shardscope.architecture import Architecture
 
 
+CAST_WEIGHTS = ("qwen2_moe", "qwen3_moe", "gpt_oss")
+"""Families whose router hands out its weights in the type of its input."""
+
+
 class Instant(NamedTuple):
     """One moment inside a layer."""
 
@@ -137,9 +141,9 @@ def layer_instants(
     backward = layer.backward()
     if recompute in ("full", "selective"):
         backward = [one._replace(held=one.held + beside) for one in backward]
-        # Forward runs again, beside the gradient that has arrived.
+        # Forward runs again, beside the gradient that has arrived; the first time it saved nothing.
         backward.append(Instant(stream + beside + forward))
-        forward = 0
+        forward = kept + layer.in_passing()
     return LayerInstants(max(kept, forward), tuple(backward))
 
 
@@ -200,13 +204,26 @@ class _Layer:
         return held
 
     def _experts_forward(self) -> int:
-        """Rows weighted in the router's fp32 and put back in order, the rows that came in still there."""
+        """Rows weighted in the router's type and put back in order, the rows that came in still there."""
         experts = self.arch.mixture_of_experts
         if not self.moe or experts is None:
             return 0
-        width = FP32 if self.modules.autocast else self.modules.compute
+        width, weighted = row_types(self.arch, self.modules)
         rows = experts.num_experts_per_tok * self.arch.hidden_size
-        return self.everything + rows * (2 * FP32 + (0 if self.trained else width))
+        return self.everything + rows * (2 * weighted + (0 if self.trained else width))
+
+    def in_passing(self) -> int:
+        """The most that forward holds in the layer while autograd saves nothing of it."""
+        experts, tp = self.arch.mixture_of_experts, self.parts.tp
+        if self.moe and experts is not None:
+            width, weighted = row_types(self.arch, self.modules)
+            # Rows in, out, weighted, and in their own order again.
+            inner = 2 * experts.num_experts_per_tok * self.arch.hidden_size * (width + weighted)
+        else:
+            branches = 3 if self.arch.gated_mlp else 2
+            inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
+        held: int = self.stream + self.row + inner
+        return held
 
     def backward(self) -> list[Instant]:
         """While backward is in the layer, from its end to its beginning."""
@@ -268,8 +285,9 @@ class _Layer:
             wide = experts.shared_expert_intermediate_size * c
             found.append(self._at(left + self.stream + 2 * wide, weights.down))
             left -= (3 + modules.inner_copies("down_proj")) * wide
-        # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
-        weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
+        # Gradients of the weighted rows, of their sum and of the weights, in the router's type; a cast.
+        weight = row_types(arch, modules)[1]
+        weighted = rows * hidden * (3 * weight + (width if width < weight else 0))
         found.append(Instant(left + self.stream + weighted, first, products=first))
         inner = rows * experts.moe_intermediate_size * width
         unweighted = rows * hidden * width
@@ -302,6 +320,15 @@ class _Layer:
         return on_rank
 
 
+def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """Bytes of a number in experts' rows, and once they are weighted: most routers' weights are fp32.
+
+    Grouped products are not autocast: they run in the weights' own fp32.
+    """
+    width = FP32 if modules.autocast else modules.compute
+    return width, width if arch.model_type in CAST_WEIGHTS else FP32
+
+
 def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
     """Scores at once in forward, what is saved of them included."""
     c = modules.compute
@@ -312,4 +339,7 @@ def scores_in_forward(arch: Architecture, modules: Modules, each: int) -> int:
 
 def scores_in_backward(arch: Architecture, modules: Modules, each: int) -> int:
     """Gradients of probabilities and of the softmax, less the probabilities' cast that is gone."""
+    if arch.model_type == "gpt_oss":
+        # The softmax's, and with the sink's place again, where the maximum's is added.
+        return 2 * each * modules.stream
     return each * (modules.compute + FP32)
