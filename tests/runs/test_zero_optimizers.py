@@ -17,7 +17,8 @@ deepspeed.init_distributed("gloo")
 found = {}
 for name, make in (("adamw_8bit", bnb.optim.AdamW8bit), ("adafactor", torch.optim.Adafactor)):
     for stage in (1, 2, 3):
-        model = torch.nn.Sequential(*(torch.nn.Linear(*sizes, bias=False) for sizes in ((96, 160), (160, 96))))
+        there, back = (torch.nn.Linear(*sizes, bias=False) for sizes in ((96, 160), (160, 96)))
+        model = torch.nn.Sequential(there, back)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},

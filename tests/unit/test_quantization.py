@@ -130,7 +130,7 @@ def test_a_70b_as_published() -> None:
 
 def test_other_layouts_refuse_it() -> None:
     gpus = ss.Cluster.parse("8xh100-sxm-80gb")
-    for layout in (ss.Layout.fsdp2(), ss.Layout.zero(), ss.Layout.megatron()):
+    for layout in (ss.Layout.zero(), ss.Layout.megatron()):
         with pytest.raises(ValueError, match=f"Recipe.method is 'qlora'.*with {layout.title}"):
             ss.Plan(SMALL, gpus, QLORA, layout)
         with pytest.raises(ValueError, match=f"'(int8|lora)'.*with {layout.title}"):
@@ -141,3 +141,28 @@ def test_int8_takes_no_part_in_autocast() -> None:
     recipe = ss.Recipe(method="lora", quantization="int8", precision="bf16-mixed")
     with pytest.raises(ValueError, match=r"Recipe.quantization is 'int8'.*precision='bf16'"):
         ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.ddp())
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "said"),
+    [
+        ({"precision": "bf16-mixed"}, {}, r"Recipe.method is 'qlora'.*precision='bf16'"),
+        ({"precision": "bf16"}, {"tp": 2}, r"Layout.tp is 2; allowed: 1 over a base in NF4"),
+        ({"precision": "bf16"}, {"offload": "cpu"}, r"Layout.offload is 'cpu'; allowed: None"),
+        (
+            {"precision": "bf16", "method": "lora", "quantization": "int8"},
+            {},
+            r"Recipe.quantization is 'int8'",
+        ),
+    ],
+)
+def test_fsdp2_cuts_packed_weights_in_bf16_only(
+    change: dict[str, Any], layout: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        ss.Plan(
+            ss.models["llama-3.1-8b"],
+            ss.Cluster.parse("8xh100-sxm-80gb"),
+            replace(QLORA, **change),
+            ss.Layout.fsdp2(**layout),
+        )

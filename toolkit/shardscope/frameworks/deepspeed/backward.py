@@ -102,6 +102,8 @@ class Kept(NamedTuple):
     """All gradients while the loss is differentiated."""
     gathers: bool = False
     """Whether parameters are gathered in forward too."""
+    summed: int = 0
+    """What a reduced part takes on its way to the host."""
 
 
 def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> list[Peak]:
@@ -183,13 +185,15 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         found.append(peak(fraction + 0.004, activations, words, last, allocated))
         left = largest(0, saved - shape.saved)
         others = saved_by(num_layers - done - 1, "")
-        found.append(peak(fraction + 0.01, left + 2 * shape.stream, others, layer.peak))
+        reducing = kept.bucket + kept.summed
+        found.append(peak(fraction + 0.01, left + 2 * shape.stream, others, layer.peak, reducing))
         # No gradient comes into the first layer's first norm from frozen embeddings.
         leaving = (kept.trains_all | (done + 1 < num_layers)) * (left + sizes.leaving)
         norm = saved_by(num_layers - done - 1, ", and gradients inside one's first norm")
         found.append(peak(fraction + 0.012, leaving, norm, layer.following))
-    found.append(peak(0.97, shape.stream, lambda: "the embedding's gradient", c.embedding))
-    found += [peak(0.975, 0, lambda: "all are used up", instant) for instant in c.end]
+    reducing = kept.bucket + kept.summed
+    found.append(peak(0.97, shape.stream, lambda: "the embedding's gradient", c.embedding, reducing))
+    found += [peak(0.975, 0, lambda: "all are used up", instant, reducing) for instant in c.end]
     if kept.gathers:
         found.append(_gathering(c, shape, half, num_layers, peak))
     return found

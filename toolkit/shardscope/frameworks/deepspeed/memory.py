@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
-from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
+from shardscope.frameworks.deepspeed.offload import Pieces, offloaded, on_the_way
 from shardscope.frameworks.deepspeed.tensors import FP64, working
-from shardscope.memory.arithmetic import largest, smallest, where
+from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.optimizers import flat_state, flat_working
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, chosen, no_bytes
@@ -48,7 +48,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         return state
     n = numbers.counted
     moments = flat_state(plan.recipe.optimizer, n.part)
-    return offloaded(plan, state, Pieces(numbers.half, n.part, n.group, n.kept, n.largest, moments))
+    piece, bucket = largest(n.piece, n.experts_piece), numbers.half * _bucket(plan, n)
+    pieces = Pieces(numbers.half, n.part, n.group, n.kept, n.largest, moments, piece, bucket)
+    return offloaded(plan, state, pieces)
 
 
 class _Numbers(NamedTuple):
@@ -233,6 +235,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
     kept = Kept(
         bucket=bucket,
+        summed=on_the_way(plan, ceil_div(c.largest, n.ranks), half),
         trains_all=n.trains_all,
         forward=bucket + half * c.forward,
         waiting=half * part,
@@ -263,7 +266,10 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         ),
         initialisation={
             "optimizer": Term(FP32 * part, lambda: "fp32 main copies; moments come with the first step"),
-            "gather_buffers": staging(c.widest, "tensor by tensor"),
+            "gather_buffers": Term(
+                largest(bucket, half * c.widest - (half + FP32) * part),
+                lambda: f"the bucket, or before all of these a tensor of {c.widest:,} elements to be cut",
+            ),
         },
         group_sizes=group_sizes(plan),
     )

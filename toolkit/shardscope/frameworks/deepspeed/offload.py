@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.counted import is_late
 from shardscope.frameworks.deepspeed.layout import largest_tensor
+from shardscope.frameworks.deepspeed.tensors import FP64
 from shardscope.memory.arithmetic import ceil_div, largest, smallest
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term, chosen, no_bytes
@@ -28,6 +29,10 @@ PARAMS_BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default for ``buffer_size`` of ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""
 
 
+NORM_ELEMENTS = 250_000_000
+"""Numbers of a gradient of which stage 3 takes the norm at once."""
+
+
 class Pieces(NamedTuple):
     """One rank's elements that can move."""
 
@@ -43,6 +48,10 @@ class Pieces(NamedTuple):
     """The largest tensor, whole."""
     moments: int
     """Bytes of the optimizer's moments."""
+    piece: int
+    """The largest piece of a tensor among those that it updates; 0 in stage 3."""
+    bucket: int
+    """Bytes of stage 1's bucket."""
 
 
 def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState:
@@ -88,17 +97,31 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     initialisation = {
         name: term for name, term in state.initialisation.items() if name not in ("optimizer", "gradients")
     }
+    if layout.stage < 3:
+        # The buffer for gradients on their way is made when weights are flat.
+        initialisation["gather_buffers"] = no_bytes("none while weights are flattened")
     find = state.find_backward
     assert find is not None
+    norm = FP64 * p.piece
 
     def moved(shape: Backward) -> list[Peak]:
-        """The instants of backward without the gradients that have gone to the host."""
-        return [
+        """The instants of backward without the gradients that have gone to the host.
+
+        Where stage 1 reduces when backward has ended, each tensor's norm is taken in double precision on its
+        way (``set_norm_for_param_grad_in_gpu``, deepspeed/runtime/zero/stage_1_and_2.py).
+        """
+        found = [
             peak._replace(
                 gather=_plus(peak.gather, extra, layout), gradients=chosen(stay, peak.gradients, gradients)
             )
             for peak in find(shape)
         ]
+        if layout.stage == 1:
+            staged = p.bucket + extra + norm
+            on_way = Term(staged, lambda: f"{gib(norm)} GiB in double precision for a gradient's norm")
+            last = found[-1]
+            found.append(last._replace(gather=chosen(stay, on_way, last.gather)))
+        return found
 
     return state._replace(
         gradients=chosen(stay, state.gradients, gradients),
@@ -113,6 +136,18 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,
     )
+
+
+def on_the_way(plan: Plan, part: Any, half: int) -> Any:
+    """Bytes of stage 3's largest reduced part while the host gets it.
+
+    It comes back at once, and its norm is taken in double precision, so many numbers at a time
+    (``partition_grads`` and ``_constant_buffered_norm2``, deepspeed/runtime/zero/stage3.py).
+    """
+    layout: Any = plan.layout
+    if not (layout.offload_optimizer and plan.on_gpu):
+        return 0
+    return half * part + FP64 * smallest(part, NORM_ELEMENTS)
 
 
 def params_buffer_elements(plan: Plan) -> Any:

@@ -42,6 +42,10 @@ class Fsdp2Layout(Layout):
         "fp32",
     )
     """8 bits are torchao's float8, which casts tensors as they are multiplied."""
+    supported_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
+    supported_quantization: ClassVar[tuple[str, ...]] = ("nf4",)
+    """int8 is none: bitsandbytes asks its parameters for scales (``Int8Params.CB``), and fully_shard makes
+    plain parameters of them."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,
@@ -112,7 +116,14 @@ class Fsdp2Layout(Layout):
         )
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """What torch.distributed.pipelining's schedules raise (torch 2.13, schedules.py)."""
+        """What torch.distributed.pipelining's schedules raise (torch 2.13, schedules.py).
+
+        And what a quantised base was never counted with.
+        """
+        # The formulas import this module's base.
+        from shardscope.frameworks.fsdp2.quantized import check_quantized
+
+        check_quantized(recipe, self)
         if degrees.pp == 1:
             return
         per_step = recipe.micro_batch_size * degrees.data_parallel

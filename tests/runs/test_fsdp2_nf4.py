@@ -1,0 +1,104 @@
+"""A base in NF4 under ``fully_shard`` on two CPU ranks: bitsandbytes' own Linears, peft's adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.test_quantization import SMALL
+
+import shardscope as ss
+from shardscope.frameworks.fsdp2.groups import groups_of
+from shardscope.frameworks.fsdp2.memory import shapes, stage
+from shardscope.runs.processes import free_port
+
+SCRIPT = """
+import json, sys, torch, bitsandbytes as bnb
+import torch.distributed as dist, torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+import shardscope as ss
+from shardscope.training.lora import add_adapters
+from shardscope.training.model import build_model
+from tests.unit.test_quantization import SMALL
+
+def rank(number, double, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    torch.manual_seed(0)
+    model = build_model(SMALL).to(torch.bfloat16)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear) and name != "lm_head":
+                linear = bnb.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16,
+                    quant_type="nf4", compress_statistics=double, quant_storage=torch.bfloat16,
+                )
+                linear.weight = bnb.nn.Params4bit(
+                    child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=double,
+                    quant_storage=torch.bfloat16, module=linear,
+                )
+                setattr(module, name, linear.to("cpu"))
+    recipe = ss.Recipe(method="lora", quantization="nf4", precision="bf16", lora_rank=6)
+    model = add_adapters(model, SMALL, recipe)
+    ids = torch.arange(32).reshape(1, 32) % SMALL.vocab_size
+    whole = model(input_ids=ids, labels=ids).loss.item()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    layers = model.base_model.model.model.layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    cut = model(input_ids=ids, labels=ids).loss
+    cut.backward()
+    kept = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    scales = {}
+    for module in model.modules():
+        state = getattr(module, "quant_state", None)
+        for owner in (state, getattr(state, "state2", None)):
+            for name in ("absmax", "code", "offset"):
+                tensor = getattr(owner, name, None)
+                if tensor is not None:
+                    scales[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    padded = sum(
+        parameter._sharded_param_data.numel() * parameter._sharded_param_data.itemsize
+        for parameter in layers[0]._get_fsdp_state()._fsdp_param_group.fsdp_params
+    )
+    trained = sum(p.grad is not None for p in model.parameters())
+    if number == 0:
+        print("FOUND", json.dumps([whole, cut.item(), kept + sum(scales.values()), 2 * padded, trained]))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(rank, (sys.argv[1] == "qlora", int(sys.argv[2])), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, tmp_path: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, str(script), method, str(free_port())],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    line = next(line for line in ran.stdout.splitlines() if line.startswith("FOUND"))
+    whole, cut, kept, gathered, trained = json.loads(line.removeprefix("FOUND"))
+    assert whole == pytest.approx(cut, rel=1e-3)
+    assert trained == 2 * 4 * SMALL.num_hidden_layers
+    recipe = ss.Recipe(method=method, precision="bf16", lora_rank=6, seq_len=32)
+    if method == "lora":
+        recipe = replace(recipe, quantization="nf4")
+    plan = ss.Plan(SMALL, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.fsdp2())
+    assert kept == plan.memory().components["parameters"]
+    assert gathered == groups_of(plan, stage(plan, shapes(plan).kinds[0])).dense.parameters

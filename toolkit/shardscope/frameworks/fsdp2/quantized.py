@@ -1,0 +1,94 @@
+"""A base in NF4 under ``fully_shard``: bitsandbytes' packed weights, stored as bf16, are cut like any tensor.
+
+``bnb_4bit_quant_storage=torch.bfloat16`` is what accelerate asks for before it shards such weights (1.15,
+``utils/fsdp_utils.py``). Four weights are one stored number, in a column of one. Their scales are no
+parameters: every rank keeps them whole. ``fully_shard`` makes a plain parameter of a quantised Linear's, of
+which bitsandbytes makes a ``Params4bit`` again (``fix_4bit_weight_quant_state_from_module`` in
+``nn/modules.py``); for int8 it does not. Counted on two CPU ranks in ``tests/runs/test_fsdp2_nf4.py``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from shardscope.memory.arithmetic import ceil_div, looked_up
+from shardscope.memory.lora import first_layer
+from shardscope.memory.quantization import nf4_bytes
+from shardscope.memory.stages import layers_by_kind, rank_shapes
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
+
+_WEIGHTS_IN_ONE = 4
+"""Weights of half a byte in one stored number of two."""
+
+
+@lru_cache(maxsize=1024)
+def _linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of every quantised matrix of one layer."""
+    targets = {target for target, _ in arch.layer_linears(first_layer(arch, moe))}
+    return tuple(
+        (shape.rows, shape.columns)
+        for shape in rank_shapes(arch, moe, 1, 1)
+        if shape.columns > 1 and shape.group != "experts" and shape.name.split(".")[-2] in targets
+    )
+
+
+@lru_cache(maxsize=4096)
+def numbers_saved(arch: Architecture, moe: bool, ranks: int) -> int:
+    """Stored numbers by which one rank's shard of one layer is smaller than unquantised, padding included."""
+    return sum(
+        ceil_div(rows, ranks) * columns - ceil_div((rows * columns + 1) // _WEIGHTS_IN_ONE, ranks)
+        for rows, columns in _linears(arch, moe)
+    )
+
+
+def stage_numbers_saved(plan: Plan, stage: Stage, ranks: Any) -> Any:
+    """The same of all layers of a stage; 0 where nothing is quantised."""
+    if plan.recipe.base_quantization is None:
+        return 0
+    arch = plan.architecture
+    saved: Any = 0
+    for moe, layers in layers_by_kind(arch, stage):
+        saved = saved + layers * looked_up(lambda ranks, moe=moe: numbers_saved(arch, moe, ranks), ranks)
+    return saved
+
+
+def scales_bytes(plan: Plan, stage: Stage) -> Any:
+    """Bytes of what unpacks a stage's weights, whole on every rank."""
+    if plan.recipe.base_quantization is None:
+        return 0
+    double = plan.recipe.method == "qlora"
+    return sum(
+        layers * sum(_scales(rows * columns, double) for rows, columns in _linears(plan.architecture, moe))
+        for moe, layers in layers_by_kind(plan.architecture, stage)
+    )
+
+
+def _scales(numel: int, double: bool) -> int:
+    packed: int = ceil_div(numel, 2)
+    return int(nf4_bytes(numel, double)) - packed
+
+
+def check_quantized(recipe: Recipe, layout: Any) -> None:
+    """Refuse what was never counted: packed weights beside wider ones, cut by tp, or away on the host."""
+    if recipe.base_quantization is None:
+        return
+    if recipe.precision != "bf16":
+        field = "method" if recipe.method == "qlora" else "quantization"
+        refuse(
+            f"Recipe.{field}",
+            getattr(recipe, field),
+            f"another in {recipe.precision}: with FSDP2 a base in NF4 is stored as bf16, in a group with "
+            "others in 'bf16'",
+            "precision='bf16'",
+        )
+    for field, plain in (("tp", 1), ("offload", None)):
+        value = getattr(layout, field)
+        if value != plain:
+            refuse(f"Layout.{field}", value, f"{plain} over a base in NF4", f"{field}={plain}")
