@@ -285,7 +285,7 @@ def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:
 LEVELS = {
     "deepspeed": (0.95, 1.0, 60),
     "deepspeed-offload": (0.95, 0.95, 30),
-    "deepspeed-held-out": (0.8, 0.93, 40),
+    "deepspeed-held-out": (0.85, 0.95, 40),
 }
 """Shares within 1 % and within 3 % that are reached, and stored plans; the goal is 0.95 and 1.
 
