@@ -94,6 +94,34 @@ def test_deepspeed_puts_on_the_host_what_is_predicted(layout: Any) -> None:
         assert moment.components.get("optimizer", 0) < 2**20
 
 
+@pytest.mark.parametrize(
+    ("values", "recipe"),
+    [
+        ({}, {}),
+        ({"pp": 2}, {"global_batch_size": 16}),
+        ({"reshard_after_forward": False}, {"optimizer": "sgd"}),
+    ],
+    ids=["shards", "stages", "sgd"],
+)
+def test_fsdp2_keeps_shards_gradients_and_moments_on_the_host(values: Any, recipe: Any) -> None:
+    from shardscope.frameworks.fsdp2.rehearse import rehearse
+
+    sizes = {"seq_len": 1024, "global_batch_size": 8, **recipe}
+    plan = Plan(
+        Architecture.of_size("60m"), EIGHT, ss.Recipe(**sizes), ss.Layout.fsdp2(offload="cpu", **values)
+    )
+    predicted = plan.memory()
+    stages = rehearse(plan, lambda words, fraction: None)
+    for stage, alike in zip(stages, predicted.by_stage, strict=True):
+        # The update may need one tensor beside what stays.
+        assert -(2**20) < stage.host_bytes - alike.host_bytes < 4 * 2**20
+        for moment in stage.moments:
+            assert moment.components.get("optimizer", 0) < 2**20
+    fullest = max(stage.peak.num_bytes for stage in stages)
+    held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
+    assert held == pytest.approx(fullest, rel=0.01)
+
+
 @needs_deepspeed
 def test_the_report_has_the_host_beside_the_device() -> None:
     report = small(ss.Layout.zero(3, offload_optimizer="cpu")).rehearse()

@@ -30,11 +30,11 @@ MAX_MICRO_BATCHES = 3
 class FakeContext:
     """What an engine needs of a rank's context, without a run."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, device: str = "cpu") -> None:
         self.plan = plan
         self.rank = 0
         self.world_size = plan.world_size
-        self.device = torch.device("cpu")
+        self.device = torch.device(device)
         self.folder = Path()
 
     def log(self, step: int | None = None, **metrics: Any) -> None:
@@ -73,14 +73,15 @@ def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> li
     """Wrap the plan's model and make its optimizer; the parameters that are trained."""
     plan = engine.plan
     engine.fresh_weights = True
-    with tracker.paused() if built_on_host else contextlib.nullcontext():
+    quietly = tracker.paused() if built_on_host else contextlib.nullcontext()
+    with quietly, torch.device(engine.ctx.device):
         module = engine._module = engine.wrap(lambda: build_model(plan.architecture, plan.recipe.dropout))
     module.train()
     tracker.label(engine.model.parameters(), "parameters")
     tracker.label(engine.model.buffers(), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = engine.optimizer = optimizers.build_optimizer(plan.recipe.optimizer, trained)
-    if plan.on_gpu and plan.recipe.optimizer == "sgd":
+    if plan.on_gpu and plan.recipe.optimizer == "sgd" and not tracker.host_apart:
         for group in optimizer.param_groups:
             # What torch chooses by itself on CUDA.
             group["foreach"] = True
@@ -103,7 +104,8 @@ def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: boo
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     with engine.reduce_on(last=last):
         with tracker.phase("forward"):
-            batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+            ids = torch.zeros(shape, dtype=torch.int64, device=engine.ctx.device)
+            batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
             loss = engine._loss(batch) * weight
         with tracker.phase("backward"):
             loss.backward()

@@ -48,13 +48,15 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
 def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedStage:
     """The rank of one stage that is first in all other groups."""
     degrees = plan.degrees
+    # Where shards are the host's, fake tensors have two devices; on CPU ranks there is but one.
+    apart = plan.on_gpu and getattr(plan.layout, "offload", None) == "cpu"
     with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
-        engine = _engine(plan, number)
+        engine = _engine(plan, number, "cpu:0" if apart else "cpu")
         # The mesh is made of real numbers, so before tensors stop having any.
         engine.mesh = engine.make_mesh()
         loss = loss_parallel() if degrees.tp > 1 else contextlib.nullcontext()
         logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
-        with fake_tensors(plan.on_gpu, {logits}) as tracker, loss:
+        with fake_tensors(plan.on_gpu, {logits}, host_apart=apart) as tracker, loss:
 
             def gradients_here(group: Any) -> None:
                 """Whole ones, which autograd made, wait for their reduce-scatter; HSDP's parts add up."""
@@ -70,6 +72,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
             with (
                 labelled_methods(tracker, FSDPParamGroup, _COLLECTIVES, before=gradients_here),
                 _meshes_of_real_numbers(tracker),
+                _gathers_to(engine.ctx.device),
             ):
                 on_host = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
                 if isinstance(engine, PipelinedEngine):
@@ -77,8 +80,8 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
                 return play(engine, tracker, note_progress, built_on_host=on_host)
 
 
-def _engine(plan: Plan, stage: int) -> Fsdp2Engine:
-    context = FakeContext(plan)
+def _engine(plan: Plan, stage: int, device: str) -> Fsdp2Engine:
+    context = FakeContext(plan, device)
     if plan.degrees.pp > 1:
         return PipelinedEngine(context, stage)
     return _TensorParallel(context) if plan.degrees.tp > 1 else Fsdp2Engine(context)
@@ -136,3 +139,14 @@ def _meshes_of_real_numbers(tracker: Tracker) -> Iterator[None]:
     finally:
         for (owner, name), was in zip(places, before, strict=True):
             setattr(owner, name, was)
+
+
+@contextlib.contextmanager
+def _gathers_to(device: torch.device) -> Iterator[None]:
+    """Where layers are gathered: a mesh of CPU ranks names no other device than the host's."""
+    before = _fully_shard._get_device_from_mesh
+    _fully_shard._get_device_from_mesh = lambda mesh: device
+    try:
+        yield
+    finally:
+        _fully_shard._get_device_from_mesh = before

@@ -94,7 +94,7 @@ def play_stage(
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1:
             tracker.restart()
-        ids = torch.zeros((rows, plan.recipe.seq_len), dtype=torch.int64)
+        ids = torch.zeros((rows, plan.recipe.seq_len), dtype=torch.int64, device=engine.ctx.device)
         schedule.step(
             *((ids,) if stage.is_first else ()),
             **({"target": ids, "losses": []} if stage.is_last else {}),
@@ -110,7 +110,7 @@ def play_stage(
 def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int) -> tuple[Any, _Stage]:
     plan, module = engine.plan, engine._module
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
-    with tracker.paused():
+    with tracker.paused(), torch.device(engine.ctx.device):
         # Shapes only: a real stage sends and receives them once, before the first step.
         ids = torch.zeros(shape, dtype=torch.int64)
         hidden = torch.empty(
