@@ -123,8 +123,9 @@ def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
 def test_recomputation_keeps_less(a_plan: Plan) -> None:
     # Megatron's end of forward has temporaries too: tests/unit/test_megatron_memory.py has its layers.
     assume(a_plan.layout.framework != "megatron")
-    # FlashAttention, and packing with it, is not recomputed selectively.
-    plain = replace(a_plan.recipe, attention=None, packing=False, recompute_interval=1)
+    # FlashAttention, and packing with it, is not recomputed selectively; compiled layers are not at all.
+    kernels = None if a_plan.kernels == "compiled" else a_plan.recipe.kernels
+    plain = replace(a_plan.recipe, attention=None, packing=False, recompute_interval=1, kernels=kernels)
     kept = {
         how: [
             stage.at("forward").components["activations"]
@@ -156,12 +157,11 @@ def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
     here = {name: None for name in ("offload", "offload_optimizer", "offload_params") if name in fields}
     a_plan = replace(a_plan, layout=replace(a_plan.layout, **here))
     half = recipe.precision != "fp32"
-    moments = 1 if recipe.optimizer in ("sgd", "lion") else 2
-    each = moments * 4 + 4 * half
-    if a_plan.layout.framework == "fsdp2":
-        each = moments * (2 if recipe.precision == "bf16" else 4)
-    if recipe.optimizer == "adamw_8bit":
-        each = moments
+    # Adafactor may keep rows and columns only, which are next to nothing.
+    moments = {"sgd": 1, "lion": 1, "adafactor": 0}.get(recipe.optimizer, 2)
+    sharded = a_plan.layout.framework == "fsdp2"
+    number = 2 if sharded and recipe.precision == "bf16" else 4
+    each = moments * (1 if recipe.optimizer == "adamw_8bit" else number) + 4 * half * (not sharded)
     lora = recipe.has_adapters
     trained = adapter_parameters(a_plan.architecture, recipe) if lora else a_plan.architecture.num_parameters
     ranks = a_plan.world_size // a_plan.degrees.pp
