@@ -89,7 +89,7 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         "",
         f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake "
         "tensors. Errors are of all tensors at the peak; those of components are shares of the whole. Goal: "
-        "within 1 % for 95 %, never worse than 3 %. `held-out` samples were drawn by a seed of their own over "
+        "within 1 % for 95 %, never worse than 3 %. `held-out` samples were drawn by their own seed over "
         "every choice there is, before any formula had met them.",
         "",
         "| sample | plans | within 1 % | within 3 % | median | worst | " + " | ".join(COMPONENTS) + " |",
