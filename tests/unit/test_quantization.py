@@ -137,6 +137,14 @@ def test_other_layouts_refuse_it() -> None:
             ss.Plan(SMALL, gpus, ss.Recipe(method="lora", quantization="int8"), layout)
 
 
+@pytest.mark.parametrize(("kernels", "kind"), [("liger", "int8"), ("compiled", "int8"), ("compiled", "nf4")])
+@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()])
+def test_only_plain_modules_were_counted(kernels: Any, kind: Any, layout: ss.Layout) -> None:
+    recipe = ss.Recipe(method="lora", quantization=kind, precision="bf16", kernels=kernels)
+    with pytest.raises(ValueError, match=f"Recipe.(kernels is '{kernels}'|quantization is 'int8')"):
+        ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
+
+
 def test_int8_takes_no_part_in_autocast() -> None:
     recipe = ss.Recipe(method="lora", quantization="int8", precision="bf16-mixed")
     with pytest.raises(ValueError, match=r"Recipe.quantization is 'int8'.*precision='bf16'"):

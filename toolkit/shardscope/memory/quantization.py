@@ -15,11 +15,13 @@ from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.lora import first_layer
 from shardscope.memory.precision import FP32
 from shardscope.memory.stages import layers_by_kind
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -39,6 +41,18 @@ def nf4_bytes(numel: Any, double: bool) -> Any:
     double_scales = blocks + FP32 * (ceil_div(blocks, SCALE_BLOCK) + 1 + 256)
     scales = double_scales if double else FP32 * blocks
     return ceil_div(numel, 2) + scales + CODES
+
+
+def check_kernels(recipe: Recipe) -> None:
+    """Refuse modules whose layers were never counted over a quantised base."""
+    counted = ("transformers",) if recipe.base_quantization == "int8" else ("transformers", "liger")
+    if recipe.base_quantization is not None and recipe.kernels not in (None, *counted):
+        refuse(
+            "Recipe.kernels",
+            recipe.kernels,
+            f"None or {', '.join(map(repr, counted))} over a base in {recipe.base_quantization}",
+            "kernels=None",
+        )
 
 
 def int8_bytes(rows: Any, columns: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.arithmetic import ceil_div, looked_up
 from shardscope.memory.lora import first_layer
-from shardscope.memory.quantization import nf4_bytes
+from shardscope.memory.quantization import check_kernels, nf4_bytes
 from shardscope.memory.stages import layers_by_kind, rank_shapes
 from shardscope.validation import refuse
 
@@ -79,6 +79,7 @@ def check_quantized(recipe: Recipe, layout: Any) -> None:
     """Refuse what was never counted: packed weights beside wider ones, cut by tp, or away on the host."""
     if recipe.base_quantization is None:
         return
+    check_kernels(recipe)
     if recipe.precision != "bf16":
         field = "method" if recipe.method == "qlora" else "quantization"
         refuse(

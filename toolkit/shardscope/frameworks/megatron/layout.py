@@ -35,6 +35,9 @@ class MegatronLayout(Layout):
     default_kernels: ClassVar[str] = "megatron"
     supported_kernels: ClassVar[tuple[str, ...]] = ("megatron",)
     supported_methods: ClassVar[tuple[str, ...]] = ("full",)
+    supported_optimizers: ClassVar[tuple[str, ...]] = ("adamw", "sgd")
+    """megatron-core 0.16 raises for every other name (``optimizer/__init__.py``). Its Muon needs another
+    package, ``emerging_optimizers``, and no distributed optimizer (``optimizer/muon.py``): no formula yet."""
     supported_precisions: ClassVar[tuple[str, ...]] = (
         "bf16-mixed",
         "fp16-mixed",
