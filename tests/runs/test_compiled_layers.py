@@ -30,7 +30,7 @@ from shardscope.rehearsal.gpu_operators import gpu_operators
 from shardscope.rehearsal.world import _transformers_as_on_real_tensors
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
-from shardscope.training.recompute import decoder_layers
+from shardscope.training.recompute import apply_recompute, decoder_layers
 
 ROWS, SEQ_LEN, RANK = 2, 32, 4
 TOKENS = ROWS * SEQ_LEN
@@ -71,6 +71,15 @@ def without_memory(on_gpu: bool) -> Iterator[None]:
         yield
 
 
+def in_a_frame(forward: Any) -> Any:
+    """``functools.partial``, which recomputation leaves, has no frame that could be compiled."""
+
+    def framed(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return framed
+
+
 def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) -> list[Any]:
     """Each compiled layer's forward; layers that are alike share one."""
     graphs: list[Any] = []
@@ -89,7 +98,9 @@ def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) 
         if recipe.has_adapters:
             model = add_adapters(model, arch, recipe)
         model.train()
+        apply_recompute(model, recipe.recompute)
         for layer in decoder_layers(model):
+            layer.forward = in_a_frame(layer.forward)
             layer.compile(
                 backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=keep),
                 fullgraph=True,
@@ -120,7 +131,7 @@ def kept_bytes(graph: Any) -> int:
         node = looked_at(node)
         value = node.meta["val"]
         is_table = node.op == "placeholder" and value.shape != layer_output.meta["val"].shape
-        is_seed = value.dtype == torch.uint64 or not value.shape  # of a dropout that is off
+        is_seed = value.dtype in (torch.uint64, torch.uint8) or not value.shape  # of a dropout that is off
         if not is_table and not is_seed:
             storages[node] = value.numel() * value.element_size()
     return sum(storages.values())
@@ -165,6 +176,13 @@ def test_with_adapters_frozen_projections_keep_no_inputs(
     assert kept_bytes(last) - kept_bytes(first) >= TOKENS * unsaved > 0
     if mode == "bf16" and targets is None:  # else also what lies before the first adapter, and cast weights
         assert kept_bytes(last) - kept_bytes(first) == TOKENS * unsaved
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_layer_computed_again_keeps_its_input_alone(family: str) -> None:
+    arch = model_of(family)
+    found = forward_graphs(arch, "bf16", replace(FULL, recompute="full"), True)[-1]
+    assert kept_bytes(found) == TOKENS * 2 * arch.hidden_size
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

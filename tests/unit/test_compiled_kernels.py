@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.memory.activations import layer_activations
 from shardscope.memory.backward import layer_backward
 from shardscope.memory.modules.saved import Modules
 
@@ -51,10 +52,22 @@ def test_a_branch_is_overwritten_by_its_gradient() -> None:
     assert layer_backward(LLAMA, False, frozen).inside == stream + 2 * inner
 
 
+def test_a_layer_computed_again_keeps_its_input() -> None:
+    """Six inner widths are alive in the kernel that takes the product apart, where three were kept before."""
+    modules = Modules(kernels="compiled", autocast=False, compute=2, seq_len=4096)
+    stream, inner = 2 * LLAMA.hidden_size, 2 * LLAMA.intermediate_size
+    none, full = (layer_activations(LLAMA, False, modules, how, 1, 1) for how in ("none", "full"))
+    assert (full.saved, full.recomputed) == (stream, none.saved - stream + 2 * inner)
+    kept, again = (
+        plan_of(recompute=how, micro_batch_size=4, global_batch_size=32) for how in ("none", "full")
+    )
+    assert again.memory().peak_bytes < kept.memory().peak_bytes
+
+
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("Recipe.recompute", {"recompute": "full"}),
+        ("Recipe.recompute", {"recompute": "full", "layout": ss.Layout.ddp()}),
         ("Recipe.recompute", {"recompute": "selective"}),
         ("Recipe.recompute", {"recompute": "offload"}),
         ("Recipe.attention", {"attention": "eager"}),

@@ -96,7 +96,7 @@ def _check_kernels(plan: Plan) -> None:
 
 
 def _check_compiled(plan: Plan) -> None:
-    """Compiled layers are counted in some families, whole, without recomputation, with fused attention."""
+    """Compiled layers are counted in some families, whole, with fused attention, kept or computed again."""
     recipe, arch = plan.recipe, plan.architecture
     if plan.kernels != "compiled":
         return
@@ -108,10 +108,12 @@ def _check_compiled(plan: Plan) -> None:
             f"{', '.join(COMPILED_FAMILIES)}",
             "kernels=None",
         )
+    autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
     counted: dict[str, tuple[Any, ...]] = {
         "method": ("full", "lora"),
         "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
-        "recompute": ("none",),
+        # What a compiled graph makes of autocast's copies of weights when it computes again was not counted.
+        "recompute": ("none",) if autocast else ("none", "full"),
         "attention": (None, "sdpa"),
         "dropout": (0.0,),
         "lora_dropout": (0.0,),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.modules.attention import is_eager, masked
-from shardscope.memory.modules.compiled import compiled_layer
+from shardscope.memory.modules.compiled import compiled_again, compiled_layer
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
@@ -133,6 +133,8 @@ def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, 
     """
     if recompute not in ("full", "selective"):
         return 0
+    if modules.kernels == "compiled":
+        return compiled_again(arch, modules)
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
     if arch.model_type == "olmo2":  # whose projections read the input without a norm
         casts = modules.autocast

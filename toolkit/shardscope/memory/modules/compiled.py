@@ -75,3 +75,12 @@ def unsaved_in_first_compiled_layer(arch: Architecture, modules: Modules) -> int
     if arch.model_type == "olmo2":
         return 0
     return FP32 + (arch.hidden_size * modules.compute if arch.norms_per_layer == 2 else 0)
+
+
+def compiled_again(arch: Architecture, modules: Modules) -> int:
+    """Bytes a token takes in a layer that its backward computes again, beside all that it would have kept.
+
+    One kernel then makes the product and both branches' gradients from the branches, each read twice, so that
+    none is written over: two inner widths more than a layer needs that kept its own.
+    """
+    return 2 * arch.intermediate_size * modules.compute * modules.feeds("down_proj")
