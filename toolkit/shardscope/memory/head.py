@@ -54,9 +54,15 @@ def _next_power_of_2(number: Any) -> Any:
     return 1 << (number - 1).bit_length()
 
 
-def head_terms(plan: Plan, modules: Modules, tokens: Any, is_last: Any) -> tuple[Term, Term]:
-    """Logits and loss at the end of forward, and as backward starts: on the last pipeline stage only."""
-    vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
+def head_terms(
+    plan: Plan, modules: Modules, tokens: Any, is_last: Any, vocab: Any = None
+) -> tuple[Term, Term]:
+    """Logits and loss at the end of forward, and as backward starts: on the last pipeline stage only.
+
+    ``vocab`` are the vocabulary's rows on one rank; None: a part of them over tp.
+    """
+    if vocab is None:
+        vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
     loss = loss_in_force(plan)
     if loss == "full":
         capped = plan.architecture.model_type == "gemma2"

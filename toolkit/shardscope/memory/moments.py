@@ -40,7 +40,7 @@ def moments(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) ->
 def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
     """The end of forward, and the instants of backward, with what transformers' modules hold."""
     step = StageStep(plan, modules, stage)
-    at_end, at_start = step.logits()
+    at_end, at_start = state.find_logits(step) if state.find_logits is not None else step.logits()
     once = state.gradients if state.gradients_stay else _NONE_YET
     gradients = chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
     forward = Peak(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")

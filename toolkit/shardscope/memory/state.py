@@ -12,6 +12,7 @@ from shardscope.memory.report import Component, Term, no_bytes
 if TYPE_CHECKING:
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
+    from shardscope.memory.step import StageStep
 
 _NOTHING: Mapping[Component, Term] = MappingProxyType({})
 
@@ -47,5 +48,7 @@ class TrainingState(NamedTuple):
     """The instants of forward and backward, where the framework's own modules and schedule decide all."""
     find_backward: Callable[[Backward], list[Peak]] | None = None
     """Otherwise: the instants of backward, in which its collectives meet what transformers' modules hold."""
+    find_logits: Callable[[StageStep], tuple[Term, Term]] | None = None
+    """Logits and loss at the end of forward and as backward starts, where a framework cuts the head itself."""
     gradients_waiting: Term | None = None
     """What earlier micro-batches have left while later ones run; None: ``gradients``."""

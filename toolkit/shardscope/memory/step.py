@@ -95,7 +95,9 @@ class StageStep:
         dequantised, float8 = self.dequantised(), self._float8()
 
         def inside(num_bytes: Any) -> Any:
-            return tokens * (ceil_div(num_bytes, tp) + layer.recomputed) + dequantised
+            # tp cuts the stream only where the sequence is split.
+            rest = ceil_div(num_bytes - own.stream, tp)
+            return tokens * (ceil_div(own.stream, self.cut) + rest + layer.recomputed) + dequantised
 
         return Backward(
             layers=self.saved + self.start,

@@ -26,6 +26,8 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         # DeepSpeed refuses to offload any optimizer but its own Adam unless told that this is meant.
         "zero_force_ds_cpu_optimizer": recipe.optimizer == "adamw",
     }
+    if layout.tp > 1:
+        found["tensor_parallel"] = {"autotp_size": layout.tp}
     if recipe.precision == "fp16-mixed":
         found["fp16"] = {"enabled": True}
     elif recipe.precision != "fp32":

@@ -151,6 +151,7 @@ class ZeroLayout(Layout):
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Data-parallel ranks are what tp and pp leave; state is split over them as the stage says."""
         check_heads(architecture, self.tp)
+        self._check_auto_tp(architecture, recipe)
         check_layers(architecture, self.pp)
         if recipe.optimizer == "lion" and cluster.gpu.vendor == "cpu":
             refuse(
@@ -170,6 +171,20 @@ class ZeroLayout(Layout):
             pp=self.pp,
             ep=self.ep,
         )
+
+    def _check_auto_tp(self, architecture: Architecture, recipe: Recipe) -> None:
+        """What AutoTP fails over (deepspeed/module_inject/auto_tp.py, deepspeed/runtime/tensor_parallel)."""
+        if self.tp == 1:
+            return
+        why = None
+        if architecture.num_moe_layers:
+            why = "it cuts no experts"
+        elif architecture.model_type == "gpt2":
+            why = "it has no plan for GPT-2"
+        elif recipe.method != "full":
+            why = "it loses peft's adapters"
+        if why:
+            refuse("Layout.tp", self.tp, f"1 here (DeepSpeed's AutoTP: {why})", "tp=1")
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """What DeepSpeed 0.19 asserts: contiguous gradients with experts, room for a part of each tensor.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
+from shardscope.frameworks.deepspeed.head import logits
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded, on_the_way
 from shardscope.frameworks.deepspeed.tensors import FP64, working
 from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
@@ -44,6 +45,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     layout: Any = plan.layout
     numbers = _Numbers.of(plan, stage)
     state = (_whole, _flat, _flat, _cut)[layout.stage](plan, stage, numbers)
+    if layout.stage < 3:
+        state = state._replace(find_logits=logits)
     if not (layout.offload_optimizer or layout.offload_params):
         return state
     n = numbers.counted

@@ -68,9 +68,11 @@ def tensors_on(
     is_last: int,
 ) -> Tensors:
     """The same, of a stage of so many layers; ``adapted`` is the recipe if it has adapters."""
-    outer = outer_tensors(arch, tp, is_first, is_last)
-    before = tuple(rows * columns for group, rows, columns in outer if group == "embedding" and rows)
-    after = tuple(rows * columns for group, rows, columns in outer if group != "embedding")
+    # AutoTP cuts an embedding only where it is the head too.
+    first = outer_tensors(arch, tp if arch.tie_word_embeddings else 1, is_first, is_last)
+    last = outer_tensors(arch, tp, is_first, is_last)
+    before = tuple(rows * columns for group, rows, columns in first if group == "embedding" and rows)
+    after = tuple(rows * columns for group, rows, columns in last if group != "embedding")
     return _tensors(arch, adapted, tp, ep, dense_layers, moe_layers, before, after)
 
 
