@@ -276,9 +276,30 @@ def test_megatron_shares_a_key_value_head_among_ranks() -> None:
 def test_zero_3_offers_no_tensor_nor_expert_parallelism() -> None:
     assert Layout.zero().stage == 3  # type: ignore[attr-defined]
     for stage, tp, ep in ((3, [1], [1]), (2, [1, 2, 4, 8], [1, 2, 4, 8])):
-        offered = Layout.zero(stage).offered(MOE, EIGHT, Recipe())
-        assert (offered["stage"], offered["tp"], offered["ep"]) == ([0, 1, 2, 3], tp, ep)
-    assert Layout.zero(2, tp=2).offered(MOE, EIGHT, Recipe())["ep"] == [1]
+        dense, experts = (Layout.zero(stage).offered(arch, EIGHT, Recipe()) for arch in (LLAMA, MOE))
+        assert (dense["stage"], dense["tp"], dense["ep"]) == ([0, 1, 2, 3], tp, [1])
+        # AutoTP cuts no experts.
+        assert (experts["stage"], experts["tp"], experts["ep"]) == ([0, 1, 2, 3], [1], ep)
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe", "why"),
+    [
+        (MOE, Recipe(), "experts"),
+        (ss.models["gpt2"], Recipe(seq_len=1024), "GPT-2"),
+        (LLAMA, Recipe(method="lora"), "adapters"),
+    ],
+)
+def test_what_auto_tp_fails_over_is_refused(arch: Architecture, recipe: Recipe, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        Plan(arch, EIGHT, recipe, Layout.zero(2, tp=2))
+    error = caught.value
+    assert isinstance(error, FieldError)
+    assert (error.field, error.fix) == ("Layout.tp", "tp=1")
+    Plan(arch, EIGHT, recipe, Layout.zero(2))
+
+
+def test_zero_3_falls_back_to_data_parallelism() -> None:
     assert Layout.zero().fitted({"stage": 3, "tp": 8, "ep": 8}, MOE, EIGHT, Recipe()) == Layout.zero()
 
 

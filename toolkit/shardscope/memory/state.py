@@ -49,6 +49,6 @@ class TrainingState(NamedTuple):
     find_backward: Callable[[Backward], list[Peak]] | None = None
     """Otherwise: the instants of backward, in which its collectives meet what transformers' modules hold."""
     find_logits: Callable[[StageStep], tuple[Term, Term]] | None = None
-    """Logits and loss at the end of forward and as backward starts, where a framework cuts the head itself."""
+    """Logits at the end of forward and as backward starts, where a framework cuts the head itself."""
     gradients_waiting: Term | None = None
     """What earlier micro-batches have left while later ones run; None: ``gradients``."""
