@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, looked_up, where
+from shardscope.memory.arithmetic import ceil_div, looked_up
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
 from shardscope.memory.report import Term, no_bytes
@@ -82,7 +82,7 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
         state = ELEMENTWISE[name] * width * trained
         return OptimizerBytes(
             Term(state, lambda: f"{trained:,} × {ELEMENTWISE[name]} × {width} bytes · {WORDS[name]}"),
-            _loop_working(plan, part, width),
+            _loop_working(plan, part, width, are_plain=library != "torchao"),
             0,
         )
     kind = _Kind(name, width, library)
@@ -109,11 +109,11 @@ def optimizer_bytes(plan: Plan, stage: Stage, width: int, num_shards: int, libra
     )
 
 
-def _loop_working(plan: Plan, part: _Part, width: int) -> Term:
-    """SGD and Lion make the decayed gradient, tensor by tensor; on whole GPU tensors SGD all at once.
+def _loop_working(plan: Plan, part: _Part, width: int, *, are_plain: bool) -> Term:
+    """SGD and Lion make the decayed gradient, tensor by tensor; of plain GPU tensors SGD all at once.
 
-    ``torch._foreach_add`` is torch's default where every tensor is a plain one on a GPU
-    (``torch/optim/optimizer.py``, ``_default_to_fused_or_foreach``).
+    ``torch._foreach_add`` is torch's default where tensors on a GPU ``are_plain``, no DTensors, be these of
+    one shard (``torch/optim/optimizer.py``, ``_default_to_fused_or_foreach``).
     """
     name = plan.recipe.optimizer
     if name == "adamw":
@@ -123,9 +123,9 @@ def _loop_working(plan: Plan, part: _Part, width: int) -> Term:
         roots = _sum(plan, part, _Kind("matrices", width, "")).state
         return Term(roots, lambda: f"{gib(roots)} GiB roots of second moments, all at once (foreach)")
     largest = _sum(plan, part, _Kind(name, width, "")).working
-    at_once = (part.num_shards == 1) & plan.on_gpu if name == "sgd" else False
-    if name == "sgd":
-        largest = where(at_once, _sum(plan, part, _Kind("matrices", width, "")).state, largest)
+    at_once = name == "sgd" and are_plain and plan.on_gpu
+    if at_once:
+        largest = _sum(plan, part, _Kind("matrices", width, "")).state
 
     def words() -> str:
         if at_once:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardscope.memory.report import Phase
 from shardscope.rehearsal.result import RehearsedStage
@@ -81,7 +82,8 @@ def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> li
     tracker.label(engine.model.buffers(), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = engine.optimizer = optimizers.build_optimizer(plan.recipe.optimizer, trained)
-    if plan.on_gpu and plan.recipe.optimizer == "sgd" and not tracker.host_apart:
+    are_plain = not any(isinstance(parameter, DTensor) for parameter in trained)
+    if plan.on_gpu and plan.recipe.optimizer == "sgd" and are_plain and not tracker.host_apart:
         for group in optimizer.param_groups:
             # What torch chooses by itself on CUDA.
             group["foreach"] = True
