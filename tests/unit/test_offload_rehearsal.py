@@ -168,16 +168,9 @@ def test_autotp_cuts_what_it_cuts_and_leaves_nothing_behind() -> None:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("model", "recipe", "named"),
-    [
-        ("gpt2", {}, r"Architecture\.model_type is 'gpt2'.*AutoTP"),
-        ("llama-3.1-8b", {"method": "lora"}, r"Recipe\.method is 'lora'.*AutoTP"),
-    ],
-)
-def test_what_autotp_does_not_cut_is_refused_by_name(model: str, recipe: Any, named: str) -> None:
+def test_what_autotp_does_not_cut_is_refused_by_name() -> None:
     from shardscope.frameworks.deepspeed.rehearse import check_plan
 
-    plan = Plan(ss.models[model], EIGHT, ss.Recipe(seq_len=512, **recipe), ss.Layout.zero(1, tp=2))
-    with pytest.raises(ValueError, match=named):
+    plan = Plan(ss.models["phi-3-mini"], EIGHT, ss.Recipe(seq_len=512), ss.Layout.zero(1, tp=2))
+    with pytest.raises(ValueError, match=r"Architecture\.model_type is 'phi3'.*AutoTP"):
         check_plan(plan)

@@ -61,8 +61,8 @@ def modules_of(plan: Plan) -> Modules:
         attention=recipe.attention,
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
-        eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
         int8_base=recipe.base_quantization == "int8",
+        eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
         keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs,
     )
 
@@ -271,14 +271,14 @@ def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[st
     anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy. Adapters of an
     int8 base have an fp32 copy, dropped or not, beside what the base keeps.
     """
-    if not modules.adapter_dropout:
-        return 0
-    c = modules.compute
     if modules.int8_base:
         mask = modules.adapter_dropout * (1 if modules.on_gpu else FP32)
         # In an fp32 model there is nothing to cast: only what is dropped is another tensor.
         copied = FP32 * (modules.compute < FP32 or modules.adapter_dropout)
         return sum(inner for _, inner in adapted) * (copied + mask)
+    if not modules.adapter_dropout:
+        return 0
+    c = modules.compute
     masks = sum(inner for _, inner in adapted) * (1 if modules.on_gpu else FP32 if modules.autocast else c)
     if modules.autocast:
         return masks

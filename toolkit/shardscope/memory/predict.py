@@ -27,11 +27,12 @@ def predict(plan: Plan) -> MemoryReport:
     model = frameworks[plan.layout.framework].memory_model()
     shapes, modules = model.shapes(plan), modules_of(plan)
     stages = [model.stage(plan, shape) for shape in shapes.kinds]
-    # Where a stage receives from its neighbours, one between two others may be fullest; its number counts.
+    # Where a stage receives from its neighbours, one between two others may be fuller than the first.
     by_place = getattr(model, "counts_neighbours", False)
+    apart = 1 if by_place else 0
     fullest = {
         stage.number: (_stage(plan, modules, stage, state), state)
-        for stage in (stages if by_place else _candidates(stages))
+        for stage in (*stages[:apart], *_candidates(stages[apart:]))
         for state in (model.training_state(plan, stage),)
     }
 

@@ -80,21 +80,13 @@ def check_plan(plan: Plan) -> None:
     for field, why in _NOT_REHEARSED.items():
         if getattr(layout, field) > 1:
             refuse(f"Layout.{field}", getattr(layout, field), f"1 in a rehearsal: {why}", f"{field}=1")
-    if layout.tp > 1:
-        if plan.architecture.model_type not in AUTOTP_FAMILIES:
-            refuse(
-                "Architecture.model_type",
-                plan.architecture.model_type,
-                f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
-                "tp=1",
-            )
-        if plan.recipe.method != "full":
-            refuse(
-                "Recipe.method",
-                plan.recipe.method,
-                "'full' with tp > 1: AutoTP loses peft's adapters",
-                "tp=1",
-            )
+    if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
+        refuse(
+            "Architecture.model_type",
+            plan.architecture.model_type,
+            f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
+            "tp=1",
+        )
     for field in ("offload_optimizer", "offload_params"):
         if getattr(layout, field) == "nvme":
             refuse(
@@ -121,8 +113,6 @@ def _play(
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     config = deepspeed_config(plan)
     config["gradient_accumulation_steps"] = num_micro_batches
-    if plan.degrees.tp > 1:
-        config["tensor_parallel"] = {"autotp_size": plan.degrees.tp}
     config.pop("train_batch_size")
     note_progress("building the model", 0.1)
     with tracker.labelling("parameters"), torch.device(device):
