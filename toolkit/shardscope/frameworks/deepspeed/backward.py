@@ -45,6 +45,8 @@ class Sizes(NamedTuple):
     """Of the stage."""
     in_scores: bool
     """Whether a layer is fullest in attention, whose scores are tensors, and not in its feed-forward."""
+    has_scores: bool
+    """Whether attention's scores are tensors at all."""
 
 
 def sizes_of(plan: Plan, stage: Stage) -> Sizes:
@@ -79,6 +81,7 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         adapts_down=names_of(arch).down in (modules.targets or ()),
         num_layers=stage.num_layers,
         in_scores=in_scores,
+        has_scores=scores_per_token(arch, modules) > 0,
         unsaved=recomputes
         * tokens
         * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
@@ -178,8 +181,10 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
             found.append(peak(fraction + 0.002, made, words, down, allocated))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
         dense = saved + shape.inside - drop
-        # Under adapters experts have no gradients: nothing is known to be gone when the next ones are there.
-        experts = where(kept.trains_all, saved + shape.later, saved + shape.inside)
+        # Under adapters experts have no gradients: only where attention's scores outweigh them is it known
+        # that they are gone.
+        frozen = largest(shape.inside, sizes.has_scores * shape.later)
+        experts = saved + where(kept.trains_all, shape.later, frozen)
         activations = where(has_experts, experts, dense)
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, words, last, allocated))

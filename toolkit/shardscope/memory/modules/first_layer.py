@@ -65,8 +65,7 @@ def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved)
 
 def _under_values_alone(arch: Architecture, modules: Modules, inputs: set[str]) -> list[Saved]:
     """Queries' and keys' norms; in plain operations values need the probabilities only, no other operand."""
-    adapted = {name for name in inputs if modules.feeds(name)}
-    if adapted != {"v_proj"}:
+    if inputs.intersection(modules.targets or ()) != {"v_proj"}:
         return []
     if not is_eager(arch, modules):
         return query_key_norms(arch, modules)
