@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+_ARRAY = np.ndarray
+
 
 def smallest(first: Any, second: Any) -> Any:
     """The smaller of two, element by element if either is an array."""
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+    if isinstance(first, _ARRAY) or isinstance(second, _ARRAY):
         return np.minimum(first, second)
     return first if first <= second else second
 
@@ -18,7 +20,7 @@ def smallest(first: Any, second: Any) -> Any:
 def largest(first: Any, *others: Any) -> Any:
     """The largest of all, element by element if any is an array."""
     for other in others:
-        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        if isinstance(first, _ARRAY) or isinstance(other, _ARRAY):
             first = np.maximum(first, other)
         elif other > first:
             first = other
@@ -35,7 +37,11 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 
     Two named tuples of a kind give one of that kind, field by field.
     """
-    if not isinstance(condition, np.ndarray):
+    if condition is True:
+        return then
+    if condition is False:
+        return otherwise
+    if not isinstance(condition, _ARRAY):
         return then if condition else otherwise
     if isinstance(then, tuple):
         return _made(then, (where(condition, *pair) for pair in zip(then, otherwise, strict=True)))
@@ -49,7 +55,7 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     It returns a number, or a named tuple of numbers, whose fields become arrays.
     """
     for number in numbers:
-        if isinstance(number, np.ndarray):
+        if isinstance(number, _ARRAY):
             break
     else:
         return function(*numbers)

@@ -58,14 +58,6 @@ class Backward(NamedTuple):
     """Half-precision copies of weights, that autocast's autograd still holds."""
     cast_unsaved: int
     """Copies that the first layer makes and does not keep, for under adapters no gradient goes past it."""
-    saved: int
-    """What the layer that backward meets first has saved."""
-    inside: int
-    """Beside that in the layer, recomputed activations included."""
-    later: int
-    """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
-    earlier: int
-    """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
     stream: int
     """The gradient that passes from layer to layer."""
     norm: int
@@ -74,6 +66,21 @@ class Backward(NamedTuple):
     """Logits and their gradients while the loss is differentiated."""
     find_order: Callable[[], Order]
     """The layers one by one, for frameworks that tell them apart."""
+    find_fullest: Callable[[], FullestLayer]
+    """The fullest layer, for those that take it for all."""
+
+
+class FullestLayer(NamedTuple):
+    """The layer that holds most while it goes backward. Bytes on one rank, one micro-batch."""
+
+    saved: int
+    """What it has saved."""
+    inside: int
+    """Beside that, recomputed activations included."""
+    later: int
+    """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
+    earlier: int
+    """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
 
 
 class Peak(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory import overheads
@@ -61,6 +62,7 @@ class _Resident:
         self.gradients = state.gradients if state.gradients_stay else None
         self.gather = state.gather_rest
         self.total = state.parameters[0] + self.communication + self.runtime
+        self.optimizer = state.optimizer[0]
 
     def initialisation(self) -> Moment:
         """The framework's own set-up, where it tells of one."""
@@ -98,18 +100,16 @@ class _Resident:
         if logits is not None:
             churned = churned + logits[0]
         lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
-        optimizer = self.state.optimizer
-        total = self.total + optimizer[0] + peak.gradients[0] + churned + lost
+        total = self.total + self.optimizer + peak.gradients[0] + churned + lost
+        return Moment(peak.phase, peak.fraction, total, partial(self._busy_terms, peak, churned, lost))
 
-        def terms() -> dict[Component, Term]:
-            found = self._terms(optimizer, peak.gradients, peak.gather)
-            found["activations"] = peak.activations
-            if logits is not None:
-                found["logits"] = logits
-            found["fragmentation"] = Term(lost, lambda: _lost_words(churned))
-            return found
-
-        return Moment(peak.phase, peak.fraction, total, terms)
+    def _busy_terms(self, peak: Peak, churned: Any, lost: Any) -> dict[Component, Term]:
+        found = self._terms(self.state.optimizer, peak.gradients, peak.gather)
+        found["activations"] = peak.activations
+        if peak.logits is not None:
+            found["logits"] = peak.logits
+        found["fragmentation"] = Term(lost, lambda: _lost_words(churned))
+        return found
 
     def _terms(
         self, optimizer: Term | None, gradients: Term | None, gather: Term | None

@@ -35,7 +35,16 @@ class Term(NamedTuple):
     """Some bytes and, when somebody asks, the words for where they come from."""
 
     num_bytes: int
-    explain: Callable[[], str]
+    words: str | Callable[[], str]
+    """What to say; of a plain string, after the number of bytes."""
+    source: str = ""
+    """What follows a plain string."""
+
+    def explain(self) -> str:
+        """Where the bytes come from."""
+        if isinstance(self.words, str):
+            return f"{gib(self.num_bytes)} GiB: {self.words}{self.source}"
+        return self.words()
 
 
 class Moment(NamedTuple):
@@ -237,5 +246,6 @@ def no_bytes(why: str) -> Term:
 
 def chosen(condition: Any, then: Term, otherwise: Term) -> Term:
     """One of two terms; over arrays of plans, the bytes of each one's."""
-    words = then.explain if condition is True else otherwise.explain
-    return Term(where(condition, then[0], otherwise[0]), words)
+    if isinstance(condition, bool):
+        return then if condition else otherwise
+    return Term(where(condition, then[0], otherwise[0]), otherwise.words)

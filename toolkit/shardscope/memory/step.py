@@ -14,7 +14,7 @@ from shardscope.memory.activations import (
     unsaved_at_start,
 )
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
-from shardscope.memory.backward import Backward, final_norm, layer_backward
+from shardscope.memory.backward import Backward, FullestLayer, final_norm, layer_backward
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import head_terms, loss_in_force
 from shardscope.memory.order import order_of
@@ -86,6 +86,20 @@ class StageStep:
 
     def backward(self, logits: Term) -> Backward:
         """What autograd holds while backward runs on the stage."""
+        arch, stage, tokens = self.plan.architecture, self.stage, self.tokens
+        return Backward(
+            layers=self.saved + self.start,
+            edges=self.end,
+            cast=self._autocast_copies()[1],
+            cast_unsaved=self._unsaved_copies(),
+            stream=tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut),
+            norm=stage.is_last * tokens * ceil_div(final_norm(arch, self.modules), self.cut),
+            logits=logits,
+            find_order=lambda: order_of(self),
+            find_fullest=self._fullest_layer,
+        )
+
+    def _fullest_layer(self) -> FullestLayer:
         arch, modules, stage, tokens = self.plan.architecture, self.modules, self.stage, self.tokens
         layer, tp = self._fullest(), self.plan.degrees.tp
         # Layers with experts come last, and so first in backward.
@@ -99,22 +113,15 @@ class StageStep:
             rest = ceil_div(num_bytes - own.stream, tp)
             return tokens * (ceil_div(own.stream, self.cut) + rest + layer.recomputed) + dequantised
 
-        return Backward(
-            layers=self.saved + self.start,
-            edges=self.end,
-            cast=self._autocast_copies()[1],
-            cast_unsaved=self._unsaved_copies(),
+        return FullestLayer(
             saved=tokens * layer.saved,
             inside=largest(
-                largest(inside(own.inside), self._gathered(own.stream, layer.recomputed)),
+                inside(own.inside),
+                self._gathered(own.stream, layer.recomputed),
                 (float8 > 0) * (tokens * (own.stream + layer.recomputed) + float8),
             ),
             later=inside(own.later),
             earlier=inside(own.earlier),
-            stream=tokens * ceil_div(own.stream, self.cut),
-            norm=stage.is_last * tokens * ceil_div(final_norm(arch, modules), self.cut),
-            logits=logits,
-            find_order=lambda: order_of(self),
         )
 
     def _gathered(self, stream: Any, recomputed: Any) -> Any:

@@ -153,4 +153,4 @@ class _Step:
 
 
 def _held(num_bytes: Any, words: str) -> Term:
-    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words}, operator by operator")
+    return Term(num_bytes, words, ", operator by operator")

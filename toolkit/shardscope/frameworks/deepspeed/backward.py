@@ -164,31 +164,32 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
             at_first,
         ),
     ]
-    has_experts = shape.later != shape.inside
+    one = shape.find_fullest()
+    has_experts = one.later != one.inside
     for done, layer in zip(places(num_layers - 1), c.layers, strict=False):
         fraction = 0.36 + 0.6 * done / num_layers
-        saved, is_last = _left(shape, num_layers, done), done == num_layers - 1
+        saved, is_last = _left(shape.layers, one.saved, num_layers, done), done == num_layers - 1
         words = saved_by(num_layers - done, ", and gradients inside one")
         # The bucket comes with the first gradient, mostly of adapters after the last layer's feed-forward.
         comes = kept.trains_all or sizes.adapts_down
         allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
-        inside = saved + largest(shape.inside, shape.earlier) - is_last * sizes.unsaved
+        inside = saved + largest(one.inside, one.earlier) - is_last * sizes.unsaved
         base = layer.middle if sizes.in_scores else layer.base
         found.append(peak(fraction, inside, words, base, allocated))
         if kept.trains_all:
-            made = where(has_experts, 0, saved + shape.inside - sizes.drops[0] + sizes.product)
+            made = where(has_experts, 0, saved + one.inside - sizes.drops[0] + sizes.product)
             down = layer.base._replace(staging=layer.base.staging + sizes.down)
             found.append(peak(fraction + 0.002, made, words, down, allocated))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
-        dense = saved + shape.inside - drop
+        dense = saved + one.inside - drop
         # Under adapters experts have no gradients: only where attention's scores outweigh them is it known
         # that they are gone.
-        frozen = largest(shape.inside, sizes.has_scores * shape.later)
-        experts = saved + where(kept.trains_all, shape.later, frozen)
+        frozen = largest(one.inside, sizes.has_scores * one.later)
+        experts = saved + where(kept.trains_all, one.later, frozen)
         activations = where(has_experts, experts, dense)
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, words, last, allocated))
-        left = largest(0, saved - shape.saved)
+        left = largest(0, saved - one.saved)
         others = saved_by(num_layers - done - 1, "")
         reducing = kept.bucket + kept.summed
         found.append(peak(fraction + 0.01, left + 2 * shape.stream, others, layer.peak, reducing))
@@ -227,8 +228,8 @@ def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Ca
     return peak(fraction, saved, lambda: "saved by layers before", Instant(elements, 0), phase="forward")
 
 
-def _left(shape: Backward, num_layers: Any, done: Any) -> Any:
-    """What layers still hold when backward has passed ``done`` of them, the fullest kind first."""
-    left = shape.layers - done * shape.saved
+def _left(layers: Any, saved: Any, num_layers: Any, done: Any) -> Any:
+    """What ``layers`` still hold when backward has passed ``done`` of them, the fullest kind first."""
+    left = layers - done * saved
     # Of two kinds of layers the fuller one is counted off for both; the mean is for what that overdraws.
-    return where(left > 0, left, shape.layers // num_layers * (num_layers - done))
+    return where(left > 0, left, layers // num_layers * (num_layers - done))

@@ -14,7 +14,7 @@ from shardscope.memory.arithmetic import largest, where
 from shardscope.memory.backward import Backward, Peak
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.words import count, gib
+from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.frameworks.fsdp2.groups import Groups
@@ -122,8 +122,7 @@ class _Step:
         """Shards of the layers from ``index`` on; ``before`` are the bytes of those before."""
         done = (self.trained > 0) * (self.in_layers.shard - before)
         held = self.reduces * where(self.accumulates, self.trained, done)
-        left = self.stage.num_layers - index
-        return Term(held, lambda: f"{gib(held)} GiB shards of {count(left, 'layer')} reduced so far")
+        return Term(held, "shards of the layers that are reduced by then")
 
     def _forward(self, place: Place) -> list[Peak]:
         """While a layer is gathered in forward, and while it computes."""
@@ -279,14 +278,14 @@ class _Step:
                     ),
                     "the root's reduce-scatter input",
                 ),
-                Term(self.trained, lambda: f"{gib(self.trained)} GiB all shards"),
+                Term(self.trained, "all shards"),
             ),
         ]
 
 
 def _held(num_bytes: Any, words: str) -> Term:
-    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words}, operator by operator")
+    return Term(num_bytes, words, ", operator by operator")
 
 
 def _gathered(num_bytes: Any, words: str) -> Term:
-    return Term(num_bytes, lambda: f"{gib(num_bytes)} GiB: {words} (torch.distributed.fsdp, fully_shard)")
+    return Term(num_bytes, words, " (torch.distributed.fsdp, fully_shard)")
