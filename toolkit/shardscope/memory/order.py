@@ -167,7 +167,10 @@ def _kind(
     each = step.layer(moe, recompute)
     extra = step.dequantised()
     instants = _looked_up(told, tp, cut)
-    backward = [one._replace(held=tokens * one.held + extra) for one in instants.backward]
+    backward = [
+        Instant(tokens * held + extra, done, making, experts, products)
+        for held, done, making, experts, products in instants.backward
+    ]
     if step.plan.recipe.precision == "fp8-mixed":
         stream = ceil_div(arch.hidden_size * modules.stream, cut)
         held = tokens * (each.saved + each.recomputed + stream) + layer_working(arch, moe, tokens)
