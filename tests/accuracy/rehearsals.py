@@ -89,8 +89,11 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         "",
         f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake "
         "tensors. Errors are of all tensors at the peak; those of components are shares of the whole. Goal: "
-        "within 1 % for 95 %, never worse than 3 %. `held-out` samples were drawn by their own seed over "
-        "every choice there is, before any formula had met them.",
+        "within 1 % for 95 %, never worse than 3 %. `held-out` samples were drawn by their own seed "
+        "over what a rehearsal plays (neither quantised bases nor kernels, losses and optimizers that it "
+        "refuses) and rehearsed before any formula had met them; what they showed has been mended since, so "
+        "that these are no longer figures of unseen plans. Unseen, 76 % of FSDP2's were within 1 %, 90 % of "
+        "DDP's, 68 % of ZeRO's and 90 % of Megatron's.",
         "",
         "| sample | plans | within 1 % | within 3 % | median | worst | " + " | ".join(COMPONENTS) + " |",
         "|---" * (6 + len(COMPONENTS)) + "|",

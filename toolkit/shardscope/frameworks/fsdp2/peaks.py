@@ -207,7 +207,7 @@ class _Step:
                 fraction,
                 _held(before + held, "saved, and gradients inside one layer"),
                 _gathered(
-                    own + coming + self.waits.adds * self.compute * done,
+                    own + coming + self.compute * done,
                     "root group, layers in use, first gradients",
                 ),
                 not_yet,
@@ -224,12 +224,17 @@ class _Step:
         ]
 
     def _fullest(self, place: Place) -> tuple[Any, Any]:
-        """(bytes held, weights with gradients) at the instant of a layer that has most of both together."""
-        compute, instants = self.compute, place.kind.backward
-        held, done = instants[0].held, instants[0].done
-        for one in instants[1:]:
-            more = one.held + compute * one.done > held + compute * done
-            held, done = where(more, one.held, held), where(more, one.done, done)
+        """(bytes held, weights with gradients) at the instant of a layer that has most of both together.
+
+        Gradients that are added to those of micro-batches before are there only while they are made.
+        """
+        compute, adds = self.compute, self.waits.adds
+        held: Any = 0
+        done: Any = 0
+        for one in place.kind.backward:
+            made = where(adds, one.done, one.making + one.experts)
+            more = one.held + compute * made > held + compute * done
+            held, done = where(more, one.held, held), where(more, made, done)
         return held, done
 
     def _root(self) -> list[Peak]:
