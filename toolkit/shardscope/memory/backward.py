@@ -19,7 +19,7 @@ from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, mlp_copies
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.modules.saved import stream_readers
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Phase, Term
+from shardscope.memory.report import Phase, Term, Words
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
@@ -83,17 +83,43 @@ class FullestLayer(NamedTuple):
     """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
 
 
+class PeakWords(NamedTuple):
+    """Where the bytes of an instant come from: plain words, or what makes them when somebody asks."""
+
+    activations: Words
+    gather: Words
+    gradients: Words
+
+
 class Peak(NamedTuple):
-    """One instant of forward or backward, as the framework's own state sees it."""
+    """One instant of forward or backward, as the framework's own state sees it. Bytes on one rank.
+
+    Of most instants nobody asks more than their sum: bytes are plain numbers here, and become terms later.
+    """
 
     fraction: float
-    activations: Term
-    gather: Term
-    gradients: Term
+    activations: Any
+    gather: Any
+    gradients: Any
+    words: PeakWords
     logits: Term | None = None
     """Logits, while the loss is computed or differentiated."""
     phase: Phase = "backward"
     """``forward`` where a collective of forward holds more than its end does."""
+
+    @classmethod
+    def of(
+        cls,
+        fraction: float,
+        activations: Term,
+        gather: Term,
+        gradients: Term,
+        logits: Term | None = None,
+        phase: Phase = "backward",
+    ) -> Peak:
+        """An instant whose parts are terms already."""
+        words = PeakWords(activations.words, gather.words, gradients.words)
+        return cls(fraction, activations[0], gather[0], gradients[0], words, logits, phase)
 
 
 def places(deepest: Any) -> list[Any]:

@@ -44,7 +44,7 @@ def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
     at_end, at_start = state.find_logits(step) if state.find_logits is not None else step.logits()
     once = state.gradients if state.gradients_stay else _NONE_YET
     gradients = chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
-    forward = Peak(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
+    forward = Peak.of(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
     assert state.find_backward is not None
     return [forward, *state.find_backward(step.backward(at_start))]
 
@@ -96,16 +96,18 @@ class _Resident:
     def busy(self, peak: Peak) -> Moment:
         """A moment of forward or backward, to which what the allocator loses is added."""
         logits = peak.logits
-        churned = peak.activations[0] + peak.gather[0]
+        churned = peak.activations + peak.gather
         if logits is not None:
             churned = churned + logits[0]
         lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
-        total = self.total + self.optimizer + peak.gradients[0] + churned + lost
+        total = self.total + self.optimizer + peak.gradients + churned + lost
         return Moment(peak.phase, peak.fraction, total, partial(self._busy_terms, peak, churned, lost))
 
     def _busy_terms(self, peak: Peak, churned: Any, lost: Any) -> dict[Component, Term]:
-        found = self._terms(self.state.optimizer, peak.gradients, peak.gather)
-        found["activations"] = peak.activations
+        words = peak.words
+        gradients, gather = Term(peak.gradients, words.gradients), Term(peak.gather, words.gather)
+        found = self._terms(self.state.optimizer, gradients, gather)
+        found["activations"] = Term(peak.activations, words.activations)
         if peak.logits is not None:
             found["logits"] = peak.logits
         found["fragmentation"] = Term(lost, lambda: _lost_words(churned))

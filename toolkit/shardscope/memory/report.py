@@ -31,19 +31,20 @@ Phase = Literal["rest", "forward", "backward", "optimizer", "initialisation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
+Words = str | Callable[[], str]
+"""What to say of some bytes: plain, after their number; or made when somebody asks, the number in it."""
+
+
 class Term(NamedTuple):
     """Some bytes and, when somebody asks, the words for where they come from."""
 
     num_bytes: int
-    words: str | Callable[[], str]
-    """What to say; of a plain string, after the number of bytes."""
-    source: str = ""
-    """What follows a plain string."""
+    words: Words
 
     def explain(self) -> str:
         """Where the bytes come from."""
         if isinstance(self.words, str):
-            return f"{gib(self.num_bytes)} GiB: {self.words}{self.source}"
+            return f"{gib(self.num_bytes)} GiB: {self.words}"
         return self.words()
 
 

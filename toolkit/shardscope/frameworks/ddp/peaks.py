@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.arithmetic import largest, where
-from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.backward import Backward, Peak, PeakWords
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.precision import widths
-from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.report import Phase, Term, no_bytes
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 
 NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
+_AT_END = "all that forward saved, operator by operator"
+_IN_HEAD = "that, and the gradient of the head's weight, operator by operator"
+_IN_EMBEDDING = "the gradient of the embedding, operator by operator"
+_IN_FORWARD = "saved, and in use inside one layer, operator by operator"
+_IN_LAYER = "saved by the layers left, and gradients inside one, operator by operator"
 
 
 def peaks(plan: Plan, stage: Stage, shape: Backward, trained: Any) -> list[Peak]:
@@ -45,7 +50,7 @@ class _Step:
     def peaks(self) -> list[Peak]:
         shape, order = self.shape, self.shape.find_order()
         full = shape.layers + shape.edges + shape.cast
-        once = self._gradients(0)
+        once = self._gradient_bytes(0)
         found = []
         for place in order.last_places(shape.layers):
             found.append(self._forward(order, place))
@@ -57,17 +62,12 @@ class _Step:
             else 0
         )
         untied = 0 if self.is_tied else self.stage.head
-        last = self._gradients(order.sum_before(order.num_layers, "weights") + self.trains * untied)
+        last = self._gradient_bytes(order.sum_before(order.num_layers, "weights") + self.trains * untied)
         return [
             *found,
-            Peak(0.34, _held(full, "all that forward saved"), NOTHING_GATHERED, once, shape.logits),
-            Peak(
-                0.35,
-                _held(self._head(full), "that, and the gradient of the head's weight"),
-                NOTHING_GATHERED,
-                once,
-            ),
-            Peak(0.97, _held(embedding, "the gradient of the embedding"), NOTHING_GATHERED, last),
+            self._peak(0.34, full, _AT_END, once, shape.logits),
+            self._peak(0.35, self._head(full), _IN_HEAD, once),
+            self._peak(0.97, embedding, _IN_EMBEDDING, last),
         ]
 
     def _head(self, full: Any) -> Any:
@@ -89,11 +89,11 @@ class _Step:
         """Inside one layer, with autocast's copies of all weights so far."""
         kept = "casts" if self.trains else "casts_kept"
         casts = order.sum_before(place.index + 1, kept) - self.shape.cast_unsaved
-        return Peak(
+        return self._peak(
             0.02 + 0.3 * (place.index + 1) / order.num_layers,
-            _held(place.before + place.kind.forward + casts, "saved, and in use inside one layer"),
-            NOTHING_GATHERED,
-            self._gradients(0),
+            place.before + place.kind.forward + casts,
+            _IN_FORWARD,
+            self._gradient_bytes(0),
             phase="forward",
         )
 
@@ -110,13 +110,11 @@ class _Step:
             now, done = self._at(one), one.done - one.making - one.experts
             together = now + self._gradient_bytes(finished + done)
             held, made, most = where(together > most, (now, done, together), (held, made, most))
-        return Peak(
+        return self._peak(
             0.36 + 0.6 * (layers - 1 - place.index) / layers,
-            _held(
-                place.before + casts + held + self.tied, "saved by the layers left, and gradients inside one"
-            ),
-            NOTHING_GATHERED,
-            self._gradients(finished + made),
+            place.before + casts + held + self.tied,
+            _IN_LAYER,
+            self._gradient_bytes(finished + made),
         )
 
     def _at(self, one: Instant) -> Any:
@@ -138,19 +136,22 @@ class _Step:
         beside = where(self.only_two, largest(finished, self.trained - finished), self.trained)
         return self.trained + where(self.accumulates, beside, 0)
 
-    def _gradients(self, finished: Any) -> Term:
-        held = self._gradient_bytes(finished)
+    def _peak(
+        self,
+        fraction: float,
+        held: Any,
+        words: str,
+        gradients: Any,
+        logits: Term | None = None,
+        phase: Phase = "backward",
+    ) -> Peak:
+        said = PeakWords(words, NOTHING_GATHERED.words, lambda: self._gradient_words(gradients))
+        return Peak(fraction, held, 0, gradients, said, logits, phase)
 
-        def words() -> str:
-            if not self.accumulates:
-                return f"{gib(self.trained)} GiB, views of the reduction buckets"
-            return (
-                f"{gib(self.trained)} GiB buckets + {gib(held - self.trained)} GiB sums of earlier "
-                "micro-batches beside them, for no_sync leaves gradients out of the buckets"
-            )
-
-        return Term(held, words)
-
-
-def _held(num_bytes: Any, words: str) -> Term:
-    return Term(num_bytes, words, ", operator by operator")
+    def _gradient_words(self, held: int) -> str:
+        if not self.accumulates:
+            return f"{gib(self.trained)} GiB, views of the reduction buckets"
+        return (
+            f"{gib(self.trained)} GiB buckets + {gib(held - self.trained)} GiB sums of earlier "
+            "micro-batches beside them, for no_sync leaves gradients out of the buckets"
+        )

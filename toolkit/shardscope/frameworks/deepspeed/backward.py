@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.memory.activations import modules_of, unsaved_at_start
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
-from shardscope.memory.backward import Peak, layer_backward, places
+from shardscope.memory.backward import Peak, PeakWords, layer_backward, places
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.precision import FP32
@@ -124,21 +124,16 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        staging, gradients = allocated + half * instant.staging, waiting + half * instant.kept
-        return Peak(
-            at,
-            Term(activations, lambda: f"{gib(activations)} GiB {words()}"),
-            Term(
-                staging,
-                lambda: (
-                    f"{gib(allocated)} GiB bucket (reduce_bucket_size) + {instant.staging:,} elements × "
-                    f"{half} bytes gathered, waiting to be reduced, or copied for that"
-                ),
+        said = PeakWords(
+            lambda: f"{gib(activations)} GiB {words()}",
+            lambda: (
+                f"{gib(allocated)} GiB bucket (reduce_bucket_size) + {instant.staging:,} elements × "
+                f"{half} bytes gathered, waiting to be reduced, or copied for that"
             ),
-            Term(gradients, lambda: f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
-            logits,
-            phase,
+            lambda: f"{instant.kept:,} elements × {half} bytes reduced or kept so far",
         )
+        staging, gradients = allocated + half * instant.staging, waiting + half * instant.kept
+        return Peak(at, activations, staging, gradients, said, logits, phase)
 
     def saved_by(layers: Any, more: str) -> Callable[[], str]:
         return lambda: f"saved by {count(layers, 'layer')}{more}"
@@ -147,7 +142,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     at_first = where(kept.first_hook, kept.bucket, already)
     at_head = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
     found = [
-        Peak(
+        Peak.of(
             0.34,
             Term(full, lambda: f"{gib(full)} GiB all that forward saved"),
             Term(kept.forward, lambda: f"{gib(kept.forward)} GiB gathered when forward ended"),

@@ -110,17 +110,13 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         Where stage 1 reduces when backward has ended, each tensor's norm is taken in double precision on its
         way (``set_norm_for_param_grad_in_gpu``, deepspeed/runtime/zero/stage_1_and_2.py).
         """
-        found = [
-            peak._replace(
-                gather=_plus(peak.gather, extra, layout), gradients=chosen(stay, peak.gradients, gradients)
-            )
-            for peak in find(shape)
-        ]
+        found = [_moved(peak, extra, stay, gradients, layout) for peak in find(shape)]
         if layout.stage == 1:
-            staged = p.bucket + extra + norm
+            staged, last = p.bucket + extra + norm, found[-1]
             on_way = Term(staged, lambda: f"{gib(norm)} GiB in double precision for a gradient's norm")
-            last = found[-1]
-            found.append(last._replace(gather=chosen(stay, on_way, last.gather)))
+            gather = chosen(stay, on_way, Term(last.gather, last.words.gather))
+            words = last.words._replace(gather=gather.words)
+            found.append(last._replace(gather=gather[0], words=words))
         return found
 
     return state._replace(
@@ -136,6 +132,14 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,
     )
+
+
+def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term, layout: Any) -> Peak:
+    """An instant of backward with a gradient on its way to the host, and those that are there gone."""
+    kept = chosen(stay, Term(peak.gradients, peak.words.gradients), gradients)
+    gather = _plus(Term(peak.gather, peak.words.gather), extra, layout)
+    words = peak.words._replace(gather=gather.words, gradients=kept.words)
+    return peak._replace(gather=gather[0], gradients=kept[0], words=words)
 
 
 def on_the_way(plan: Plan, part: Any, half: int) -> Any:

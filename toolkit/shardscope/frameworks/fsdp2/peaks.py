@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
 from shardscope.memory.arithmetic import largest, where
-from shardscope.memory.backward import Backward, Peak
+from shardscope.memory.backward import Backward, Peak, PeakWords
 from shardscope.memory.precision import widths
-from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.report import Term
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
@@ -21,6 +21,47 @@ if TYPE_CHECKING:
     from shardscope.memory.order import Place
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
+
+
+def _says(held: str, gathered: str, gradients: str = "of the layers that are reduced by then") -> PeakWords:
+    return PeakWords(
+        f"{held}, operator by operator",
+        f"{gathered} (torch.distributed.fsdp, fully_shard)",
+        f"shards {gradients}",
+    )
+
+
+def _used_up() -> str:
+    return "all are used up"
+
+
+_BEFORE_FORWARD = _says(
+    "saved by the layers before",
+    "root group, a layer's parameters, its all-gather output and the one before",
+)
+_IN_FORWARD = _says(
+    "saved, and in use inside one layer", "root group, a layer's parameters and its all-gather output"
+)
+_FIRST = _says(
+    "what the embedding puts out", "root group, the first layer's parameters, and both all-gather outputs"
+)
+_AT_LOSS = _says("all that forward saved", "root group, next layer's all-gather")
+_IN_NORM = _says(
+    "all that forward saved, and the final norm's gradients",
+    "root group, its head's gradient, next all-gather",
+)
+_BEFORE_LAYER = _says("saved by the layers left", "root group, a layer's parameters and all-gather output")
+_IN_LAYER = _says("saved, and gradients inside one layer", "root group, layers in use, first gradients")
+_AFTER_LAYER = _says(
+    "saved by the layers left",
+    "root group, one layer's gradients, their reduce-scatter's input and output",
+)
+_IN_EMBEDDING = _says(
+    "the embedding's gradient, and a tied head's",
+    "root group, its gradients, last layer's reduce-scatter",
+)
+_IN_ROOT = _says("", "root gradients, and their reduce-scatter")._replace(activations=_used_up)
+_AFTER_ROOT = _says("", "the root's reduce-scatter input", "of all")._replace(activations=_used_up)
 
 
 def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:
@@ -75,7 +116,7 @@ class _Step:
         self.root = groups.root + waits.gathered + waits.adds * own_head
         self.making_head = groups.root + waits.gathered + own_head
         self.in_layers = groups.before(stage.num_layers)
-        self.none = self._gradients(stage.num_layers, self.in_layers.shard)
+        self.none = self._gradients(self.in_layers.shard)
 
     def peaks(self) -> list[Peak]:
         shape, groups = self.shape, self.groups
@@ -94,19 +135,18 @@ class _Step:
             self._first(),
             Peak(
                 0.34,
-                _held(full, "all that forward saved"),
-                _gathered(groups.root + at_loss, "root group, next layer's all-gather"),
+                full,
+                groups.root + at_loss,
                 self.none,
+                _AT_LOSS,
                 self.waits.with_output(shape.logits),
             ),
             Peak(
                 0.35,
-                _held(
-                    full + shape.norm + self.held_head,
-                    "all that forward saved, and the final norm's gradients",
-                ),
-                _gathered(self.making_head + around, "root group, its head's gradient, next all-gather"),
+                full + shape.norm + self.held_head,
+                self.making_head + around,
                 self.none,
+                _IN_NORM,
                 self.waits.own_logits(),
             ),
             *self._root(),
@@ -118,11 +158,10 @@ class _Step:
         reduced = where(self.accumulates, 0, group.shard)
         return where(self.reduces, reduced, group.parameters) - group.kept
 
-    def _gradients(self, index: Any, before: Any) -> Term:
-        """Shards of the layers from ``index`` on; ``before`` are the bytes of those before."""
+    def _gradients(self, before: Any) -> Any:
+        """Shards of the layers that are reduced; ``before`` are the bytes of those before them."""
         done = (self.trained > 0) * (self.in_layers.shard - before)
-        held = self.reduces * where(self.accumulates, self.trained, done)
-        return Term(held, "shards of the layers that are reduced by then")
+        return self.reduces * where(self.accumulates, self.trained, done)
 
     def _forward(self, place: Place) -> list[Peak]:
         """While a layer is gathered in forward, and while it computes."""
@@ -137,36 +176,29 @@ class _Step:
         return [
             Peak(
                 fraction - 0.01,
-                _held(before, "saved by the layers before"),
-                _gathered(
-                    gathered + previous + alone,
-                    "root group, a layer's parameters, its all-gather output and the one before",
-                ),
+                before,
+                gathered + previous + alone,
                 self.none,
-                phase="forward",
+                _BEFORE_FORWARD,
+                None,
+                "forward",
             ),
             Peak(
                 fraction,
-                _held(before + place.kind.forward, "saved, and in use inside one layer"),
-                _gathered(gathered, "root group, a layer's parameters and its all-gather output"),
+                before + place.kind.forward,
+                gathered,
                 self.none,
-                phase="forward",
+                _IN_FORWARD,
+                None,
+                "forward",
             ),
         ]
 
     def _first(self) -> Peak:
         """The first layer is gathered while the root's all-gather output, often the largest, still waits."""
         groups, first = self.groups, self.groups.at(0)
-        return Peak(
-            0.02,
-            _held(self.shape.stream, "what the embedding puts out"),
-            _gathered(
-                groups.root + groups.root_staging + groups.left_over + first.parameters + first.staging,
-                "root group, the first layer's parameters, and both all-gather outputs",
-            ),
-            self.none,
-            phase="forward",
-        )
+        gathered = groups.root + groups.root_staging + groups.left_over + first.parameters + first.staging
+        return Peak(0.02, self.shape.stream, gathered, self.none, _FIRST, None, "forward")
 
     def _layer(self, place: Place) -> list[Peak]:
         """Before a layer, at the fullest of its instants, and after it, with its gradients whole."""
@@ -195,31 +227,22 @@ class _Step:
         is_reduced = self.reduces * where(group.shard > gradient, 1, 0)
         copied = where(self.reduces, group.reduction, group.parameters)
         output = where(self.accumulates, group.shard, 0)
-        not_yet = self._gradients(index + 1, gone.shard + group.shard)
+        not_yet = self._gradients(gone.shard + group.shard)
         return [
             Peak(
                 fraction - 0.005,
-                _held(before + place.kind.saved + shape.stream, "saved by the layers left"),
-                _gathered(arriving, "root group, a layer's parameters and all-gather output"),
+                before + place.kind.saved + shape.stream,
+                arriving,
                 not_yet,
+                _BEFORE_LAYER,
             ),
-            Peak(
-                fraction,
-                _held(before + held, "saved, and gradients inside one layer"),
-                _gathered(
-                    own + coming + self.compute * done,
-                    "root group, layers in use, first gradients",
-                ),
-                not_yet,
-            ),
+            Peak(fraction, before + held, own + coming + self.compute * done, not_yet, _IN_LAYER),
             Peak(
                 fraction + 0.01,
-                _held(before + 2 * shape.stream, "saved by the layers left"),
-                _gathered(
-                    kept + coming + copied + where(is_reduced > 0, output, gradient),
-                    "root group, one layer's gradients, their reduce-scatter's input and output",
-                ),
-                self._gradients(index + 1 - is_reduced, gone.shard + (1 - is_reduced) * group.shard),
+                before + 2 * shape.stream,
+                kept + coming + copied + where(is_reduced > 0, output, gradient),
+                self._gradients(gone.shard + (1 - is_reduced) * group.shard),
+                _AFTER_LAYER,
             ),
         ]
 
@@ -240,57 +263,35 @@ class _Step:
     def _root(self) -> list[Peak]:
         """The embedding's gradient, and the root group's reduction."""
         shape, groups = self.shape, self.groups
-        in_all = self._gradients(0, 0)
+        in_all = self._gradients(0)
         embedding = shape.stream + 2 * self.held_head + groups.embedding + self.waits.beside(shape.layers)
         stay = self.waits.received + self.waits.all_gradients + (1 - self.reduces) * self.in_layers.parameters
         largest_layer = largest(groups.dense.reduction, groups.experts.reduction)
+        reduced = groups.root_reduction + where(self.accumulates, groups.root_shard, 0)
+        left = groups.at(self.stage.num_layers - 1).reduction + self.waits.received
         return [
             Peak(
                 0.97,
-                _held(embedding, "the embedding's gradient, and a tied head's"),
-                _gathered(
-                    groups.root
-                    + self.waits.adds * groups.root_gradient
-                    + self.reduces * groups.at(0).reduction
-                    + stay,
-                    "root group, its gradients, last layer's reduce-scatter",
-                ),
+                embedding,
+                groups.root
+                + self.waits.adds * groups.root_gradient
+                + self.reduces * groups.at(0).reduction
+                + stay,
                 in_all,
+                _IN_EMBEDDING,
             ),
             Peak(
                 0.975,
-                no_bytes("all are used up"),
-                _gathered(
-                    where(
-                        self.reduces,
-                        groups.root_gradient + groups.root_reduction,
-                        groups.root
-                        + stay
-                        + (groups.root_staging > 0) * largest(groups.root_reduction, largest_layer),
-                    ),
-                    "root gradients, and their reduce-scatter",
+                0,
+                where(
+                    self.reduces,
+                    groups.root_gradient + groups.root_reduction,
+                    groups.root
+                    + stay
+                    + (groups.root_staging > 0) * largest(groups.root_reduction, largest_layer),
                 ),
                 in_all,
+                _IN_ROOT,
             ),
-            Peak(
-                0.978,
-                no_bytes("all are used up"),
-                _gathered(
-                    where(
-                        self.reduces,
-                        groups.root_reduction + where(self.accumulates, groups.root_shard, 0),
-                        groups.at(self.stage.num_layers - 1).reduction + self.waits.received,
-                    ),
-                    "the root's reduce-scatter input",
-                ),
-                Term(self.trained, "all shards"),
-            ),
+            Peak(0.978, 0, where(self.reduces, reduced, left), self.trained, _AFTER_ROOT),
         ]
-
-
-def _held(num_bytes: Any, words: str) -> Term:
-    return Term(num_bytes, words, ", operator by operator")
-
-
-def _gathered(num_bytes: Any, words: str) -> Term:
-    return Term(num_bytes, words, " (torch.distributed.fsdp, fully_shard)")

@@ -126,10 +126,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             lambda: f"{gib(embedding)} GiB half-precision gradient of the embedding + {staging_words()}",
         )
         return [
-            Peak(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
-            Peak(0.34, found.head, gathered, gradients, found.logits_backward),
-            Peak(0.36, found.first, gathered, gradients),
-            Peak(0.97, found.last, with_embedding, gradients),
+            Peak.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
+            Peak.of(0.34, found.head, gathered, gradients, found.logits_backward),
+            Peak.of(0.36, found.first, gathered, gradients),
+            Peak.of(0.97, found.last, with_embedding, gradients),
         ]
 
     return TrainingState(
