@@ -32,24 +32,22 @@ def import_seconds() -> tuple[float, list[str]]:
 
 
 def plans() -> dict[str, ss.Plan]:
-    """Three plans a person really makes, from one pipeline stage to sixteen."""
+    """Plans of each framework that a person really makes, and one whose pipeline is as long as they get."""
     recipe = ss.Recipe(seq_len=8192, global_batch_size=1024)
+    small, large = ss.models["llama-3.1-8b"], ss.models["llama-3.1-405b"]
+    node, many = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Cluster.parse("128x8xh100-sxm-80gb")
     return {
-        "llama-3.1-8b, FSDP2 on 8 GPUs": ss.Plan(
-            ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2()
-        ),
+        "llama-3.1-8b, DDP on 8 GPUs": ss.Plan(small, node, recipe, ss.Layout.ddp()),
+        "llama-3.1-8b, FSDP2 on 8 GPUs": ss.Plan(small, node, recipe, ss.Layout.fsdp2()),
+        "llama-3.1-8b, ZeRO-3 on 8 GPUs": ss.Plan(small, node, recipe, ss.Layout.zero(3)),
         "llama-3.1-70b, Megatron tp8 pp4": ss.Plan(
             ss.models["llama-3.1-70b"],
             ss.Cluster.parse("8x8xh100-sxm-80gb"),
             recipe,
             ss.Layout.megatron(tp=8, pp=4),
         ),
-        "llama-3.1-405b, Megatron tp8 pp16": ss.Plan(
-            ss.models["llama-3.1-405b"],
-            ss.Cluster.parse("128x8xh100-sxm-80gb"),
-            recipe,
-            ss.Layout.megatron(tp=8, pp=16),
-        ),
+        "llama-3.1-405b, Megatron tp8 pp16": ss.Plan(large, many, recipe, ss.Layout.megatron(tp=8, pp=16)),
+        "llama-3.1-405b, FSDP2 tp8 pp16": ss.Plan(large, many, recipe, ss.Layout.fsdp2(tp=8, pp=16)),
     }
 
 

@@ -124,8 +124,12 @@ class _Step:
         found: list[Peak] = []
         for place in order.last_places(shape.layers):
             found += self._forward(place)
+        fullest: dict[int, tuple[Any, Any]] = {}
         for place in order.places(shape.layers, self._growth):
-            found += self._layer(place)
+            kind = id(place.kind)
+            if kind not in fullest:
+                fullest[kind] = self._fullest(place)
+            found += self._layer(place, *fullest[kind])
         full = shape.layers + shape.edges + shape.cast + self.waits.output
         prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
         around = prefetched + self.in_layers.kept + groups.left_over
@@ -200,8 +204,11 @@ class _Step:
         gathered = groups.root + groups.root_staging + groups.left_over + first.parameters + first.staging
         return Peak(0.02, self.shape.stream, gathered, self.none, _FIRST, None, "forward")
 
-    def _layer(self, place: Place) -> list[Peak]:
-        """Before a layer, at the fullest of its instants, and after it, with its gradients whole."""
+    def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
+        """Before a layer, at the fullest of its instants, and after it, with its gradients whole.
+
+        ``held`` and ``done`` are those of :meth:`_fullest`.
+        """
         groups, shape, index = self.groups, self.shape, place.index
         layers = self.stage.num_layers
         group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
@@ -221,7 +228,6 @@ class _Step:
                 own + group.kept + group.staging + (group.staging == 0) * group.copying,
                 own + coming + (coming > 0) * next_one.copying,
             )
-        held, done = self._fullest(place)
         gradient = self.waits.adds * self.compute * place.kind.weights
         # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
         is_reduced = self.reduces * where(group.shard > gradient, 1, 0)
