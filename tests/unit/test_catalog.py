@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from typing import Any
 
 import pytest
@@ -108,9 +109,9 @@ def test_gpu_figures_are_consistent(name: str) -> None:
     if "bf16" in peaks:
         assert peaks["bf16"] == peaks["fp16"]
     if "tf32" in peaks:  # AMD's CDNA 2 and 4 have none
-        assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.03)
+        assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.015)
     if "fp8" in peaks:
-        assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.03)
+        assert peaks["fp8"] == pytest.approx(2 * peaks["bf16"], rel=0.015)
     assert gpu.link in links
     entry = entries("gpus")[name]
     assert entry["host_link"] in links and entry["inter_node_link"] in links
@@ -127,7 +128,43 @@ def test_the_cpu_is_this_host() -> None:
     assert cpu.peak_flops == {}
 
 
-def test_unsourced_prices_are_not_kept() -> None:
-    for name, gpu in gpus.items():
-        has_price = gpu.price_per_hour_usd is not None
-        assert has_price == (gpu.price_date is not None) == ("price_source" in entries("gpus")[name])
+ADDRESS = re.compile(r"https://[^\s\"']+\.[^\s\"']+")
+UNPRICED = {"a30-24gb", "h20-96gb", "mi250x-gcd-64gb"}
+
+
+@pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"} - UNPRICED))
+def test_every_price_has_its_day_and_its_address(name: str) -> None:
+    gpu, entry = gpus[name], entries("gpus")[name]
+    assert gpu.price_per_hour_usd and gpu.price_date
+    assert 0.1 < gpu.price_per_hour_usd < 20  # a dollar amount for one GPU, not for a node or in cents
+    assert date.fromisoformat(gpu.price_date) > date(2017, 1, 1)  # no clock: a machine may stand in the past
+    assert ADDRESS.search(entry["price_source"])
+
+
+def test_cards_without_a_price_are_these() -> None:
+    """No list in dollars that says its own day has them; a price without its source is not kept."""
+    unpriced = {name for name, gpu in gpus.items() if gpu.price_per_hour_usd is None}
+    assert unpriced == UNPRICED | {"cpu"}
+    for name in unpriced:
+        assert gpus[name].price_date is None and "price_source" not in entries("gpus")[name]
+
+
+@pytest.mark.parametrize("name", sorted(GPU_NAMES - {"cpu"}))
+def test_a_cards_source_has_its_address_and_its_figures(name: str) -> None:
+    """Its source says the figures: the peak (or twice it, with sparsity), the bandwidth and the power."""
+    gpu, source = gpus[name], entries("gpus")[name]["source"]
+    assert ADDRESS.search(source)
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"(?<!\w)\d[\d,]*(?:\.\d+)?", source)]
+    peak = gpu.peak_flops["fp16"] / 1e12 * (2 if "halved" in source else 1)
+    assert any(said == pytest.approx(peak / unit, rel=2e-3) for said in numbers for unit in (1, 1000))
+    whole = 2 if name == "mi250x-gcd-64gb" else 1  # its page is for both dies
+    speeds = re.findall(r"([\d,.]+) ([GT])B/s", source)
+    bandwidths = [float(said.replace(",", "")) * {"G": 1e9, "T": 1e12}[unit] for said, unit in speeds]
+    assert gpu.memory_bandwidth_bytes_per_second is not None
+    assert any(
+        said == pytest.approx(gpu.memory_bandwidth_bytes_per_second * whole, rel=2e-3) for said in bandwidths
+    )
+    assert gpu.tdp_watts is not None
+    assert gpu.tdp_watts * whole in [
+        float(said.replace(",", "")) for said in re.findall(r"([\d,]+) W\b", source)
+    ]
