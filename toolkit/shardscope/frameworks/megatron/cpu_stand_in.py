@@ -107,6 +107,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.distributed, "all_gather_object", as_everywhere),
         # CUDA's kernel unscales in place, a CPU's by way of copies.
         (torch, "_amp_foreach_non_finite_check_and_unscale_", nothing),
+        # It changes tensors in place and has no fake counterpart: on fake tensors torch would run it on real
+        # ones of the same sizes, gibibytes of them, and give none of that back (FakeTensorMode's fallback).
+        (torch, "_fused_sgd_", nothing),
         # Several collectives launched as one have no fake counterpart; one by one they have.
         (param_and_grad_buffer, "_coalescing_manager", together),
         (random, "_get_cuda_rng_state", nothing),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardscope.frameworks.megatron.core_config import (
     check_rehearsed,
@@ -72,9 +73,13 @@ def rehearse(
         import megatron.core.pipeline_parallel  # noqa: F401
     found = []
     wanted = stages if stages is not None else tuple(range(plan.degrees.pp))
-    for done, number in enumerate(wanted):
-        note_progress(f"pipeline stage {number}", 0.05 + 0.9 * done / len(wanted))
-        found.append(_StageRehearsal(plan, number).play())
+    try:
+        for done, number in enumerate(wanted):
+            note_progress(f"pipeline stage {number}", 0.05 + 0.9 * done / len(wanted))
+            found.append(_StageRehearsal(plan, number).play())
+    finally:
+        # Ten thousand shapes of one plan, which no other plan has.
+        FakeTensorMode.cache_clear()
     return found
 
 
@@ -100,7 +105,9 @@ class _StageRehearsal:
                     if step == 1:
                         tracker.restart()
                     self._step(tracker, chunks, optimizer, num_micro_batches)
-                return tracker.stage(self.number, plan.stage_layers[self.number], note=self._note())
+                found = tracker.stage(self.number, plan.stage_layers[self.number], note=self._note())
+                _let_go(chunks)
+                return found
 
     def _num_micro_batches(self) -> int:
         """Enough that as many are in flight as ever will be, and one of them gives way to another."""
@@ -314,6 +321,18 @@ class _StageRehearsal:
         tokens, positions, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         losses = model(tokens, positions, None, labels=labels)
         return losses, lambda losses: (losses.float().mean(), {})
+
+
+def _let_go(chunks: list[Any]) -> None:
+    """Empty the modules, which would outlive the rehearsal.
+
+    A dispatcher of experts keeps the last probabilities, these the graph that they come from, its ends the
+    hooks of megatron-core's DDP, and those the model: a circle through C++, where Python's collector does
+    not see it.
+    """
+    for chunk in chunks:
+        for module in list(chunk.modules()):
+            vars(module).clear()
 
 
 def _use_fused_kernels(layer: Any, *, fused_attention: bool) -> None:
