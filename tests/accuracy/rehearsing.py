@@ -27,6 +27,8 @@ from tests.accuracy import wide_sampling
 from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
 from tests.accuracy.sampling import LAYOUTS, plans
 
+from shardscope.plan import Plan
+
 SEED = 0
 HELD_OUT_SEEDS = {1: 20_261_121, 2: 20_261_122}
 """Of samples that no formula had seen when they were drawn: the second one after the first was looked at."""
@@ -40,10 +42,14 @@ def stored_file(framework: str, *, wide: int = 0) -> Path:
 
 def make(framework: str, count: int, *, wide: int = 0) -> None:
     """Rehearse those of the first ``count`` sampled plans that are not stored yet, one after another."""
-    STORED.mkdir(parents=True, exist_ok=True)
-    file = stored_file(framework, wide=wide)
     seed = HELD_OUT_SEEDS[wide] if wide else SEED
     sampled = (wide_sampling.plans if wide else plans)(framework, seed, count)
+    store(framework, sampled, stored_file(framework, wide=wide), seed)
+
+
+def store(framework: str, sampled: list[Plan], file: Path, seed: int) -> None:
+    """Rehearse those plans that ``file`` does not have yet, and append each to it."""
+    STORED.mkdir(parents=True, exist_ok=True)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done = {json.loads(line)["name"] for line in lines}
     module: Any = import_module(f"shardscope.frameworks.{framework.partition('-')[0]}.rehearse")
@@ -83,6 +89,20 @@ def in_words(one: Rehearsed) -> str:
     )
 
 
+def show(name: str, files: list[Path]) -> None:
+    """Stored rehearsals beside today's predictions, worst first."""
+    rows, refused = read_rehearsals(files)
+    rows.sort(key=lambda one: -abs(one.error))
+    for one in rows:
+        print(in_words(one))
+    print("\n".join(refused))
+    close = [sum(abs(one.error) <= limit for one in rows) for limit in (0.01, 0.03)]
+    if rows:
+        worst = 100 * abs(rows[0].error)
+        shares = f"{close[0]} within 1 %, {close[1]} within 3 % of {len(rows)}"
+        print(f"{name}: {shares}, worst {worst:.2f} %")
+
+
 def main() -> None:
     """Make, and compare."""
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy.rehearsals", description=__doc__)
@@ -102,16 +122,7 @@ def main() -> None:
         if chosen.make:
             make(framework, chosen.make, wide=chosen.wide)
         file = stored_file(framework, wide=chosen.wide)
-        rows, refused = read_rehearsals([file] if file.exists() else [])
-        rows.sort(key=lambda one: -abs(one.error))
-        for one in rows:
-            print(in_words(one))
-        print("\n".join(refused))
-        close = [sum(abs(one.error) <= limit for one in rows) for limit in (0.01, 0.03)]
-        if rows:
-            worst = 100 * abs(rows[0].error)
-            shares = f"{close[0]} within 1 %, {close[1]} within 3 % of {len(rows)}"
-            print(f"{framework}: {shares}, worst {worst:.2f} %")
+        show(framework, [file] if file.exists() else [])
 
 
 if __name__ == "__main__":

@@ -39,6 +39,46 @@ TRAINED = {
 is another than its plan. How unevenly experts are loaded is what a run finds out, not what it is told."""
 
 
+REHEARSED: Mapping[str, tuple[object, ...]] = {
+    "method": ("full", "lora", "qlora"),
+    "quantization": (None, "nf4", "int8"),
+    "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
+    "optimizer": (*("adamw", "adamw_foreach", "adamw_8bit", "adafactor", "sgd", "lion", "muon"),),
+    "kernels": (None, "transformers"),
+    "attention": (None, "eager", "sdpa"),
+    "loss": (None, "full", "chunked"),
+    "packing": (False,),
+}
+"""What their code plays on fake tensors: more than they train, for a step of it needs no kernels."""
+
+UNSEEN = {
+    "precision": "torchao's casts to 8 bits read the numbers that they scale",
+    "optimizer": "the driver moves pages between host and GPU, which no operator tells",
+    "kernels": "Liger's and torch.compile's kernels are made for real tensors on a GPU",
+    "attention": "FlashAttention's own kernels run on a GPU only",
+    "loss": "Liger's kernel runs on a GPU only",
+    "packing": "FlashAttention's own kernels run on a GPU only",
+}
+"""Why fake tensors do not carry the other values."""
+
+
+def check_rehearsed(recipe: Recipe) -> None:
+    """Raise ``ValueError`` for the first field of ``recipe`` that their rehearsals do not play."""
+    for field, values in REHEARSED.items():
+        value = getattr(recipe, field)
+        if value not in values:
+            why = f"{_listed(values)} in a rehearsal: {UNSEEN[field]}"
+            refuse(f"Recipe.{field}", value, why, f"{field}={values[0]!r}")
+    if recipe.base_quantization and importlib.util.find_spec("bitsandbytes") is None:
+        refuse(
+            "Recipe.method",
+            recipe.method,
+            "'full' or 'lora' over an unquantised base in a rehearsal without bitsandbytes",
+            "pip install bitsandbytes",
+        )
+    check_adapters(recipe)
+
+
 def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRAINED) -> None:
     """Raise ``ValueError`` for the first field of ``recipe`` that these engines do not train yet."""
     for field, values in trained.items():

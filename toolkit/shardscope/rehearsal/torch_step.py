@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardscope.memory.report import Phase
+from shardscope.rehearsal.low_bits import low_bit_operators, packed_weights, quantile_maps, updates_on_fakes
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.training import gradients, optimizers
 from shardscope.training.gradients import local
 from shardscope.training.model import build_model
+from shardscope.training.quantized import scales
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -55,34 +58,53 @@ def play(
     plan = engine.plan
     note_progress("building the model", 0.1)
     trained = prepare(engine, tracker, built_on_host=built_on_host)
-    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
-    for step in range(NUM_STEPS):
-        if step == NUM_STEPS - 1:
-            tracker.restart()
-        for index in range(num_micro_batches):
-            done = 0.3 + 0.6 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
-            note_progress(f"step {step + 1} of {NUM_STEPS}", done)
-            last = index == num_micro_batches - 1
-            _micro_batch(engine, tracker, plan, last=last, weight=1 / num_micro_batches)
-            tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
-        finish_step(engine, tracker, trained)
+    with low_bit_operators(on_gpu=plan.on_gpu) if plan.recipe.base_quantization else nullcontext():
+        for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                tracker.restart()
+            _step(engine, tracker, note_progress, trained, step)
     note_progress("adding up", 0.95)
     return tracker.stage(0, plan.architecture.num_hidden_layers, note=_note(plan))
+
+
+def _step(
+    engine: TorchEngine,
+    tracker: Tracker,
+    note_progress: NoteProgress,
+    trained: list[torch.nn.Parameter],
+    step: int,
+) -> None:
+    plan = engine.plan
+    num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
+    for index in range(num_micro_batches):
+        done = 0.3 + 0.6 * (step * num_micro_batches + index) / (NUM_STEPS * num_micro_batches)
+        note_progress(f"step {step + 1} of {NUM_STEPS}", done)
+        last = index == num_micro_batches - 1
+        _micro_batch(engine, tracker, plan, last=last, weight=1 / num_micro_batches)
+        tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
+    finish_step(engine, tracker, trained)
 
 
 def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> list[torch.nn.Parameter]:
     """Wrap the plan's model and make its optimizer; the parameters that are trained."""
     plan = engine.plan
     engine.fresh_weights = True
-    quietly = tracker.paused() if built_on_host else contextlib.nullcontext()
-    with quietly, torch.device(engine.ctx.device):
+    packed = packed_weights() if plan.recipe.base_quantization else nullcontext()
+    quietly = tracker.paused() if built_on_host else nullcontext()
+    with quietly, torch.device(engine.ctx.device), packed:
         module = engine._module = engine.wrap(lambda: build_model(plan.architecture, plan.recipe.dropout))
     module.train()
     tracker.label(engine.model.parameters(), "parameters")
     tracker.label(engine.model.buffers(), "parameters")
+    if plan.recipe.base_quantization:
+        tracker.label(scales(engine.model), "parameters")
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-    optimizer = engine.optimizer = optimizers.build_optimizer(plan.recipe.optimizer, trained)
     are_plain = not any(isinstance(parameter, DTensor) for parameter in trained)
+    low_bits = plan.recipe.optimizer == "adamw_8bit" and are_plain
+    with quantile_maps() if low_bits else nullcontext():
+        optimizer = engine.optimizer = optimizers.build_optimizer(
+            plan.recipe.optimizer, trained, model=engine.model
+        )
     if plan.on_gpu and plan.recipe.optimizer == "sgd" and are_plain and not tracker.host_apart:
         for group in optimizer.param_groups:
             # What torch chooses by itself on CUDA.
@@ -96,7 +118,8 @@ def finish_step(engine: TorchEngine, tracker: Tracker, trained: list[torch.nn.Pa
     tracker.label((p.grad for p in trained if p.grad is not None), "gradients")
     with tracker.phase("optimizer"):
         gradients.clip(engine.model.parameters(), engine.ctx.device, engine.shard_group, None)
-        optimizer.step()
+        with updates_on_fakes():
+            optimizer.step()
         values = (value for state in optimizer.state.values() for value in state.values())
         tracker.label((value for value in values if isinstance(value, torch.Tensor)), "optimizer")
         optimizer.zero_grad(set_to_none=True)

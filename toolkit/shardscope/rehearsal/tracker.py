@@ -196,7 +196,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
         if function is torch.ops._c10d_functional.wait_tensor.default:
             # On fake tensors it would be a copy; on real ones it returns what it waited for.
             return args[0]
-        out = function(*args, **(kwargs or {}))
+        with _unremembered(args[0]) if function in _TAKES_STORAGE else contextlib.nullcontext():
+            out = function(*args, **(kwargs or {}))
         if not self._paused:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
@@ -255,6 +256,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
     def _mark(self) -> None:
         """An event of no bytes, so that a phase in which nothing is made still has its moment."""
         self._events.append((-1, 0, len(self._phases) - 1))
+
+
+_TAKES_STORAGE = frozenset({
+    torch.ops.aten.set_.source_Storage,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+})  # fmt: skip
+
+
+@contextlib.contextmanager
+def _unremembered(tensor: Any) -> Iterator[None]:
+    """Without fake tensors' cache of answers, whose keys would hold the storages they were asked about."""
+    mode = tensor.fake_mode
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
 
 
 def _storages(tensor: Any) -> list[Any]:

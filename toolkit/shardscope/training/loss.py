@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -12,20 +16,61 @@ IGNORED = -100
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = LOSS_CHUNK_TOKENS
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk_tokens: int = LOSS_CHUNK_TOKENS,
+    bias: torch.Tensor | None = None,
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Summed cross entropy of ``hidden`` [tokens, hidden_size] against ``labels`` [tokens].
 
     ``weight`` is the head's, [vocabulary, hidden_size]. Labels of -100 do not count. Logits of one chunk
-    exist at a time, in forward and in backward, which computes them again.
+    exist at a time, in forward and in backward, which computes them again. ``finish`` is what a family does
+    to its logits before the loss.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, hidden.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        total = total + checkpoint(_part, hidden[part], weight, labels[part], use_reentrant=False)
+        more = checkpoint(_part, hidden[part], weight, labels[part], bias, finish, use_reentrant=False)
+        total = total + more
     return total
 
 
-def _part(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = F.linear(hidden, weight).float()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+def _part(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: Any, finish: Any) -> Any:
+    logits = F.linear(hidden, weight, bias)
+    if finish is not None:
+        logits = finish(logits)
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def apply_chunked_loss(model: torch.nn.Module) -> None:
+    """Make ``model``, a causal one of transformers', answer with its loss alone, computed in chunks.
+
+    Its ``forward`` is replaced, not its ``__call__``: hooks of frameworks and peft's wrapper stay around it.
+    """
+    model.forward = functools.partial(_forward, model)
+
+
+def _forward(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    asked = {name: value for name, value in others.items() if name == "attention_mask"}
+    hidden = model.base_model(input_ids=input_ids, **asked).last_hidden_state
+    # The token that follows each; after the last there is none (transformers, ForCausalLMLoss).
+    following = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
+    head = model.get_output_embeddings()
+    total = chunked_cross_entropy(
+        hidden.flatten(0, 1), head.weight, following, bias=head.bias, finish=_finish(model.config)
+    )
+    return CausalLMOutput(loss=total / (following != IGNORED).sum())
+
+
+def _finish(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Granite's scale, Gemma's cap; None for all others."""
+    scale, cap = getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
+    if scale:
+        return lambda logits: logits / scale
+    if cap:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    return None

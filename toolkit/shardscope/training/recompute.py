@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _KEPT_BY_SELECTIVE = frozenset(
@@ -86,7 +86,7 @@ def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any)
         if storage._cdata in weights:
             return tensor
         if storage._cdata not in away or not away[storage._cdata].is_current:
-            away[storage._cdata] = _Away(storage)
+            away[storage._cdata] = _Away(storage, tensor.device)
         return away[storage._cdata], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def come_back(packed: Any) -> torch.Tensor:
@@ -104,27 +104,27 @@ def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any)
 class _Away:
     """A storage's copy on the host; fetched, it is shared by all tensors that lay in it."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.device = storage.device
-        self._origin = StorageWeakRef(storage)
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        # The tensor's own device: a fake tensor's storage does not know it.
+        self.device = device
+        # torch keeps a storage's Python object for as long as any tensor has the storage.
+        self._origin = weakref.ref(storage)
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._host = host.copy_(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
-        self._fetched: StorageWeakRef | None = None
+        self._fetched: weakref.ref[torch.UntypedStorage] | None = None
 
     @property
     def is_current(self) -> bool:
         """Whether the storage still lives, so that its address is not another's by now."""
-        return not self._origin.expired()
+        return self._origin() is not None
 
     def fetch(self) -> torch.UntypedStorage:
         """The storage on its device again."""
-        if self._fetched is not None:
-            found = torch.UntypedStorage._new_with_weak_ptr(self._fetched.cdata)
-            if found is not None:
-                return found
-        storage = self._host.to(self.device, non_blocking=True).untyped_storage()
-        self._fetched = StorageWeakRef(storage)
-        return storage
+        found = self._fetched() if self._fetched is not None else None
+        if found is None:
+            found = self._host.to(self.device, non_blocking=True).untyped_storage()
+            self._fetched = weakref.ref(found)
+        return found
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -13,8 +13,11 @@ import torch.distributed as dist
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.frameworks.registry import check_trained
+from shardscope.memory.head import loss_in_force
 from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers
+from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.quantized import quantize_base
 from shardscope.training.recompute import apply_recompute
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -29,6 +32,9 @@ class TorchEngine(Engine):
     model: torch.nn.Module
     """The model under its framework's wrapper: its parameter names are the checkpoint's."""
     optimizer: torch.optim.Optimizer
+
+    shards_parameters = False
+    """Whether the framework cuts parameters, which then must be of a type that it can cut."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
@@ -85,7 +91,7 @@ class TorchEngine(Engine):
         self._module.train()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if build_optimizer is None:
-            self.optimizer = optimizers.build_optimizer(self.recipe.optimizer, trained)
+            self.optimizer = optimizers.build_optimizer(self.recipe.optimizer, trained, model=self.model)
         else:
             self.optimizer = build_optimizer(trained)
         if self.recipe.precision == "fp16-mixed":
@@ -187,12 +193,25 @@ class TorchEngine(Engine):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = build_model()
+            if loss_in_force(self.plan) == "chunked":
+                apply_chunked_loss(model)
+            if self.recipe.base_quantization:
+                model = self._quantized(model)
             if self.recipe.has_adapters:
                 model = lora.add_adapters(model, self.plan.architecture, self.recipe)
-            if self.recipe.precision == "bf16":
+            if self.recipe.precision == "bf16" and not self.recipe.base_quantization:
                 # Adapters too: over a base on meta peft makes them fp32.
                 model = model.to(torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
+        return model
+
+    def _quantized(self, model: torch.nn.Module) -> torch.nn.Module:
+        """``model`` over a base in few bits; its adapters will be what peft makes over such a base."""
+        kinds = {**MIXED_TYPES, "bf16": torch.bfloat16}
+        if self.recipe.precision == "bf16":
+            model = model.to(torch.bfloat16)
+        compute = kinds.get(self.recipe.precision, torch.float32)
+        quantize_base(model, self.recipe, sharded=self.shards_parameters, compute=compute)
         return model
 
     def _in_run(self, path: str | Path) -> Path:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import distributed
 
 from shardscope.frameworks.ddp.engine import DdpEngine
-from shardscope.frameworks.ddp.limits import check_plan
+from shardscope.frameworks.limits import check_rehearsed
 from shardscope.rehearsal.torch_step import FakeContext, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
     """The one stage of ``plan``. Raises ``ValueError`` for what the engine does not run."""
-    check_plan(plan)
+    check_rehearsed(plan.recipe)
+    # Where activations wait on the host, fake tensors have two devices.
+    apart = plan.on_gpu and plan.recipe.recompute == "offload"
     with fake_ranks(plan.world_size):
-        engine = _Rehearsed(FakeContext(plan))
-        with fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}) as tracker:
+        engine = _Rehearsed(FakeContext(plan, "cpu:0" if apart else "cpu"))
+        with fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}, host_apart=apart) as tracker:
             engine.tracker = tracker
             return [play(engine, tracker, note_progress)]
 

@@ -38,6 +38,7 @@ class Fsdp2Engine(TorchEngine):
     """
 
     framework = "fsdp2"
+    shards_parameters = True
     mesh: Any = None
     """The ranks by copy and shard; made when wrapping, unless there is one already."""
 
@@ -50,7 +51,9 @@ class Fsdp2Engine(TorchEngine):
         device = self.ctx.device
         if self.mesh is None:
             self.mesh = self.make_mesh()
-        self._on_meta = self.fresh_weights and 4 * self.plan.architecture.num_parameters > HOST_BUILD_BYTES
+        large = 4 * self.plan.architecture.num_parameters > HOST_BUILD_BYTES
+        # What is quantised is quantised from numbers.
+        self._on_meta = self.fresh_weights and large and not self.recipe.base_quantization
         build = build_on_meta if self._on_meta else (lambda make: make())
         model = build(lambda: self.build_on_host(build_model))
         if not self._on_meta:

@@ -18,6 +18,7 @@ from shardscope.frameworks.fsdp2.pipeline import check_pipeline
 from shardscope.frameworks.fsdp2.rehearse_pipeline import PipelinedEngine, play_stage
 from shardscope.frameworks.fsdp2.tensor_parallel import check_parallel, parallelize
 from shardscope.frameworks.limits import check_recipe
+from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
@@ -49,7 +50,8 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
     """The rank of one stage that is first in all other groups."""
     degrees = plan.degrees
     # Where shards are the host's, fake tensors have two devices; on CPU ranks there is but one.
-    apart = plan.on_gpu and getattr(plan.layout, "offload", None) == "cpu"
+    away = getattr(plan.layout, "offload", None) == "cpu" or plan.recipe.recompute == "offload"
+    apart = plan.on_gpu and away
     with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
         engine = _engine(plan, number, "cpu:0" if apart else "cpu")
         # The mesh is made of real numbers, so before tensors stop having any.
@@ -74,7 +76,8 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
                 _meshes_of_real_numbers(tracker),
                 _gathers_to(engine.ctx.device),
             ):
-                on_host = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
+                small = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
+                on_host = small or plan.recipe.base_quantization is not None
                 if isinstance(engine, PipelinedEngine):
                     return play_stage(engine, tracker, note_progress, built_on_host=on_host)
                 return play(engine, tracker, note_progress, built_on_host=on_host)
@@ -97,7 +100,7 @@ def check_rehearsed(plan: Plan) -> None:
         check_pipeline(plan)
     if layout.tp > 1:
         check_parallel(plan)
-    check_recipe(plan.recipe)
+    (check_rehearsed_recipe if layout.pp == layout.tp == 1 else check_recipe)(plan.recipe)
 
 
 class _TensorParallel(Fsdp2Engine):

@@ -1,0 +1,112 @@
+"""bitsandbytes and torchao on fake tensors: their own code, but for what asks a tensor's numbers or class."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardscope.rehearsal.replacing import replaced
+
+UNSEEN_NUMBER = 1.0
+"""What a fake tensor answers when an optimizer asks it for a norm or a step count: no size depends on it."""
+
+
+@contextlib.contextmanager
+def packed_weights() -> Iterator[None]:
+    """bitsandbytes' Linears over fake weights, for as long as modules are built."""
+    import bitsandbytes as bnb
+
+    stand_ins: list[tuple[Any, str, Any]] = [
+        # Tables that it keeps for the whole process, which must not become fake for good.
+        (bnb.functional, "name2qmap", {}),
+        *((owner, "Params4bit", _nf4) for owner in (bnb.nn, bnb.nn.modules)),
+        *((owner, "Int8Params", _int8) for owner in (bnb.nn, bnb.nn.modules)),
+    ]
+    with replaced(stand_ins), quantile_maps():
+        yield
+
+
+@contextlib.contextmanager
+def low_bit_operators(*, on_gpu: bool) -> Iterator[None]:
+    """Their products as a GPU dispatches them, while the step runs."""
+    import bitsandbytes as bnb
+    from bitsandbytes.autograd import _functions
+    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
+
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", _remember_state),
+        # One operator to fake tensors; it makes the matrix whole for all but a few tokens (backends/cuda).
+        (torch.ops.bitsandbytes, "gemm_4bit", SimpleNamespace(default=_gemm_4bit_default_impl)),
+    ]
+    if on_gpu:
+        stand_ins.append((bnb, "matmul", _int8_product(_functions)))
+    with replaced(stand_ins):
+        yield
+
+
+@contextlib.contextmanager
+def updates_on_fakes() -> Iterator[None]:
+    """Around an optimizer's step: numbers that it reads, and torchao's compiled update, not played."""
+    with replaced([(torch.Tensor, "item", lambda tensor: UNSEEN_NUMBER), (torch, "compile", _not_played)]):
+        yield
+
+
+@contextlib.contextmanager
+def quantile_maps() -> Iterator[None]:
+    """bitsandbytes' optimizers begin with a table that they compute in numbers; here it is as large."""
+    import bitsandbytes as bnb
+
+    def table(signed: bool = True, max_exponent_bits: int = 7, total_bits: int = 8) -> torch.Tensor:
+        return torch.empty(2**total_bits)
+
+    with replaced([(bnb.functional, "create_dynamic_map", table)]):
+        yield
+
+
+def _not_played(function: Any, **options: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def _nf4(data: torch.Tensor, requires_grad: bool = False, module: Any = None, **options: Any) -> Any:
+    """``Params4bit`` of a fake tensor, packed at once: a subclass made of it would no longer be fake."""
+    import bitsandbytes as bnb
+
+    kinds = {name: options[name] for name in ("compress_statistics", "quant_type", "quant_storage")}
+    if data.device.type == "meta":
+        # The weight that a module is first made with, before its own comes.
+        return torch.nn.Parameter(data, requires_grad=requires_grad)
+    packed, state = bnb.functional.quantize_4bit(data, blocksize=64, **kinds)
+    parameter: Any = torch.nn.Parameter(packed, requires_grad=requires_grad)
+    parameter.quant_state = module.quant_state = state
+    for name, value in kinds.items():
+        setattr(parameter, name, value)
+    parameter.bnb_quantized = True
+    return parameter
+
+
+def _int8(data: torch.Tensor, requires_grad: bool = False, has_fp16_weights: bool = False) -> Any:
+    """``Int8Params`` of a fake tensor, likewise."""
+    if data.device.type == "meta":
+        return torch.nn.Parameter(data, requires_grad=requires_grad)
+    import bitsandbytes as bnb
+
+    codes, scales, _ = bnb.functional.int8_vectorwise_quant(data.to(torch.float16))
+    parameter: Any = torch.nn.Parameter(codes, requires_grad=requires_grad)
+    parameter.CB, parameter.SCB, parameter.has_fp16_weights = codes, scales, False
+    return parameter
+
+
+def _remember_state(module: Any) -> None:
+    """bitsandbytes makes a ``Params4bit`` again of what a framework made plain; here it stays plain."""
+    module.weight.quant_state = module.quant_state
+
+
+def _int8_product(functions: Any) -> Any:
+    def product(a: Any, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None):  # type: ignore[no-untyped-def]
+        return functions.MatMul8bitLt.apply(a, b, out, bias, state)
+
+    return product
