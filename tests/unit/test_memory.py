@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ NAMES = (
     "runtime", "fragmentation",
 )  # fmt: skip
 PHASES = ("rest", "forward", "backward", "optimizer", "initialisation")
-EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+ONE, EIGHT = (ss.Cluster.parse(f"{gpus}h100-sxm-80gb") for gpus in ("", "8x"))
 LLAMA_8B = ss.models["llama-3.1-8b"]
 
 
@@ -53,6 +54,17 @@ def each_stage(a_plan: Plan) -> list[Stage]:
 
 @settings(max_examples=150, deadline=None)
 @given(plans())
+@example(plan(LATENT, ss.Layout.zero(0), ONE))
+@example(
+    plan(
+        replace(LLAMA, num_hidden_layers=17),
+        ss.Layout.ddp(),
+        ONE,
+        seq_len=256,
+        method="lora",
+        recompute="offload",
+    )
+)
 def test_components_sum_everywhere(a_plan: Plan) -> None:
     report = a_plan.memory()
     assert tuple(report.components) == NAMES
@@ -93,6 +105,43 @@ def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
             highs.append(tensors + buffers.high + runtime.high + gaps.high)
     assert (report.low_bytes, report.high_bytes) == (max(lows), max(highs))
     assert report.low_bytes <= report.peak_bytes <= report.high_bytes
+
+
+@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3), ss.Layout.zero(1)])
+def test_the_formula_of_activations_stands_beside_their_parts(layout: ss.Layout) -> None:
+    node = ss.Cluster.parse("8xh100-sxm-80gb")
+    report = ss.Plan(LLAMA, node, ss.Recipe(global_batch_size=64), layout).memory()
+    layers = f"{LLAMA.num_hidden_layers} layers × 4,096 tokens × ("
+    told = 0
+    for moment in report.worst_stage.moments:
+        words = moment.terms["activations"].explain() if "activations" in moment.terms else ""
+        if moment.fraction in (0.34, 0.35):
+            assert layers in words
+            assert "KiB norms and residuals" in words
+            assert "Korthikanti" in words
+            told += 1
+    assert told == 2
+
+
+def test_the_parts_in_words_add_up() -> None:
+    """As people read them: each with its own figure, rounded."""
+    node = ss.Cluster.parse("8xh100-sxm-80gb")
+    plan = ss.Plan(LLAMA, node, ss.Recipe(global_batch_size=64), ss.Layout.fsdp2())
+    found = 0
+    for moment in plan.memory().worst_stage.moments:
+        for name in ("activations", "gather_buffers"):
+            term = moment.terms.get(name)
+            parts = (
+                re.findall(r"(-?) ?([\d.,]+(?:e-\d+)?) GiB", term.explain().partition(" · ")[0])
+                if term
+                else []
+            )
+            if moment.phase != "backward" or len(parts) < 2:
+                continue
+            told = sum(float(f"{sign}{number.replace(',', '')}") for sign, number in parts)
+            assert told == pytest.approx(term.num_bytes / GIB, rel=0.02, abs=0.02), term.explain()
+            found += 1
+    assert found > 10
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,7 @@ from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, mlp_copies
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.modules.saved import stream_readers
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Phase, Term, Words
+from shardscope.memory.report import Phase, Term
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Backward(NamedTuple):
     """Beside all that was saved, in the final norm."""
     logits: Term
     """Logits and their gradients while the loss is differentiated."""
+    explain_layers: Callable[[], str]
+    """What a layer leaves for backward, and the source of that."""
     find_order: Callable[[], Order]
     """The layers one by one, for frameworks that tell them apart."""
     find_fullest: Callable[[], FullestLayer]
@@ -83,25 +85,26 @@ class FullestLayer(NamedTuple):
     """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
 
 
-class PeakWords(NamedTuple):
-    """Where the bytes of an instant come from: plain words, or what makes them when somebody asks."""
+class PeakTerms(NamedTuple):
+    """Where the bytes of an instant come from."""
 
-    activations: Words
-    gather: Words
-    gradients: Words
+    activations: Term
+    gather: Term
+    gradients: Term
 
 
 class Peak(NamedTuple):
     """One instant of forward or backward, as the framework's own state sees it. Bytes on one rank.
 
-    Of most instants nobody asks more than their sum: bytes are plain numbers here, and become terms later.
+    Of most instants nobody asks more than their sum: bytes are plain numbers here, and terms only when asked.
     """
 
     fraction: float
     activations: Any
     gather: Any
     gradients: Any
-    words: PeakWords
+    find_terms: Callable[[], PeakTerms]
+    """The same bytes, part by part and in words."""
     logits: Term | None = None
     """Logits, while the loss is computed or differentiated."""
     phase: Phase = "backward"
@@ -118,8 +121,8 @@ class Peak(NamedTuple):
         phase: Phase = "backward",
     ) -> Peak:
         """An instant whose parts are terms already."""
-        words = PeakWords(activations.words, gather.words, gradients.words)
-        return cls(fraction, activations[0], gather[0], gradients[0], words, logits, phase)
+        terms = PeakTerms(activations, gather, gradients)
+        return cls(fraction, activations[0], gather[0], gradients[0], lambda: terms, logits, phase)
 
 
 def places(deepest: Any) -> list[Any]:

@@ -104,10 +104,9 @@ class _Resident:
         return Moment(peak.phase, peak.fraction, total, partial(self._busy_terms, peak, churned, lost))
 
     def _busy_terms(self, peak: Peak, churned: Any, lost: Any) -> dict[Component, Term]:
-        words = peak.words
-        gradients, gather = Term(peak.gradients, words.gradients), Term(peak.gather, words.gather)
-        found = self._terms(self.state.optimizer, gradients, gather)
-        found["activations"] = Term(peak.activations, words.activations)
+        terms = peak.find_terms()
+        found = self._terms(self.state.optimizer, terms.gradients, terms.gather)
+        found["activations"] = terms.activations
         if peak.logits is not None:
             found["logits"] = peak.logits
         found["fragmentation"] = Term(lost, lambda: _lost_words(churned))

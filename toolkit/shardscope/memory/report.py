@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from shardscope.memory.arithmetic import where
-from shardscope.memory.words import gib
+from shardscope.memory.words import gib, in_parts
 from shardscope.validation import one_of
 
 if TYPE_CHECKING:
@@ -31,20 +31,14 @@ Phase = Literal["rest", "forward", "backward", "optimizer", "initialisation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-Words = str | Callable[[], str]
-"""What to say of some bytes: plain, after their number; or made when somebody asks, the number in it."""
-
-
 class Term(NamedTuple):
     """Some bytes and, when somebody asks, the words for where they come from."""
 
     num_bytes: int
-    words: Words
+    words: Callable[[], str]
 
     def explain(self) -> str:
         """Where the bytes come from."""
-        if isinstance(self.words, str):
-            return f"{gib(self.num_bytes)} GiB: {self.words}"
         return self.words()
 
 
@@ -238,6 +232,17 @@ class MemoryReport:
             f"<MemoryReport {self.tier}: peak {gib(self.peak_bytes)} of {gib(self.usable_bytes)} GiB in "
             f"{self.peak_phase}, {verdict}>"
         )
+
+
+def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> Term:
+    """A term of several parts, each of which says what it is; ``source`` follows them all."""
+    num_bytes = sum(part for part, _ in parts)
+
+    def words() -> str:
+        told = in_parts(parts) or parts[0][1]
+        return told if source is None or not num_bytes else f"{told} · {source()}"
+
+    return Term(num_bytes, words)
 
 
 def no_bytes(why: str) -> Term:

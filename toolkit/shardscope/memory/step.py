@@ -66,19 +66,22 @@ class StageStep:
 
         def words() -> str:
             casts = f"{gib(cast)} GiB half-precision copies of weights (autocast) + " if cast else ""
-            parts = " + ".join(
-                f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_layer_words(kind)})"
-                for kind in self.kinds
-                if kind.num_layers
-            )
-            held = self.chunks / self.num_chunks
-            flight = f" × {held:g} micro-batches in flight (1F1B)" if held != 1 else ""
-            return (
-                f"{casts}{parts}{flight} + {gib(edges)} GiB at the ends · {self.modules.kernels} modules, "
-                "Korthikanti et al. 2022, eq. 2, operator by operator"
-            )
+            return f"{casts}{gib(edges)} GiB at the ends + {self._explain_layers()}"
 
         return Term(num_bytes, words)
+
+    def _explain_layers(self) -> str:
+        parts = " + ".join(
+            f"{count(kind.num_layers, 'layer')} × {count(self.tokens, 'token')} × ({_layer_words(kind)})"
+            for kind in self.kinds
+            if kind.num_layers
+        )
+        held = self.chunks / self.num_chunks
+        flight = f" × {held:g} micro-batches in flight (1F1B)" if held != 1 else ""
+        return (
+            f"{parts}{flight} · {self.modules.kernels} modules, Korthikanti et al. 2022, eq. 2, operator by "
+            "operator"
+        )
 
     def logits(self) -> tuple[Term, Term]:
         """Logits and loss at the end of forward, and as backward starts."""
@@ -95,6 +98,7 @@ class StageStep:
             stream=tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut),
             norm=stage.is_last * tokens * ceil_div(final_norm(arch, self.modules), self.cut),
             logits=logits,
+            explain_layers=self._explain_layers,
             find_order=lambda: order_of(self),
             find_fullest=self._fullest_layer,
         )
@@ -209,7 +213,7 @@ class StageStep:
         modules = self.modules
         if modules.trained or not modules.autocast or modules.quantized:
             return 0
-        if self.plan.recipe.recompute in ("selective", "full"):
+        if self.plan.recipe.recompute != "none":
             return 0
         return self.stage.is_first * modules.compute * _attention_inputs(self.plan.architecture)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def gib(num_bytes: float) -> str:
     """``num_bytes`` in GiB without the unit: three significant digits, at most two decimals."""
@@ -23,3 +25,12 @@ def kib(num_bytes: float) -> str:
 def count(number: float, noun: str) -> str:
     """``3 layers``, ``1 layer``, ``4,096 tokens``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def in_parts(parts: Iterable[tuple[int, str]]) -> str:
+    """``3.74 GiB of weights + 0.41 GiB of staging``: without those of no bytes; one alone needs no number."""
+    told = [(num_bytes, what) for num_bytes, what in parts if num_bytes]
+    if len(told) < 2:
+        return "".join(what for _, what in told)
+    signed = (f"{'-' if num_bytes < 0 else '+'} {gib(abs(num_bytes))} GiB {what}" for num_bytes, what in told)
+    return " ".join(signed).removeprefix("+ ")

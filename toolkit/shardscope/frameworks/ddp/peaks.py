@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.arithmetic import largest, where
-from shardscope.memory.backward import Backward, Peak, PeakWords
+from shardscope.memory.backward import Backward, Peak, PeakTerms
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.precision import widths
-from shardscope.memory.report import Phase, Term, no_bytes
+from shardscope.memory.report import Phase, Term, no_bytes, summed
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
@@ -19,11 +19,23 @@ if TYPE_CHECKING:
 
 
 NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
-_AT_END = "all that forward saved, operator by operator"
-_IN_HEAD = "that, and the gradient of the head's weight, operator by operator"
-_IN_EMBEDDING = "the gradient of the embedding, operator by operator"
-_IN_FORWARD = "saved, and in use inside one layer, operator by operator"
-_IN_LAYER = "saved by the layers left, and gradients inside one, operator by operator"
+_SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
+_IN_HEAD = (*_SAVED, "where the head's weight gets its gradient")
+_IN_EMBEDDING = (
+    "the gradient of the embedding's output",
+    "the gradient of the embedding, or a tied weight's",
+)
+_IN_FORWARD = (
+    "saved by the layers before",
+    "saved, and in use inside one layer",
+    "autocast's copies of weights",
+)
+_IN_LAYER = (
+    "saved by the layers before this one",
+    "in this layer: gradients, and what is left of what it saved",
+    "autocast's copies of weights",
+    "a tied head's gradient",
+)
 
 
 def peaks(plan: Plan, stage: Stage, shape: Backward, trained: Any) -> list[Peak]:
@@ -49,14 +61,14 @@ class _Step:
 
     def peaks(self) -> list[Peak]:
         shape, order = self.shape, self.shape.find_order()
-        full = shape.layers + shape.edges + shape.cast
+        full = (shape.layers, shape.edges, shape.cast)
         once = self._gradient_bytes(0)
         found = []
         for place in order.last_places(shape.layers):
             found.append(self._forward(order, place))
         for place in order.places(shape.layers, lambda moe: 0):
             found.append(self._layer(order, place))
-        embedding = shape.stream + (
+        embedding = (
             largest(self.width.original * (self.stage.edges - self.stage.head), 3 * self.tied)
             if self.trains
             else 0
@@ -65,24 +77,24 @@ class _Step:
         last = self._gradient_bytes(order.sum_before(order.num_layers, "weights") + self.trains * untied)
         return [
             *found,
-            self._peak(0.34, full, _AT_END, once, shape.logits),
-            self._peak(0.35, self._head(full), _IN_HEAD, once),
-            self._peak(0.97, embedding, _IN_EMBEDDING, last),
+            self._peak(0.34, full, _SAVED, once, shape.logits),
+            self._peak(0.35, (*full, self._head()), _IN_HEAD, once),
+            self._peak(0.97, (shape.stream, embedding), _IN_EMBEDDING, last),
         ]
 
-    def _head(self, full: Any) -> Any:
-        """While the head's weight gets its gradient, and while that is cast."""
+    def _head(self) -> Any:
+        """Beside what forward saved: while the head's weight gets its gradient, and while that is cast."""
         plan, shape, width = self.plan, self.shape, self.width
         if not self.trains:
-            return full + shape.stream
+            return shape.stream
         copy = width.compute * self.stage.head
         logits = 0
         if loss_in_force(plan) == "full":
             tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
             logits = width.compute * plan.architecture.vocab_size * tokens
         return largest(
-            full + logits + copy,
-            full - (copy if self.mixed else 0) + self.each * self.stage.head + shape.stream,
+            logits + copy,
+            -(copy if self.mixed else 0) + self.each * self.stage.head + shape.stream,
         )
 
     def _forward(self, order: Order, place: Place) -> Peak:
@@ -91,7 +103,7 @@ class _Step:
         casts = order.sum_before(place.index + 1, kept) - self.shape.cast_unsaved
         return self._peak(
             0.02 + 0.3 * (place.index + 1) / order.num_layers,
-            place.before + place.kind.forward + casts,
+            (place.before, place.kind.forward, casts),
             _IN_FORWARD,
             self._gradient_bytes(0),
             phase="forward",
@@ -112,7 +124,7 @@ class _Step:
             held, made, most = where(together > most, (now, done, together), (held, made, most))
         return self._peak(
             0.36 + 0.6 * (layers - 1 - place.index) / layers,
-            place.before + casts + held + self.tied,
+            (place.before, held, casts, self.tied),
             _IN_LAYER,
             self._gradient_bytes(finished + made),
         )
@@ -139,19 +151,30 @@ class _Step:
     def _peak(
         self,
         fraction: float,
-        held: Any,
-        words: str,
+        held: tuple[Any, ...],
+        words: tuple[str, ...],
         gradients: Any,
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        said = PeakWords(words, NOTHING_GATHERED.words, lambda: self._gradient_words(gradients))
-        return Peak(fraction, held, 0, gradients, said, logits, phase)
+        """An instant from its parts, in the order of ``words``. Bytes."""
 
-    def _gradient_words(self, held: int) -> str:
+        def terms() -> PeakTerms:
+            source = None if words is _IN_EMBEDDING else self.shape.explain_layers
+            return PeakTerms(
+                summed(*zip(held, words, strict=True), source=source),
+                NOTHING_GATHERED,
+                Term(gradients, lambda: self._explain_gradients(gradients)),
+            )
+
+        return Peak(fraction, sum(held), 0, gradients, terms, logits, phase)
+
+    def _explain_gradients(self, held: int) -> str:
+        width = self.width.original
+        buckets = f"{self.trained // width:,} × {width} bytes, views of the reduction buckets"
         if not self.accumulates:
-            return f"{gib(self.trained)} GiB, views of the reduction buckets"
+            return buckets
         return (
-            f"{gib(self.trained)} GiB buckets + {gib(held - self.trained)} GiB sums of earlier "
-            "micro-batches beside them, for no_sync leaves gradients out of the buckets"
+            f"{buckets} + {gib(held - self.trained)} GiB sums of earlier micro-batches beside them, for "
+            "no_sync leaves gradients out of the buckets"
         )

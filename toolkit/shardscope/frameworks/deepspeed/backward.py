@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.memory.activations import modules_of, unsaved_at_start
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
-from shardscope.memory.backward import Peak, PeakWords, layer_backward, places
+from shardscope.memory.backward import Peak, PeakTerms, layer_backward, places
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Phase, Term
-from shardscope.memory.words import count, gib
+from shardscope.memory.report import Phase, Term, summed
+from shardscope.memory.words import gib
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
@@ -109,95 +109,110 @@ class Kept(NamedTuple):
     """What a reduced part takes on its way to the host."""
 
 
+_SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
+_IN_NORM = (*_SAVED, "the final norm's gradients")
+_IN_LAYER = ("saved by the layers that are left", "beside that inside one of them, gradients first")
+_AFTER_LAYER = ("saved by the layers that are left", "gradients of one layer's input and output")
+_IN_FIRST_NORM = ("saved by the layers that are left", "gradients inside one layer's first norm")
+_IN_EMBEDDING = ("the gradient of the embedding's output",)
+_USED_UP = ("activations: all are used up",)
+_IN_FORWARD = ("saved by the layers before",)
+
+
 def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> list[Peak]:
     """The instants that can be fullest; parts of backward are counted in elements of ``half`` bytes."""
     num_layers = sizes.num_layers
-    full = shape.layers + shape.edges + shape.cast
+    full = (shape.layers, shape.edges, shape.cast)
     waiting = kept.waiting
 
     def peak(
         at: Any,
-        activations: Any,
-        words: Callable[[], str],
+        held: tuple[Any, ...],
+        words: tuple[str, ...],
         instant: Instant,
         allocated: Any = kept.bucket,
         logits: Term | None = None,
         phase: Phase = "backward",
     ) -> Peak:
-        said = PeakWords(
-            lambda: f"{gib(activations)} GiB {words()}",
-            lambda: (
-                f"{gib(allocated)} GiB bucket (reduce_bucket_size) + {instant.staging:,} elements × "
-                f"{half} bytes gathered, waiting to be reduced, or copied for that"
-            ),
-            lambda: f"{instant.kept:,} elements × {half} bytes reduced or kept so far",
-        )
         staging, gradients = allocated + half * instant.staging, waiting + half * instant.kept
-        return Peak(at, activations, staging, gradients, said, logits, phase)
 
-    def saved_by(layers: Any, more: str) -> Callable[[], str]:
-        return lambda: f"saved by {count(layers, 'layer')}{more}"
+        def terms() -> PeakTerms:
+            gathered = (
+                f"{instant.staging:,} elements × {half} bytes gathered, waiting to be reduced, or copied"
+            )
+            source = None if words in (_IN_EMBEDDING, _USED_UP) else shape.explain_layers
+            return PeakTerms(
+                summed(*zip(held, words, strict=True), source=source),
+                summed((allocated, "bucket (reduce_bucket_size)"), (half * instant.staging, gathered)),
+                summed(
+                    (waiting, "of micro-batches before"),
+                    (half * instant.kept, f"{instant.kept:,} elements × {half} bytes reduced or kept so far"),
+                ),
+            )
+
+        return Peak(at, sum(held), staging, gradients, terms, logits, phase)
+
+    def at_end() -> PeakTerms:
+        return PeakTerms(
+            summed(*zip(full, _SAVED, strict=True), source=shape.explain_layers),
+            _counted(kept.forward, half, "gathered, or the bucket"),
+            _counted(kept.before, half, "of micro-batches before"),
+        )
 
     already = (kept.forward > 0) * kept.bucket
     at_first = where(kept.first_hook, kept.bucket, already)
     at_head = Term(sizes.logits, lambda: f"{gib(sizes.logits)} GiB, the gradient of the logits")
     found = [
-        Peak.of(
-            0.34,
-            Term(full, lambda: f"{gib(full)} GiB all that forward saved"),
-            Term(kept.forward, lambda: f"{gib(kept.forward)} GiB gathered when forward ended"),
-            Term(kept.before, lambda: f"{gib(kept.before)} GiB of micro-batches before"),
-            logits=shape.logits,
-        ),
-        peak(0.345, full, lambda: "all that forward saved", c.head.peak, already, at_head),
-        peak(0.347, full, lambda: "all that forward saved", c.head.peak, at_first),
-        peak(
-            0.35,
-            full + shape.norm,
-            lambda: "all that forward saved, and the final norm's gradients",
-            c.head.base,
-            at_first,
-        ),
+        Peak(0.34, sum(full), kept.forward, kept.before, at_end, shape.logits),
+        peak(0.345, full, _SAVED, c.head.peak, already, at_head),
+        peak(0.347, full, _SAVED, c.head.peak, at_first),
+        peak(0.35, (*full, shape.norm), _IN_NORM, c.head.base, at_first),
     ]
     one = shape.find_fullest()
     has_experts = one.later != one.inside
     for done, layer in zip(places(num_layers - 1), c.layers, strict=False):
         fraction = 0.36 + 0.6 * done / num_layers
         saved, is_last = _left(shape.layers, one.saved, num_layers, done), done == num_layers - 1
-        words = saved_by(num_layers - done, ", and gradients inside one")
         # The bucket comes with the first gradient, mostly of adapters after the last layer's feed-forward.
         comes = kept.trains_all or sizes.adapts_down
         allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
-        inside = saved + largest(one.inside, one.earlier) - is_last * sizes.unsaved
+        inside = (saved, largest(one.inside, one.earlier) - is_last * sizes.unsaved)
         base = layer.middle if sizes.in_scores else layer.base
-        found.append(peak(fraction, inside, words, base, allocated))
+        found.append(peak(fraction, inside, _IN_LAYER, base, allocated))
         if kept.trains_all:
-            made = where(has_experts, 0, saved + one.inside - sizes.drops[0] + sizes.product)
+            whole = one.inside - sizes.drops[0] + sizes.product
+            made = (where(has_experts, 0, saved), where(has_experts, 0, whole))
             down = layer.base._replace(staging=layer.base.staging + sizes.down)
-            found.append(peak(fraction + 0.002, made, words, down, allocated))
+            found.append(peak(fraction + 0.002, made, _IN_LAYER, down, allocated))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
-        dense = saved + one.inside - drop
+        dense = one.inside - drop
         # Under adapters experts have no gradients: only where attention's scores outweigh them is it known
         # that they are gone.
         frozen = largest(one.inside, sizes.has_scores * one.later)
-        experts = saved + where(kept.trains_all, one.later, frozen)
-        activations = where(has_experts, experts, dense)
+        experts = where(kept.trains_all, one.later, frozen)
+        # One without experts, after layers that have them, cannot let go of more than is left.
+        activations = (saved, largest(where(has_experts, experts, dense), -saved))
         last = where(has_experts & kept.trains_all, layer.last, instant)
-        found.append(peak(fraction + 0.004, activations, words, last, allocated))
+        found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
         left = largest(0, saved - one.saved)
-        others = saved_by(num_layers - done - 1, "")
         reducing = kept.bucket + kept.summed
-        found.append(peak(fraction + 0.01, left + 2 * shape.stream, others, layer.peak, reducing))
+        found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak, reducing))
         # No gradient comes into the first layer's first norm from frozen embeddings.
-        leaving = (kept.trains_all | (done + 1 < num_layers)) * (left + sizes.leaving)
-        norm = saved_by(num_layers - done - 1, ", and gradients inside one's first norm")
-        found.append(peak(fraction + 0.012, leaving, norm, layer.following))
+        gets_there = kept.trains_all | (done + 1 < num_layers)
+        leaving = (gets_there * left, gets_there * sizes.leaving)
+        found.append(peak(fraction + 0.012, leaving, _IN_FIRST_NORM, layer.following))
     reducing = kept.bucket + kept.summed
-    found.append(peak(0.97, shape.stream, lambda: "the embedding's gradient", c.embedding, reducing))
-    found += [peak(0.975, 0, lambda: "all are used up", instant, reducing) for instant in c.end]
+    found.append(peak(0.97, (shape.stream,), _IN_EMBEDDING, c.embedding, reducing))
+    found += [peak(0.975, (0,), _USED_UP, instant, reducing) for instant in c.end]
     if kept.gathers:
         found.append(_gathering(c, shape, half, num_layers, peak))
     return found
+
+
+def _counted(num_bytes: int, half: int, what: str) -> Term:
+    return Term(
+        num_bytes, lambda: f"{num_bytes // half:,} × {half} bytes {what}" if num_bytes else "none yet"
+    )
 
 
 def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple[Any, Instant]:
@@ -220,7 +235,7 @@ def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Ca
         done, elements = where(fuller, other, done), where(fuller, more, elements)
     saved = shape.layers * done // num_layers
     fraction = 0.02 + 0.3 * done / num_layers
-    return peak(fraction, saved, lambda: "saved by layers before", Instant(elements, 0), phase="forward")
+    return peak(fraction, (saved,), _IN_FORWARD, Instant(elements, 0), phase="forward")
 
 
 def _left(layers: Any, saved: Any, num_layers: Any, done: Any) -> Any:

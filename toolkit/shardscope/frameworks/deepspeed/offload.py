@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.frameworks.deepspeed.counted import is_late
 from shardscope.frameworks.deepspeed.layout import largest_tensor
 from shardscope.frameworks.deepspeed.tensors import FP64
-from shardscope.memory.arithmetic import ceil_div, largest, smallest
+from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Term, chosen, no_bytes
+from shardscope.memory.report import Term, chosen, no_bytes, summed
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
-    from shardscope.memory.backward import Backward, Peak
+    from shardscope.memory.backward import Backward, Peak, PeakTerms
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
 
@@ -112,11 +112,7 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         """
         found = [_moved(peak, extra, stay, gradients, layout) for peak in find(shape)]
         if layout.stage == 1:
-            staged, last = p.bucket + extra + norm, found[-1]
-            on_way = Term(staged, lambda: f"{gib(norm)} GiB in double precision for a gradient's norm")
-            gather = chosen(stay, on_way, Term(last.gather, last.words.gather))
-            words = last.words._replace(gather=gather.words)
-            found.append(last._replace(gather=gather[0], words=words))
+            found.append(_on_its_way(found[-1], (p.bucket, extra, norm), stay))
         return found
 
     return state._replace(
@@ -136,10 +132,27 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
 
 def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term, layout: Any) -> Peak:
     """An instant of backward with a gradient on its way to the host, and those that are there gone."""
-    kept = chosen(stay, Term(peak.gradients, peak.words.gradients), gradients)
-    gather = _plus(Term(peak.gather, peak.words.gather), extra, layout)
-    words = peak.words._replace(gather=gather.words, gradients=kept.words)
-    return peak._replace(gather=gather[0], gradients=kept[0], words=words)
+
+    def terms() -> PeakTerms:
+        found = peak.find_terms()
+        gather = _plus(found.gather, extra, layout)
+        return found._replace(gather=gather, gradients=chosen(stay, found.gradients, gradients))
+
+    gather = _plus(Term(peak.gather, lambda: ""), extra, layout)[0]
+    kept = where(stay, peak.gradients, gradients[0])
+    return peak._replace(gather=gather, gradients=kept, find_terms=terms)
+
+
+def _on_its_way(last: Peak, staged: tuple[Any, Any, Any], stay: Any) -> Peak:
+    """Where gradients stay until backward has ended: one on its way, and its norm in double precision."""
+
+    def terms() -> PeakTerms:
+        words = ("bucket", "a gradient on its way to the host", "the same in double precision, for its norm")
+        found = last.find_terms()
+        on_way = summed(*zip(staged, words, strict=True))
+        return found._replace(gather=chosen(stay, on_way, found.gather))
+
+    return last._replace(gather=where(stay, sum(staged), last.gather), find_terms=terms)
 
 
 def on_the_way(plan: Plan, part: Any, half: int) -> Any:

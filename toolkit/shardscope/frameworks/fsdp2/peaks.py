@@ -9,59 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.fsdp2 import said
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
 from shardscope.memory.arithmetic import largest, where
-from shardscope.memory.backward import Backward, Peak, PeakWords
+from shardscope.memory.backward import Backward, Peak, PeakTerms
 from shardscope.memory.precision import widths
-from shardscope.memory.report import Term
+from shardscope.memory.report import Term, summed
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.frameworks.fsdp2.groups import Groups
     from shardscope.memory.order import Place
+    from shardscope.memory.report import Phase
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
-
-
-def _says(held: str, gathered: str, gradients: str = "of the layers that are reduced by then") -> PeakWords:
-    return PeakWords(
-        f"{held}, operator by operator",
-        f"{gathered} (torch.distributed.fsdp, fully_shard)",
-        f"shards {gradients}",
-    )
-
-
-def _used_up() -> str:
-    return "all are used up"
-
-
-_BEFORE_FORWARD = _says(
-    "saved by the layers before",
-    "root group, a layer's parameters, its all-gather output and the one before",
-)
-_IN_FORWARD = _says(
-    "saved, and in use inside one layer", "root group, a layer's parameters and its all-gather output"
-)
-_FIRST = _says(
-    "what the embedding puts out", "root group, the first layer's parameters, and both all-gather outputs"
-)
-_AT_LOSS = _says("all that forward saved", "root group, next layer's all-gather")
-_IN_NORM = _says(
-    "all that forward saved, and the final norm's gradients",
-    "root group, its head's gradient, next all-gather",
-)
-_BEFORE_LAYER = _says("saved by the layers left", "root group, a layer's parameters and all-gather output")
-_IN_LAYER = _says("saved, and gradients inside one layer", "root group, layers in use, first gradients")
-_AFTER_LAYER = _says(
-    "saved by the layers left",
-    "root group, one layer's gradients, their reduce-scatter's input and output",
-)
-_IN_EMBEDDING = _says(
-    "the embedding's gradient, and a tied head's",
-    "root group, its gradients, last layer's reduce-scatter",
-)
-_IN_ROOT = _says("", "root gradients, and their reduce-scatter")._replace(activations=_used_up)
-_AFTER_ROOT = _says("", "the root's reduce-scatter input", "of all")._replace(activations=_used_up)
 
 
 def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -> Term:
@@ -107,14 +68,16 @@ class _Step:
         self.whole = layout.reshard_after_forward is False
         """Whether gathered layers stay until they have gone backward."""
         self.accumulates = plan.num_micro_batches > 1
-        self.compute = widths[plan.recipe.precision].compute
+        width = widths[plan.recipe.precision]
+        self.compute, self.original = width.compute, width.original
         # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
         tied = plan.architecture.tie_word_embeddings
         self.held_head = self.reduces * groups.head if tied else 0
         # Where embedding and head are on two stages, both have a weight of their own.
         own_head = (1 - self.reduces) * groups.head if tied else groups.head
-        self.root = groups.root + waits.gathered + waits.adds * own_head
-        self.making_head = groups.root + waits.gathered + own_head
+        self.waiting = (groups.root, waits.gradients, waits.received)
+        self.own_head = own_head
+        self.root = (*self.waiting, waits.adds * own_head)
         self.in_layers = groups.before(stage.num_layers)
         self.none = self._gradients(self.in_layers.shard)
 
@@ -130,27 +93,26 @@ class _Step:
             if kind not in fullest:
                 fullest[kind] = self._fullest(place)
             found += self._layer(place, *fullest[kind])
-        full = shape.layers + shape.edges + shape.cast + self.waits.output
+        full = (shape.layers, shape.edges, shape.cast, self.waits.output)
         prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
-        around = prefetched + self.in_layers.kept + groups.left_over
-        at_loss = self.reduces * prefetched + self.in_layers.kept + groups.left_over + self.waits.gathered
+        gathered = (*self.waiting, self.in_layers.kept, groups.left_over)
         return [
             *found,
             self._first(),
-            Peak(
+            self._peak(
                 0.34,
                 full,
-                groups.root + at_loss,
+                (*gathered, self.reduces * prefetched),
                 self.none,
-                _AT_LOSS,
+                said.AT_LOSS,
                 self.waits.with_output(shape.logits),
             ),
-            Peak(
+            self._peak(
                 0.35,
-                full + shape.norm + self.held_head,
-                self.making_head + around,
+                (*full, shape.norm, self.held_head),
+                (*gathered, self.own_head, prefetched),
                 self.none,
-                _IN_NORM,
+                said.IN_NORM,
                 self.waits.own_logits(),
             ),
             *self._root(),
@@ -172,27 +134,32 @@ class _Step:
         groups, index = self.groups, place.index
         group, before_it = groups.at(index), groups.at(index - 1)
         fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
-        gathered = groups.root + groups.before(index).kept + groups.left_over + self.waits.gathered
-        gathered = gathered + group.parameters + group.staging
-        before = place.before + self.waits.output
+        gathered = (
+            *self.waiting,
+            groups.before(index).kept,
+            groups.left_over,
+            group.parameters,
+            group.staging,
+        )
+        before = (place.before, self.waits.output)
         previous = where(index > 0, before_it.staging, groups.root_staging)
         alone = (group.staging == 0) * group.copying
         return [
-            Peak(
+            self._peak(
                 fraction - 0.01,
                 before,
-                gathered + previous + alone,
+                (*gathered, previous, alone),
                 self.none,
-                _BEFORE_FORWARD,
+                said.BEFORE_FORWARD,
                 None,
                 "forward",
             ),
-            Peak(
+            self._peak(
                 fraction,
-                before + place.kind.forward,
+                (*before, place.kind.forward),
                 gathered,
                 self.none,
-                _IN_FORWARD,
+                said.IN_FORWARD,
                 None,
                 "forward",
             ),
@@ -201,8 +168,8 @@ class _Step:
     def _first(self) -> Peak:
         """The first layer is gathered while the root's all-gather output, often the largest, still waits."""
         groups, first = self.groups, self.groups.at(0)
-        gathered = groups.root + groups.root_staging + groups.left_over + first.parameters + first.staging
-        return Peak(0.02, self.shape.stream, gathered, self.none, _FIRST, None, "forward")
+        gathered = (groups.root, groups.root_staging, groups.left_over, first.parameters, first.staging)
+        return self._peak(0.02, (self.shape.stream,), gathered, self.none, said.FIRST, None, "forward")
 
     def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
         """Before a layer, at the fullest of its instants, and after it, with its gradients whole.
@@ -213,20 +180,20 @@ class _Step:
         layers = self.stage.num_layers
         group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
         fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
-        before, gone = place.before + self.held_head + self.waits.output, groups.before(index)
+        before, gone = (place.before, self.held_head, self.waits.output), groups.before(index)
         # What is not reduced stays gathered as well.
         done_ones = self.in_layers.parameters - gone.parameters - group.parameters
-        kept = self.root + gone.kept + (1 - self.reduces) * done_ones
+        kept = (*self.root, gone.kept, (1 - self.reduces) * done_ones)
         reducing = self.reduces * where(index + 1 < layers, last_one.reduction, groups.left_over)
-        own = kept + group.parameters + reducing
+        own = (*kept, group.parameters, reducing)
         coming: Any = 0
-        arriving = own
+        arriving: Any = 0
         if not self.whole:
             coming = next_one.staging
             # A gather's input is there before its output is; parameters are copied out of that.
             arriving = largest(
-                own + group.kept + group.staging + (group.staging == 0) * group.copying,
-                own + coming + (coming > 0) * next_one.copying,
+                group.kept + group.staging + (group.staging == 0) * group.copying,
+                coming + (coming > 0) * next_one.copying,
             )
         gradient = self.waits.adds * self.compute * place.kind.weights
         # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
@@ -235,20 +202,22 @@ class _Step:
         output = where(self.accumulates, group.shard, 0)
         not_yet = self._gradients(gone.shard + group.shard)
         return [
-            Peak(
+            self._peak(
                 fraction - 0.005,
-                before + place.kind.saved + shape.stream,
-                arriving,
+                (*before, place.kind.saved, shape.stream),
+                (*own, arriving),
                 not_yet,
-                _BEFORE_LAYER,
+                said.BEFORE_LAYER,
             ),
-            Peak(fraction, before + held, own + coming + self.compute * done, not_yet, _IN_LAYER),
-            Peak(
+            self._peak(
+                fraction, (*before, held), (*own, coming, self.compute * done), not_yet, said.IN_LAYER
+            ),
+            self._peak(
                 fraction + 0.01,
-                before + 2 * shape.stream,
-                kept + coming + copied + where(is_reduced > 0, output, gradient),
+                (*before, 2 * shape.stream),
+                (*kept, coming, copied, where(is_reduced > 0, output, gradient)),
                 self._gradients(gone.shard + (1 - is_reduced) * group.shard),
-                _AFTER_LAYER,
+                said.AFTER_LAYER,
             ),
         ]
 
@@ -270,34 +239,57 @@ class _Step:
         """The embedding's gradient, and the root group's reduction."""
         shape, groups = self.shape, self.groups
         in_all = self._gradients(0)
-        embedding = shape.stream + 2 * self.held_head + groups.embedding + self.waits.beside(shape.layers)
+        held = (shape.stream, 2 * self.held_head, groups.embedding, self.waits.beside(shape.layers))
         stay = self.waits.received + self.waits.all_gradients + (1 - self.reduces) * self.in_layers.parameters
         largest_layer = largest(groups.dense.reduction, groups.experts.reduction)
         reduced = groups.root_reduction + where(self.accumulates, groups.root_shard, 0)
         left = groups.at(self.stage.num_layers - 1).reduction + self.waits.received
+        gradients = self.waits.adds * groups.root_gradient
+        staged = self.reduces * groups.at(0).reduction
+        in_root = where(
+            self.reduces,
+            groups.root_gradient + groups.root_reduction,
+            groups.root + stay + (groups.root_staging > 0) * largest(groups.root_reduction, largest_layer),
+        )
         return [
-            Peak(
-                0.97,
-                embedding,
-                groups.root
-                + self.waits.adds * groups.root_gradient
-                + self.reduces * groups.at(0).reduction
-                + stay,
-                in_all,
-                _IN_EMBEDDING,
-            ),
-            Peak(
-                0.975,
-                0,
-                where(
-                    self.reduces,
-                    groups.root_gradient + groups.root_reduction,
-                    groups.root
-                    + stay
-                    + (groups.root_staging > 0) * largest(groups.root_reduction, largest_layer),
-                ),
-                in_all,
-                _IN_ROOT,
-            ),
-            Peak(0.978, 0, where(self.reduces, reduced, left), self.trained, _AFTER_ROOT),
+            self._peak(0.97, held, (groups.root, gradients, staged, stay), in_all, said.IN_EMBEDDING),
+            self._peak(0.975, (0,), (in_root,), in_all, said.IN_ROOT),
+            self._peak(0.978, (0,), (where(self.reduces, reduced, left),), self.trained, said.AFTER_ROOT),
         ]
+
+    def _peak(
+        self,
+        fraction: float,
+        held: tuple[Any, ...],
+        gathered: tuple[Any, ...],
+        gradients: Any,
+        words: said.Words,
+        logits: Term | None = None,
+        phase: Phase = "backward",
+    ) -> Peak:
+        """An instant from its parts, in the order of ``words``. Bytes."""
+        return Peak(
+            fraction,
+            sum(held),
+            sum(gathered),
+            gradients,
+            lambda: self._terms(held, gathered, gradients, words),
+            logits,
+            phase,
+        )
+
+    def _terms(
+        self, held: tuple[int, ...], gathered: tuple[int, ...], gradients: int, words: said.Words
+    ) -> PeakTerms:
+        def reduced() -> str:
+            if not gradients:
+                return "none is reduced yet"
+            numbers = f"{gradients // self.original:,} gradients of this rank × {self.original} bytes"
+            return f"{numbers}, reduce-scattered by then"
+
+        source = self.shape.explain_layers if words.explains_layers else None
+        return PeakTerms(
+            summed(*zip(held, words.held, strict=True), source=source),
+            summed(*zip(gathered, words.gathered, strict=True), source=lambda: said.SOURCE),
+            Term(gradients, reduced),
+        )
