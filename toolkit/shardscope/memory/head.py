@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardscope.memory.arithmetic import ceil_div, largest, smallest
+from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term
@@ -28,13 +28,18 @@ def loss_in_force(plan: Plan) -> str:
 def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
     """Bytes of head and loss in chunks that are recomputed in backward, counted in tests/runs/test_loss.py.
 
-    Forward: a chunk's fp32 logits and log-softmax. Backward: beside these the logits' gradient and the sum of
-    the weight's gradients so far; or, between two chunks, that sum, the new gradient and the new sum.
+    Forward: a chunk's fp32 logits and log-softmax. Backward: beside these the logits' gradient and, of several
+    chunks, the sum of the weight's gradients so far; or, between two chunks, that sum, the new gradient and
+    the new sum. Of one chunk alone the gradient comes once, beside that of the logits; autocast casts it, and
+    has let go of the weight's copy by then.
     """
     chunk = smallest(tokens, LOSS_CHUNK_TOKENS)
-    gradient = vocab * hidden * modules.compute * modules.trained
-    inside = chunk * vocab * 3 * FP32 + gradient
-    return Logits(chunk * vocab * 2 * FP32, largest(inside, 3 * gradient))
+    several = tokens > LOSS_CHUNK_TOKENS
+    weight = vocab * hidden * modules.trained
+    gradient = weight * modules.compute
+    inside = chunk * vocab * 3 * FP32 + several * gradient
+    once = weight * FP32 if modules.autocast else gradient + chunk * vocab * modules.compute
+    return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, 3 * gradient, once)))
 
 
 def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:

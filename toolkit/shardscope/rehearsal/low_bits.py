@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,12 +34,10 @@ def low_bit_operators(*, on_gpu: bool) -> Iterator[None]:
     """Their products as a GPU dispatches them, while the step runs."""
     import bitsandbytes as bnb
     from bitsandbytes.autograd import _functions
-    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
 
     stand_ins: list[tuple[Any, str, Any]] = [
         (bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", _remember_state),
-        # One operator to fake tensors; it makes the matrix whole for all but a few tokens (backends/cuda).
-        (torch.ops.bitsandbytes, "gemm_4bit", SimpleNamespace(default=_gemm_4bit_default_impl)),
+        (_functions.MatMul4Bit, "forward", _with_whole_matrix(_functions.MatMul4Bit.forward)),
     ]
     if on_gpu:
         stand_ins.append((bnb, "matmul", _int8_product(_functions)))
@@ -103,6 +100,19 @@ def _int8(data: torch.Tensor, requires_grad: bool = False, has_fp16_weights: boo
 def _remember_state(module: Any) -> None:
     """bitsandbytes makes a ``Params4bit`` again of what a framework made plain; here it stays plain."""
     module.weight.quant_state = module.quant_state
+
+
+def _with_whole_matrix(forward: Any) -> Any:
+    """The product is one operator, in which the matrix is whole but for a few tokens (backends/cuda)."""
+    import bitsandbytes as bnb
+
+    def product(ctx: Any, a: Any, b: Any, out: Any, bias: Any, quant_state: Any) -> Any:
+        matrix = bnb.functional.dequantize_4bit(b, quant_state)
+        found = forward(ctx, a, b, out, bias, quant_state)
+        del matrix
+        return found
+
+    return product
 
 
 def _int8_product(functions: Any) -> Any:

@@ -41,7 +41,8 @@ def _part(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias
     logits = F.linear(hidden, weight, bias)
     if finish is not None:
         logits = finish(logits)
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    logits = logits.float()  # One name, so that what is cast is let go of.
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
 def apply_chunked_loss(model: torch.nn.Module) -> None:
