@@ -170,6 +170,21 @@ def deepspeed_offload(draw: Random, world_size: int) -> Layout:
     )
 
 
+def deepspeed_nvme(draw: Random, world_size: int) -> Layout:
+    """ZeRO-3 with the optimizer, the parameters or both in files, of which :func:`deepspeed` draws none."""
+    state, weights = draw.choice((("nvme", None), (None, "nvme"), ("nvme", "nvme"), ("cpu", "nvme")))
+    return Layout.zero(
+        3,
+        offload_optimizer=state,  # type: ignore[arg-type]
+        offload_params=weights,  # type: ignore[arg-type]
+        offload_params_max_in_cpu=draw.choice((1_000_000_000, 0, 0, 30_000_000)),
+        offload_params_buffer_count=draw.choice((5, 5, 12)),
+        reduce_bucket_size=draw.choice((500_000_000, 50_000_000)),
+        stage3_prefetch_bucket_size=draw.choice((50_000_000, 5_000_000)),
+        sub_group_size=draw.choice((1_000_000_000, 50_000_000)),
+    )
+
+
 def deepspeed_tp(draw: Random, world_size: int) -> Layout:
     """ZeRO 0 to 2 over tensor-parallel ranks (AutoTP)."""
     return Layout.zero(
@@ -194,6 +209,21 @@ def megatron(draw: Random, world_size: int) -> Layout:
     )
 
 
+def megatron_pp(draw: Random, world_size: int) -> Layout:
+    """Megatron in pipeline stages, of which :func:`megatron` draws few that a small model can be cut into."""
+    pp = draw.choice((2, 2, 2, 4, 4, 8))
+    tp = draw.choice((1, 1, 2, 4))
+    return Layout.megatron(
+        tp=tp,
+        pp=pp,
+        vpp=draw.choice((1, 1, 2, 3)),
+        ep=draw.choice((1, 1, 2, 4)),
+        etp=draw.choice((None, None, 1)),
+        sequence_parallel=draw.choice((None, None, False)) if tp > 1 else None,
+        distributed_optimizer=draw.choice((True, True, False)),
+    )
+
+
 def runnable(layout: Layout, arch: Architecture, drawn: Recipe) -> Layout:
     """``layout``, or what of it runs: megatron-core's distributed optimizer is Adam's, and tp splits no
     experts that have biases. So an index stays the plan that it was before such were refused."""
@@ -214,8 +244,10 @@ LAYOUTS: dict[str, Callable[[Random, int], Layout]] = {
     "fsdp2-pp": fsdp2_pp,
     "deepspeed": deepspeed,
     "deepspeed-offload": deepspeed_offload,
+    "deepspeed-nvme": deepspeed_nvme,
     "deepspeed-tp": deepspeed_tp,
     "megatron": megatron,
+    "megatron-pp": megatron_pp,
 }
 """How each framework's layouts are drawn: ``f(draw, world_size)``. A framework adds itself here, and behind a
 hyphen a part of its space that has a sample of its own."""

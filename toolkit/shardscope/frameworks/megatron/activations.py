@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.frameworks.megatron.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
-from shardscope.frameworks.megatron.layer import Cuts, Layer, layer, takes_plain_softmax
+from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.schedule import in_flight
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
 from shardscope.memory.logits import Logits, logits_per_token
@@ -56,7 +57,7 @@ class _Stage:
         recipe, tp = plan.recipe, plan.degrees.tp
         sequence = where(layout.splits_sequence, tp, 1)
         rows = recipe.micro_batch_size * (self.arch.num_attention_heads // tp)
-        plain = takes_plain_softmax(modules, rows)
+        plain = where(takes_plain_softmax(modules, rows), rows, 0)
         self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, gradient_copies(plan))
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)

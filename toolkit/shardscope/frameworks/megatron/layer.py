@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.frameworks.megatron.eager import eager_attention
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.modules.attention import widths
 from shardscope.memory.modules.megatron import (
-    attention_scores,
     branches,
+    copies_query,
+    core_attention,
+    fused_product,
     megatron_layer,
     megatron_selective,
 )
-from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -27,8 +30,9 @@ class Cuts(NamedTuple):
     """tp with sequence parallelism, else 1."""
     expert_tp: int
     ep: int
-    plain_softmax: bool = False
-    """Eager attention's softmax is torch's own, in fp32 (:func:`takes_plain_softmax`)."""
+    plain_rows: int = 0
+    """Micro-batch x heads of a rank, where eager attention's softmax is torch's own, in fp32
+    (:func:`~shardscope.frameworks.megatron.eager.takes_plain_softmax`)."""
     gradient_copies: int = 0
     """Copies in 8 bits of a gradient that a product goes backward with (``fp8.py``)."""
 
@@ -47,7 +51,7 @@ class Layer(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts: Cuts) -> Layer:
     """Bytes one token leaves in one layer, and what its backward needs beside them."""
-    tensors = megatron_layer(arch, moe, modules)
+    tensors = megatron_layer(arch, moe, modules, cuts.tp)
     everything = _on_rank(tensors, arch, cuts)
     stream = ceil_div(arch.hidden_size * modules.compute, cuts.sequence)
     if moe:
@@ -56,37 +60,68 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
         # What the MLP returns, and its sum with the residual stream.
         working, ending = _dense_working(arch, modules, cuts, stream), 2 * stream
     if modules.attention == "eager":
-        # torch's softmax keeps what it puts out in fp32, beside the cast that the product keeps.
-        copy = arch.num_attention_heads * modules.seq_len * FP32 * cuts.plain_softmax
-        copied = ceil_div(copy, cuts.tp)
-        everything += copied
-        scores = _on_rank([attention_scores(arch, modules)], arch, cuts) + copied
-        working = max(working, scores + stream)
+        return _with_scores(arch, moe, modules, recompute, cuts, Layer(everything, working, ending))
     if recompute == "full":
         # The layer is played again; its input is what was kept, its output is new.
         again = everything + max(working, ending - stream)
         return Layer(stream, again, ending + _without_gradient(arch, moe, modules, cuts, stream))
     if recompute == "selective":
-        kept = _on_rank(megatron_selective(arch, moe, modules), arch, cuts)
+        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts)
         return Layer(kept, max(working, everything - kept), ending)
     return Layer(everything, working, ending)
 
 
-def takes_plain_softmax(modules: Modules, rows: Any) -> Any:
-    """Whether the fused softmax refuses ``rows`` (micro-batch x heads of a rank) of attention's scores.
+def _with_scores(
+    arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts: Cuts, rest: Layer
+) -> Layer:
+    """The layer with attention written out, which may be fuller than the MLP; ``rest`` is without that."""
+    tensors, width, c = megatron_layer(arch, moe, modules, cuts.tp), widths(arch), modules.compute
+    core = eager_attention(arch, modules, cuts.tp, cuts.plain_rows)
+    stream = ceil_div(arch.hidden_size * c, cuts.sequence)
+    norms: int = _on_rank([tensor for tensor in tensors if tensor.operator == "norms"], arch, cuts)
+    mlp = _on_rank([tensor for tensor in tensors if tensor.operator in ("mlp", "experts")], arch, cuts)
+    output = ceil_div(width.output * c, cuts.tp)
+    # Nothing behind attention is there while it runs: not yet in forward, not any more in backward.
+    behind = mlp + norms // 2 + output
+    before = norms // 2 + _operands(arch, modules, cuts)
+    everything = rest.saved - _on_rank(core_attention(arch, modules, cuts.tp), arch, cuts) + core.saved
+    working = max(rest.working, core.gradients + stream - behind)
+    ending = max(rest.ending, before + core.forward - everything)
+    if recompute == "full":
+        again = everything + max(working, ending - stream)
+        without = rest.ending + _without_gradient(arch, moe, modules, cuts, stream)
+        return Layer(stream, again, max(without, before + core.without_gradient - stream))
+    if recompute == "selective":
+        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts)
+        again = core.recomputed + output + stream - behind
+        return Layer(kept, max(rest.working, again), max(rest.ending, before + core.without_gradient - kept))
+    return Layer(everything, working, ending)
 
-    megatron/core/fusions/fused_softmax.py, ``FusedScaleMaskSoftmax.is_kernel_available``.
+
+def _operands(arch: Architecture, modules: Modules, cuts: Cuts) -> int:
+    """What is there of queries, keys and values while attention runs.
+
+    The caller's locals hold what rotary angles or norms were applied to (attention.py, qkv_output).
     """
-    length = modules.seq_len
-    if modules.attention != "eager" or modules.compute == FP32:
-        # In fp32 either one keeps the same.
-        return False
-    if not 16 < length <= 4096 or length % 4:
-        return True
-    return rows % 4 > 0
+    width, c = widths(arch), modules.compute
+    query: int = ceil_div(width.query * c, cuts.tp)
+    key: int = ceil_div(width.key * c, _parts(arch, cuts)["key_value_heads"])
+    if arch.latent_attention is not None:
+        value: int = ceil_div(width.value * c, cuts.tp)
+        return 2 * (query + key) + value
+    found: int = _on_rank(fused_product(arch, modules, cuts.tp), arch, cuts)
+    found += copies_query(arch, cuts.tp) * query
+    return found + ((arch.position_embedding == "rope") + arch.qk_norm) * (query + key)
 
 
 def _on_rank(tensors: list[Saved], arch: Architecture, cuts: Cuts) -> int:
+    parts = _parts(arch, cuts)
+    found: int = sum(ceil_div(tensor.bytes_per_token, parts[tensor.cut_by]) for tensor in tensors)
+    return found
+
+
+def _parts(arch: Architecture, cuts: Cuts) -> dict[str, int]:
+    """Into how many parts each kind of tensor is cut."""
     parts = {
         "tp": cuts.tp,
         "key_value_heads": min(cuts.tp, arch.num_key_value_heads),
@@ -96,8 +131,7 @@ def _on_rank(tensors: list[Saved], arch: Architecture, cuts: Cuts) -> int:
     }
     if arch.latent_attention is not None:
         parts["key_value_heads"] = cuts.tp
-    found: int = sum(ceil_div(tensor.bytes_per_token, parts[tensor.cut_by]) for tensor in tensors)
-    return found
+    return parts
 
 
 def _dense_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: int) -> int:

@@ -91,6 +91,15 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         # Autograd adds it to the head's, into a third.
         embedding = embedding * (1 + stage.is_last)
 
+    # Weights move into buffers of their own kind, experts' after the others' (distributed_data_parallel.py,
+    # _allocate_buffers_for_parameters); with chunks, those of one chunk at a time.
+    apart = (degrees.ep > 1) & (experts > 0)
+    moved, moving = where(apart, experts, weights), weights
+    if layout.distributed_optimizer:
+        dense_first = apart & (dense * half > experts * (half + gradient))
+        moved, moving = where(dense_first, dense, moved), where(dense_first, dense, moving)
+    moved = ceil_div(moved, degrees.vpp)
+
     def optimizer_words() -> str:
         split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""
         of_experts = f" + {experts:,} of experts / {expert_ranks}" if experts else ""
@@ -138,9 +147,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         optimizer=Term(optimizer, optimizer_words),
         initialisation={
             "parameters": Term(
-                weights * half * (2 if layout.distributed_optimizer else 1),
+                (weights + (moved if layout.distributed_optimizer else 0)) * half,
                 lambda: "the module's own weights beside the buffer that they move to",
             ),
+            "gradients": Term(moving * gradient, lambda: "the buffers that have been made by then"),
             "gather_buffers": no_bytes("no collective has run"),
         },
         optimizer_working=Term(
@@ -202,7 +212,8 @@ def _staging(plan: Plan, stage: Stage) -> Any:
         # Queries times keys are added to a buffer that is never freed (dot_product_attention.py, "mpu").
         length = ceil_div(recipe.seq_len, degrees.cp)
         scores = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp) * length * length
-    return dummies + layout.splits_sequence * tokens * arch.hidden_size + scores
+    # The gathered sequence is in that buffer too ("mpu" of the same type; core/utils.py, GlobalMemoryBuffer).
+    return dummies + largest(layout.splits_sequence * tokens * arch.hidden_size, scores)
 
 
 @lru_cache(maxsize=4096)

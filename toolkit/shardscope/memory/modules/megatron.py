@@ -25,8 +25,8 @@ INDEX = 8
 """Bytes of an index: PyTorch's are int64."""
 
 
-def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """Every tensor that the layer saves."""
+def megatron_layer(arch: Architecture, moe: bool, modules: Modules, tp: int = 1) -> list[Saved]:
+    """Every tensor that the layer saves; ``tp`` decides which of them are views."""
     c, hidden = modules.compute, arch.hidden_size
     tensors = [
         # Each norm keeps its input and its statistics; the outputs of two feed matrix products.
@@ -36,8 +36,8 @@ def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Save
             + _norm_outputs(arch, moe, modules) * hidden,
             "sequence",
         ),
-        *_attention(arch, modules, selective=False),
-        *core_attention(arch, modules),
+        *_attention(arch, modules, tp, selective=False),
+        *core_attention(arch, modules, tp),
     ]
     if modules.dropout:
         # One byte a number of each residual branch.
@@ -47,29 +47,52 @@ def megatron_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Save
     return [*tensors, Saved("mlp", inner_copies(arch, modules) * arch.intermediate_size, "tp")]
 
 
-def megatron_selective(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
+def megatron_selective(arch: Architecture, moe: bool, modules: Modules, tp: int = 1) -> list[Saved]:
     """Every tensor that the layer saves while its core attention is recomputed.
 
     The operands stay as the checkpoint's inputs, the output as the projection's (Korthikanti et al. 2022,
     section 5). With fused attention little is won, and some is lost: the values are a view, by which the
     checkpoint holds the whole output of the query-key-value product (Megatron-LM#1225).
     """
-    core = core_attention(arch, modules)
-    operands = _attention(arch, modules, selective=False)
-    kept = [tensor for tensor in megatron_layer(arch, moe, modules) if tensor not in (*core, *operands)]
-    return kept + _attention(arch, modules, selective=True)
+    core = core_attention(arch, modules, tp)
+    operands = _attention(arch, modules, tp, selective=False)
+    kept = [tensor for tensor in megatron_layer(arch, moe, modules, tp) if tensor not in (*core, *operands)]
+    return kept + _attention(arch, modules, tp, selective=True)
 
 
-def core_attention(arch: Architecture, modules: Modules) -> list[Saved]:
+def core_attention(arch: Architecture, modules: Modules, tp: int = 1) -> list[Saved]:
     """What the attention kernel keeps beside its operands and its output."""
     if modules.attention != "eager":
         return [Saved("attention", FP32 * arch.num_attention_heads, "tp")]
     found = [attention_scores(arch, modules)]
-    width = widths(arch)
-    if arch.latent_attention is None and width.key < width.query:
+    if repeats_heads(arch, tp):
         # Keys and values are repeated to all heads (dot_product_attention.py, repeat_interleave).
-        found.append(Saved("attention", 2 * (width.query - width.key) * modules.compute, "tp"))
+        more = arch.num_attention_heads - max(tp, arch.num_key_value_heads)
+        found.append(Saved("attention", 2 * more * arch.head_dim * modules.compute, "tp"))
     return found
+
+
+def repeats_heads(arch: Architecture, tp: int) -> bool:
+    """Whether a rank of ``tp`` has fewer heads of keys and values than of queries."""
+    return arch.latent_attention is None and arch.num_attention_heads > max(tp, arch.num_key_value_heads)
+
+
+def copies_query(arch: Architecture, tp: int) -> bool:
+    """Whether queries are copied out of their product: from several groups of several heads each
+    (attention.py, get_query_key_value_tensors, ``query.reshape``)."""
+    return repeats_heads(arch, tp) and arch.num_key_value_heads > tp
+
+
+def fused_product(arch: Architecture, modules: Modules, tp: int) -> list[Saved]:
+    """The product of queries, keys and values: one tensor, of which each is a view.
+
+    Where tp exceeds the key/value heads it is gathered, and each rank looks at its part of the whole
+    (attention.py, get_query_key_value_tensors).
+    """
+    width, c = widths(arch), modules.compute
+    if tp > arch.num_key_value_heads:
+        return [Saved("attention", (width.query + width.key + width.value) * c, "whole")]
+    return [Saved("attention", (width.query + width.key + width.value) * c, "tp")]
 
 
 def attention_scores(arch: Architecture, modules: Modules) -> Saved:
@@ -131,37 +154,31 @@ def _attention_output(modules: Modules, selective: bool) -> int:
     return 1 + fused * modules.compute
 
 
-def _attention(arch: Architecture, modules: Modules, *, selective: bool) -> list[Saved]:
+def _attention(arch: Architecture, modules: Modules, tp: int, *, selective: bool) -> list[Saved]:
     """Operands and output of the core attention, and what the projections before it keep."""
     width, latent, c = widths(arch), arch.latent_attention, modules.compute
     output = _attention_output(modules, selective)
     if latent is not None:
         return _latent_attention(arch, modules, output)
-    # Where tp exceeds the key/value heads, linear_qkv's output is gathered and each rank keeps one head
-    # (megatron/core/transformer/attention.py, get_query_key_value_tensors).
+    # Where tp exceeds the key/value heads each rank keeps one of them.
     shared: Cut = "key_value_heads"
-    found = [
-        Saved("attention", width.query * c + width.output * output, "tp"),
-        Saved("attention", (width.key + width.value) * c, shared),
-    ]
+    rotates = arch.position_embedding == "rope"
+    # A fused kernel copies its operands; a checkpoint, and a product with values that are not repeated, hold
+    # a view, and so the whole product.
+    views = selective or (modules.attention == "eager" and not repeats_heads(arch, tp))
+    found = [Saved("attention", width.output * output, "tp")]
+    if rotates or not views:
+        found += [Saved("attention", width.query * c, "tp"), Saved("attention", width.key * c, shared)]
+    if not views:
+        found.append(Saved("attention", width.value * c, shared))
+    if views or arch.qk_norm:
+        # The norms keep their inputs, which are views too.
+        found += fused_product(arch, modules, tp)
     if arch.qk_norm:
-        # The norms keep their inputs: views, which hold the whole product, or of grouped queries a copy.
         heads = arch.num_attention_heads
-        copies = 2 if heads > arch.num_key_value_heads else 1
-        found.append(Saved("attention", copies * width.query * c + heads * norm_statistics(arch), "tp"))
-        found.append(
-            Saved(
-                "attention",
-                (width.key + width.value) * c + arch.num_key_value_heads * norm_statistics(arch),
-                shared,
-            )
-        )
-        if selective:
-            # The values are then no copy.
-            found.append(Saved("attention", -width.value * c, shared))
-    elif selective and arch.position_embedding == "rope":
-        found.append(Saved("attention", width.query * c, "tp"))
-        found.append(Saved("attention", width.key * c, shared))
+        copied = copies_query(arch, tp) * width.query * c
+        found.append(Saved("attention", copied + heads * norm_statistics(arch), "tp"))
+        found.append(Saved("attention", arch.num_key_value_heads * norm_statistics(arch), shared))
     return found
 
 

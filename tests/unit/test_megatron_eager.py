@@ -1,0 +1,64 @@
+"""Megatron's attention written out: what it saves, and what it holds at its fullest, in scores a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning import LLAMA
+
+import shardscope as ss
+from shardscope.frameworks.megatron.eager import eager_attention, takes_plain_softmax
+from shardscope.memory.modules.megatron import copies_query, fused_product, repeats_heads
+from shardscope.memory.modules.saved import Modules
+
+GPT = ss.models["gpt-3-175b"]
+SEQ = 2048
+SCORES = GPT.num_attention_heads * SEQ
+"""A token's."""
+OUTPUT = 2 * GPT.hidden_size
+
+
+def modules(compute: int = 2, dropout: float = 0.0) -> Modules:
+    return Modules("megatron", False, compute, SEQ, dropout=dropout, attention="eager")
+
+
+def test_the_fused_softmax_holds_the_product_and_the_probabilities() -> None:
+    one = eager_attention(GPT, modules(), 1, 0)
+    assert one.saved == 2 * SCORES
+    assert one.forward == 4 * SCORES + 2 * OUTPUT
+    assert one.gradients == 2 * SCORES + 2 * OUTPUT
+    dropped = eager_attention(GPT, modules(dropout=0.1), 1, 0)
+    # Korthikanti et al. 2022, eq. 1: 5 a s^2 b.
+    assert dropped.saved == 5 * SCORES
+
+
+@pytest.mark.parametrize("rows", [3, 96])
+def test_torch_s_softmax_holds_fp32_and_a_mask_for_each_call(rows: int) -> None:
+    mask = SCORES // rows
+    half, full = (eager_attention(GPT, modules(compute), 1, rows) for compute in (2, 4))
+    assert half.saved == 6 * SCORES + mask
+    # The product, its fp32 copy, the softmax and its cast; and with few rows the mask in the making.
+    assert half.forward >= 12 * SCORES + mask
+    assert half.gradients + half.saved == 12 * SCORES + mask + OUTPUT
+    assert full.saved == 4 * SCORES + mask
+    assert full.gradients + full.saved == 12 * SCORES + mask + 2 * OUTPUT
+    # The cast goes once dropout has made its own output of it.
+    dropped = eager_attention(GPT, modules(dropout=0.1), 1, rows)
+    assert dropped.saved == 7 * SCORES + mask
+
+
+def test_which_softmax_runs() -> None:
+    assert not takes_plain_softmax(modules(), 96)
+    assert takes_plain_softmax(modules(), 3) and takes_plain_softmax(modules(4), 96)
+    assert takes_plain_softmax(modules()._replace(seq_len=8192), 96)
+    assert not takes_plain_softmax(modules()._replace(attention=None, seq_len=8192), 96)
+
+
+def test_heads_are_repeated_up_to_a_rank_s_queries() -> None:
+    """32 heads of 8 groups: with tp 8 a rank has one group of four, with tp 32 a head of each."""
+    grouped = replace(LLAMA, num_attention_heads=32, num_key_value_heads=8)
+    assert [repeats_heads(grouped, tp) for tp in (1, 8, 16, 32)] == [True, True, True, False]
+    assert [copies_query(grouped, tp) for tp in (1, 8, 16, 32)] == [True, False, False, False]
+    # Past the groups, the product of all is gathered on every rank.
+    assert [fused_product(grouped, modules(), tp)[0].cut_by for tp in (8, 16)] == ["tp", "whole"]
