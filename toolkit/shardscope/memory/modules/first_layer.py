@@ -14,7 +14,7 @@ from shardscope.memory.modules.decoder import latent_ranks, query_key_norms
 from shardscope.memory.modules.layernorm import casts_norms, inner_bytes, statistics
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
-from shardscope.parameter_names import mlp_inputs, names_of
+from shardscope.parameter_names import attention_inputs, mlp_inputs, names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -24,9 +24,12 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     """The tensors of a layer's list that the first layer lacks."""
     if modules.kernels == "compiled" and not modules.trained:
         return (Saved("norms", unsaved_in_first_compiled_layer(arch, modules), "sequence"),)
-    other_modules = modules.kernels != "transformers" or modules.quantized
+    other_modules = modules.kernels != "transformers"
     if modules.trained or other_modules or arch.model_type == "olmo2":  # whose norms come behind
         return ()
+    if modules.int8_base:
+        plain = modules._replace(int8_base=False)
+        return (*unsaved_in_first_layer(arch, plain), *_inputs_of_int8(arch, modules))
     hidden = arch.hidden_size
     if arch.norm == "rmsnorm":
         norm = Saved("norms", hidden * FP32 + FP32, "sequence")
@@ -38,6 +41,17 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     if arch.parallel_residual and not adapted:
         unsaved.append(Saved("mlp", inner_bytes(arch, modules) * arch.intermediate_size, "tp"))
     return tuple(unsaved)
+
+
+def _inputs_of_int8(arch: Architecture, modules: Modules) -> list[Saved]:
+    """What a product over int8 keeps where its input has a gradient (``MatMul8bitLt``), and here it has none.
+
+    Adapters keep their own fp32 copies; of an fp32 model they keep the same tensor.
+    """
+    readers = attention_inputs(arch)
+    if modules.compute == FP32 and set(readers).intersection(modules.targets or ()):
+        return []
+    return [Saved("attention", arch.hidden_size * modules.compute, "sequence")]
 
 
 def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved) -> list[Saved]:

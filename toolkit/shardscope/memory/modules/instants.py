@@ -258,8 +258,10 @@ class _Layer:
         taken = ceil_div(
             arch.intermediate_size * modules.compute * inner_gradients(arch, modules), self.parts.tp
         )
+        # Where there are biases, one operator makes all three gradients, and only then lets go of the product.
+        at_once = weights.down if arch.mlp_bias else 0
         found = [
-            self._at(left + self.stream + self.cast + inner, weights.down),
+            self._at(left + self.stream + self.cast + inner, weights.down, at_once),
             self._at(left - product + self.stream + self.cast + inner, weights.down, weights.down),
             self._at(left + self.stream + taken, weights.down),
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.lora import first_layer
-from shardscope.memory.modules.attention import has_one_key_head, is_eager, no_fused_groups, widths
+from shardscope.memory.modules.attention import has_one_key_head, is_eager, only_plain_math, widths
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 
 def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
-    """Every tensor that one layer keeps; grouped products of experts are recomputed."""
+    """Every tensor that one layer keeps; grouped products of experts are recomputed.
+
+    So are products over a base in few bits, which are operators of bitsandbytes' own.
+    """
     c, hidden = modules.compute, arch.hidden_size
+    plain = not modules.quantized
     tensors = [
         Saved("norms", hidden * modules.stream, "sequence"),
-        Saved("attention", _projected(arch) * c + _attention(arch, modules), "tp"),
-        Saved("attention", hidden * c, "whole"),
+        Saved("attention", plain * _projected(arch) * c + _attention(arch, modules), "tp"),
+        Saved("attention", plain * hidden * c, "whole"),
         *_adapters(arch, moe, modules),
     ]
     experts = arch.mixture_of_experts
@@ -33,7 +37,7 @@ def selective_layer(arch: Architecture, moe: bool, modules: Modules) -> list[Sav
         width = experts.shared_expert_intermediate_size
         if arch.model_type == "qwen2_moe":  # the shared expert's gate
             tensors.append(Saved("experts", c, "sequence"))
-    if width:
+    if width and plain:
         tensors.append(Saved("mlp", (2 if arch.gated_mlp else 1) * width * c, "tp"))
         tensors.append(Saved("mlp", hidden * c, "whole"))
     return tensors
@@ -54,7 +58,7 @@ def _attention(arch: Architecture, modules: Modules) -> int:
     heads, output = arch.num_attention_heads, widths(arch).output
     if is_eager(arch, modules):
         return (heads * modules.seq_len + output) * modules.compute
-    if has_one_key_head(arch) or (modules.on_gpu and no_fused_groups(arch, modules)):
+    if has_one_key_head(arch) or (modules.on_gpu and only_plain_math(arch, modules)):
         return (heads * modules.seq_len + output) * FP32
     return output * modules.compute + FP32 * heads
 
