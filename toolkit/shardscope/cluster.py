@@ -36,6 +36,10 @@ class Link(JsonNoun):
         real_number("Link.latency_seconds", self.latency_seconds, low=0.0, high=1.0)
 
 
+BEFORE_AMPERE = ("volta", "turing")
+"""Generations without bf16 and without torch's flash attention."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu(JsonNoun):
     """One GPU type. What is not known is None, never a guess. Raises ``ValueError`` for bad values."""
@@ -91,6 +95,11 @@ class Gpu(JsonNoun):
             if getattr(self, name) is not None:
                 real_number(f"Gpu.{name}", getattr(self, name), low=low, high=high)
         self._check_price_date()
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether torch has flash attention for it: from sm80 on (sdp_utils.cpp, ``check_sm_version``)."""
+        return self.architecture not in BEFORE_AMPERE
 
     def _check_price_date(self) -> None:
         day = self.price_date

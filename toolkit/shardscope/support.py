@@ -245,6 +245,9 @@ def _check_attention(plan: Plan) -> None:
         )
     if attention == "flash" and not plan.on_gpu:
         refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' on CPU ranks", "attention=None")
+    if attention == "flash" and not plan.cluster.gpu.has_flash_attention:
+        allowed = f"None, 'eager' or 'sdpa' on {plan.cluster.gpu.name}: FlashAttention begins with Ampere"
+        refuse("Recipe.attention", "flash", allowed, "attention=None")
     if attention == "flash" and plan.recipe.precision == "fp32":
         refuse("Recipe.attention", "flash", "None, 'eager' or 'sdpa' in fp32", "precision='bf16-mixed'")
     if attention == "flash" and plan.recipe.recompute == "selective":

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import is_eager, masked
+from shardscope.memory.modules.attention import fused_attention, is_eager, masked
 from shardscope.memory.modules.compiled import compiled_again, compiled_layer
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
@@ -59,6 +59,7 @@ def modules_of(plan: Plan) -> Modules:
         on_gpu=plan.on_gpu,
         dropout=recipe.dropout,
         attention=recipe.attention,
+        fused_attention=fused_attention(plan),
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
         int8_base=recipe.base_quantization == "int8",

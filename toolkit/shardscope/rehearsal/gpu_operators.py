@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ _MAX_FLASH_HEAD_DIM = 256
 
 
 @contextlib.contextmanager
-def gpu_operators() -> Iterator[None]:
+def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
     """Attention, dropout, powers and grouped products as CUDA dispatches them, also while recomputing.
+
+    ``has_flash``: whether the card has flash attention (:attr:`Gpu.has_flash_attention`).
 
     Functions are replaced where a mode would do, for a ``TorchFunctionMode`` is off during backward.
     """
     stand_ins: list[tuple[Any, str, Any]] = [
-        (F, "scaled_dot_product_attention", _attention),
+        (F, "scaled_dot_product_attention", partial(_attention, has_flash=has_flash)),
         (F, "dropout", _dropout),
         *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
         (F, "grouped_mm", _grouped_products(F.grouped_mm)),
@@ -116,6 +119,8 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    has_flash: bool,
 ) -> torch.Tensor:
     """Flash, memory-efficient or plain, by the rules of ``sdp_utils.cpp`` (torch 2.13)."""
     if torch.is_autocast_enabled("cpu"):
@@ -124,14 +129,16 @@ def _attention(
     aten = torch.ops.aten
     same_widths = query.shape[-1] == key.shape[-1] == value.shape[-1]
     grouped = key.shape[1] != query.shape[1]
-    if attn_mask is None and query.dtype in _HALF and same_widths and query.shape[-1] <= _MAX_FLASH_HEAD_DIM:
+    fits_flash = has_flash and query.dtype in _HALF and same_widths and query.shape[-1] <= _MAX_FLASH_HEAD_DIM
+    if attn_mask is None and fits_flash:
         padded, width = _to_multiple_of_eight(query, key, value)
         out = aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, scale=scale or query.shape[-1] ** -0.5
         )[0]
         return out[..., :width]
-    if grouped:
-        # The memory-efficient kernel takes no grouped queries, and nothing else takes fp32 or a mask.
+    if grouped or (query.dtype == torch.bfloat16 and not has_flash):
+        # The memory-efficient kernel takes no grouped queries, and before Ampere no bf16; nothing else takes
+        # fp32 or a mask.
         return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
     bias = None if attn_mask is None else _as_bias(attn_mask, query)
     out = aten._scaled_dot_product_efficient_attention(

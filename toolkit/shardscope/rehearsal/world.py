@@ -42,12 +42,17 @@ def _forget_meshes() -> None:
 
 @contextlib.contextmanager
 def fake_tensors(
-    on_gpu: bool = True, logit_widths: Iterable[int] = (), *, host_apart: bool = False
+    on_gpu: bool = True,
+    logit_widths: Iterable[int] = (),
+    *,
+    host_apart: bool = False,
+    has_flash: bool = True,
 ) -> Iterator[Tracker]:
     """Tensors that have a shape and no memory, followed by the :class:`Tracker` that this yields.
 
     ``host_apart``: tensors made on "cpu:0" stand for the device's, and those on "cpu" are the host's. To
-    fake tensors these are two devices: what would mix them on a GPU fails here as well.
+    fake tensors these are two devices: what would mix them on a GPU fails here as well. ``has_flash``: see
+    :attr:`Gpu.has_flash_attention`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -57,7 +62,7 @@ def fake_tensors(
         converting_by_replacing(),
         _transformers_as_on_real_tensors(),
         _shapes_of_dtensors_unseen(tracker),
-        gpu_operators() if on_gpu else contextlib.nullcontext(),
+        gpu_operators(has_flash=has_flash) if on_gpu else contextlib.nullcontext(),
         tracker,
     ):
         yield tracker

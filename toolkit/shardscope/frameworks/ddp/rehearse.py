@@ -28,7 +28,9 @@ def rehearse(plan: Plan, note_progress: NoteProgress) -> list[RehearsedStage]:
     apart = plan.on_gpu and plan.recipe.recompute == "offload"
     with fake_ranks(plan.world_size):
         engine = _Rehearsed(FakeContext(plan, "cpu:0" if apart else "cpu"))
-        with fake_tensors(plan.on_gpu, {plan.architecture.vocab_size}, host_apart=apart) as tracker:
+        has_flash = plan.cluster.gpu.has_flash_attention
+        vocab = {plan.architecture.vocab_size}
+        with fake_tensors(plan.on_gpu, vocab, host_apart=apart, has_flash=has_flash) as tracker:
             engine.tracker = tracker
             return [play(engine, tracker, note_progress)]
 

@@ -58,7 +58,9 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
         engine.mesh = engine.make_mesh()
         loss = loss_parallel() if degrees.tp > 1 else contextlib.nullcontext()
         logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
-        with fake_tensors(plan.on_gpu, {logits}, host_apart=apart) as tracker, loss:
+        has_flash = plan.cluster.gpu.has_flash_attention
+        fake = fake_tensors(plan.on_gpu, {logits}, host_apart=apart, has_flash=has_flash)
+        with fake as tracker, loss:
 
             def gradients_here(group: Any) -> None:
                 """Whole ones, which autograd made, wait for their reduce-scatter; HSDP's parts add up."""

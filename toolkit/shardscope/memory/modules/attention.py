@@ -9,6 +9,7 @@ from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
+    from shardscope.plan import Plan
 
 EAGER = frozenset({"gemma2", "gpt_oss"})
 """Families that transformers runs without a fused kernel: SDPA can neither cap scores nor add sinks."""
@@ -130,7 +131,8 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
     if arch.latent_attention is None and modules.dropout:
         return 3 * width.query * FP32
-    if arch.model_type == "falcon" or (modules.on_gpu and no_fused_groups(arch, modules)):
+    repeats = arch.model_type == "falcon" or (modules.on_gpu and only_plain_math(arch, modules))
+    if repeats and arch.latent_attention is None:
         return 3 * width.query * FP32
     return width.inputs * FP32
 
@@ -148,13 +150,13 @@ def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
 def _in_plain_math(arch: Architecture, modules: Modules) -> bool:
     """Whether there is no fused kernel: a lone key head that SDPA is to broadcast (Falcon-7B).
 
-    On a GPU also with grouped queries in fp32. On CPU ranks also with dropout in attention, and where values
-    are narrower than keys.
+    On a GPU also what :func:`only_plain_math` says. On CPU ranks also with dropout in attention, and where
+    values are narrower than keys.
     """
     if has_one_key_head(arch):
         return True
     if modules.on_gpu:
-        return no_fused_groups(arch, modules)
+        return only_plain_math(arch, modules)
     latent = arch.latent_attention
     return bool(modules.dropout) or (latent is not None and latent.qk_head_dim != latent.v_head_dim)
 
@@ -174,14 +176,32 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
     latent = arch.latent_attention
     if latent is not None:
         return latent.qk_head_dim == latent.v_head_dim
-    return arch.model_type in CONCATENATED and not (has_mask and modules.on_gpu)
+    by_tokens = modules.on_gpu and (has_mask or modules.fused_attention != "flash")
+    return arch.model_type in CONCATENATED and not by_tokens
 
 
-def no_fused_groups(arch: Architecture, modules: Modules) -> bool:
-    """Whether queries are grouped in fp32 and without a mask, which on CUDA only plain math takes.
+def fused_attention(plan: Plan) -> str:
+    """What :attr:`Modules.fused_attention` says.
+
+    Flash attention is half precision, from Ampere on; before that the memory-efficient kernel takes fp16 and
+    fp32 (torch's ``sdp_utils.cpp``: ``check_sm_version``, ``less_than_sm80_mem_efficient_dtypes``).
+    """
+    if not plan.on_gpu or plan.cluster.gpu.has_flash_attention:
+        return "flash"
+    return "none" if plan.recipe.precision.startswith("bf16") else "efficient"
+
+
+def only_plain_math(arch: Architecture, modules: Modules) -> bool:
+    """Whether CUDA has no fused kernel for this attention: grouped queries without a mask, in fp32 or before
+    Ampere; or bf16 before Ampere.
 
     Flash attention is half precision; the memory-efficient kernel has no grouped queries (torch's
     ``sdp_utils.cpp``, ``check_batch_size_and_num_heads_dense<supports_gqa=false>``).
     """
+    if arch.model_type in EAGER:
+        return False
+    if modules.fused_attention == "none":
+        return True
     grouped = arch.latent_attention is None and arch.num_key_value_heads < arch.num_attention_heads
-    return grouped and modules.compute == FP32 and arch.model_type not in EAGER and not masked(arch, modules)
+    needs_flash = modules.compute == FP32 or modules.fused_attention != "flash"
+    return grouped and needs_flash and not masked(arch, modules)

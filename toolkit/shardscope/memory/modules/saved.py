@@ -52,6 +52,9 @@ class Modules(NamedTuple):
     """Probability of dropout, which leaves masks."""
     attention: str | None = None
     """``Recipe.attention``: None is what the modules use by themselves."""
+    fused_attention: str = "flash"
+    """The best fused kernel that SDPA has on this card in this type: ``flash``; ``efficient``, which takes no
+    grouped queries; or ``none``. In fp32 there is never more than ``efficient``."""
     expert_load: float = 1.0
     """Tokens of the fullest rank's experts over an even share."""
 
