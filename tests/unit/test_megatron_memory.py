@@ -10,8 +10,8 @@ from planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
-from shardscope.frameworks.megatron.layer import Cuts, layer
-from shardscope.frameworks.megatron.schedule import chunk_layers, in_flight
+from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
+from shardscope.frameworks.megatron.schedule import Fullest, chunk_layers, fullest
 from shardscope.memory.modules.saved import Modules
 from shardscope.plan import Plan
 
@@ -79,11 +79,9 @@ def test_logits_use_the_padded_vocabulary() -> None:
 
 def test_each_chunk_has_its_layers() -> None:
     experts = replace(LATENT, num_hidden_layers=16)
-    two = plan(experts, pp=2, vpp=2)
     # Four chunks of four layers, of which the first two layers of the model are dense.
     assert chunk_layers(experts, 2, 2, 0) == ((2, 2), (0, 4))
     assert chunk_layers(experts, 2, 2, 1) == ((0, 4), (0, 4))
-    assert [in_flight(two, stage).last_moe for stage in (0, 1)] == [4, 4]
     fewer = replace(LLAMA, num_hidden_layers=14)
     uneven = plan(fewer, pp=2, vpp=2)
     assert chunk_layers(fewer, 2, 2, 0) == ((3, 0), (4, 0))
@@ -91,18 +89,42 @@ def test_each_chunk_has_its_layers() -> None:
     assert sum(map(sum, chunk_layers(fewer, 2, 2, 0))) == uneven.stage_layers[0]
 
 
+def held(one: Plan, stage: int) -> Fullest:
+    """In layers: each keeps a byte."""
+    return fullest(one, stage, Layer(1, 0, 0), Layer(1, 0, 0))
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_chunks_in_flight(stage: int) -> None:
     """Narayanan et al. 2021, section 2.2: pp - stage micro-batches, or Megatron's interleaved warm-up."""
     even = replace(LLAMA, num_hidden_layers=16)
-    assert in_flight(plan(even, pp=4), stage).chunks == 4 - stage
-    held = in_flight(plan(even, pp=4, vpp=2), stage)
-    assert held.chunks == 2 * (3 - stage) + 4 + 1
+    assert held(plan(even, pp=4), stage).chunks == 4 - stage
+    one = held(plan(even, pp=4, vpp=2), stage)
+    assert one.chunks == 2 * (3 - stage) + 4 + 1
     # Four micro-batches of the first chunk, four of the second, and then the first's again.
-    assert (held.first, held.chunks - held.first) == {0: (7, 4), 1: (5, 4), 2: (4, 3), 3: (4, 1)}[stage]
-    assert held.dense == 2 * held.chunks
+    assert (one.first, one.chunks - one.first) == {0: (7, 4), 1: (5, 4), 2: (4, 3), 3: (4, 1)}[stage]
+    assert one.dense == one.forward == one.head == 2 * one.chunks
     few = plan(even, recipe={"global_batch_size": 2}, pp=4)
-    assert in_flight(few, stage).chunks == min(4 - stage, 1)
+    assert held(few, stage).chunks == min(4 - stage, 1)
+
+
+def test_uneven_chunks_are_fullest_later() -> None:
+    """Chunks of two layers and one on the last stage: at its first backward they hold five layers, once the
+    first chunk's second round has come six."""
+    uneven = plan(replace(LLAMA, num_hidden_layers=6), pp=2, vpp=2)
+    assert chunk_layers(uneven.architecture, 2, 2, 1) == ((2, 0), (1, 0))
+    one = held(uneven, 1)
+    assert one.chunks == 3 and one.first == 2
+    assert (one.head, one.forward) == (5, 6)
+
+
+def test_experts_go_backward_before_the_layers_in_front_of_them() -> None:
+    """So a dense layer's gradients never meet what experts have saved."""
+    mixed = replace(LATENT, num_hidden_layers=4)
+    dense, moe = Layer(10, 100, 0), Layer(70, 50, 0)
+    assert chunk_layers(mixed, 1, 1, 0) == ((2, 2),)
+    assert fullest(plan(mixed), 0, dense, moe).backward == 2 * 10 + 2 * 70 + 50
+    assert fullest(plan(mixed), 0, dense._replace(working=300), moe).backward == 2 * 10 + 300
 
 
 def test_experts_have_a_tensor_parallelism_of_their_own() -> None:

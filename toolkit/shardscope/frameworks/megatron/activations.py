@@ -12,19 +12,22 @@ from shardscope.frameworks.megatron.core_config import padded_vocab_size
 from shardscope.frameworks.megatron.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
-from shardscope.frameworks.megatron.schedule import in_flight
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
+from shardscope.frameworks.megatron.schedule import fullest
+from shardscope.memory.arithmetic import ceil_div, looked_up, where
 from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.modules.megatron import norm_statistics
 from shardscope.memory.precision import FP32, HALF
 from shardscope.memory.report import Term
 from shardscope.memory.stages import layers_by_kind
-from shardscope.memory.words import count, gib, kib
+from shardscope.memory.words import count, kib
 
 if TYPE_CHECKING:
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
+
+
+_NO_LAYER = Layer(0, 0, 0)
 
 
 class StageActivations(NamedTuple):
@@ -61,13 +64,13 @@ class _Stage:
         self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, gradient_copies(plan))
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
-        self.in_flight = in_flight(plan, stage.number)
+        self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]
+        of_kind = dict(self.kinds)
+        self.held = fullest(plan, stage.number, of_kind.get(False, _NO_LAYER), of_kind.get(True, _NO_LAYER))
         # Backward begins before all micro-batches have gone forward.
         self.alternates: Any = (self.degrees.pp > 1) & (
-            self.in_flight.chunks < plan.num_micro_batches * self.degrees.vpp
+            self.held.chunks < plan.num_micro_batches * self.degrees.vpp
         )
-        kinds = layers_by_kind(self.arch, stage)
-        self.kinds = [(moe, layers, self._layer(moe)) for moe, layers in kinds]
 
     def _layer(self, moe: bool) -> Layer:
         arch, modules, recompute = self.arch, self.modules, self.plan.recipe.recompute
@@ -76,32 +79,34 @@ class _Stage:
 
     def step(self) -> StageActivations:
         """Every moment of the step."""
-        waiting, words = self.tokens * self._saved(self.in_flight.dense, self.in_flight.moe), self._words
-        angles, edges = self._angles(), self._edges()
+        tokens, held, stream, words = self.tokens, self.held, self.stream, self._words
+        angles, edges, interleaved = self._angles(), self._edges(), self.degrees.vpp > 1
         travelling = self._travelling()
         logits, logits_backward = self._logits()
-        forward = waiting + angles + edges + 2 * travelling
-        # A gradient for another micro-batch may have come already.
-        arrived = self.alternates * self.stream
-        ending = waiting + angles + 2 * travelling + self._ending() + arrived
+        # With chunks, one gradient goes as the next comes; else the next input is there too, and as it is
+        # sent on, each is held twice. A gradient for another micro-batch may have come already.
+        moving = where(interleaved, self.alternates * stream, 2 * travelling)
+        arrived = self.alternates * stream
+        forward = tokens * held.head + angles + edges + moving
+        ending = tokens * held.forward + angles + moving + arrived
         # The last layer's own forward may need more than the head, before there are logits.
         is_ending = ending > forward + logits[0]
-        working = self.tokens * largest(*((layers > 0) * each.working for _, layers, each in self.kinds))
         # When backward reaches the first layer, the other micro-batches still wait, and the embedding's
         # gradient comes: the layer's own activations have gone by then.
-        newest = self.tokens * self._saved(self.in_flight.last_dense, self.in_flight.last_moe)
-        last = waiting + angles + travelling + self.stream - newest
+        last = tokens * held.last + angles + travelling + where(self.stage.is_first, self._whole(), stream)
         # In fp32 the logits' gradient is not cast, and so still there when that of the head's input comes.
         uncast = self.stream if self.modules.compute == FP32 and not self._casts_loss() else 0
         again = " and recomputed" if self.plan.recipe.recompute == "full" else ""
         return StageActivations(
             forward=Term(where(is_ending, ending, forward), words),
-            head=Term(waiting + angles + edges + travelling + uncast, words),
-            first=Term(
-                waiting + angles + travelling + working,
-                lambda: f"{gib(working)} GiB gradients in flight{again} in one layer + {words()}",
+            head=Term(
+                tokens * held.head + angles + edges + where(interleaved, arrived, travelling) + uncast, words
             ),
-            last=Term(last, lambda: f"all but {gib(newest)} GiB, which have gone, of {words()}"),
+            first=Term(
+                tokens * held.backward + angles + travelling,
+                lambda: f"{words()} + gradients in flight{again} in one layer",
+            ),
+            last=Term(last, lambda: f"the other micro-batches' share of {words()}"),
             logits_forward=Term(
                 where(is_ending, 0, logits[0]),
                 lambda: (
@@ -115,16 +120,12 @@ class _Stage:
 
     # ---- what waits for backward
 
-    def _saved(self, dense: Any, moe: Any) -> Any:
-        """Bytes one token leaves in so many layers of each kind."""
-        return sum([(moe if is_moe else dense) * each.saved for is_moe, _, each in self.kinds])
-
     def _words(self) -> str:
         """Where the activations of all micro-batches in flight come from."""
-        held, recompute = self.in_flight, self.plan.recipe.recompute
+        held, recompute = self.held, self.plan.recipe.recompute
         parts = " + ".join(
             f"{count(layers, 'layer')} in flight × {count(self.tokens, 'token')} × {kib(each.saved)} KiB"
-            for is_moe, _, each in self.kinds
+            for is_moe, each in self.kinds
             if (layers := held.moe if is_moe else held.dense)
         )
         eight = f"; products' inputs in 8 bits: {SOURCE}" if self.modules.eight_bit_inputs else ""
@@ -135,19 +136,24 @@ class _Stage:
         )
 
     def _angles(self) -> Any:
-        """Rotary angles of a sequence, in fp32, which all layers and micro-batches share."""
+        """Rotary angles of a sequence, in fp32, which all layers of a chunk and all micro-batches share."""
         arch, latent = self.arch, self.arch.latent_attention
         if arch.position_embedding != "rope":
             return 0
         width = latent.qk_rope_head_dim if latent else arch.head_dim
-        return ceil_div(self.plan.recipe.seq_len, self.degrees.cp) * width * FP32
+        length = ceil_div(self.plan.recipe.seq_len, self.degrees.cp)
+        return self.degrees.vpp * length * width * FP32
+
+    def _whole(self) -> Any:
+        """The embedding's gradient, gathered from the ranks that share out the sequence."""
+        return self.tokens * self.arch.hidden_size * self.modules.compute
 
     def _edges(self) -> Any:
         """Token ids, the final norm and the head's input."""
         arch, stage = self.arch, self.stage
         mask = ceil_div(arch.hidden_size, self.cuts.sequence) if self.modules.dropout else 0
         norm = 2 * arch.hidden_size * self.modules.compute + norm_statistics(arch)
-        return stage.is_first * self.in_flight.first * self.tokens * (8 + mask) + stage.is_last * ceil_div(
+        return stage.is_first * self.held.first * self.tokens * (8 + mask) + stage.is_last * ceil_div(
             self.tokens * norm, self.cuts.sequence
         )
 
@@ -158,25 +164,18 @@ class _Stage:
 
     # ---- what backward needs
 
-    def _ending(self) -> Any:
-        """Beside what is saved, at the end of the forward of the stage's last layer."""
-        ending: Any = 0
-        for _, layers, each in self.kinds:
-            # Layers with experts come last.
-            ending = where(layers > 0, each.ending, ending)
-        return self.tokens * ending
-
     def _casts_loss(self) -> bool:
-        """The fused loss of an fp32 model makes its gradient in bf16, which autograd casts back
+        """The fused loss makes its gradient in bf16, which autograd casts back for another type of logits
         (megatron/core/fusions/fused_cross_entropy.py)."""
-        return self.plan.recipe.loss == "fused" and self.modules.compute == FP32
+        recipe = self.plan.recipe
+        return recipe.loss == "fused" and (self.modules.compute == FP32 or recipe.precision == "fp16-mixed")
 
     def _logits(self) -> tuple[Term, Term]:
         is_last, tokens = self.stage.is_last, self.tokens
         rows = padded_vocab_size(self.arch.vocab_size, self.degrees.tp) // self.degrees.tp
         each = logits_per_token(rows, "megatron", self.modules.compute)
         if self._casts_loss():
-            each = Logits(each.forward, rows * (2 * FP32 + HALF))
+            each = Logits(each.forward, rows * (FP32 + HALF + self.modules.compute))
 
         def words(num_bytes: int) -> str:
             if not is_last:

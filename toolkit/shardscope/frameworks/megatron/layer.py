@@ -57,14 +57,16 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
     if moe:
         working, ending = _expert_working(arch, modules, cuts, stream)
     else:
-        # What the MLP returns, and its sum with the residual stream.
-        working, ending = _dense_working(arch, modules, cuts, stream), 2 * stream
+        # What the MLP returns, and its sum with the residual stream; or its product of all tokens beside the
+        # part of them that stays here.
+        ending = stream + (arch.hidden_size * modules.compute if cuts.sequence > 1 else stream)
+        working = _dense_working(arch, modules, cuts, stream)
     if modules.attention == "eager":
         return _with_scores(arch, moe, modules, recompute, cuts, Layer(everything, working, ending))
     if recompute == "full":
         # The layer is played again; its input is what was kept, its output is new.
         again = everything + max(working, ending - stream)
-        return Layer(stream, again, ending + _without_gradient(arch, moe, modules, cuts, stream))
+        return Layer(stream, again, _without_gradient(arch, moe, modules, cuts, stream, ending))
     if recompute == "selective":
         kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts)
         return Layer(kept, max(working, everything - kept), ending)
@@ -89,7 +91,7 @@ def _with_scores(
     ending = max(rest.ending, before + core.forward - everything)
     if recompute == "full":
         again = everything + max(working, ending - stream)
-        without = rest.ending + _without_gradient(arch, moe, modules, cuts, stream)
+        without = _without_gradient(arch, moe, modules, cuts, stream, rest.ending)
         return Layer(stream, again, max(without, before + core.without_gradient - stream))
     if recompute == "selective":
         kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts)
@@ -169,21 +171,24 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
         casts = gathered * cuts.gradient_copies // modules.compute
         activation = (branches(arch) + 1) * inner - inner // modules.compute
         working = stream + max(gathered + casts + inner, activation)
-        if cuts.ep * cuts.tp == 1:
+        if cuts.ep * cuts.expert_tp == 1:
             return working, own + stream
         return max(working, stream + 2 * gathered), ending
-    if cuts.ep * cuts.tp == 1:
+    if cuts.ep * cuts.expert_tp == 1:
         # All experts are here: nothing is sorted or sent.
         return stream + max(own + inner, branches(arch) * inner), own + stream
     return stream + max(2 * gathered, branches(arch) * inner), ending
 
 
-def _without_gradient(arch: Architecture, moe: bool, modules: Modules, cuts: Cuts, stream: int) -> int:
-    """What a forward that saves nothing needs at its fullest beside what every layer's end needs."""
+def _without_gradient(
+    arch: Architecture, moe: bool, modules: Modules, cuts: Cuts, stream: int, ending: int
+) -> int:
+    """What a forward that saves nothing needs at its fullest beside the layer's input."""
     experts = arch.mixture_of_experts
     if moe and experts is not None:
         rows = round(experts.num_experts_per_tok * modules.expert_load * arch.hidden_size * modules.compute)
-        found: int = ceil_div(rows, ceil_div(cuts.tp, cuts.expert_tp)) + stream
-        return found
+        gathered: int = ceil_div(rows, ceil_div(cuts.tp, cuts.expert_tp))
+        return ending + gathered + stream
     inner: int = ceil_div(arch.intermediate_size * modules.compute, cuts.tp)
-    return (branches(arch) + 1) * inner
+    # The residual stream and its norm, beside the fused activation or the second product.
+    return 2 * stream + inner + max(branches(arch) * inner, ending)

@@ -8,6 +8,7 @@ from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shardscope.fixes import checked
 from shardscope.layout import (
     Degrees,
     Layout,
@@ -16,6 +17,7 @@ from shardscope.layout import (
     check_experts,
     check_heads,
     check_layers,
+    divisors,
     left_over_ranks,
 )
 from shardscope.validation import FieldError, flag, refuse
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shardscope.recipe import Recipe
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class MegatronLayout(Layout):
     """Megatron-core (Shoeybi et al. 2019, Narayanan et al. 2021, Korthikanti et al. 2022)."""
@@ -167,16 +170,31 @@ class MegatronLayout(Layout):
         return stages
 
     def _no_split(self, layers: int, degrees: Degrees) -> FieldError:
-        fitting = [
-            pp for pp in range(1, layers + 1) if any((layers + n) % (pp * self.vpp) == 0 for n in range(3))
+        # One of the two as it is where that can be, and no more stages than the GPUs come in.
+        pp, vpp = min(
+            (
+                (pp, vpp)
+                for pp in divisors(degrees.pp * degrees.data_parallel)
+                for vpp in range(1, layers + 1 if pp > 1 else 2)
+                if _splits(layers, pp, vpp)
+            ),
+            key=lambda found: (
+                found[0] != degrees.pp and found[1] != degrees.vpp,
+                abs(found[0] - degrees.pp),
+                abs(found[1] - degrees.vpp),
+            ),
+        )
+        changed = [
+            f"{name}={to}"
+            for name, to, was in (("pp", pp, degrees.pp), ("vpp", vpp, degrees.vpp))
+            if to != was
         ]
-        nearest = min(fitting, key=lambda pp: abs(pp - degrees.pp))
         return FieldError(
             "Layout.pp",
             degrees.pp if degrees.vpp == 1 else f"{degrees.pp} with vpp={degrees.vpp}",
             f"stages that divide {layers} layers, or {layers + 1} or {layers + 2} "
             "with loss and embedding counted as a layer each",
-            f"pp={nearest}",
+            ", ".join(changed),
         )
 
     def _check_expert_tp(self, architecture: Architecture) -> None:
@@ -195,12 +213,14 @@ class MegatronLayout(Layout):
                 "True or None with experts and tp > 1 (megatron-core's MoELayer refuses to train otherwise)",
                 "sequence_parallel=True",
             )
-        if self.splits_sequence and (recipe.seq_len // self.cp) % self.tp:
+        tokens = recipe.seq_len // self.cp
+        if self.splits_sequence and tokens % self.tp:
+            longer = f"seq_len={-(-recipe.seq_len // (self.tp * self.cp)) * self.tp * self.cp}"
             refuse(
                 "Layout.tp",
                 self.tp,
-                f"a divisor of the {recipe.seq_len // self.cp} tokens a rank sees (sequence parallel)",
-                f"seq_len={-(-recipe.seq_len // (self.tp * self.cp)) * self.tp * self.cp}",
+                f"a divisor of the {tokens} tokens a rank sees (sequence parallel)",
+                f"tp={gcd(tokens, self.tp)}" if gcd(tokens, self.tp) > 1 else longer,
             )
 
     def _check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
@@ -242,3 +262,11 @@ def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
         if whole % (pp * vpp) == 0 and whole // pp > max(embedding, loss):
             return embedding, loss
     raise LookupError(f"no even split of {num_layers} layers over {pp} x {vpp} chunks")
+
+
+def _splits(num_layers: int, pp: int, vpp: int) -> bool:
+    try:
+        counted_ends(num_layers, pp, vpp)
+    except LookupError:
+        return False
+    return True

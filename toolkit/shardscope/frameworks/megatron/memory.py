@@ -90,6 +90,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     if plan.architecture.tie_word_embeddings:
         # Autograd adds it to the head's, into a third.
         embedding = embedding * (1 + stage.is_last)
+    if plan.architecture.position_embedding == "learned":
+        positions = plan.architecture.max_position_embeddings * plan.architecture.hidden_size
+        embedding = largest(embedding, stage.is_first * half * positions)
 
     # Weights move into buffers of their own kind, experts' after the others' (distributed_data_parallel.py,
     # _allocate_buffers_for_parameters); with chunks, those of one chunk at a time.
@@ -132,7 +135,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         found = stage_activations(plan, stage, modules)
         with_embedding = Term(
             staging + embedding,
-            lambda: f"{gib(embedding)} GiB half-precision gradient of the embedding + {staging_words()}",
+            lambda: f"{gib(embedding)} GiB half-precision gradient of an embedding + {staging_words()}",
         )
         return [
             Peak.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),

@@ -1,7 +1,8 @@
-"""Megatron's schedules: the layers of a stage's model chunks, and how many micro-batches wait in each."""
+"""Megatron's schedules: the layers of a stage's model chunks, and what waits in them when it is fullest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,43 +11,95 @@ from shardscope.memory.arithmetic import looked_up, smallest
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
+    from shardscope.frameworks.megatron.layer import Layer
     from shardscope.plan import Plan
 
 
-class InFlight(NamedTuple):
-    """What a stage holds when its first backward begins."""
+class Fullest(NamedTuple):
+    """What a stage holds where each moment of a step is fullest: bytes for one token, and counts."""
 
-    first: int
-    """Micro-batches of its first model chunk."""
-    chunks: int
-    """Micro-batches of all its model chunks together."""
+    forward: int
+    """At the end of a model chunk's forward."""
+    head: int
+    """At the end of the last chunk's, of what is saved alone."""
+    backward: int
+    """While backward begins in a chunk."""
+    last: int
+    """When the first chunk has gone backward: the others' micro-batches."""
     dense: int
-    """Layers without routed experts, once for each micro-batch that waits in one."""
+    """Layers without routed experts at ``backward``, once for each micro-batch that waits in one."""
     moe: int
     """The same of layers with routed experts."""
-    last_dense: int
-    """Layers without routed experts in the last model chunk, which goes backward first."""
-    last_moe: int
-    """Layers with routed experts in it."""
+    first: int
+    """Micro-batches in the first chunk when the first backward begins."""
+    chunks: int
+    """Micro-batches in all chunks then."""
 
 
-def in_flight(plan: Plan, number: Any) -> InFlight:
-    """What stage ``number`` holds; arrays of plans give arrays."""
+def fullest(plan: Plan, number: Any, dense: Layer, moe: Layer) -> Fullest:
+    """What stage ``number`` holds, of layers of these bytes; arrays of plans give arrays."""
     arch, degrees = plan.architecture, plan.degrees
     # No schedule holds more micro-batches of a chunk than that.
     micro_batches = smallest(plan.num_micro_batches, 2 * degrees.pp)
-    found: InFlight = looked_up(
-        lambda *numbers: _in_flight(arch, *numbers), degrees.pp, degrees.vpp, number, micro_batches
+    found: Fullest = looked_up(
+        lambda *numbers: _fullest(arch, *numbers),
+        *(degrees.pp, degrees.vpp, number, micro_batches),
+        *dense,
+        *moe,
     )
     return found
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(arch: Architecture, pp: int, vpp: int, number: int, micro_batches: int) -> InFlight:
-    waiting, layers = _chunks_in_flight(pp, vpp, number, micro_batches), chunk_layers(arch, pp, vpp, number)
-    dense = sum(times * each for times, (each, _) in zip(waiting, layers, strict=True))
-    moe = sum(times * each for times, (_, each) in zip(waiting, layers, strict=True))
-    return InFlight(waiting[0], sum(waiting), dense, moe, *layers[-1])
+def _fullest(
+    arch: Architecture, pp: int, vpp: int, number: int, micro_batches: int, *layer_bytes: int
+) -> Fullest:
+    dense, moe = layer_bytes[:3], layer_bytes[3:]
+    layers = chunk_layers(arch, pp, vpp, number)
+    saved = [a * dense[0] + b * moe[0] for a, b in layers]
+    # Layers with experts come last: they go backward first, and are gone when the others do.
+    working = [max(moe[1] * (b > 0), (dense[1] - b * moe[0]) * (a > 0)) for a, b in layers]
+    ending = [moe[2] if b else dense[2] * (a > 0) for a, b in layers]
+    held = [0] * vpp
+    waiting = forward = head = backward = last = first = chunks = 0
+    fullest_held = tuple(held)
+    for is_forward, chunk in _steps(pp, vpp, number, micro_batches):
+        if is_forward:
+            held[chunk] += 1
+            waiting += saved[chunk]
+            forward = max(forward, waiting + ending[chunk])
+            if chunk == vpp - 1:
+                head = max(head, waiting)
+            continue
+        if not chunks:
+            first, chunks = held[0], sum(held)
+        if waiting + working[chunk] > backward:
+            backward, fullest_held = waiting + working[chunk], tuple(held)
+        held[chunk] -= 1
+        waiting -= saved[chunk]
+        if chunk == 0:
+            last = max(last, waiting)
+    counts = [sum(n * each[kind] for n, each in zip(fullest_held, layers, strict=True)) for kind in (0, 1)]
+    return Fullest(forward, head, backward, last, counts[0], counts[1], first, chunks)
+
+
+def _steps(pp: int, vpp: int, number: int, micro_batches: int) -> Iterator[tuple[bool, int]]:
+    """Forward or backward, and the chunk that goes it, in the order of the schedule.
+
+    1F1B warms up with pp - 1 - stage micro-batches. Interleaving takes 2 (pp - 1 - stage) + (vpp - 1) pp, pp
+    of one chunk before the next chunk's, and the last chunk first backward (schedules.py,
+    get_pp_rank_microbatches and get_schedule_table).
+    """
+    total = micro_batches * vpp
+    warm_up = pp - number - 1 if vpp == 1 else 2 * (pp - number - 1) + (vpp - 1) * pp
+    warm_up = min(warm_up, total)
+    chunks = [index % (pp * vpp) // pp for index in range(total)]
+    for index, chunk in enumerate(chunks):
+        yield True, chunk
+        if index >= warm_up:
+            yield False, vpp - 1 - chunks[index - warm_up]
+    for index in range(total - warm_up, total):
+        yield False, vpp - 1 - chunks[index]
 
 
 @lru_cache(maxsize=4096)
@@ -69,16 +122,3 @@ def chunk_layers(arch: Architecture, pp: int, vpp: int, number: int) -> tuple[tu
         moe = sum(arch.is_moe_layer(index) for index in range(start, stop)) if arch.num_moe_layers else 0
         found.append((stop - start - moe, moe))
     return tuple(found)
-
-
-def _chunks_in_flight(pp: int, vpp: int, number: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches of each model chunk that a stage holds when its first backward begins.
-
-    1F1B warms up with pp - 1 - stage of them. Interleaving takes 2 (pp - 1 - stage) + (vpp - 1) pp, pp of one
-    chunk before the next chunk's (schedules.py, get_pp_rank_microbatches and get_schedule_table).
-    """
-    if vpp == 1:
-        return (min(pp - number, micro_batches),)
-    held = min(2 * (pp - number - 1) + (vpp - 1) * pp + 1, micro_batches * vpp)
-    rounds, rest = divmod(held, pp * vpp)
-    return tuple(rounds * pp + min(pp, max(0, rest - chunk * pp)) for chunk in range(vpp))
