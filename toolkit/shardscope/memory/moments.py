@@ -25,17 +25,26 @@ _NOTHING = no_bytes("nothing is held at this moment")
 def moments(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Moment]:
     """All moments of one stage, those between rest and the optimizer's step in no order."""
     resident = _Resident(plan, state)
+    peaks = [resident.busy(peak) for peak in _found(plan, modules, stage, state)]
+    return [*resident.idle(), *peaks]
+
+
+def fullest(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Moment:
+    """The moment at which one stage holds most, the first of several: of all others only sums are made."""
+    resident = _Resident(plan, state)
+    found = max(resident.idle(), key=lambda moment: moment.total)
+    most, at, peak = found.total, found.fraction, None
+    for one in _found(plan, modules, stage, state):
+        total = resident.total_at(one)
+        if total > most or (total == most and one.fraction < at):
+            most, at, peak = total, one.fraction, one
+    return found if peak is None else resident.busy(peak)
+
+
+def _found(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
     if state.find_peaks is not None:
-        peaks = state.find_peaks(stage, modules)
-    else:
-        peaks = _peaks(plan, modules, stage, state)
-    reduced = state.gradients_reduced or state.gradients
-    return [
-        resident.initialisation(),
-        resident.moment("rest", 0.0, state.optimizer, resident.gradients, resident.gather),
-        *[resident.busy(peak) for peak in peaks],
-        resident.updating(reduced),
-    ]
+        return state.find_peaks(stage, modules)
+    return _peaks(plan, modules, stage, state)
 
 
 def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
@@ -62,7 +71,16 @@ class _Resident:
         self.gradients = state.gradients if state.gradients_stay else None
         self.gather = state.gather_rest
         self.total = state.parameters[0] + self.communication + self.runtime
-        self.optimizer = state.optimizer[0]
+        self.busy_total = self.total + state.optimizer[0]
+
+    def idle(self) -> list[Moment]:
+        """The moments without activations."""
+        state = self.state
+        return [
+            self.initialisation(),
+            self.moment("rest", 0.0, state.optimizer, self.gradients, self.gather),
+            self.updating(state.gradients_reduced or state.gradients),
+        ]
 
     def initialisation(self) -> Moment:
         """The framework's own set-up, where it tells of one."""
@@ -95,15 +113,17 @@ class _Resident:
 
     def busy(self, peak: Peak) -> Moment:
         """A moment of forward or backward, to which what the allocator loses is added."""
-        logits = peak.logits
-        churned = peak.activations + peak.gather
-        if logits is not None:
-            churned = churned + logits[0]
-        lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
-        total = self.total + self.optimizer + peak.gradients + churned + lost
-        return Moment(peak.phase, peak.fraction, total, partial(self._busy_terms, peak, churned, lost))
+        return Moment(peak.phase, peak.fraction, self.total_at(peak), partial(self._busy_terms, peak))
 
-    def _busy_terms(self, peak: Peak, churned: Any, lost: Any) -> dict[Component, Term]:
+    def total_at(self, peak: Peak) -> Any:
+        """Bytes of a moment of forward or backward."""
+        churned = _churned(peak)
+        total = self.busy_total + peak.gradients + churned
+        return total + overheads.lost_to_gaps(churned) if self.on_gpu else total
+
+    def _busy_terms(self, peak: Peak) -> dict[Component, Term]:
+        churned = _churned(peak)
+        lost = overheads.lost_to_gaps(churned) if self.on_gpu else 0
         terms = peak.find_terms()
         found = self._terms(self.state.optimizer, terms.gradients, terms.gather)
         found["activations"] = terms.activations
@@ -132,6 +152,12 @@ class _Resident:
         if self.on_gpu:
             return "CUDA context, kernels and cuBLAS workspace, 274 to 1,008 MiB seen (pytorch#86509, #28394)"
         return "resident Python, torch and transformers of one CPU rank, measured by our own runs"
+
+
+def _churned(peak: Peak) -> Any:
+    """Bytes that a step allocates and frees."""
+    churned = peak.activations + peak.gather
+    return churned if peak.logits is None else churned + peak.logits[0]
 
 
 def _lost_words(churned: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.memory import overheads
 from shardscope.memory.activations import modules_of
-from shardscope.memory.moments import moments
+from shardscope.memory.moments import fullest, moments
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory
 from shardscope.memory.step import StageStep
 
@@ -30,7 +30,7 @@ def predict(plan: Plan) -> MemoryReport:
     # Where a stage receives from its neighbours, one between two others may be fuller than the first.
     by_place = getattr(model, "counts_neighbours", False)
     apart = 1 if by_place else 0
-    fullest = {
+    candidates = {
         stage.number: (_stage(plan, modules, stage, state), state)
         for stage in (*stages[:apart], *_candidates(stages[apart:]))
         for state in (model.training_state(plan, stage),)
@@ -40,8 +40,8 @@ def predict(plan: Plan) -> MemoryReport:
         states = [] if by_place else [model.training_state(plan, stage) for stage in stages]
 
         def found(number: int, kind: int) -> StageMemory:
-            if number in fullest:
-                return fullest[number][0]
+            if number in candidates:
+                return candidates[number][0]
             stage = stages[kind]._replace(number=number)
             return _stage(
                 plan, modules, stage, model.training_state(plan, stage) if by_place else states[kind]
@@ -51,9 +51,9 @@ def predict(plan: Plan) -> MemoryReport:
 
     return MemoryReport(
         find_stages=every_stage,
-        worst_stage=max((stage for stage, _ in fullest.values()), key=lambda stage: stage.peak_bytes),
+        worst_stage=max((stage for stage, _ in candidates.values()), key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: _band(plan, list(fullest.values())),
+        find_band=lambda: _band(plan, list(candidates.values())),
     )
 
 
@@ -77,6 +77,7 @@ def _stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
         stage=stage.number,
         num_layers=stage.num_layers,
         find_moments=lambda: _in_order(moments(plan, modules, stage, state)),
+        find_peak=lambda: fullest(plan, modules, stage, state),
         host_bytes=state.host_bytes + (StageStep(plan, modules, stage).offloaded() if offloads else 0),
         nvme_bytes=state.nvme_bytes,
     )

@@ -13,7 +13,7 @@ from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.memory.modules.instants import Instant
-    from shardscope.memory.order import Order, Place
+    from shardscope.memory.order import KindOfLayer, Order, Place
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
@@ -64,10 +64,14 @@ class _Step:
         full = (shape.layers, shape.edges, shape.cast)
         once = self._gradient_bytes(0)
         found = []
+        instants: dict[int, list[tuple[Any, Any]]] = {}
         for place in order.last_places(shape.layers):
             found.append(self._forward(order, place))
         for place in order.places(shape.layers, lambda moe: 0):
-            found.append(self._layer(order, place))
+            kind = id(place.kind)
+            if kind not in instants:
+                instants[kind] = self._instants(place.kind)
+            found.append(self._layer(order, place, instants[kind]))
         embedding = (
             largest(self.width.original * (self.stage.edges - self.stage.head), 3 * self.tied)
             if self.trains
@@ -109,17 +113,18 @@ class _Step:
             phase="forward",
         )
 
-    def _layer(self, order: Order, place: Place) -> Peak:
+    def _instants(self, kind: KindOfLayer) -> list[tuple[Any, Any]]:
+        """(activations and gradients in the making, numbers whose gradients are in buckets) in one layer."""
+        return [(self._at(one), one.done - one.making - one.experts) for one in kind.backward]
+
+    def _layer(self, order: Order, place: Place, instants: list[tuple[Any, Any]]) -> Peak:
         """At the fullest of a layer's instants."""
         shape, layers = self.shape, order.num_layers
         above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
         finished = above + (0 if self.is_tied else self.stage.head * self.trains)
         casts = order.sum_before(place.index, "casts_kept") + place.kind.casts - shape.cast_unsaved
-        one = place.kind.backward[0]
-        held, made = self._at(one), one.done - one.making - one.experts
-        most = held + self._gradient_bytes(finished + made)
-        for one in place.kind.backward[1:]:
-            now, done = self._at(one), one.done - one.making - one.experts
+        held = made = most = 0
+        for now, done in instants:
             together = now + self._gradient_bytes(finished + done)
             held, made, most = where(together > most, (now, done, together), (held, made, most))
         return self._peak(

@@ -6,6 +6,7 @@ Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity); buffers
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.counted import is_late
@@ -140,7 +141,7 @@ def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term, layout: Any) -> P
 
     gather = _plus(Term(peak.gather, lambda: ""), extra, layout)[0]
     kept = where(stay, peak.gradients, gradients[0])
-    return peak._replace(gather=gather, gradients=kept, find_terms=terms)
+    return replace(peak, gather=gather, gradients=kept, find_terms=terms)
 
 
 def _on_its_way(last: Peak, staged: tuple[Any, Any, Any], stay: Any) -> Peak:
@@ -152,7 +153,7 @@ def _on_its_way(last: Peak, staged: tuple[Any, Any, Any], stay: Any) -> Peak:
         on_way = summed(*zip(staged, words, strict=True))
         return found._replace(gather=chosen(stay, on_way, found.gather))
 
-    return last._replace(gather=where(stay, sum(staged), last.gather), find_terms=terms)
+    return replace(last, gather=where(stay, sum(staged), last.gather), find_terms=terms)
 
 
 def on_the_way(plan: Plan, part: Any, half: int) -> Any:
