@@ -53,6 +53,8 @@ class RehearsedStage:
     """What differs from the plan itself, in words; empty: nothing."""
     host_bytes: int = 0
     """Host memory of the rank when offloading."""
+    nvme_bytes: int = 0
+    """Files of the rank when offloading to NVMe."""
 
     @property
     def peak(self) -> RehearsedMoment:
@@ -81,6 +83,7 @@ class RehearsedStage:
                 moments=moments,
                 note=str(data["note"]),
                 host_bytes=int(data["host_bytes"]),
+                nvme_bytes=int(data.get("nvme_bytes", 0)),
             )
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"this is no rehearsed stage: {problem!r}") from problem
@@ -141,6 +144,7 @@ def _stage(plan: Plan, stage: RehearsedStage, predicted: MemoryReport) -> StageM
         num_layers=stage.num_layers,
         find_moments=lambda: tuple(moment(seen) for seen in stage.moments),
         host_bytes=stage.host_bytes,
+        nvme_bytes=stage.nvme_bytes,
     )
 
 

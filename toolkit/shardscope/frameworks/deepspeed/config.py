@@ -13,7 +13,7 @@ NVME_FOLDER = "/local_nvme"
 """Where DeepSpeed's own examples put swapped tensors; an engine replaces it with a folder that exists."""
 
 
-def deepspeed_config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: Plan, *, nvme_folder: str = NVME_FOLDER) -> dict[str, Any]:
     """``plan`` in DeepSpeed's own words (deepspeed/runtime/config.py); options that are its defaults too."""
     layout: Any = plan.layout
     recipe = plan.recipe
@@ -21,7 +21,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": recipe.micro_batch_size,
         "gradient_accumulation_steps": plan.num_micro_batches,
         "train_batch_size": recipe.global_batch_size,
-        "zero_optimization": _zero(plan, layout),
+        "zero_optimization": _zero(plan, layout, nvme_folder),
         "zero_allow_untested_optimizer": True,
         # DeepSpeed refuses to offload any optimizer but its own Adam unless told that this is meant.
         "zero_force_ds_cpu_optimizer": recipe.optimizer == "adamw",
@@ -36,7 +36,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _zero(plan: Plan, layout: Any) -> dict[str, Any]:
+def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "stage": layout.stage,
         "contiguous_gradients": layout.contiguous_gradients,
@@ -56,14 +56,14 @@ def _zero(plan: Plan, layout: Any) -> dict[str, Any]:
         found["offload_optimizer"] = {"device": layout.offload_optimizer, "pin_memory": layout.pin_memory}
         if layout.offload_optimizer == "nvme":
             found["offload_optimizer"] |= {
-                "nvme_path": NVME_FOLDER,
+                "nvme_path": nvme_folder,
                 "buffer_count": layout.offload_optimizer_buffer_count,
             }
     if layout.offload_params:
         found["offload_param"] = {"device": layout.offload_params, "pin_memory": layout.pin_memory}
         if layout.offload_params == "nvme":
             found["offload_param"] |= {
-                "nvme_path": NVME_FOLDER,
+                "nvme_path": nvme_folder,
                 "buffer_count": layout.offload_params_buffer_count,
                 "buffer_size": params_buffer_elements(plan),
                 "max_in_cpu": layout.offload_params_max_in_cpu,

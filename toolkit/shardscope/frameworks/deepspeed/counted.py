@@ -23,6 +23,7 @@ from shardscope.frameworks.deepspeed.buckets import (
     parts_of,
 )
 from shardscope.frameworks.deepspeed.gathers import Modules, Thresholds, gathered
+from shardscope.frameworks.deepspeed.swapping import SwapFailure, swaps_of
 from shardscope.frameworks.deepspeed.tensors import Tensors, cut_each, largest_group, partition, tensors_on
 from shardscope.memory.arithmetic import looked_up
 from shardscope.memory.precision import widths
@@ -114,24 +115,8 @@ class _Kind(NamedTuple):
 
 def counted(plan: Plan, stage: Stage) -> Counted:
     """One rank of ``stage``; over arrays of plans each number is an array."""
-    layout: Any = plan.layout
-    recipe, degrees = plan.recipe, plan.degrees
-    kind = _Kind(
-        plan.architecture,
-        recipe if recipe.has_adapters else None,
-        layout.stage,
-        widths[recipe.precision].compute,
-        bool(layout.overlap_comm),
-        layout.sub_group_size,
-        recipe.recompute_interval if recipe.recompute in ("full", "selective") else 0,
-        Thresholds(
-            layout.stage3_param_persistence_threshold,
-            layout.stage3_prefetch_bucket_size,
-            layout.stage3_max_live_parameters,
-            layout.stage3_max_reuse_distance,
-            layout.reduce_bucket_size,
-        ),
-    )
+    degrees = plan.degrees
+    kind = _kind_of(plan.architecture, plan.recipe, plan.layout, plan.on_gpu)
     numbers = (
         degrees.tp,
         degrees.ep,
@@ -145,6 +130,36 @@ def counted(plan: Plan, stage: Stage) -> Counted:
     if not any(isinstance(number, np.ndarray) for number in numbers):
         return _counted(kind, *numbers)
     return _spread(lambda *row: _counted(kind, *row), *numbers)
+
+
+def swap_failure(arch: Architecture, recipe: Recipe, layout: Any, ranks: int) -> SwapFailure | None:
+    """What DeepSpeed asserts over parameters on NVMe, if it does."""
+    kind = _kind_of(arch, recipe, layout, True)
+    moe = arch.num_moe_layers
+    return gathered(
+        _modules(kind, arch.num_hidden_layers - moe, moe), ranks, kind.interval, kind.limits
+    ).failure
+
+
+def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _Kind:
+    return _Kind(
+        arch,
+        recipe if recipe.has_adapters else None,
+        layout.stage,
+        widths[recipe.precision].compute,
+        bool(layout.overlap_comm),
+        layout.sub_group_size,
+        recipe.recompute_interval if recipe.recompute in ("full", "selective") else 0,
+        Thresholds(
+            layout.stage3_param_persistence_threshold,
+            layout.stage3_prefetch_bucket_size,
+            layout.stage3_max_live_parameters,
+            layout.stage3_max_reuse_distance,
+            layout.reduce_bucket_size,
+            bool(layout.offload_params) and (on_gpu or layout.offload_params == "nvme"),
+            swaps_of(layout, recipe),
+        ),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -7,12 +7,13 @@ what will soon be used again. The same decisions are taken here over the tensors
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.frameworks.deepspeed.buckets import Instant, Part
 from shardscope.frameworks.deepspeed.calls import NOTHING, Call, layer_calls
+from shardscope.frameworks.deepspeed.swapping import SwapFailure, Swapper, Swaps
+from shardscope.frameworks.deepspeed.visits import Event, Node, backward_of, forward_of, with_recomputation
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -30,6 +31,10 @@ class Thresholds(NamedTuple):
     max_live: int
     max_reuse_distance: int
     reduce_bucket: int
+    offloads: bool = False
+    """Whether parts are on the host or on NVMe: then one rank alone gathers too, from there."""
+    swaps: Swaps | None = None
+    """What is on NVMe, if anything is."""
 
 
 class Gathered(NamedTuple):
@@ -43,6 +48,8 @@ class Gathered(NamedTuple):
     """Parts of backward; the last one is the reduction that ends it."""
     in_forward: tuple[tuple[int, int], ...]
     """Layers that forward has passed, and the most that it holds there; where more comes later, not told."""
+    failure: SwapFailure | None = None
+    """What DeepSpeed asserts in this step."""
 
 
 class Modules(NamedTuple):
@@ -69,19 +76,6 @@ def gathered(modules: Modules, ranks: int, interval: int, limits: Thresholds) ->
     return _Coordinator(modules, ranks, interval, limits).run()
 
 
-class _Node(NamedTuple):
-    """A call whose tensors have numbers."""
-
-    own: tuple[int, ...]
-    calls: tuple[_Node, ...]
-    call: Call
-    inside: tuple[int, ...] = ()
-    """Its own and those of all modules that it calls; empty: its own."""
-
-
-Event = tuple[Literal["fetch", "again", "gradients", "release"], _Node]
-
-
 class _Coordinator:
     def __init__(self, modules: Modules, ranks: int, interval: int, limits: Thresholds) -> None:
         self.limits, self.interval, self.ranks = limits, interval, ranks
@@ -90,8 +84,11 @@ class _Coordinator:
         self.trains_all = modules.adapted is None
         self.forward, self.backward = self._events(*self._nodes(modules))
         # Gathered alone or together, each tensor's parts are of one size.
-        self.costs = [-(-size // ranks) * ranks if ranks > 1 else 0 for size in self.sizes]
+        gathers = ranks > 1 or limits.offloads
+        self.costs = [-(-size // ranks) * ranks if gathers else 0 for size in self.sizes]
         self.persists = [size <= limits.persistence for size in self.sizes]
+        parts = [-(-size // ranks) for size in self.sizes]
+        self.swapper = Swapper(parts, self._trained(), self.persists, limits.swaps)
         self._index()
         self.available = {index for index, stays in enumerate(self.persists) if stays}
         self.fetched_for = [-1] * len(self.sizes)
@@ -105,7 +102,7 @@ class _Coordinator:
 
     # ---- the order of events
 
-    def _nodes(self, modules: Modules) -> tuple[list[_Node], ...]:
+    def _nodes(self, modules: Modules) -> tuple[list[Node], ...]:
         """Modules around everything, those before the layers, the layers, and those behind."""
         adapted, trained = modules.adapted, modules.adapted is None
         kinds = [False] * modules.dense_layers + [True] * modules.moe_layers
@@ -126,7 +123,7 @@ class _Coordinator:
             outer[-1]._replace(inside=inner),
         ], *others
 
-    def _numbered(self, call: Call) -> _Node:
+    def _numbered(self, call: Call) -> Node:
         own = []
         for size in call.own:
             # The embedding's tensor is the first of all.
@@ -134,32 +131,40 @@ class _Coordinator:
             if size != _TIED:
                 self.sizes.append(size)
         calls = tuple(self._numbered(inner) for inner in call.calls)
-        return _Node(
+        return Node(
             tuple(own), calls, call, (*own, *(i for inner in calls for i in inner.inside or inner.own))
         )
 
     def _events(
-        self, wrappers: list[_Node], before: list[_Node], layers: list[_Node], behind: list[_Node]
+        self, wrappers: list[Node], before: list[Node], layers: list[Node], behind: list[Node]
     ) -> tuple[list[list[Event]], list[list[Event]]]:
         """Of forward and of backward, part by part: its ends and each layer."""
         norm, head = behind
         begin: list[Event] = [("fetch", node) for node in wrappers]
-        begin += [event for node in before for event in _forward(node)]
-        forward = [begin, *(list(_forward(layer)) for layer in layers)]
-        forward.append([event for node in behind for event in _forward(node)])
+        begin += [event for node in before for event in forward_of(node)]
+        forward = [begin, *(list(forward_of(layer)) for layer in layers)]
+        forward.append([event for node in behind for event in forward_of(node)])
         # The last wrapper is the model without its head.
         first: list[Event] = [("fetch", node) for node in wrappers[:-1]]
-        first += [*_backward(head), ("fetch", wrappers[-1]), *_backward(norm)]
+        first += [*backward_of(head), ("fetch", wrappers[-1]), *backward_of(norm)]
         backward = [first]
         for place, layer in reversed(list(enumerate(layers))):
-            events = list(_backward(layer))
-            backward.append(_with_recomputation(layer, events) if self._recomputes(place) else events)
+            events = list(backward_of(layer))
+            backward.append(with_recomputation(layer, events) if self._recomputes(place) else events)
         # Nothing tells that an embedding's gradient is through: it stays until backward has ended.
-        last = [event for node in reversed(before) for event in _backward(node) if event[0] != "release"]
+        last = [event for node in reversed(before) for event in backward_of(node) if event[0] != "release"]
         return forward, [*backward, last]
 
     def _recomputes(self, layer: int) -> bool:
         return self.interval > 0 and layer % self.interval == 0
+
+    def _trained(self) -> list[bool]:
+        found = [self.trains_all] * len(self.sizes)
+        for part in self.backward:
+            for _, node in part:
+                for index in node.own:
+                    found[index] = node.call.trained
+        return found
 
     def _index(self) -> None:
         """In which fetch each tensor comes, and how many elements came before each fetch."""
@@ -199,35 +204,47 @@ class _Coordinator:
         found = [self._part(events, place) for place, events in enumerate(self.backward)]
         # The last reduction starts from the hook of the last gradient.
         rest = self.live + self.oversized
-        end = Instant(rest + (self._copied() if self.trains_all else 0), 0)
-        return Gathered(self.rest, forward, (*found, Part(end, end)), _falling(in_forward))
+        copied = self._copied() if self.trains_all else 0
+        rest += self.swapper.reduce()
+        end = Instant(rest + copied, self.swapper.kept)
+        return Gathered(
+            self.rest, forward, (*found, Part(end, end)), _falling(in_forward), self.swapper.failure
+        )
 
     def _part(self, events: list[Event], place: int) -> Part:
         """One part of backward."""
         # The head's gradient waits until the embedding has its own.
         waits = self.tied if place and self.trains_all else 0
         inner: list[Instant] = []
-        base, peak = -1, 0
+        base: Instant | None = None
+        peak = Instant(0, 0)
         for kind, node in events:
             self.top = self.live
             if kind != "gradients":
                 self._do(kind, node, keeps_views=kind == "again")
-                peak = max(peak, self.top + self.oversized + waits)
+                peak = self._more(peak, self.top + self.oversized + waits)
                 continue
-            if base < 0 or not place:
-                base = self.live + self.oversized + (waits if place else self._head_waits(node))
+            if base is None or not place:
+                more = waits if place else self._head_waits(node)
+                base = Instant(self.live + self.oversized + more, self.swapper.kept)
             if node.call.is_leaf:
-                peak = max(peak, waits + self._leaf(node, inner))
+                peak = self._more(peak, waits + self._leaf(node, inner))
                 continue
             for index in node.own:
                 now = self._gradient(index, node.call.trained) + waits
-                peak = max(peak, now)
+                peak = self._more(peak, now)
                 if node.call.feeds_forward:
-                    inner.append(Instant(now, 0))
-        base = self.live + self.oversized + waits if base < 0 else base
-        return Part(Instant(base, 0), Instant(peak, 0), inner=tuple(inner))
+                    inner.append(Instant(now, self.swapper.kept))
+        if base is None:
+            base = Instant(self.live + self.oversized + waits, self.swapper.kept)
+        return Part(base, peak, inner=tuple(inner))
 
-    def _leaf(self, node: _Node, inner: list[Instant]) -> int:
+    def _more(self, peak: Instant, staging: int) -> Instant:
+        """The fuller one of an earlier instant and of now."""
+        now = Instant(staging, self.swapper.kept)
+        return now if now.total > peak.total else peak
+
+    def _leaf(self, node: Node, inner: list[Instant]) -> int:
         """The most while a leaf goes backward: released first, its gradients are reduced one by one."""
         trained = node.call.trained
         waiting = sum(self.sizes[index] for index in node.own) if trained else 0
@@ -236,28 +253,28 @@ class _Coordinator:
         shared = sum(self.sizes[index] for index in node.own[behind:]) if trained else 0
         self._let_go(node.own[behind - 1])
         peak = self.live + self.oversized + waiting - shared
-        inner.append(Instant(peak, 0))
+        inner.append(Instant(peak, self.swapper.kept))
         self._let_go(node.own[behind - 2])
         peak = max(peak, self.live + self.oversized + waiting)
         for index in node.own:
             self._release(index, is_leaf=True)
         for index in node.own if waiting else ():
             held = self.live + self.oversized + waiting
-            peak = max(peak, held + self._reduce(self.sizes[index]))
+            peak = max(peak, held + self._reduce(index))
             waiting -= self.sizes[index]
         return peak
 
-    def _head_waits(self, node: _Node) -> int:
+    def _head_waits(self, node: Node) -> int:
         """The gradient of a head that is the embedding too, once it is made."""
         return 0 if 0 in node.own or not self.trains_all else self.tied
 
-    def _do(self, kind: str, node: _Node, keeps_views: bool) -> None:
+    def _do(self, kind: str, node: Node, keeps_views: bool) -> None:
         if kind == "release":
             for index in node.own:
                 self._release(index, node.call.is_leaf)
             return
         self._fetch(node.own)
-        if keeps_views and node.call.goes_back and self.ranks > 1:
+        if keeps_views and node.call.goes_back and (self.ranks > 1 or self.limits.offloads):
             self.viewed.update(node.own[place] for place in node.call.viewed)
 
     def _gradient(self, index: int, trained: bool) -> int:
@@ -270,7 +287,7 @@ class _Coordinator:
         elif trained:
             held += size
         if trained and self._next_use(index) is None:
-            held += self._reduce(size)
+            held += self._reduce(index)
         self._let_go(index)
         return held
 
@@ -281,14 +298,15 @@ class _Coordinator:
             self.orphans.discard(index)
             self.live -= self.costs[index]
 
-    def _reduce(self, size: int) -> int:
+    def _reduce(self, index: int) -> int:
         """A gradient goes into the bucket; what reducing a full one copies."""
-        bucket, copy = self.limits.reduce_bucket, 0
+        bucket, size, copy = self.limits.reduce_bucket, self.sizes[index], 0
         if self.fill and self.fill + size > bucket:
-            copy = self._copied()
+            copy = self._copied() + self.swapper.reduce()
             self.fill = self.num_filled = self.oversized = 0
         self.fill += size
         self.num_filled += 1
+        self.swapper.wait(index)
         if size > bucket:
             self.oversized = size
         return copy
@@ -317,6 +335,8 @@ class _Coordinator:
         chosen: list[int] = []
         elements = 0
         while self.queue and elements < room:
+            if self.swapper.is_away(self.queue[0][1]):
+                break
             place, index = self.queue.popleft()
             self.fetched_for[index] = max(self.fetched_for[index], place)
             if index in self.available or index in self.flights or index in chosen:
@@ -325,10 +345,29 @@ class _Coordinator:
             elements += self.sizes[index]
         if chosen:
             self._launch(chosen)
+        if self.limits.prefetch_bucket:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Parts on NVMe whose tensors come next, twice as much as is being gathered."""
+        swapper = self.swapper
+        if not swapper.away:
+            return
+        enough = 2 * sum(self.sizes[index] for index in self.flights)
+        considered = 0
+        chosen: list[int] = []
+        for _, index in self.queue:
+            if considered > enough or len(chosen) >= swapper.free:
+                break
+            if swapper.is_away(index):
+                chosen.append(index)
+            considered += self.sizes[index]
+        swapper.read_ahead(chosen)
 
     def _launch(self, chosen: list[int]) -> None:
         """Gather into one flat buffer; a single tensor's is its own."""
         for index in chosen:
+            self.swapper.read(index)
             self.flights[index] = chosen
             self.num_available += self.sizes[index]
             self.live += self.costs[index]
@@ -337,7 +376,7 @@ class _Coordinator:
     def _arrive(self, index: int) -> None:
         """A coalesced gather is copied out of its flat buffer, which stays until its last tensor is used."""
         flight = self.flights.pop(index)
-        together = len(flight) > 1
+        together = len(flight) > 1 and self.ranks > 1
         if index not in self.available:
             self.available.update(flight)
             self.live += sum(self.costs[member] for member in flight) if together else 0
@@ -360,6 +399,7 @@ class _Coordinator:
         if later is not None and passed[later] - passed[self.step] < self.limits.max_reuse_distance:
             return
         self.available.discard(index)
+        self.swapper.give_back(index)
         self.num_available -= self.sizes[index]
         if index in self.viewed:
             self.viewed.discard(index)
@@ -375,42 +415,3 @@ def _falling(tops: list[int]) -> tuple[tuple[int, int], ...]:
         if not found or tops[place] > found[-1][1]:
             found.append((max(0, min(place - 1, len(tops) - 2)), tops[place]))
     return tuple(found)
-
-
-def _forward(node: _Node) -> Iterator[Event]:
-    yield "fetch", node
-    for inner in node.calls:
-        yield from _forward(inner)
-    if node.own:
-        yield "release", node
-
-
-def _backward(node: _Node) -> Iterator[Event]:
-    """The other way round; of a module with several products the last one goes first."""
-    if not node.call.goes_back:
-        return
-    yield "fetch", node
-    late = node.own[:1] if node.calls else ()
-    if node.own:
-        behind = node.own[len(late) :]
-        yield "gradients", node._replace(own=behind if node.call.is_leaf else behind[::-1])
-    for inner in reversed(node.calls):
-        yield from _backward(inner)
-    if late:
-        yield "gradients", node._replace(own=late)
-    if node.own and not node.call.is_leaf:
-        yield "release", node
-
-
-def _with_recomputation(layer: _Node, events: list[Event]) -> list[Event]:
-    """The layer's forward again, once its backward needs what it had saved."""
-    place = next((at for at, (kind, _) in enumerate(events) if kind == "gradients"), len(events))
-    begun = [node for _, node in events[:place]]
-    again: list[Event] = []
-    for inner in layer.calls:
-        for kind, node in _forward(inner):
-            if kind == "fetch":
-                again.append(("again", node))
-            elif not any(node is other for other in begun):
-                again.append((kind, node))
-    return [*events[:place], *again, *events[place:]]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shardscope.fixes import checked
 from shardscope.layout import (
     Degrees,
     Layout,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from shardscope.recipe import Recipe
 
 MAX_ELEMENTS = 2**53
+MANY = 2**14
+"""Buffers that nobody needs."""
 _SIZES = {
     "reduce_bucket_size": 1,
     "allgather_bucket_size": 0,
@@ -51,6 +54,7 @@ def largest_tensor(architecture: Architecture) -> int:
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ZeroLayout(Layout):
     """DeepSpeed ZeRO stages 0 to 3 (Rajbhandari et al. 2020), with offload (Ren et al. 2021)."""
@@ -162,6 +166,8 @@ class ZeroLayout(Layout):
             )
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         check_experts(architecture, self.ep, data_parallel)
+        if self.offload_params == "nvme":
+            self._check_buffers(architecture, recipe, data_parallel)
         sharded = self.stage > 0
         return Degrees(
             data_parallel=data_parallel,
@@ -210,6 +216,35 @@ class ZeroLayout(Layout):
                     f"None or at least {needed:,}, a rank's part of {architecture.name}'s largest tensor",
                     f"offload_params_buffer_size={needed}",
                 )
+
+    def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
+        """What DeepSpeed's swapper of parameters asserts in the first step that prefetches."""
+        from shardscope.frameworks.deepspeed.counted import swap_failure
+        from shardscope.unknown_family import UnknownFamily
+
+        if isinstance(architecture, UnknownFamily):
+            return  # Its modules are known to transformers only.
+        failure = swap_failure(architecture, recipe, self, ranks)
+        if failure is None:
+            return
+        # Read ahead of nothing, and with a buffer for all that may stay gathered at once.
+        count = self.offload_params_buffer_count
+        plain = replace(self, stage3_prefetch_bucket_size=0)
+        while swap_failure(architecture, recipe, plain, ranks) and plain.offload_params_buffer_count < MANY:
+            count *= 2
+            plain = replace(plain, offload_params_buffer_count=count)
+        fix = "stage3_prefetch_bucket_size=0"
+        if count > self.offload_params_buffer_count:
+            fix += f", offload_params_buffer_count={count}"
+        if failure == "read twice":
+            why = "0 here: DeepSpeed would read a tensor ahead twice, and asserts that it does not"
+            refuse("Layout.stage3_prefetch_bucket_size", self.stage3_prefetch_bucket_size, why, fix)
+        why = (
+            "more here: each parameter that stays gathered, for it is used again within "
+            f"stage3_max_reuse_distance={self.stage3_max_reuse_distance:,}, holds a buffer, and DeepSpeed "
+            "asserts that there is one"
+        )
+        refuse("Layout.offload_params_buffer_count", self.offload_params_buffer_count, why, fix)
 
     def _check_optimizer(self, recipe: Recipe) -> None:
         if self.offload_optimizer:

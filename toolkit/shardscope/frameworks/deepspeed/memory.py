@@ -13,6 +13,7 @@ from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded, on_the_way
+from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
 from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.optimizers import flat_state, flat_working
@@ -52,7 +53,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     n = numbers.counted
     moments = flat_state(plan.recipe.optimizer, n.part)
     piece, bucket = largest(n.piece, n.experts_piece), numbers.half * _bucket(plan, n)
-    pieces = Pieces(numbers.half, n.part, n.group, n.kept, n.largest, moments, piece, bucket)
+    half, swap = numbers.half, swapped(plan, stage)
+    pieces = Pieces(half, n.part, n.group, n.kept, n.largest, moments, piece, bucket, swap)
     return offloaded(plan, state, pieces)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.counted import is_late
 from shardscope.frameworks.deepspeed.layout import largest_tensor
+from shardscope.frameworks.deepspeed.swapping import NORM_ELEMENTS, Swapped, aligned
 from shardscope.frameworks.deepspeed.tensors import FP64
 from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.precision import FP32
@@ -22,16 +23,8 @@ if TYPE_CHECKING:
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
 
-AIO_BYTES = 2**20
-"""What is read from NVMe at once, to which buffers round up (``AIO_BLOCK_SIZE_DEFAULT``)."""
-
-
 PARAMS_BUFFER_ELEMENTS = 100_000_000
 """DeepSpeed's default for ``buffer_size`` of ``offload_param`` (deepspeed/runtime/zero/offload_config.py)."""
-
-
-NORM_ELEMENTS = 250_000_000
-"""Numbers of a gradient of which stage 3 takes the norm at once."""
 
 
 class Pieces(NamedTuple):
@@ -53,6 +46,8 @@ class Pieces(NamedTuple):
     """The largest piece of a tensor among those that it updates; 0 in stage 3."""
     bucket: int
     """Bytes of stage 1's bucket."""
+    swapped: Swapped | None
+    """Of stage 3 what is on NVMe."""
 
 
 def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState:
@@ -73,20 +68,30 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     main = FP32 * p.part
     host: Any = 0
     nvme: Any = 0
+    gradients = no_bytes("copied to the host as they are reduced")
     if layout.offload_optimizer == "cpu":
         # fp32 main copies, moments, and the fp32 gradients that DeepSpeedCPUAdam reads (pinned).
         host = main + p.moments + FP32 * p.part
     else:
         # Main copies, moments and gradients are files; a pool of buffers holds the sub-group that is updated.
-        nvme = main + p.moments + FP32 * p.part
-        host = layout.offload_optimizer_buffer_count * _aligned(FP32 * p.group)
+        assert p.swapped is not None
+        nvme, host = p.swapped.state_files, p.swapped.state_host
     extra: Any = 0
     rest, stay = None, False
-    gradients = no_bytes("copied to the host as they are reduced")
+    on_device: Any = None
     if layout.stage == 3:
         # grad_partitions_flat_buffer, in the gradients' own type, pinned.
         host = host + p.half * p.part
         gradients = no_bytes("reduced gradients wait in pinned host memory (offload_optimizer)")
+        if p.swapped is not None:
+            on_device = p.swapped.state_device
+            gradients = Term(
+                on_device,
+                lambda: (
+                    f"{gib(on_device)} GiB of fp32 gradients that are no files: under a mebibyte, or not "
+                    "a whole number of kibibytes (runtime/swap_tensor/optimizer_utils.py)"
+                ),
+            )
     else:
         accumulates = plan.num_micro_batches > 1
         # What goes back to the GPU, a tensor on its way in each direction, and sums of micro-batches.
@@ -111,37 +116,50 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         Where stage 1 reduces when backward has ended, each tensor's norm is taken in double precision on its
         way (``set_norm_for_param_grad_in_gpu``, deepspeed/runtime/zero/stage_1_and_2.py).
         """
-        found = [_moved(peak, extra, stay, gradients, layout) for peak in find(shape)]
+        if layout.stage == 3:
+            return [_written(peak, p.half * p.part) for peak in find(shape)]
+        found = [_moved(peak, extra, stay, gradients) for peak in find(shape)]
         if layout.stage == 1:
             found.append(_on_its_way(found[-1], (p.bucket, extra, norm), stay))
         return found
 
     return state._replace(
         gradients=chosen(stay, state.gradients, gradients),
-        gradients_reduced=no_bytes("on the host"),
+        gradients_reduced=gradients if on_device is not None else no_bytes("on the host"),
         gradients_stay=False,
         optimizer=no_bytes(f"{place} (offload_optimizer), updated there"),
         optimizer_working=no_bytes("the update runs on the host (DeepSpeedCPUAdam)"),
         initialisation=initialisation,
         gather_rest=state.gather_rest or rest,
-        gather_forward=_plus(state.gather_forward, extra, layout),
+        gather_forward=_plus(state.gather_forward, extra) if layout.stage < 3 else state.gather_forward,
         find_backward=moved,
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,
     )
 
 
-def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term, layout: Any) -> Peak:
+def _written(peak: Peak, buffer: Any) -> Peak:
+    """An instant of stage 3, whose gradients' buffer is on the host: there are those that wait in fp32."""
+    waiting = largest(0, peak.gradients - buffer)
+
+    def terms() -> PeakTerms:
+        words = f"{gib(waiting)} GiB of fp32 gradients that are no files, reduced so far"
+        return peak.find_terms()._replace(gradients=Term(waiting, lambda: words))
+
+    return replace(peak, gradients=waiting, find_terms=terms)
+
+
+def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term) -> Peak:
     """An instant of backward with a gradient on its way to the host, and those that are there gone."""
 
     def terms() -> PeakTerms:
         found = peak.find_terms()
-        gather = _plus(found.gather, extra, layout)
-        return found._replace(gather=gather, gradients=chosen(stay, found.gradients, gradients))
+        return found._replace(
+            gather=_plus(found.gather, extra), gradients=chosen(stay, found.gradients, gradients)
+        )
 
-    gather = _plus(Term(peak.gather, lambda: ""), extra, layout)[0]
     kept = where(stay, peak.gradients, gradients[0])
-    return replace(peak, gather=gather, gradients=kept, find_terms=terms)
+    return replace(peak, gather=peak.gather + extra, gradients=kept, find_terms=terms)
 
 
 def _on_its_way(last: Peak, staged: tuple[Any, Any, Any], stay: Any) -> Peak:
@@ -163,7 +181,8 @@ def on_the_way(plan: Plan, part: Any, half: int) -> Any:
     (``partition_grads`` and ``_constant_buffered_norm2``, deepspeed/runtime/zero/stage3.py).
     """
     layout: Any = plan.layout
-    if not (layout.offload_optimizer and plan.on_gpu):
+    # What goes to files is followed part by part.
+    if layout.offload_optimizer != "cpu" or not plan.on_gpu:
         return 0
     return half * part + FP64 * smallest(part, NORM_ELEMENTS)
 
@@ -179,34 +198,23 @@ def params_buffer_elements(plan: Plan) -> Any:
 
 def _parameters(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     layout: Any = plan.layout
-    host: Any = 0
-    nvme: Any = 0
     weights = state.parameters.num_bytes
     if layout.offload_params == "cpu":
         # param_groups_fp16_flat_cpu_memory, pinned.
-        host = weights
-    else:
-        # DeepSpeed pins room for max_in_cpu elements; a sub-group that does not fit there is a file.
-        room = smallest(weights, p.half * layout.offload_params_max_in_cpu)
-        overflows = weights > room
-        nvme = weights * overflows
-        host = room + p.half * p.group * overflows
-        host = host + layout.offload_params_buffer_count * _aligned(p.half * params_buffer_elements(plan))
-    place = "in host memory" if layout.offload_params == "cpu" else "on NVMe"
+        return state._replace(
+            parameters=no_bytes("in host memory (offload_params), gathered when used"),
+            host_bytes=state.host_bytes + weights,
+        )
+    assert p.swapped is not None
+    buffer = aligned(params_buffer_elements(plan), p.half)
     return state._replace(
-        parameters=no_bytes(f"{place} (offload_params), gathered when used"),
-        host_bytes=state.host_bytes + host,
-        nvme_bytes=state.nvme_bytes + nvme,
+        parameters=no_bytes("on NVMe or in host memory (offload_params), gathered when used"),
+        host_bytes=state.host_bytes + p.swapped.weight_host + layout.offload_params_buffer_count * buffer,
+        nvme_bytes=state.nvme_bytes + p.swapped.weight_files,
     )
 
 
-def _aligned(num_bytes: Any) -> Any:
-    return ceil_div(num_bytes, AIO_BYTES) * AIO_BYTES
-
-
-def _plus(term: Term, extra: Any, layout: Any) -> Term:
-    if layout.stage == 3:
-        return term
+def _plus(term: Term, extra: Any) -> Term:
     return Term(
         term.num_bytes + extra, lambda: f"{term.explain()} + {gib(extra)} GiB for a gradient to the host"
     )

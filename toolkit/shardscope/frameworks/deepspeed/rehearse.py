@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
+from shardscope.frameworks.deepspeed.fake_files import FakeFiles, fake_files
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
@@ -50,17 +52,24 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     with (
         fake_ranks(plan.world_size, rank),
         FakeDevice(deepspeed, plan.world_size, rank, host_apart=apart) as device,
-        fake_tensors(plan.on_gpu, {vocab, ceil_div(vocab, tp)}, host_apart=apart) as tracker,
+        fake_tensors(
+            plan.on_gpu,
+            {vocab, ceil_div(vocab, tp)},
+            host_apart=apart,
+            has_flash=plan.cluster.gpu.has_flash_attention,
+        ) as tracker,
         device.numbers(),
+        fake_files() as files,
         _labelled(tracker, plan),
     ):
-        return [_play(plan, deepspeed, tracker, note_progress, device.name)]
+        return [_play(plan, deepspeed, tracker, note_progress, device.name, files)]
 
 
 def _moves_to_host(plan: Plan) -> bool:
     """Whether anything is offloaded; on CPU ranks the host's memory is the rank's own."""
     layout: Any = plan.layout
-    return bool(plan.on_gpu and (layout.offload_optimizer or layout.offload_params))
+    places = {layout.offload_optimizer, layout.offload_params}
+    return "nvme" in places or bool(plan.on_gpu and "cpu" in places)
 
 
 _NOT_REHEARSED = {
@@ -87,14 +96,6 @@ def check_plan(plan: Plan) -> None:
             f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
             "tp=1",
         )
-    for field in ("offload_optimizer", "offload_params"):
-        if getattr(layout, field) == "nvme":
-            refuse(
-                f"Layout.{field}",
-                "nvme",
-                "None or 'cpu' in a rehearsal: fake tensors have no numbers that a file could hold",
-                f'{field}="cpu"',
-            )
     one_of("Recipe.optimizer", plan.recipe.optimizer, ("adamw", "sgd"))
     # The model's own forward computes the loss, from modules as the library makes them.
     one_of("Recipe.kernels", plan.kernels, ("transformers",))
@@ -109,9 +110,10 @@ def _play(
     tracker: Tracker,
     note_progress: Callable[[str, float], None],
     device: str,
+    files: FakeFiles,
 ) -> RehearsedStage:
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
-    config = deepspeed_config(plan)
+    config = deepspeed_config(plan, nvme_folder=files.folder)
     config["gradient_accumulation_steps"] = num_micro_batches
     config.pop("train_batch_size")
     note_progress("building the model", 0.1)
@@ -146,7 +148,8 @@ def _play(
     note = f"DeepSpeed {deepspeed.__version__}'s {what}"
     if plan.num_micro_batches > num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
-    return tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
+    stage = tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
+    return replace(stage, nvme_bytes=files.num_bytes)
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:

@@ -209,13 +209,20 @@ def cut_each(sizes: tuple[int, ...], num_ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def largest_group(sizes: tuple[int, ...], num_ranks: int, sub_group_size: int) -> int:
-    """Elements of stage 3's largest sub-group (``_create_fp16_sub_groups``)."""
-    parts = [ceil_div(size, num_ranks) for size in sizes]
-    if sub_group_size >= sum(parts):
-        return sum(parts)
-    largest = group = 0
-    for part in parts:
-        group += part
-        if group >= sub_group_size:
-            largest, group = max(largest, group), 0
-    return max(largest, group)
+    """Elements of this rank's parts of stage 3's largest sub-group."""
+    groups = sub_groups(sizes, num_ranks, sub_group_size)
+    return max(cut_each(tuple(group), num_ranks) for group in groups)
+
+
+def sub_groups(sizes: tuple[int, ...], num_ranks: int, sub_group_size: int) -> list[list[int]]:
+    """Whole tensors that stage 3 updates together: a group ends with the tensor whose part fills it
+    (``_create_fp16_sub_groups``)."""
+    found: list[list[int]] = [[]]
+    filled = 0
+    for size in sizes:
+        if filled >= sub_group_size:
+            found.append([])
+            filled = 0
+        found[-1].append(size)
+        filled += ceil_div(size, num_ranks)
+    return found

@@ -1,0 +1,95 @@
+"""One CPU rank of real ZeRO-3 with NVMe offload: prints what it has in files and in host memory, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
+    import deepspeed
+    import torch
+
+    # It looks at how tensors are made, so it has to come before zero.Init makes them in its own way.
+    import torch._dynamo
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import shardscope as ss
+    from shardscope.frameworks.deepspeed.config import deepspeed_config
+    from shardscope.training.model import config_values
+
+    deepspeed.init_distributed("gloo")
+    plan = ss.Plan.from_json(plan_json)
+    config = deepspeed_config(plan, nvme_folder=folder)
+    # What a plan would refuse can be seen to fail.
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = int(prefetch)
+    if "offload_param" in config["zero_optimization"]:
+        config["zero_optimization"]["offload_param"]["buffer_count"] = int(buffers)
+    # torch's Adam in place of DeepSpeed's own, which has to be compiled: its moments are the same.
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config["zero_force_ds_cpu_optimizer"] = False
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        values = AutoConfig.for_model(plan.architecture.model_type, **config_values(plan.architecture))
+        model = AutoModelForCausalLM.from_config(values, dtype=torch.bfloat16)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    ids = torch.randint(0, plan.architecture.vocab_size, (1, plan.recipe.seq_len))
+    losses = []
+    for _ in range(3):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        waiting = unswapped(optimizer)
+        engine.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0], losses
+    rank = torch.distributed.get_rank()
+    found = {
+        "files": sum(file.stat().st_size for file in Path(folder).rglob(f"rank{rank}/*")),
+        "host": on_host(optimizer, model),
+        "waiting": waiting,
+    }
+    print(json.dumps(found), flush=True)
+    # Ranks leave together: one that is gone while its peer still talks to it aborts that peer at times.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def size(tensors: Any) -> int:
+    """Bytes of the storages under ``tensors``, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def unswapped(optimizer: Any) -> int:
+    """fp32 gradients that are in no file when backward has ended."""
+    swapper = optimizer.optimizer_swapper
+    if swapper is None:
+        return 0
+    return size(
+        gradient
+        for info in swapper.swap_params_info.values()
+        for gradient in info.unswapped_gradients.values()
+    )
+
+
+def on_host(optimizer: Any, model: Any) -> int:
+    """What would be in host memory between two steps, were there a GPU."""
+    held = [optimizer.grad_partitions_flat_buffer] if optimizer.offload_optimizer else []
+    if optimizer.swap_optimizer:
+        held += optimizer.optimizer_swapper.swap_buffer_manager.all_buffers
+    held += [flat for flat in optimizer.param_groups_fp16_flat_cpu_memory if flat.numel() > 1]
+    parameters = list(model.parameters())
+    swapper = parameters[0].nvme_swapper
+    if swapper is not None:
+        held.append(swapper.buffers)
+        if swapper.partitioned_swap_buffer is not None:
+            held.append(swapper.partitioned_swap_buffer)
+        held += [p.ds_tensor for p in parameters if p.ds_tensor.numel() > 1]
+    return size(held)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

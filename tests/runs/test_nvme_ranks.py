@@ -1,0 +1,136 @@
+"""ZeRO-3 on NVMe for real, two CPU ranks and their files: what rehearsal and formulas say, to the byte."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from ctypes.util import find_library
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing: pip install deepspeed"
+    ),
+    pytest.mark.skipif(
+        not Path("/usr/include/libaio.h").exists() or find_library("aio") is None,
+        reason="DeepSpeed's async_io needs libaio: apt install libaio-dev",
+    ),
+]
+LAYOUTS: dict[str, Any] = {
+    "optimizer": {"offload_optimizer": "nvme"},
+    "both": {
+        "offload_optimizer": "nvme",
+        "offload_params": "nvme",
+        "offload_params_max_in_cpu": 0,
+        "stage3_prefetch_bucket_size": 0,
+    },
+}
+FAILING = {
+    "Not enough buffers 0 for swapping 1": {"offload_params_buffer_count": 5},
+    "already assigned swap buffer id": {"stage3_prefetch_bucket_size": 50_000_000},
+}
+
+
+def plan(layers: int, options: dict[str, Any]) -> ss.Plan:
+    """Embedding and feed-forward are large enough for files, attention is not."""
+    arch = replace(
+        ss.Architecture.of_size("2m"),
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=4100,
+        vocab_size=8192,
+        num_hidden_layers=layers,
+        tie_word_embeddings=False,
+    )
+    recipe = ss.Recipe(seq_len=32, global_batch_size=2, precision="bf16-mixed")
+    layout = ss.Layout.zero(
+        3,
+        **{
+            "offload_params_buffer_size": 2_000_000,
+            "offload_params_buffer_count": 20,
+            "reduce_bucket_size": 1_000_000,
+            "sub_group_size": 4_000_000,
+            **options,
+        },
+    )
+    return ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, layout)
+
+
+def played(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
+    """What both ranks print; ``other`` replaces options of the plan's layout."""
+    names = ("stage3_prefetch_bucket_size", "offload_params_buffer_count")
+    options = [str(other.get(name, getattr(a_plan.layout, name))) for name in names]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = str(Path(__file__).with_name("nvme_ranks.py"))
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, script, a_plan.to_json(), str(folder), *options],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        answers = []
+        for rank in ranks:
+            # The extension is compiled at first use, for minutes.
+            out, problems = rank.communicate(timeout=600)
+            assert rank.returncode == 0, problems[-3000:]
+            answers.append(json.loads(next(x for x in reversed(out.splitlines()) if x.startswith("{"))))
+        return answers
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_files_of_real_ranks_are_what_is_rehearsed_and_predicted(name: str, tmp_path: Path) -> None:
+    from shardscope.frameworks.deepspeed.rehearse import rehearse
+
+    a_plan = plan(2, LAYOUTS[name])
+    # With GPUs DeepSpeed's own Adam runs on the host, which needs no room to work in.
+    on_gpus = replace(a_plan, cluster=ss.Cluster.parse("2xh100-sxm-80gb"))
+    (rehearsed,) = rehearse(on_gpus, lambda words, fraction: None)
+    predicted = a_plan.memory()
+    for rank in played(a_plan, tmp_path):
+        assert rank["files"] == rehearsed.nvme_bytes == predicted.nvme_bytes > 0
+        assert rank["host"] == predicted.host_bytes
+        assert rehearsed.host_bytes == pytest.approx(rank["host"], rel=1e-3)
+        assert rank["waiting"] == predicted.at("optimizer")["gradients"] > 0
+
+
+@pytest.mark.parametrize("complaint", FAILING)
+def test_what_a_plan_refuses_is_what_deepspeed_asserts_over(complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="DeepSpeed") as refused:
+        plan(2, {**LAYOUTS["both"], **FAILING[complaint]})
+    assert "stage3_prefetch_bucket_size=0" in str(refused.value)
+    with pytest.raises(AssertionError, match=complaint):
+        played(plan(2, LAYOUTS["both"]), tmp_path, **FAILING[complaint])

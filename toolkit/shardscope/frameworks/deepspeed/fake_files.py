@@ -1,0 +1,89 @@
+"""DeepSpeed's ``async_io``, answered without files: of what it writes, sizes are kept.
+
+DeepSpeed's own code decides what is swapped, when, and through which buffers; its extension only moves bytes
+between page-locked memory and a file (``csrc/aio/py_lib``), of which fake tensors have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardscope.rehearsal.replacing import replaced
+
+_SWAPPERS = ("partitioned_param_swapper", "partitioned_optimizer_swapper", "pipelined_optimizer_swapper")
+
+
+class FakeFiles:
+    """In place of ``AsyncIOBuilder``: handles whose reads and writes end at once."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        """Where DeepSpeed makes its folders, which stay empty."""
+        self.sizes: dict[str, int] = {}
+        """Bytes of every file that was written, by path."""
+        self._pinned = WeakIdKeyDictionary()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values())
+
+    def load(self, verbose: bool = True) -> SimpleNamespace:
+        """The extension's module."""
+        return SimpleNamespace(aio_handle=lambda **options: _Handle(self))
+
+    def pin(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory of the host."""
+        made = torch.empty(int(numel), dtype=like.dtype, device="cpu")
+        self._pinned[made.untyped_storage()] = True
+        return made
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that :meth:`pin` gave."""
+        return tensor.untyped_storage() in self._pinned
+
+
+class _Handle:
+    """``aio_handle``: what is submitted is done, and counted until it is waited for."""
+
+    def __init__(self, files: FakeFiles) -> None:
+        self._files = files
+        self._pending = 0
+        self.is_pinned = files.is_pinned
+        self.new_cpu_locked_tensor = files.pin
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        self._files.sizes[path] = offset + buffer.numel() * buffer.element_size()
+        self._pending += 1
+        return 0
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        assert path in self._files.sizes, f"{path} is read and was never written"
+        self._pending += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self._pending = self._pending, 0
+        return done
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        return self._files.is_pinned(tensor)
+
+
+@contextlib.contextmanager
+def fake_files() -> Iterator[FakeFiles]:
+    """While this lasts, DeepSpeed's swappers write to files of no content, in folders that end with it."""
+    with tempfile.TemporaryDirectory(prefix="shardscope-nvme-") as folder:
+        files = FakeFiles(folder)
+        modules = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in _SWAPPERS]
+        patches: list[tuple[Any, str, Any]] = [(one, "AsyncIOBuilder", lambda: files) for one in modules]
+        with replaced(patches):
+            yield files
