@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import gcd, isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from shardscope.fixes import known_arguments
 from shardscope.serialization import JsonNoun
 from shardscope.validation import known_keys, one_of, refuse, whole_number
 
@@ -144,11 +145,13 @@ class Layout(JsonNoun):
         return self.title
 
     @staticmethod
+    @known_arguments
     def ddp() -> Layout:
         """PyTorch DistributedDataParallel: every rank holds everything, gradients are averaged."""
         return _layout_class("ddp")()
 
     @staticmethod
+    @known_arguments
     def fsdp2(
         shard: int | None = None,
         replicate: int = 1,
@@ -196,6 +199,7 @@ class Layout(JsonNoun):
         )
 
     @staticmethod
+    @known_arguments
     def megatron(
         tp: int = 1,
         pp: int = 1,
@@ -338,11 +342,13 @@ def check_experts(architecture: Architecture, ep: int, data_parallel: int) -> No
 def check_context(recipe: Recipe, cp: int) -> None:
     """Refuse a cp that cannot give each rank two equal pieces (head and tail, for causal balance)."""
     if cp > 1 and recipe.seq_len % (2 * cp):
+        shared = gcd(recipe.seq_len // 2, cp) if recipe.seq_len % 2 == 0 else 1
+        longer = f"seq_len={-(-recipe.seq_len // (2 * cp)) * 2 * cp}"
         refuse(
             "Layout.cp",
             cp,
             f"a degree whose double divides seq_len={recipe.seq_len}",
-            f"seq_len={-(-recipe.seq_len // (2 * cp)) * 2 * cp}",
+            f"cp={shared}" if shared > 1 else longer,
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardscope.architecture import Architecture
 from shardscope.cluster import Cluster
+from shardscope.fixes import checked
 from shardscope.layout import Degrees, Layout
 from shardscope.recipe import Recipe
 from shardscope.serialization import JsonNoun
@@ -25,6 +26,7 @@ FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
 
 
+@checked
 @dataclass(frozen=True)
 class Plan(JsonNoun):
     """What will be trained, on what, how, and spread in which way.

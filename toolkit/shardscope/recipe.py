@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shardscope.fixes import checked
 from shardscope.serialization import JsonNoun
 from shardscope.validation import flag, one_of, real_number, refuse, whole_number
 
@@ -43,6 +44,7 @@ OPEN_CHOICES: dict[str, tuple[str, ...]] = {
 """Fields that may stay open (None)."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Recipe(JsonNoun):
     """What to train. Every field is optional.
@@ -149,8 +151,8 @@ class Recipe(JsonNoun):
             refuse(
                 "Recipe.recompute_interval",
                 self.recompute_interval,
-                '1 with recompute="none", which recomputes no layer',
-                'recompute="full"',
+                '1 unless recompute is "selective", "full" or "offload"; "none" recomputes no layer',
+                "recompute_interval=1",
             )
 
     def _check_adapters(self) -> None:
@@ -185,10 +187,10 @@ class Recipe(JsonNoun):
                 "Recipe.quantization",
                 self.quantization,
                 'None unless method="lora" or "qlora": weights that train are not quantised',
-                'method="lora"',
+                "quantization=None",
             )
         if self.method == "qlora" and self.quantization == "int8":
-            refuse("Recipe.quantization", "int8", '"nf4" or None with method="qlora"', 'method="lora"')
+            refuse("Recipe.quantization", "int8", '"nf4" or None with method="qlora"', "quantization=None")
         if self.has_adapters and self.precision == "fp8-mixed":
             refuse(
                 "Recipe.precision",

@@ -24,6 +24,11 @@ class FieldError(ValueError):
         # The default would call the constructor with the message alone.
         return _restored, (str(self), self.field, self.allowed, self.fix)
 
+    def with_fix(self, fix: str) -> FieldError:
+        """The same refusal, from the same place, with another fix."""
+        message = f"{str(self).removesuffix(f'{self.fix}.')}{fix}."
+        return _restored(message, self.field, self.allowed, fix).with_traceback(self.__traceback__)
+
 
 def _restored(message: str, field: str, allowed: str, fix: str) -> FieldError:
     error = FieldError.__new__(FieldError)
@@ -83,7 +88,8 @@ def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
     names = list(allowed)
     for key in data:
         if key not in names:
-            refuse(f"{owner} key", key, ", ".join(names), f"{nearest(key, names)!r}")
+            fix = repr(nearest(key, names)) if names else f"leave {key} out"
+            refuse(f"{owner} key", key, ", ".join(names) or "none", fix)
 
 
 def nearest(value: object, options: list[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from shardscope.fixes import checked
 from shardscope.layout import Degrees, Layout
 from shardscope.validation import refuse
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from shardscope.recipe import Recipe
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DdpLayout(Layout):
     """PyTorch DistributedDataParallel (Li et al. 2020)."""

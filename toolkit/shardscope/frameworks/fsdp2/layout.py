@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shardscope.fixes import checked
 from shardscope.layout import (
     Degrees,
     Layout,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shardscope.recipe import Recipe
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Layout(Layout):
     """``torch.distributed.fsdp.fully_shard``, one group a decoder layer and one at the root."""

@@ -1,0 +1,287 @@
+"""The nearest fix that a refusal names: once it is made, that is mended, and nothing goes in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import NOT_NUMBERS
+
+import shardscope as ss
+from shardscope.fixes import MAX_TRIES
+from shardscope.plan import Plan
+from shardscope.recipe import CHOICES, OPEN_CHOICES, Recipe
+from shardscope.validation import FieldError
+
+OF_RECIPE = {field.name for field in fields(Recipe)}
+DEGREES = {
+    "ddp": (),
+    "fsdp2": ("tp", "pp", "cp", "vpp", "replicate"),
+    "zero": ("tp", "pp", "ep"),
+    "megatron": ("tp", "pp", "cp", "ep", "vpp", "etp"),
+}
+OTHERS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ddp": {},
+    "fsdp2": {"offload": ("cpu",), "shard": (1, 3, 8), "reshard_after_forward": (False, 2, 4)},
+    "zero": {
+        "stage": (0, 1, 2),
+        "offload_optimizer": ("cpu", "nvme"),
+        "offload_params": ("cpu", "nvme"),
+        "contiguous_gradients": (False,),
+        "allgather_bucket_size": (1_000_001,),
+    },
+    "megatron": {"distributed_optimizer": (False,), "sequence_parallel": (True, False)},
+}
+RECIPES: dict[str, tuple[Any, ...]] = {
+    **{field: values[1:] for field, values in CHOICES.items()},
+    **OPEN_CHOICES,
+    "seq_len": (1, 7, 512, 32_768),
+    "micro_batch_size": (2, 3),
+    "global_batch_size": (1, 5, 96),
+    "recompute_interval": (2, 3),
+    "dropout": (0.1,),
+    "packing": (True,),
+    "lora_rank": (8,),
+    "lora_dropout": (0.1,),
+    "lora_targets": (("q_proj",), ("c_attn", "gate")),
+    "expert_imbalance": (1.5,),
+    "expert_capacity_factor": (1.25,),
+}
+CLUSTERS = (
+    "h100-sxm-80gb",
+    "2xcpu",
+    "8xa100-sxm-80gb",
+    "6xv100-sxm-32gb",
+    "3x4xl4-24gb",
+    "16x8xh100-sxm-80gb",
+)
+Asked = tuple[str, str, dict[str, Any], str, dict[str, Any]]
+
+
+@st.composite
+def asked(draw: Any) -> Asked:
+    """What a person may ask for: some of it can run, most of it cannot, often for several reasons."""
+    framework = draw(st.sampled_from(sorted(DEGREES)))
+    degrees: dict[str, tuple[Any, ...]] = dict.fromkeys(DEGREES[framework], (2, 3, 4, 5, 7, 8, 10, 16))
+    return (
+        draw(st.sampled_from(sorted(ss.models))),
+        draw(st.sampled_from(CLUSTERS)),
+        _some(draw, RECIPES),
+        framework,
+        _some(draw, degrees | OTHERS[framework]),
+    )
+
+
+def _some(draw: Any, values: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    names = draw(st.lists(st.sampled_from(sorted(values)), max_size=4, unique=True)) if values else []
+    return {name: draw(st.sampled_from(values[name])) for name in names}
+
+
+def made(what: Asked) -> Plan:
+    model, cluster, recipe, framework, layout = what
+    return Plan(
+        ss.models[model],
+        ss.Cluster.parse(cluster),
+        Recipe(**recipe),
+        getattr(ss.Layout, framework)(**layout),
+    )
+
+
+def with_fix(what: Asked, error: FieldError) -> Asked:
+    """What a person would type who reads ``error``: "tp=4, seq_len=512", or another layout, or a value."""
+    model, cluster, recipe, framework, layout = what
+    call: Any = ast.parse(f"fix({error.fix})", mode="eval").body
+    changes = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
+    for given_alone in call.args:
+        if isinstance(given_alone, ast.Call):
+            found = re.fullmatch(r"Layout\.(\w+)\(\)", ast.unparse(given_alone))
+            assert found
+            framework, layout = found[1], {}
+        else:
+            changes[error.field.partition(".")[2]] = ast.literal_eval(given_alone)
+    recipe = recipe | {name: value for name, value in changes.items() if name in OF_RECIPE}
+    layout = layout | {name: value for name, value in changes.items() if name not in OF_RECIPE}
+    return model, cluster, recipe, framework, layout
+
+
+@settings(deadline=None, max_examples=300)
+@given(asked())
+def test_three_fixes_lead_to_a_plan(what: Asked) -> None:
+    """One for the recipe, one for the layout, one for both together: more nouns there are not."""
+    refused: list[tuple[str, str]] = []
+    while True:
+        try:
+            made(what)
+        except FieldError as error:
+            said = (error.field, str(error).partition("; allowed")[0])
+            assert said not in refused, (what, refused, str(error))
+            refused.append(said)
+            assert len(refused) <= 3, (what, refused, str(error))
+            what = with_fix(what, error)
+        else:
+            return
+
+
+CIRCLES: list[tuple[Asked, str]] = [
+    # Stage 1 for the pipeline, stage 3 for what is offloaded.
+    (
+        ("llama-3.1-8b", "8xh100-sxm-80gb", {}, "zero", {"pp": 2, "offload_params": "cpu"}),
+        "stage=1, offload_params=None",
+    ),
+    (
+        ("llama-3.1-8b", "8xh100-sxm-80gb", {}, "zero", {"stage": 1, "pp": 2, "offload_optimizer": "nvme"}),
+        "offload_optimizer=None",
+    ),
+    # Autocast's compiled layers are not counted computed again, and an interval is nothing without that.
+    (
+        (
+            "llama-3.2-1b",
+            "2xh100-sxm-80gb",
+            {"recompute": "full", "recompute_interval": 2, "kernels": "compiled"},
+            "ddp",
+            {},
+        ),
+        "recompute='none', recompute_interval=1",
+    ),
+    # Query heads, key/value heads and GPUs all have to come out even.
+    (("llama-3.1-8b", "8xh100-sxm-80gb", {}, "fsdp2", {"tp": 10}), "tp=8"),
+    (("qwen3-30b-a3b", "8xh100-sxm-80gb", {}, "fsdp2", {"tp": 10}), "tp=4"),
+    (("mistral-7b-v0.3", "6xh100-sxm-80gb", {"global_batch_size": 12}, "fsdp2", {"tp": 5}), "tp=2"),
+    # Layers and GPUs have to.
+    (
+        (
+            "llama-3.1-405b",
+            "16x8xh100-sxm-80gb",
+            {"global_batch_size": 128},
+            "megatron",
+            {"pp": 16, "vpp": 7},
+        ),
+        "vpp=8",
+    ),
+    (("deepseek-v3", "16x8xh100-sxm-80gb", {}, "megatron", {"pp": 16}), "pp=2"),
+    (
+        ("qwen3-0.6b", "3x4xh100-sxm-80gb", {"global_batch_size": 96}, "megatron", {"pp": 7, "vpp": 8}),
+        "pp=3, vpp=10",
+    ),
+    # Packing asks for flash attention, which the family has not.
+    (("gpt2", "2xcpu", {"packing": True, "seq_len": 512}, "fsdp2", {}), "packing=False"),
+    # A sequence that three ranks divide is longer than the learned positions.
+    (("gpt2", "3xh100-sxm-80gb", {"seq_len": 1024, "global_batch_size": 3}, "fsdp2", {"cp": 3}), "cp=1"),
+]
+
+
+@pytest.mark.parametrize(("what", "fix"), CIRCLES, ids=lambda given: given if isinstance(given, str) else "")
+def test_a_fix_names_all_that_has_to_change(what: Asked, fix: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        made(what)
+    assert caught.value.fix == fix
+    assert str(caught.value).endswith(f"Nearest fix: {fix}.")
+    made(with_fix(what, caught.value))
+
+
+@settings(deadline=None, max_examples=100)
+@given(asked())
+def test_nothing_is_changed_without_need(what: Asked) -> None:
+    model, cluster, recipe, framework, layout = what
+    try:
+        nouns = Recipe(**recipe), getattr(ss.Layout, framework)(**layout)
+        Plan(ss.models[model], ss.Cluster.parse(cluster), *nouns)
+    except FieldError as error:
+        if "()" in error.fix or not (changes := re.findall(r"(\w+)=", error.fix))[1:]:
+            return
+        whole = with_fix(what, error)
+        for name in changes:
+            part = 2 if name in OF_RECIPE else 4
+            without = [dict(item) if isinstance(item, dict) else item for item in whole]
+            before: dict[str, Any] = what[part]  # type: ignore[assignment]
+            without[part].pop(name)  # type: ignore[union-attr]
+            without[part] |= {name: before[name]} if name in before else {}  # type: ignore[operator]
+            with pytest.raises(FieldError):
+                made(tuple(without))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
+def test_any_value_has_a_fix_that_can_be_typed(value: Any) -> None:
+    for field in ("seq_len", "recompute_interval", "lora_targets", "optimizer", "packing"):
+        if field == "packing" and isinstance(value, bool):
+            continue
+        with pytest.raises(FieldError) as caught:
+            Recipe(method="lora", **{field: value})
+        changed = with_fix(("", "", {"method": "lora"}, "ddp", {}), caught.value)[2]
+        assert field in changed
+        Recipe(**changed)
+
+
+def test_a_fix_that_is_no_change_stays_as_it_is() -> None:
+    with pytest.raises(FieldError) as caught:
+        Plan(ss.models["gpt2"], ss.Cluster.parse("2xcpu"), "lora", ss.Layout.ddp())  # type: ignore[arg-type]
+    assert caught.value.fix == "ss.Recipe()"
+    assert caught.value.__traceback__ is not None
+
+
+def test_the_search_for_a_fix_ends() -> None:
+    """However much is wrong at once."""
+    tries = []
+    original = Recipe.__post_init__
+
+    def counting(self: Recipe) -> None:
+        tries.append(self)
+        original(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FieldError):
+        patch.setattr(Recipe, "__post_init__", counting)
+        made(
+            (
+                "gpt2",
+                "16x8xh100-sxm-80gb",
+                {"seq_len": 2**20, "packing": True, "loss": "fused", "expert_imbalance": 2.0},
+                "megatron",
+                {"tp": 7, "pp": 13, "vpp": 11, "cp": 9, "ep": 5, "etp": 3, "sequence_parallel": False},
+            )
+        )
+    assert 1 < len(tries) <= 2 * MAX_TRIES
+
+
+# ------------------------------------------------------------------------------------------- unknown names
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "near"),
+    [
+        (ss.Recipe, "seqlen", "seq_len"),
+        (ss.Layout.zero, "reduce_bucket_sise", "reduce_bucket_size"),
+        (ss.Layout.fsdp2, "reshard_after_foward", "reshard_after_forward"),
+        (ss.Layout.megatron, "sequence_paralel", "sequence_parallel"),
+    ],
+)
+def test_a_misspelt_keyword_is_refused_with_the_nearest(make: Any, wrong: str, near: str) -> None:
+    with pytest.raises(FieldError, match=f"key is '{wrong}'; allowed: .*{near}.* Nearest fix: '{near}'"):
+        make(**{wrong: 5})
+
+
+def test_a_layout_without_fields_says_so() -> None:
+    with pytest.raises(FieldError, match=r"Layout\.ddp key is 'stage'; allowed: none"):
+        ss.Layout.ddp(stage=1)  # type: ignore[call-arg]
+
+
+def test_plans_and_changed_nouns_know_their_names_too() -> None:
+    from dataclasses import replace
+
+    with pytest.raises(FieldError, match="Nearest fix: 'architecture'"):
+        Plan(architectur=ss.models["gpt2"])  # type: ignore[call-arg]
+    with pytest.raises(FieldError, match=r"Layout key is 'stag'.*Nearest fix: 'stage'"):
+        replace(ss.Layout.zero(), stag=2)  # type: ignore[call-arg]
+
+
+def test_signatures_are_those_of_the_fields() -> None:
+    """A notebook's Tab and ``?`` read them, through the check of names."""
+    from inspect import signature
+
+    assert list(signature(Recipe).parameters) == [field.name for field in fields(Recipe)]
+    assert "reshard_after_forward" in signature(ss.Layout.fsdp2).parameters
+    assert list(signature(Plan).parameters) == ["architecture", "cluster", "recipe", "layout"]

@@ -1,0 +1,184 @@
+"""A refusal names a fix that holds: once its changes are made, nothing of the noun is refused any more.
+
+Each check knows its own field and says what would mend that. Whether the rest can live with it shows only by
+trying. So a noun that is refused tries its fix here, goes on where that is refused in turn, and names all
+changes that it took. Words that are no changes (``pip install ...``) stay as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from shardscope.validation import FieldError, known_keys
+
+Noun = TypeVar("Noun")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_TRIES = 100
+"""Nouns made in search of one fix: some milliseconds, which a person does not notice."""
+
+_trying: ContextVar[bool] = ContextVar("_trying", default=False)
+
+
+def checked(noun: type[Noun]) -> type[Noun]:
+    """Class decorator over ``@dataclass``: fixes hold, and unknown keywords are refused with the nearest.
+
+    What the noun raises is its own ``FieldError`` with such a fix, or one that names the keyword.
+    """
+    names = _fields(noun)
+    owner = [kind.__name__ for kind in noun.__mro__ if is_dataclass(kind)][-1]
+    make = noun.__init__
+
+    @wraps(make)
+    def initialise(self: Noun, *args: Any, **values: Any) -> None:
+        if not names.keys() >= values.keys():
+            known_keys(owner, values, names)
+        try:
+            make(self, *args, **values)
+        except FieldError as refusal:
+            if _trying.get():
+                raise
+            raise refusal.with_fix(whole_fix(self, refusal)) from None
+
+    noun.__init__ = initialise  # type: ignore[assignment]
+    return noun
+
+
+def known_arguments(make: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a factory: a keyword that it does not have is refused with the nearest that it has."""
+    parameters = inspect.signature(make).parameters.values()
+    names = [parameter.name for parameter in parameters]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return make  # What it makes of them knows their names.
+
+    @wraps(make)
+    def called(*args: P.args, **values: P.kwargs) -> R:
+        known_keys(make.__qualname__, values, names)
+        return make(*args, **values)
+
+    return called
+
+
+def whole_fix(noun: Any, refusal: FieldError) -> str:
+    """The changes after which ``noun``, whose making ``refusal`` ended, is refused nothing.
+
+    None of them could be left out. It is the refusal's own fix where that is no change but words, or where
+    no changes were found.
+    """
+    own = read_fix(refusal)
+    if own is None:
+        return refusal.fix
+    token = _trying.set(True)
+    try:
+        search = _Search(noun)
+        found = search.from_here({}, own)
+        for name in list(found or ()):
+            fewer = {key: value for key, value in (found or {}).items() if key != name}
+            if fewer and name != "layout" and search.refusal(fewer) is None:
+                found = fewer
+    finally:
+        _trying.reset(token)
+    return refusal.fix if found is None or found == own else _in_words(found)
+
+
+def read_fix(refusal: FieldError) -> dict[str, Any] | None:
+    """What ``refusal.fix`` would change: field -> value, and "layout" -> the name of a factory.
+
+    A value alone ("8", "'adamw'") is one for the refused field. None for mere words.
+    """
+    changes: dict[str, Any] = {}
+    try:
+        call: Any = ast.parse(f"fix({refusal.fix})", mode="eval").body
+        for given in call.args:
+            if isinstance(given, ast.Call):
+                changes["layout"] = ast.unparse(given).removeprefix("Layout.").removesuffix("()")
+            else:
+                changes[_refused(refusal)[0]] = ast.literal_eval(given)
+        changes |= {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+    except (SyntaxError, ValueError):
+        return None
+    return changes if changes.get("layout", "a").isidentifier() else None
+
+
+class _Search:
+    """Which changes were tried on a noun, each set of them once: fixes may lead in a circle."""
+
+    def __init__(self, noun: Any) -> None:
+        self._noun = noun
+        self._tried: set[str] = set()
+
+    def from_here(self, before: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any] | None:
+        """``before``, then ``step``, then what is asked for in turn, until nothing is refused; or None."""
+        if "layout" in step:
+            own = _fields(self._noun.recipe)
+            before = {name: value for name, value in before.items() if name in own}
+        changes = {**before, **step}
+        key = repr(sorted(changes.items()))
+        if key in self._tried or len(self._tried) >= MAX_TRIES:
+            return None
+        self._tried.add(key)
+        refusal = self.refusal(changes)
+        if refusal is None:
+            return changes
+        for following in self._steps(refusal):
+            found = self.from_here(changes, following)
+            if found is not None:
+                return found
+        return None
+
+    def refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
+        """Why the noun cannot be made with ``changes``; None if it can."""
+        try:
+            _remade(self._noun, changes)
+        except FieldError as refusal:
+            return refusal
+        return None
+
+    def _steps(self, refusal: FieldError) -> Iterator[dict[str, Any]]:
+        """What the refusal itself names; where that leads nowhere, the plain values of its fields."""
+        own = read_fix(refusal)
+        if own is not None:
+            yield own
+        plain = {name: field.default for part in _parts(self._noun) for name, field in _fields(part).items()}
+        back = {name: plain[name] for name in _refused(refusal) if name in plain}
+        if back:
+            yield back
+
+
+def _parts(noun: Any) -> tuple[Any, ...]:
+    """The nouns whose fields a fix may change: a plan's recipe and layout, or the noun itself."""
+    return (noun.recipe, noun.layout) if hasattr(noun, "recipe") else (noun,)
+
+
+def _remade(noun: Any, changes: Mapping[str, Any]) -> Any:
+    if not hasattr(noun, "recipe"):
+        return replace(noun, **changes)
+    recipe, layout = noun.recipe, noun.layout
+    rest = dict(changes)
+    if "layout" in rest:
+        layout = getattr(type(layout), rest.pop("layout"))()
+    mine = {name: rest.pop(name) for name in list(rest) if name in _fields(recipe)}
+    return replace(noun, recipe=replace(recipe, **mine), layout=replace(layout, **rest))
+
+
+def _fields(noun: Any) -> dict[str, Any]:
+    return {field.name: field for field in fields(noun) if field.init}
+
+
+def _refused(refusal: FieldError) -> list[str]:
+    """The fields that a refusal is about: ``Recipe.seq_len`` is one, ``Layout tp x pp`` is two."""
+    return [name.rpartition(".")[2] for name in refusal.field.removeprefix("Layout ").split(" x ")]
+
+
+def _in_words(changes: Mapping[str, Any]) -> str:
+    said = [
+        f"Layout.{value}()" if name == "layout" else f"{name}={value!r}" for name, value in changes.items()
+    ]
+    return ", ".join(said)
