@@ -123,15 +123,17 @@ class _Step:
         above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
         finished = above + (0 if self.is_tied else self.stage.head * self.trains)
         casts = order.sum_before(place.index, "casts_kept") + place.kind.casts - shape.cast_unsaved
-        held = made = most = 0
+        held = gradients = most = 0
         for now, done in instants:
-            together = now + self._gradient_bytes(finished + done)
-            held, made, most = where(together > most, (now, done, together), (held, made, most))
+            bucketed = self._gradient_bytes(finished + done)
+            fuller = now + bucketed > most
+            held, gradients = where(fuller, now, held), where(fuller, bucketed, gradients)
+            most = held + gradients
         return self._peak(
             0.36 + 0.6 * (layers - 1 - place.index) / layers,
             (place.before, held, casts, self.tied),
             _IN_LAYER,
-            self._gradient_bytes(finished + made),
+            gradients,
         )
 
     def _at(self, one: Instant) -> Any:
