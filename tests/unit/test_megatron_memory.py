@@ -125,6 +125,10 @@ def test_experts_go_backward_before_the_layers_in_front_of_them() -> None:
     assert chunk_layers(mixed, 1, 1, 0) == ((2, 2),)
     assert fullest(plan(mixed), 0, dense, moe).backward == 2 * 10 + 2 * 70 + 50
     assert fullest(plan(mixed), 0, dense._replace(working=300), moe).backward == 2 * 10 + 300
+    # Played again, they keep their inputs and these inputs' gradients.
+    kept = fullest(plan(mixed), 0, dense._replace(working=300), moe._replace(retained=70))
+    assert kept.backward == 2 * 10 + 2 * 70 + 2 * 70 + 300
+    assert kept.last == 2 * 2 * 70
 
 
 def test_experts_have_a_tensor_parallelism_of_their_own() -> None:

@@ -22,6 +22,7 @@ from shardscope.plan import Plan
 from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
 FILE = STORED / "megatron.jsonl"
+SAMPLES = ("megatron", "megatron-held-out", "megatron-held-out-2", "megatron-pp-held-out-2")
 PACKAGE = Path(ss.__file__).parent
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
 
@@ -47,18 +48,17 @@ def test_predictions_agree_with_stored_rehearsals() -> None:
     assert abs(worst.error) <= 0.01, in_words(worst)
 
 
-def test_every_stored_stage_is_near_its_own_prediction() -> None:
-    for line in FILE.read_text(encoding="utf-8").splitlines():
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_every_stored_stage_is_near_its_own_prediction(sample: str) -> None:
+    for line in (STORED / f"{sample}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         by_stage = Plan.from_dict(row["plan"]).memory().by_stage
         for stored in map(RehearsedStage.from_dict, row["stages"]):
             predicted = max(map(tensors_of, by_stage[stored.stage].moments))
-            assert predicted == pytest.approx(stored.peak.num_bytes, rel=0.05), (row["name"], stored.stage)
+            assert predicted == pytest.approx(stored.peak.num_bytes, rel=0.02), (row["name"], stored.stage)
 
 
-@pytest.mark.parametrize(
-    "sample", ["megatron-held-out", "megatron-held-out-2", "megatron-pp-held-out-2"], ids=str
-)
+@pytest.mark.parametrize("sample", SAMPLES[1:])
 def test_predictions_agree_with_samples_over_the_whole_space(sample: str) -> None:
     """Drawn by seeds of their own over every choice there is; what they showed was mended by its cause."""
     held_out, refused = read_rehearsals([STORED / f"{sample}.jsonl"])

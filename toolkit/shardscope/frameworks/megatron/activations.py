@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-_NO_LAYER = Layer(0, 0, 0)
+_NO_LAYER = Layer(0, 0, 0, 0)
 
 
 class StageActivations(NamedTuple):
@@ -61,7 +61,8 @@ class _Stage:
         sequence = where(layout.splits_sequence, tp, 1)
         rows = recipe.micro_batch_size * (self.arch.num_attention_heads // tp)
         plain = where(takes_plain_softmax(modules, rows), rows, 0)
-        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, gradient_copies(plan))
+        batch = recipe.micro_batch_size
+        self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, batch, gradient_copies(plan))
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]
@@ -136,13 +137,15 @@ class _Stage:
         )
 
     def _angles(self) -> Any:
-        """Rotary angles of a sequence, in fp32, which all layers of a chunk and all micro-batches share."""
+        """Rotary angles of a sequence, in fp32, which all micro-batches share, and all layers of a chunk but
+        those with latent attention (multi_latent_attention.py, ``rotary_pos_emb``)."""
         arch, latent = self.arch, self.arch.latent_attention
         if arch.position_embedding != "rope":
             return 0
         width = latent.qk_rope_head_dim if latent else arch.head_dim
         length = ceil_div(self.plan.recipe.seq_len, self.degrees.cp)
-        return self.degrees.vpp * length * width * FP32
+        copies = self.stage.num_layers if latent else self.degrees.vpp
+        return copies * length * width * FP32
 
     def _whole(self) -> Any:
         """The embedding's gradient, gathered from the ranks that share out the sequence."""

@@ -27,5 +27,5 @@ def check_family(arch: Architecture) -> None:
             "Architecture.model_type",
             arch.model_type,
             f"a family of sequential pre-norm layers with Megatron: this one has {why}",
-            "Layout.fsdp2(), or plan.rehearse() of it",
+            "layout=Layout.fsdp2()",
         )

@@ -13,6 +13,7 @@ from shardscope.memory.modules.megatron import (
     copies_query,
     core_attention,
     fused_product,
+    latent_angles,
     megatron_layer,
     megatron_selective,
 )
@@ -33,6 +34,8 @@ class Cuts(NamedTuple):
     plain_rows: int = 0
     """Micro-batch x heads of a rank, where eager attention's softmax is torch's own, in fp32
     (:func:`~shardscope.frameworks.megatron.eager.takes_plain_softmax`)."""
+    micro_batch: int = 1
+    """Sequences, which have their positions' angles in common."""
     gradient_copies: int = 0
     """Copies in 8 bits of a gradient that a product goes backward with (``fp8.py``)."""
 
@@ -46,13 +49,18 @@ class Layer(NamedTuple):
     """What backward in this layer needs beside it, at its fullest."""
     ending: int
     """What the end of its forward needs beside it."""
+    retained: int = 0
+    """What stays of it when it has gone backward, beside what it saved: the input's gradient, where a
+    dispatcher of experts keeps the probabilities of a layer that was played again, and so the graph that ends
+    in its input (token_dispatcher.py, ``self.probs``)."""
 
 
 @lru_cache(maxsize=4096)
 def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts: Cuts) -> Layer:
     """Bytes one token leaves in one layer, and what its backward needs beside them."""
     tensors = megatron_layer(arch, moe, modules, cuts.tp)
-    everything = _on_rank(tensors, arch, cuts)
+    angles = ceil_div(latent_angles(arch, modules), cuts.micro_batch)
+    everything = _on_rank(tensors, arch, cuts) + angles
     stream = ceil_div(arch.hidden_size * modules.compute, cuts.sequence)
     if moe:
         working, ending = _expert_working(arch, modules, cuts, stream)
@@ -66,9 +74,10 @@ def layer(arch: Architecture, moe: bool, modules: Modules, recompute: str, cuts:
     if recompute == "full":
         # The layer is played again; its input is what was kept, its output is new.
         again = everything + max(working, ending - stream)
-        return Layer(stream, again, _without_gradient(arch, moe, modules, cuts, stream, ending))
+        without = _without_gradient(arch, moe, modules, cuts, stream, ending)
+        return Layer(stream, again, without, moe * stream)
     if recompute == "selective":
-        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts)
+        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts) + angles
         return Layer(kept, max(working, everything - kept), ending)
     return Layer(everything, working, ending)
 
@@ -85,16 +94,17 @@ def _with_scores(
     output = ceil_div(width.output * c, cuts.tp)
     # Nothing behind attention is there while it runs: not yet in forward, not any more in backward.
     behind = mlp + norms // 2 + output
-    before = norms // 2 + _operands(arch, modules, cuts)
+    angles = ceil_div(latent_angles(arch, modules), cuts.micro_batch)
+    before = norms // 2 + angles + _operands(arch, modules, cuts)
     everything = rest.saved - _on_rank(core_attention(arch, modules, cuts.tp), arch, cuts) + core.saved
     working = max(rest.working, core.gradients + stream - behind)
     ending = max(rest.ending, before + core.forward - everything)
     if recompute == "full":
         again = everything + max(working, ending - stream)
         without = _without_gradient(arch, moe, modules, cuts, stream, rest.ending)
-        return Layer(stream, again, max(without, before + core.without_gradient - stream))
+        return Layer(stream, again, max(without, before + core.without_gradient - stream), moe * stream)
     if recompute == "selective":
-        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts)
+        kept = _on_rank(megatron_selective(arch, moe, modules, cuts.tp), arch, cuts) + angles
         again = core.recomputed + output + stream - behind
         return Layer(kept, max(rest.working, again), max(rest.ending, before + core.without_gradient - kept))
     return Layer(everything, working, ending)
@@ -164,19 +174,21 @@ def _expert_working(arch: Architecture, modules: Modules, cuts: Cuts, stream: in
     own: int = ceil_div(rows, cuts.sequence)
     gathered: int = ceil_div(rows, ceil_div(cuts.tp, cuts.expert_tp))
     inner = rows * experts.moe_intermediate_size // arch.hidden_size // cuts.tp
-    # Copies before and after they are sorted by rank, scattered over tp, sent over ep, and put back in order.
-    ending = 2 * gathered + own * (1 + (gathered > own) + (cuts.ep > 1))
+    # Copies before and after they are sorted by rank, scattered over tp, sent over ep, and put back in order;
+    # meanwhile the shared experts' output waits (moe_layer.py).
+    shared = stream if experts.shared_expert_intermediate_size else 0
+    ending = shared + 2 * gathered + own * (1 + (gathered > own) + (cuts.ep > 1))
     if modules.eight_bit_inputs:
         # As with a dense MLP: casts beside the second product's gradient, or the activation's.
         casts = gathered * cuts.gradient_copies // modules.compute
         activation = (branches(arch) + 1) * inner - inner // modules.compute
         working = stream + max(gathered + casts + inner, activation)
         if cuts.ep * cuts.expert_tp == 1:
-            return working, own + stream
+            return working, shared + own + stream
         return max(working, stream + 2 * gathered), ending
     if cuts.ep * cuts.expert_tp == 1:
         # All experts are here: nothing is sorted or sent.
-        return stream + max(own + inner, branches(arch) * inner), own + stream
+        return stream + max(own + inner, branches(arch) * inner), shared + own + stream
     return stream + max(2 * gathered, branches(arch) * inner), ending
 
 

@@ -54,11 +54,16 @@ def fullest(plan: Plan, number: Any, dense: Layer, moe: Layer) -> Fullest:
 def _fullest(
     arch: Architecture, pp: int, vpp: int, number: int, micro_batches: int, *layer_bytes: int
 ) -> Fullest:
-    dense, moe = layer_bytes[:3], layer_bytes[3:]
+    half = len(layer_bytes) // 2
+    dense, moe = layer_bytes[:half], layer_bytes[half:]
     layers = chunk_layers(arch, pp, vpp, number)
     saved = [a * dense[0] + b * moe[0] for a, b in layers]
     # Layers with experts come last: they go backward first, and are gone when the others do.
-    working = [max(moe[1] * (b > 0), (dense[1] - b * moe[0]) * (a > 0)) for a, b in layers]
+    gone = 0 if moe[3] else moe[0]
+    working = [
+        max((b > 0) * (moe[1] + (b - 1) * moe[3]), (a > 0) * (dense[1] - b * (gone - moe[3])))
+        for a, b in layers
+    ]
     ending = [moe[2] if b else dense[2] * (a > 0) for a, b in layers]
     held = [0] * vpp
     waiting = forward = head = backward = last = first = chunks = 0
@@ -78,7 +83,7 @@ def _fullest(
         held[chunk] -= 1
         waiting -= saved[chunk]
         if chunk == 0:
-            last = max(last, waiting)
+            last = max(last, waiting + layers[chunk][1] * 2 * moe[3])
     counts = [sum(n * each[kind] for n, each in zip(fullest_held, layers, strict=True)) for kind in (0, 1)]
     return Fullest(forward, head, backward, last, counts[0], counts[1], first, chunks)
 

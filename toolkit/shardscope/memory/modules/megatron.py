@@ -183,19 +183,27 @@ def _attention(arch: Architecture, modules: Modules, tp: int, *, selective: bool
 
 
 def _latent_attention(arch: Architecture, modules: Modules, output: int) -> list[Saved]:
-    """DeepSeek's: the compressed forms before and after their norms, whole on every rank of tp."""
+    """DeepSeek's: the compressed forms before and after their norms, whole on every rank of tp.
+
+    Beside them :func:`latent_angles`, which micro-batches do not multiply.
+    """
     latent, width, c = arch.latent_attention, widths(arch), modules.compute
     assert latent is not None
     query = latent.q_lora_rank or 0
     norms = norm_statistics(arch) * (2 if query else 1)
     compressed = (query + latent.kv_lora_rank) * (c + product_input(modules)) + latent.qk_rope_head_dim * c
-    # Angles are turned into sines and cosines anew in each layer, in fp32 and in the compute type.
-    angles = latent.qk_rope_head_dim * (2 * FP32 + 4 * c)
     return [
         Saved("attention", (width.query + width.key + width.value) * c + width.output * output, "tp"),
         Saved("attention", compressed + norms, "sequence"),
-        Saved("attention", angles, "whole"),
     ]
+
+
+def latent_angles(arch: Architecture, modules: Modules) -> int:
+    """Bytes of each position, for all sequences of a micro-batch: the sines and cosines that latent attention
+    makes of its angles anew in each layer, for queries and for keys (rope_utils.py).
+    """
+    latent = arch.latent_attention
+    return 0 if latent is None else 4 * latent.qk_rope_head_dim * modules.compute
 
 
 def _experts(arch: Architecture, modules: Modules) -> list[Saved]:
