@@ -20,7 +20,7 @@ from shardscope.memory.modules.layernorm import casts_norms, layernorm_layer
 from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
-from shardscope.memory.modules.selective import selective_layer
+from shardscope.memory.modules.selective import held_by_products, selective_layer
 from shardscope.memory.precision import FP32, widths
 from shardscope.parameter_names import names_of
 
@@ -115,6 +115,7 @@ def layer_activations(
     elif recompute == "offload" and modules.on_gpu:
         # On a CPU rank the host's memory is its own: nothing moves.
         kept = 0
+    kept += held_by_products(architecture, moe, modules, recompute)
     return LayerActivations(
         norms=on_rank(saved, "norms"),
         attention=on_rank(saved, "attention"),
@@ -144,7 +145,7 @@ def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, 
     ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
     if recompute == "selective" and ends_dense and arch.norms_per_layer <= 2 and arch.model_type != "olmo2":
         apart += arch.hidden_size * modules.compute
-    return apart
+    return apart + held_by_products(arch, moe, modules, recompute)
 
 
 def _mixes_windows(architecture: Architecture, modules: Modules) -> bool:

@@ -25,19 +25,20 @@ def loss_in_force(plan: Plan) -> str:
     return plan.recipe.loss or ("fused" if plan.kernels == "liger" else "full")
 
 
-def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
+def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool = False) -> Logits:
     """Bytes of head and loss in chunks that are recomputed in backward, counted in tests/runs/test_loss.py.
 
-    Forward: a chunk's fp32 logits and log-softmax. Backward: beside these the logits' gradient and, of several
-    chunks, the sum of the weight's gradients so far; or, between two chunks, that sum, the new gradient and
-    the new sum. Of one chunk alone the gradient comes once, beside that of the logits; autocast casts it, and
-    has let go of the weight's copy by then.
+    Forward: a chunk's fp32 logits and log-softmax. Backward: beside these the logits' gradient and, of
+    several chunks, the sum of the weight's gradients so far; or, between two chunks, that sum, the new
+    gradient and the new sum. Of one chunk alone the gradient comes once, beside that of the logits; autocast
+    casts it, and has let go of the weight's copy by then. ``capped`` logits (Gemma 2) leave their tanh for
+    backward.
     """
     chunk = smallest(tokens, LOSS_CHUNK_TOKENS)
     several = tokens > LOSS_CHUNK_TOKENS
     weight = vocab * hidden * modules.trained
     gradient = weight * modules.compute
-    inside = chunk * vocab * 3 * FP32 + several * gradient
+    inside = chunk * vocab * (3 * FP32 + capped * modules.compute) + several * gradient
     once = weight * FP32 if modules.autocast else gradient + chunk * vocab * modules.compute
     return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, 3 * gradient, once)))
 
@@ -68,16 +69,17 @@ def head_terms(
     """
     if vocab is None:
         vocab = ceil_div(plan.architecture.vocab_size, plan.degrees.tp)
-    loss = loss_in_force(plan)
+    loss, hidden = loss_in_force(plan), plan.architecture.hidden_size
+    capped = plan.architecture.model_type == "gemma2"
     if loss == "full":
-        capped = plan.architecture.model_type == "gemma2"
         each = logits_per_token(
             vocab, modules.kernels, modules.compute, capped, parallel=plan.layout.splits_sequence
         )
         found = Logits(tokens * each.forward, tokens * each.backward)
+    elif loss == "fused":
+        found = fused(tokens, vocab, hidden, modules)
     else:
-        formula = fused if loss == "fused" else chunked
-        found = formula(tokens, vocab, plan.architecture.hidden_size, modules)
+        found = chunked(tokens, vocab, hidden, modules, capped)
 
     def words(num_bytes: int, when: str) -> str:
         if not is_last:

@@ -165,11 +165,13 @@ def _kind(
         return layer_instants(arch, moe, modules, recompute, tp, cut)
 
     each = step.layer(moe, recompute)
-    extra = step.dequantised()
+    # Products over int8 make no matrix whole until backward.
+    extra = 0 if modules.int8_base else step.dequantised()
+    few_bits = modules.compute * modules.quantized
     instants = _looked_up(told, tp, cut)
     backward = [
-        Instant(tokens * held + extra, done, making, experts, products)
-        for held, done, making, experts, products in instants.backward
+        Instant(tokens * held + few_bits * whole, done, making, experts, products)
+        for held, done, making, experts, products, whole in instants.backward
     ]
     if step.plan.recipe.precision == "fp8-mixed":
         stream = ceil_div(arch.hidden_size * modules.stream, cut)

@@ -105,7 +105,8 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
     elif has_mask and width.key < width.query:
         # With a mask SDPA wants as many keys as queries.
         key = value = width.query
-    elif arch.model_type in FUSED_VALUES:
+    elif arch.model_type in FUSED_VALUES and not (modules.quantized and modules.autocast):
+        # A base in few bits puts out the stream's type, of which autocast makes copies.
         value = width.query + 2 * width.key
     if has_mask:
         # The kernel keeps the mask in the operands' type.

@@ -39,7 +39,10 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     unsaved = [Saved("norms", hidden * number + norms * statistics(modules), "sequence")]
     adapted = any(map(modules.feeds, (*mlp_inputs(arch), names_of(arch).down)))
     if arch.parallel_residual and not adapted:
-        unsaved.append(Saved("mlp", inner_bytes(arch, modules) * arch.intermediate_size, "tp"))
+        inner = inner_bytes(arch, modules)
+        if modules.quantized and modules.autocast:
+            inner += modules.stream - modules.compute
+        unsaved.append(Saved("mlp", inner * arch.intermediate_size, "tp"))
     return tuple(unsaved)
 
 
@@ -48,10 +51,12 @@ def _inputs_of_int8(arch: Architecture, modules: Modules) -> list[Saved]:
 
     Adapters keep their own fp32 copies; of an fp32 model they keep the same tensor.
     """
-    readers = attention_inputs(arch)
-    if modules.compute == FP32 and set(readers).intersection(modules.targets or ()):
-        return []
-    return [Saved("attention", arch.hidden_size * modules.compute, "sequence")]
+    readers, targets = attention_inputs(arch), set(modules.targets or ())
+    shared = modules.compute == FP32 and targets.intersection(readers)
+    unsaved = [] if shared else [Saved("attention", arch.hidden_size * modules.compute, "sequence")]
+    if arch.parallel_residual and not targets.intersection((*mlp_inputs(arch), names_of(arch).down)):
+        unsaved.append(Saved("mlp", arch.intermediate_size * modules.compute, "tp"))
+    return unsaved
 
 
 def _before_the_first_adapter(arch: Architecture, modules: Modules, norm: Saved) -> list[Saved]:

@@ -22,7 +22,8 @@ from shardscope.memory.modules.attention import (
 )
 from shardscope.memory.modules.experts import expert_tensors
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
-from shardscope.memory.precision import FP32
+from shardscope.memory.modules.selective import held_by_products
+from shardscope.memory.precision import FP32, HALF
 from shardscope.memory.stages import rank_shapes
 from shardscope.parameter_names import names_of
 
@@ -47,6 +48,8 @@ class Instant(NamedTuple):
     """The same, of routed experts."""
     products: int = 0
     """Of ``done``, those that autocast copies: all but routed experts."""
+    whole: int = 0
+    """Weights of the matrix whose product goes backward, which a base in few bits makes whole for it."""
 
 
 class Weights(NamedTuple):
@@ -135,6 +138,7 @@ def layer_instants(
         kept = parts.part(kept_by_selective(arch, moe, modules))
     elif recompute == "offload" and modules.on_gpu:
         kept = 0
+    kept += held_by_products(arch, moe, modules, recompute)
     beside = kept_apart(arch, moe, modules, recompute, stream)
     layer = _Layer(arch, moe, modules, parts, everything)
     forward = layer.forward()
@@ -142,8 +146,11 @@ def layer_instants(
     if recompute in ("full", "selective"):
         backward = [one._replace(held=one.held + beside) for one in backward]
         # Forward runs again, beside the gradient that has arrived; the first time it saved nothing.
-        backward.append(Instant(stream + beside + forward))
+        waiting = layer.waiting_for_recomputation()
+        backward.append(Instant(stream + beside + forward + waiting, whole=0 if moe else layer.weights.up))
         forward = kept + layer.in_passing()
+    else:
+        forward = max(forward, layer.product_of_few_bits())
     return LayerInstants(max(kept, forward), tuple(backward))
 
 
@@ -191,6 +198,35 @@ class _Layer:
         """The most while forward is in the layer, all that it saves included."""
         return max(self.everything, self._scores_forward(), self._experts_forward())
 
+    def waiting_for_recomputation(self) -> int:
+        """The last product's gradient, where a frozen base in few bits asks for nothing that was saved."""
+        names = names_of(self.arch)
+        adapted = names.down in (self.modules.targets or ())
+        if not self.modules.quantized or self.moe or adapted:
+            return 0
+        return ceil_div(self.arch.intermediate_size * self.modules.compute, self.parts.tp)
+
+    def product_of_few_bits(self) -> int:
+        """In the feed-forward's last product over a base in few bits, beside the matrix made whole.
+
+        What goes in and is not kept, what comes out; of int8 the input in 16 bits and in 8. Beside them are
+        what the norm put out, the stream here and where the layer and the model began, if they are not the
+        very tensors that norms have saved in fp32.
+        """
+        arch, modules = self.arch, self.modules
+        if not modules.quantized or self.moe:
+            return 0
+        inner, c = arch.intermediate_size, modules.compute
+        held = self.everything + self.row
+        if not modules.stream_copies(*stream_readers(arch)[1]):
+            held += self.row
+        if modules.stream < FP32:
+            held += 3 * self.stream
+        if modules.int8_base:
+            return held + inner * (HALF + 1)
+        passing = inner * c * (1 - modules.inner_copies(names_of(arch).down))
+        return held + passing + inner * FP32 * modules.autocast
+
     def _scores_forward(self) -> int:
         """Attention in plain operations, before the feed-forward has saved anything."""
         arch, modules = self.arch, self.modules
@@ -236,17 +272,21 @@ class _Layer:
         if self.behind:
             left -= self.own_norm
         before_core = weights.feed_forward + weights.output
-        found.append(self._at(left + self.stream + self.cast + self.output, before_core, weights.output))
+        found.append(
+            self._at(
+                left + self.stream + self.cast + self.output, before_core, weights.output, weights.output
+            )
+        )
         found.append(self._at(left + self.stream + self._core(), before_core))
         held = self.own_norm + self.stream
-        found.append(self._at(held + self.query, weights.everything, weights.query))
+        found.append(self._at(held + self.query, weights.everything, weights.query, weights.query))
         found.append(self._at(held + self.norm, weights.everything))
         return found
 
-    def _at(self, held: int, done: int, making: int = 0) -> Instant:
+    def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> Instant:
         """An instant by which the gradients of so many weights are there, if the model's own are trained."""
         if not self.trained:
-            return Instant(held)
+            return Instant(held, whole=whole)
         experts = self.weights.expert_down + self.weights.expert_up
         # Attention comes after routed experts, shared ones before.
         return Instant(held, done, making, 0, done - (experts if done >= experts else 0))
@@ -258,19 +298,19 @@ class _Layer:
         taken = ceil_div(
             arch.intermediate_size * modules.compute * inner_gradients(arch, modules), self.parts.tp
         )
-        # Where there are biases, one operator makes all three gradients, and only then lets go of the product.
+        # Where there are biases, one operator makes all three gradients and only then lets go of its input.
         at_once = weights.down if arch.mlp_bias else 0
         found = [
-            self._at(left + self.stream + self.cast + inner, weights.down, at_once),
+            self._at(left + self.stream + self.cast + inner, weights.down, at_once, weights.down),
             self._at(left - product + self.stream + self.cast + inner, weights.down, weights.down),
             self._at(left + self.stream + taken, weights.down),
         ]
         if arch.gated_mlp and modules.kernels != "liger":
             held = left - product - 2 * inner + self.stream + inner + self.row
-            found.append(self._at(held, weights.down + weights.up, weights.up))
+            found.append(self._at(held, weights.down + weights.up, weights.up, weights.up))
         elif not arch.gated_mlp:
             held = left - self.mlp + self.stream + inner + 2 * self.row
-            found.append(self._at(held, weights.feed_forward, weights.up))
+            found.append(self._at(held, weights.feed_forward, weights.up, weights.up))
         return found
 
     def _experts(self, left: int) -> list[Instant]:
@@ -285,7 +325,7 @@ class _Layer:
         found = []
         if experts.shared_expert_intermediate_size:
             wide = experts.shared_expert_intermediate_size * c
-            found.append(self._at(left + self.stream + 2 * wide, weights.down))
+            found.append(self._at(left + self.stream + 2 * wide, weights.down, whole=weights.down))
             left -= (3 + modules.inner_copies("down_proj")) * wide
         # Gradients of the weighted rows, of their sum and of the weights, in the router's type; a cast.
         weight = row_types(arch, modules)[1]

@@ -70,3 +70,21 @@ def _adapters(arch: Architecture, moe: bool, modules: Modules) -> list[Saved]:
     linears = arch.layer_linears(first_layer(arch, moe))
     wide = sum(modules.adapter_rank + shape[0] for target, shape in linears if target in modules.targets)
     return [Saved("attention", wide * modules.compute, "tp")]
+
+
+def held_by_products(arch: Architecture, moe: bool, modules: Modules, recompute: str) -> int:
+    """Bytes a token leaves with products over int8 though the layer is computed again.
+
+    ``MatMul8bitLt`` holds its input as an attribute of its own (``ctx.tensors``), which no checkpoint sees.
+    Products that read one norm's output share it; of selective checkpoints attention's output is kept anyway.
+    """
+    if not modules.int8_base or recompute not in ("full", "selective"):
+        return 0
+    numbers = arch.hidden_size + (widths(arch).output if recompute == "full" else 0)
+    experts = arch.mixture_of_experts
+    wide = arch.intermediate_size
+    if moe and experts is not None:
+        wide = experts.shared_expert_intermediate_size
+    if wide:
+        numbers += wide + (0 if arch.norms_per_layer == 1 else arch.hidden_size)
+    return numbers * modules.compute
