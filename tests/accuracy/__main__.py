@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
 from tests.accuracy.rows import OWN, ROOT, default_files, read
-from tests.accuracy.scoring import overall_line, score_memory
+from tests.accuracy.scoring import score_memory
 from tests.accuracy.writing import memory_report, own_report
 
 
@@ -39,12 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
         if OWN.is_file():
             sections.append(own_report(score_memory(read([OWN]))))
     report = memory_report(score, *sections)
-    print(report)
+    # Its last line is the kind's closing one.
+    print(report, end="")
     target = chosen.write or (None if chosen.rows else ROOT / "docs" / "accuracy.md")
     if target is not None:
         target.parent.mkdir(exist_ok=True)
         target.write_text(report, encoding="utf-8")
-    print(overall_line(score))
     return 0
 
 

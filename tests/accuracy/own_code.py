@@ -94,7 +94,7 @@ def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageM
     moments = stage.moments
     for name in own:
         moments = _CHANGES[name](plan, moments)
-    return replace(stage, find_moments=lambda: moments)
+    return replace(stage, find_moments=lambda: moments, find_peak=None)
 
 
 def _no_buckets(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -210,9 +210,12 @@ def _torchtitan_policy(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment,
 
     parallelize_llama.py (``_save_list``, ``_get_custom_policy``): of a layer's seven products those of the
     query, the value, the gate and the MLP's output, with what fused attention returns; the rest is played
-    again from the layer's input, as if all of it were (which the plan says).
+    again from the layer's input, as if all of it were. The plan says ``selective``, which keeps all
+    seven.
     """
     arch, recipe = plan.architecture, plan.recipe
+    again = Plan(arch, plan.cluster, replace(recipe, recompute="full"), plan.layout).memory()
+    moments = again.worst_stage.moments
     width, c = attention_widths(arch), widths[recipe.precision].compute
     products = width.query + width.value + arch.intermediate_size + arch.hidden_size
     each = (products + width.output) * c + FP32 * arch.num_attention_heads

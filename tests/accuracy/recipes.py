@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.accuracy.layouts import Framework
-from tests.accuracy.own_code import is_four_bit, is_moonlight_recipe, is_torchtitan
+from tests.accuracy.own_code import is_four_bit, is_moonlight_recipe
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
 
@@ -58,6 +58,11 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
         "dropout": scripts.get("dropout", 0.0),
         **_recompute(row, kind, scripts, assumed),
     }
+    if fields["kernels"] == "compiled" and (
+        fields.get("recompute") == "selective" and fields["precision"] != "fp8-mixed"
+    ):
+        fields["kernels"] = None
+        assumed.append("compiled: not said, for the plan's selective recomputation is of uncompiled modules")
     if "foak" in text(row, "table") and "liger" in text(row, "table"):
         # FMS-acceleration takes Liger's loss only; norms and rotations are kernels of its own.
         fields["loss"] = "fused"
@@ -211,9 +216,6 @@ def _recompute(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: l
             # There the optimizer's step is fuller than any moment of the layers.
             assumed.append("which modules are recomputed is left out: the optimizer's step is the peak")
             return {}
-        if is_torchtitan(row):
-            # Each operation by its own policy: what that keeps beside a layer's input is in own_code.
-            return {"recompute": "full"}
         if "layer" in said and kind.family == "fsdp2":
             return {"recompute": "full", "recompute_interval": 2}
         return {"recompute": "selective"}

@@ -23,11 +23,24 @@ class Scored(NamedTuple):
     mapped: Mapped
     measured: float
     predicted: Compared
+    """With what ran beside the plan described from its published code (``own_code``, ``nanotron``)."""
+    alone: Compared
+    """By ``plan.memory()`` and nothing else: the product."""
 
     @property
     def error(self) -> float:
         """Predicted over measured, less one."""
         return self.predicted.point / self.measured - 1
+
+    @property
+    def is_described(self) -> bool:
+        """Whether something ran beside the plan, so that :attr:`predicted` is not the product's word."""
+        return is_described(self.mapped)
+
+    @property
+    def by_product(self) -> Scored:
+        """The same row as ``plan.memory()`` alone has it."""
+        return self._replace(predicted=self.alone)
 
     @property
     def inside(self) -> bool:
@@ -46,6 +59,8 @@ class Fit(NamedTuple):
     mapped: Mapped
     ran: bool
     predicted: bool
+    alone: bool
+    """By ``plan.memory()`` and nothing else."""
 
 
 class MemoryScore(NamedTuple):
@@ -67,6 +82,14 @@ class MemoryScore(NamedTuple):
         return dict(sorted(found.items()))
 
     @property
+    def by_product(self) -> MemoryScore:
+        """The same rows as ``plan.memory()`` alone has them."""
+        return self._replace(
+            scored=tuple(row.by_product for row in self.scored),
+            fits=tuple(fit._replace(predicted=fit.alone) for fit in self.fits),
+        )
+
+    @property
     def reasons(self) -> Counter[str]:
         """Reason -> unmapped rows."""
         return Counter(reason for _, reason in self.unmapped)
@@ -84,12 +107,14 @@ def score_memory(rows: Iterable[Row]) -> MemoryScore:
         except UnmappedError as reason:
             unmapped.append((row, str(reason)))
             continue
+        product = found.plan.memory()
         report, held_back = predicted(found)
         # A row that ran out of memory may print the peak it had before: not the one it needed.
         if has_peak(row) and status(row) != "oom":
-            scored.append(Scored(found, measured_bytes(row), compared(found.row, report, held_back)))
+            with_code = compared(row, report, held_back)
+            scored.append(Scored(found, measured_bytes(row), with_code, compared(row, product)))
         if status(row) is not None:
-            fits.append(Fit(found, status(row) == "ok", report.fits))
+            fits.append(Fit(found, status(row) == "ok", report.fits, product.fits))
     return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
 
 
@@ -98,6 +123,11 @@ def predicted(found: Mapped) -> tuple[MemoryReport, int]:
     if found.framework == "nanotron":
         return nanotron.memory(found.plan), nanotron.held_back_bytes(found.plan)
     return changed(found.plan, found.plan.memory(), found.own_code), 0
+
+
+def is_described(found: Mapped) -> bool:
+    """Whether code beside ``plan.memory()`` answers for the row."""
+    return found.framework == "nanotron" or bool(found.own_code)
 
 
 def absolute(rows: Sequence[Scored]) -> list[float]:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import correlation, median
 
+from tests.accuracy.goals import alone_line, goals_report
 from tests.accuracy.kinds import kind
 from tests.accuracy.own_code import said_of
 from tests.accuracy.reasons import reason
 from tests.accuracy.rows import source
-from tests.accuracy.scoring import MemoryScore, Scored, absolute, gib, percentile, summary
+from tests.accuracy.scoring import (
+    MemoryScore,
+    Scored,
+    absolute,
+    gib,
+    is_described,
+    overall_line,
+    percentile,
+    predicted,
+)
 
 from shardscope.memory.report import COMPONENTS
 
@@ -31,7 +41,7 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         "# How accurate the predictions are",
         "Written by `make accuracy`; do not edit.",
         _HOW,
-        _goals(score),
+        goals_report(score),
         _by_source(score),
         _by_framework(score),
         _by_component(score),
@@ -41,6 +51,8 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         _own_code(score),
         _assumed(score),
         _unmapped(score),
+        alone_line(score),
+        overall_line(score),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -64,59 +76,42 @@ def own_report(score: MemoryScore) -> str:
     return "\n".join(lines)
 
 
-def _goals(score: MemoryScore) -> str:
-    lines = ["## Against the goals", "", "| what | reached | goal |", "|---|---|---|"]
-    exact = {group: rows for group, rows in score.groups.items() if group[1] == "allocated"}
-    found = summary(exact)
-    if found:
-        rows = sum(map(len, exact.values()))
-        lines.append(
-            f"| allocated and active, {rows} rows of {len(exact)} sources | median of source medians "
-            f"{100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} % | 3 %, 8 % |"
-        )
-    for name in ("reserved", "nvidia-smi", "unknown"):
-        rows_of = [row for row in score.scored if kind(row.mapped.row) == name]
-        if rows_of:
-            share = sum(row.inside for row in rows_of) / len(rows_of)
-            goal = "80 %" if name != "unknown" else "none"
-            width = median(row.predicted.high / row.predicted.low for row in rows_of)
-            lines.append(
-                f"| {name}, {len(rows_of)} rows: inside the band (in the median its top is {width:.2f} times "
-                f"its bottom) | {100 * share:.0f} % | {goal} |"
-            )
-    if score.fits:
-        right = sum(fit.ran == fit.predicted for fit in score.fits) / len(score.fits)
-        lines.append(f"| fits or not, {len(score.fits)} rows | {100 * right:.1f} % | 98 % |")
-    known = [why for _, why in score.unmapped if not why.endswith("is not modelled")]
-    of_known = score.num_rows - len(score.unmapped) + len(known)
-    if of_known:
-        share = 1 - len(known) / of_known
-        lines.append(f"| rows of known frameworks with a plan, of {of_known} | {100 * share:.0f} % | 80 % |")
-    return "\n".join(lines)
-
-
 def _by_source(score: MemoryScore) -> str:
     lines = [
         "## By source and kind of memory",
         "",
-        "| source | kind | role | rows | median | p90 | bias | inside |",
-        "|---|---|---|---|---|---|---|---|",
+        "`by` says whose word it is: the product's alone, or with what ran beside it described.",
+        "",
+        "| source | kind | role | by | rows | median | p90 | bias | under | over | inside |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, what), rows in score.groups.items():
         for role in ("calibration", "judge"):
             some = [row for row in rows if (row.mapped.row.get("role") or "judge") == role]
-            if some:
-                lines.append(f"| {name} | {what} | {role} | {_figures(some)} |")
+            lines += [f"| {name} | {what} | {role} | {figures}" for figures in _both(some)]
     return "\n".join(lines)
+
+
+def _both(rows: list[Scored]) -> list[str]:
+    """The cells of ``rows`` by the product alone and, where that differs, as described."""
+    if not rows:
+        return []
+    found = [f"alone | {_figures([row.by_product for row in rows])} |"]
+    if any(row.is_described for row in rows):
+        found.append(f"described | {_figures(rows)} |")
+    return found
 
 
 def _figures(rows: list[Scored]) -> str:
     errors = absolute(rows)
     bias = median(row.error for row in rows)
     inside = sum(row.inside for row in rows) / len(rows)
+    # A point without a band holds nothing.
+    has_bands = any(row.predicted.low < row.predicted.high for row in rows)
+    under, over = sum(row.error < 0 for row in rows), sum(row.error > 0 for row in rows)
     return (
         f"{len(rows)} | {100 * median(errors):.1f} % | {100 * percentile(errors, 0.9):.1f} % | "
-        f"{100 * bias:+.1f} % | {100 * inside:.0f} %"
+        f"{100 * bias:+.1f} % | {under} | {over} | " + (f"{100 * inside:.0f} %" if has_bands else "–")
     )
 
 
@@ -127,10 +122,11 @@ def _by_framework(score: MemoryScore) -> str:
     lines = [
         "## By framework",
         "",
-        "| framework | method | rows | median | p90 | bias | inside |",
-        "|---|---|---|---|---|---|---|",
+        "| framework | method | by | rows | median | p90 | bias | under | over | inside |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {name} | {_figures(rows)} |" for name, rows in sorted(groups.items())]
+    for name, rows in sorted(groups.items()):
+        lines += [f"| {name} | {figures}" for figures in _both(rows)]
     return "\n".join(lines)
 
 
@@ -169,8 +165,10 @@ def _worst(score: MemoryScore) -> str:
     lines = [
         "## The worst rows of each source",
         "",
-        "| row | what | measured | predicted | band | error | largest components | why |",
-        "|---|---|---|---|---|---|---|---|",
+        "As described; `alone` is the error of `plan.memory()` and nothing else.",
+        "",
+        "| row | what | measured | predicted | band | error | alone | largest components | why |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for rows in sorted(score.groups.values(), key=lambda rows: -absolute(rows)[-1]):
         for row in sorted(rows, key=lambda row: -abs(row.error))[:5]:
@@ -178,7 +176,8 @@ def _worst(score: MemoryScore) -> str:
             lines.append(
                 f"| {row.mapped.row.get('id')} | {_what(row)} | {gib(row.measured)} | "
                 f"{gib(row.predicted.point)} | {band if row.predicted.low < row.predicted.high else ''} | "
-                f"{100 * row.error:+.1f} % | {_largest(row)} | {reason(row)} |"
+                f"{100 * row.error:+.1f} % | {100 * row.by_product.error:+.1f} % | {_largest(row)} | "
+                f"{reason(row)} |"
             )
     return "\n".join(lines)
 
@@ -198,21 +197,26 @@ def _largest(row: Scored) -> str:
 
 
 def _fits(score: MemoryScore) -> str:
-    wrong = [fit for fit in score.fits if fit.ran != fit.predicted]
+    wrong = [fit for fit in score.fits if fit.ran != fit.predicted or fit.ran != fit.alone]
     if not wrong:
         return ""
     lines = [
         "## Fits or not, wrong",
         "",
-        "| row | source | ran | predicted peak | usable |",
-        "|---|---|---|---|---|",
+        "| row | source | ran | by | predicted peak | usable |",
+        "|---|---|---|---|---|---|",
     ]
     for fit in wrong:
-        report = fit.mapped.plan.memory()
-        lines.append(
-            f"| {fit.mapped.row.get('id')} | {source(fit.mapped.row)} | {'yes' if fit.ran else 'no'} | "
-            f"{gib(report.peak_bytes)} | {gib(report.usable_bytes)} |"
-        )
+        reports = {"alone": (fit.mapped.plan.memory(), fit.alone)}
+        if is_described(fit.mapped):
+            reports["described"] = (predicted(fit.mapped)[0], fit.predicted)
+        row, ran = fit.mapped.row, "yes" if fit.ran else "no"
+        lines += [
+            f"| {row.get('id')} | {source(row)} | {ran} | {by} | {gib(report.peak_bytes)} | "
+            f"{gib(report.usable_bytes)} |"
+            for by, (report, said) in reports.items()
+            if said != fit.ran
+        ]
     return "\n".join(lines)
 
 
