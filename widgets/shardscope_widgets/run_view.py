@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from shardscope_widgets.theme import RANK_COLOURS
 
 POLL_SECONDS = 0.25
 LOG_BYTES = 16 * 1024
+PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
+"""What torch's profiler prints of itself between a task's lines, and no setting silences but with its errors."""
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
@@ -177,7 +180,7 @@ class RunView(widgets.VBox):
         run = self.run
         if run is None:
             return
-        text = run.logs(self.rank.value or 0, LOG_BYTES)
+        text = PROFILER_TALK.sub("", run.logs(self.rank.value or 0, LOG_BYTES))
         nothing = "nothing printed" if self.status in ENDED else "nothing printed yet"
         self.log_text.value = (
             f"<pre class='ss-log' tabindex='0' aria-label='log of rank {self.rank.value}'>"
