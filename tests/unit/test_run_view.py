@@ -94,7 +94,7 @@ def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
     run = FakeRun([])
     view = RunView(run)
     run.text = (
-        "step 1\nUSDT:2026-11-21 SyncActivityProfilerHandler.cpp:52] profiler_start\nstep 2\nERROR: kept"
+        "step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept"
     )
     assert until(lambda: "step 2" in view.log_text.value)
     assert "step 1\nstep 2\nERROR: kept" in view.log_text.value

@@ -22,7 +22,7 @@ from shardscope_widgets.theme import RANK_COLOURS
 POLL_SECONDS = 0.25
 LOG_BYTES = 16 * 1024
 PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
-"""What torch's profiler prints of itself between a task's lines, and no setting silences but with its errors."""
+"""What torch's profiler prints of itself; no setting silences that but with its errors."""
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
