@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,12 +18,13 @@ import pytest
 import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 
+import shardscope as ss
 from shardscope import Architecture, Plan
 from shardscope.runs import launch as launch_module
 from shardscope.runs.launch import launch
 from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
-from shardscope.validation import refuse
+from shardscope.validation import FieldError, refuse
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -250,8 +252,13 @@ def test_what_is_no_folder(folder: Any, plan: Any) -> None:
 def test_several_machines_and_absent_gpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this machine only"):
         launch(make_plan(4, "2x2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
-    with pytest.raises(ValueError, match=r"what is here: "):
+    with pytest.raises(FieldError, match=r"what is here: ") as caught:
         launch(make_plan(2, "2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
+    found = re.fullmatch(r'cluster=Cluster\.parse\("(.+)"\)', caught.value.fix)
+    assert found
+    ranks = ss.Cluster.parse(found[1])
+    assert ranks.gpu.name == ss.Cluster.detect().gpu.name
+    assert ranks.num_gpus <= 2
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x" * 101, "a\nb", 7])

@@ -112,6 +112,9 @@ def test_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) 
     assert run.metrics() == [] and run.logs(0) == "" and list(run.memory()) == [] and run.what_it_was() == {}
     run.stop()
     assert run.wait(1) == "lost"
+    for timeout in ("x", float("nan"), -1, True, [1]):
+        with pytest.raises(ValueError, match=r"run\.wait timeout is .*; allowed: a number from 0 to"):
+            run.wait(timeout)  # type: ignore[arg-type]
 
 
 def test_attaching_to_what_is_no_run(tmp_path: Path) -> None:

@@ -88,8 +88,10 @@ def test_mappings_are_lazy_cached_ordered_and_read_only() -> None:
     ],
 )
 def test_a_misspelt_name_gets_its_nearest(mapping: Any, bad: str, near: str) -> None:
-    with pytest.raises(KeyError, match=re.escape(repr(near)).replace("'", ".")):
+    with pytest.raises(KeyError, match=re.escape(repr(near)).replace("'", ".")) as caught:
         mapping[bad]
+    known = caught.value.args[0].partition("known: ")[2].split(", ")
+    assert known == sorted(mapping), "in an order that a person can search"
 
 
 @pytest.mark.parametrize("bad", [None, 7, [], ("a",)])

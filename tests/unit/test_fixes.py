@@ -96,14 +96,12 @@ def with_fix(what: Asked, error: FieldError) -> Asked:
     """What a person would type who reads ``error``: "tp=4, seq_len=512", or another layout, or a value."""
     model, cluster, recipe, framework, layout = what
     call: Any = ast.parse(f"fix({error.fix})", mode="eval").body
-    changes = {item.arg: ast.literal_eval(item.value) for item in call.keywords}
-    for given_alone in call.args:
-        if isinstance(given_alone, ast.Call):
-            found = re.fullmatch(r"Layout\.(\w+)\(\)", ast.unparse(given_alone))
-            assert found
-            framework, layout = found[1], {}
-        else:
-            changes[error.field.partition(".")[2]] = ast.literal_eval(given_alone)
+    typed = {item.arg: item.value for item in call.keywords}
+    if other := typed.pop("layout", None):
+        framework, layout = ast.unparse(other).removeprefix("Layout.").removesuffix("()"), {}
+    changes = {name: ast.literal_eval(value) for name, value in typed.items()}
+    for value in call.args:
+        changes[error.field.partition(".")[2]] = ast.literal_eval(value)
     recipe = recipe | {name: value for name, value in changes.items() if name in OF_RECIPE}
     layout = layout | {name: value for name, value in changes.items() if name not in OF_RECIPE}
     return model, cluster, recipe, framework, layout

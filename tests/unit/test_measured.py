@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def test_a_cpu_rank_names_every_component_it_counted() -> None:
         "runtime": 396 * MIB,
     }
     assert sum(report.components.values()) == report.peak_bytes
+    assert re.fullmatch(r"<MemoryReport measured: peak [\d.]+ of [\d.]+ GiB in forward, fits>", repr(report))
     assert report.tensor_bytes == 20 * MIB
     assert report.at("rest")["parameters"] == 4 * MIB
     assert "step 2" in report.explain("logits")

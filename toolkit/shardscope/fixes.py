@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
@@ -89,22 +90,21 @@ def whole_fix(noun: Any, refusal: FieldError) -> str:
 
 
 def read_fix(refusal: FieldError) -> dict[str, Any] | None:
-    """What ``refusal.fix`` would change: field -> value, and "layout" -> the name of a factory.
+    """What ``refusal.fix`` would change: field -> value, and "layout" -> which of ``Layout``'s factories.
 
     A value alone ("8", "'adamw'") is one for the refused field. None for mere words.
     """
     changes: dict[str, Any] = {}
     try:
         call: Any = ast.parse(f"fix({refusal.fix})", mode="eval").body
-        for given in call.args:
-            if isinstance(given, ast.Call):
-                changes["layout"] = ast.unparse(given).removeprefix("Layout.").removesuffix("()")
-            else:
-                changes[_refused(refusal)[0]] = ast.literal_eval(given)
-        changes |= {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+        if call.args:
+            changes[_refused(refusal)[0]] = ast.literal_eval(call.args[0])
+        for given in call.keywords:
+            made = re.fullmatch(r"Layout\.(\w+)\(\)", ast.unparse(given.value))
+            changes[str(given.arg)] = made[1] if made else ast.literal_eval(given.value)
     except (SyntaxError, ValueError):
         return None
-    return changes if changes.get("layout", "a").isidentifier() else None
+    return changes
 
 
 class _Search:
@@ -178,7 +178,5 @@ def _refused(refusal: FieldError) -> list[str]:
 
 
 def _in_words(changes: Mapping[str, Any]) -> str:
-    said = [
-        f"Layout.{value}()" if name == "layout" else f"{name}={value!r}" for name, value in changes.items()
-    ]
-    return ", ".join(said)
+    values = {name: f"Layout.{to}()" if name == "layout" else repr(to) for name, to in changes.items()}
+    return ", ".join(f"{name}={value}" for name, value in values.items())

@@ -61,7 +61,7 @@ def _refuse_unsupported(plan: Plan, field: str, value: Any) -> None:
     open_field = field in ("kernels", "attention", "loss", "quantization")
     allowed = ", ".join(map(repr, (None, *values) if open_field else values))
     if field == "method":
-        fix = "Layout.fsdp2()"
+        fix = "layout=Layout.fsdp2()"
     elif open_field:
         fix = f"{field}=None"
     else:

@@ -35,7 +35,7 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
             close = nearest(name, list(known))
             raise KeyError(
                 f"no {self._kind[:-1]} {name!r} in the catalogue; nearest: {close!r}; "
-                f"known: {', '.join(known)}"
+                f"known: {', '.join(sorted(known))}"
             )
         return _cpu() if self._kind == "gpus" and name == "cpu" else self._build(name)  # type: ignore[return-value]
 

@@ -106,7 +106,7 @@ def _check_machine(plan: Plan) -> str:
             "a plan for one node",
         )
     if cluster.gpu.name == "cpu":
-        most = max(16, 4 * num_cores())
+        most = _most_cpu_ranks()
         if world_size > most:
             refuse(
                 "plan.world_size", world_size, f"1 to {most} CPU ranks on {num_cores()} cores here", f"{most}"
@@ -117,8 +117,12 @@ def _check_machine(plan: Plan) -> str:
     here = Cluster.detect()
     shown = f"{here.gpus_per_node}x{here.gpu.name}"
     if here.gpu.name != cluster.gpu.name:
-        fix = f'Cluster.parse("{shown}")' if here.gpu.name != "cpu" else f'Cluster.parse("{world_size}xcpu")'
-        refuse("plan.cluster.gpu", cluster.gpu.name, f"what is here: {shown}", f"rehearse with {fix}")
+        if here.gpu.name == "cpu":
+            most, allowed = _most_cpu_ranks(), "what is here: no GPU, and CPU ranks"
+        else:
+            most, allowed = here.gpus_per_node, f"what is here: {shown}"
+        fix = f'cluster=Cluster.parse("{min(world_size, most)}x{here.gpu.name}")'
+        refuse("plan.cluster.gpu", cluster.gpu.name, allowed, fix)
     if world_size > here.gpus_per_node:
         refuse(
             "plan.world_size",
@@ -127,6 +131,11 @@ def _check_machine(plan: Plan) -> str:
             f"{here.gpus_per_node}",
         )
     return "cuda"
+
+
+def _most_cpu_ranks() -> int:
+    """Ranks that share cores still end; far more of them would not within a person's patience."""
+    return max(16, 4 * num_cores())
 
 
 def _checked_name(name: str | None) -> str | None:

@@ -63,7 +63,8 @@ class MeasuredMoment(Moment):
         return MappingProxyType({str(name): term.num_bytes for name, term in self.terms.items()})
 
 
-@dataclass(frozen=True, kw_only=True)
+# Without repr=False, dataclass would put one of its own, functions and all, before the base's.
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MeasuredMemory(MemoryReport):
     """A run's own memory. Iterating over it gives each rank's latest numbers, as ranks logged them."""
 

@@ -29,6 +29,8 @@ WAIT_SECONDS = 0.05
 LONG_WAIT_SECONDS = 0.2
 """Between looks once a wait is longer than ``PATIENT_AFTER_SECONDS``: ranks may need the core."""
 PATIENT_AFTER_SECONDS = 3.0
+MAX_WAIT_SECONDS = 1e9
+"""Some thirty years."""
 START_GRACE_SECONDS = 30.0
 """How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
@@ -196,7 +198,10 @@ class Run:
             raise unwritable(self.folder, error) from error
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait for the end, or ``timeout`` seconds; the status then. An interrupt ends only the wait."""
+        """Wait for the end, or ``timeout`` seconds; the status then. An interrupt ends only the wait.
+
+        Raises ``ValueError`` for a ``timeout`` that is no number of seconds; None: as long as it takes.
+        """
         for seconds in _looks(timeout):
             if self.status in FINAL:
                 break
@@ -266,6 +271,8 @@ class Run:
 
 def _looks(timeout: float | None) -> Iterator[float]:
     """Seconds to sleep between one look at a run and the next, until ``timeout`` seconds are over."""
+    if timeout is not None:
+        real_number("run.wait timeout", timeout, low=0, high=MAX_WAIT_SECONDS)
     start = time.monotonic()
     while timeout is None or time.monotonic() - start < timeout:
         yield WAIT_SECONDS if time.monotonic() - start < PATIENT_AFTER_SECONDS else LONG_WAIT_SECONDS
