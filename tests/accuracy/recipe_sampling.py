@@ -2,7 +2,8 @@
 
 Small in depth and width, so that a plan is rehearsed in seconds. Each plan has at least one of the choices,
 and what a layout refuses together is drawn again. ``python -m tests.accuracy.recipe_sampling --make N``
-rehearses the first N of each and stores them (:mod:`rehearsing`) in ``<framework>-recipes.jsonl``.
+rehearses the first N of each and stores them (:mod:`rehearsing`) in ``<framework>-recipes.jsonl``
+or, of the other seed, ``<framework>-recipes-held-out.jsonl``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from shardscope.layout import Layout
 from shardscope.plan import Plan
 from shardscope.recipe import Recipe
 
-SEED = 20_261_121
+SEEDS = {"recipes": 20_261_121, "recipes-held-out": 20_261_122}
+"""Of two samples: the second was drawn once formulas had been mended by the first."""
 FRAMEWORKS = ("ddp", "fsdp2")
 MAX_PARAMETERS = 1_500_000_000
 OPTIMIZERS = ("adamw_foreach", "adamw_8bit", "adafactor", "lion", "muon")
@@ -97,9 +99,9 @@ def plans(framework: str, seed: int, count: int) -> list[Plan]:
     return found
 
 
-def stored_file(framework: str) -> Path:
-    """Where their rehearsals are."""
-    return STORED / f"{framework}-recipes.jsonl"
+def stored_file(framework: str, sample: str = "recipes") -> Path:
+    """Where the rehearsals of one of the ``SEEDS`` are."""
+    return STORED / f"{framework}-{sample}.jsonl"
 
 
 def main() -> None:
@@ -107,11 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy.recipe_sampling", description=__doc__)
     parser.add_argument("--make", type=int, default=0, metavar="N", help="rehearse the first N of each")
     parser.add_argument("--framework", nargs="+", default=FRAMEWORKS, choices=FRAMEWORKS)
+    parser.add_argument("--sample", default="recipes", choices=sorted(SEEDS))
     chosen = parser.parse_args()
+    seed = SEEDS[chosen.sample]
     for framework in chosen.framework:
+        file = stored_file(framework, chosen.sample)
         if chosen.make:
-            store(framework, plans(framework, SEED, chosen.make), stored_file(framework), SEED)
-        show(framework, [stored_file(framework)])
+            store(framework, plans(framework, seed, chosen.make), file, seed)
+        show(framework, [file] if file.exists() else [])
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from shardscope.memory.modules.attention import (
     widths,
 )
 from shardscope.memory.modules.experts import expert_tensors
+from shardscope.memory.modules.layer_weights import layer_weights
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
 from shardscope.memory.modules.selective import held_by_products
 from shardscope.memory.precision import FP32, HALF
-from shardscope.memory.stages import rank_shapes
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
@@ -50,53 +50,6 @@ class Instant(NamedTuple):
     """Of ``done``, those that autocast copies: all but routed experts."""
     whole: int = 0
     """Weights of the matrix whose product goes backward, which a base in few bits makes whole for it."""
-
-
-class Weights(NamedTuple):
-    """Numbers of one layer's matrices on one rank, in the groups in which they get gradients."""
-
-    down: int
-    up: int
-    """The largest of those that read the feed-forward's input."""
-    feed_forward: int
-    """All of the feed-forward, its norm included."""
-    output: int
-    query: int
-    """The largest of those that read attention's input."""
-    everything: int
-    expert_down: int
-    expert_up: int
-
-
-@lru_cache(maxsize=4096)
-def layer_weights(arch: Architecture, moe: bool, tp: int) -> Weights:
-    """What :class:`Weights` names, of one layer after tp."""
-    names = names_of(arch)
-    shapes = rank_shapes(arch, moe, tp, 1)
-
-    def numbers(*groups: str) -> int:
-        return sum(s.copies * s.rows * s.columns for s in shapes if s.group in groups)
-
-    def of(module: str, group: str) -> int:
-        found = [s.copies * s.rows * s.columns for s in shapes if s.group == group and f".{module}" in s.name]
-        return max(found, default=0)
-
-    feed_forward = numbers("mlp", "experts", "shared_experts", "router")
-    own = "shared_experts" if moe else "mlp"
-    inputs = [s.rows * s.columns for s in shapes if s.group == own and f".{names.down}." not in s.name]
-    attention = [
-        s.rows * s.columns for s in shapes if s.group == "attention" and f".{names.output}." not in s.name
-    ]
-    return Weights(
-        down=of(f"{names.down}.", own),
-        up=max(inputs, default=0),
-        feed_forward=feed_forward,
-        output=of(f"{names.output}.", "attention"),
-        query=max(attention, default=0),
-        everything=sum(s.copies * s.rows * s.columns for s in shapes),
-        expert_down=of("down_proj", "experts"),
-        expert_up=of("gate_up_proj", "experts"),
-    )
 
 
 class _Cut(NamedTuple):
@@ -140,7 +93,7 @@ def layer_instants(
         kept = 0
     kept += held_by_products(arch, moe, modules, recompute)
     beside = kept_apart(arch, moe, modules, recompute, stream)
-    layer = _Layer(arch, moe, modules, parts, everything)
+    layer = _Layer(arch, moe, modules, parts, everything, away=recompute == "offload" and modules.on_gpu)
     forward = layer.forward()
     backward = layer.backward()
     if recompute in ("full", "selective"):
@@ -149,6 +102,8 @@ def layer_instants(
         waiting = layer.waiting_for_recomputation()
         backward.append(Instant(stream + beside + forward + waiting, whole=0 if moe else layer.weights.up))
         forward = kept + layer.in_passing()
+    elif layer.away:
+        forward = layer.in_passing()
     else:
         forward = max(forward, layer.product_of_few_bits())
     return LayerInstants(max(kept, forward), tuple(backward))
@@ -157,8 +112,19 @@ def layer_instants(
 class _Layer:
     """One layer's tensors, in the groups in which backward lets go of them."""
 
-    def __init__(self, arch: Architecture, moe: bool, modules: Modules, parts: _Cut, everything: int) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        moe: bool,
+        modules: Modules,
+        parts: _Cut,
+        everything: int,
+        *,
+        away: bool = False,
+    ) -> None:
         self.arch, self.moe, self.modules, self.parts = arch, moe, modules, parts
+        self.away = away
+        """What is saved waits on the host, and comes back operator by operator (training/recompute.py)."""
         self.everything = everything
         c, hidden = modules.compute, arch.hidden_size
         self.stream = ceil_div(hidden * modules.stream, parts.sequence)
@@ -187,6 +153,10 @@ class _Layer:
         self.output = ceil_div(width.output * c, parts.tp)
         self.query = ceil_div(width.inputs * c, parts.tp)
 
+    def _here(self, left: int, needed: int) -> int:
+        """What is left of all that the layer saved, or what the operator in hand asks back of it."""
+        return needed if self.away else left
+
     def _inner(self) -> int:
         tensors = saved_tensors(self.arch, self.moe, self.modules)
         return sum(tensor.bytes_per_token for tensor in tensors if tensor.operator == "mlp")
@@ -204,7 +174,8 @@ class _Layer:
         adapted = names.down in (self.modules.targets or ())
         if not self.modules.quantized or self.moe or adapted:
             return 0
-        return ceil_div(self.arch.intermediate_size * self.modules.compute, self.parts.tp)
+        waiting: int = ceil_div(self.arch.intermediate_size * self.modules.compute, self.parts.tp)
+        return waiting
 
     def product_of_few_bits(self) -> int:
         """In the feed-forward's last product over a base in few bits, beside the matrix made whole.
@@ -267,20 +238,19 @@ class _Layer:
         left = self.everything - self.behind
         found = self._experts(left) if self.moe else self._feed_forward(left)
         left -= self.mlp
-        found.append(self._at(left + self.stream + self.norm, weights.feed_forward))
+        here = self._here(left, self.own_norm)
+        found.append(self._at(here + self.stream + self.norm, weights.feed_forward))
         left -= self.own_norm
         if self.behind:
             left -= self.own_norm
         before_core = weights.feed_forward + weights.output
-        found.append(
-            self._at(
-                left + self.stream + self.cast + self.output, before_core, weights.output, weights.output
-            )
-        )
-        found.append(self._at(left + self.stream + self._core(), before_core))
-        held = self.own_norm + self.stream
-        found.append(self._at(held + self.query, weights.everything, weights.query, weights.query))
-        found.append(self._at(held + self.norm, weights.everything))
+        held = self._here(left, self.output) + self.stream + self.cast + self.output
+        found.append(self._at(held, before_core, weights.output, weights.output))
+        held = self._here(left, left - 2 * self.own_norm) + self.stream
+        found.append(self._at(held + self._core(), before_core))
+        held = self._here(self.own_norm, self.row) + self.stream + self.query
+        found.append(self._at(held, weights.everything, weights.query, weights.query))
+        found.append(self._at(self.own_norm + self.stream + self.norm, weights.everything))
         return found
 
     def _at(self, held: int, done: int, making: int = 0, whole: int = 0) -> Instant:
@@ -300,16 +270,20 @@ class _Layer:
         )
         # Where there are biases, one operator makes all three gradients and only then lets go of its input.
         at_once = weights.down if arch.mlp_bias else 0
+        whole = self._here(left, product) + self.stream + self.cast + inner
+        gone = self._here(left - product, 0) + self.stream + self.cast + inner
+        # Of the product's own gradient the saved product has made room.
+        parted = self._here(left, self.mlp - inner if arch.gated_mlp else self.mlp) + self.stream + taken
         found = [
-            self._at(left + self.stream + self.cast + inner, weights.down, at_once, weights.down),
-            self._at(left - product + self.stream + self.cast + inner, weights.down, weights.down),
-            self._at(left + self.stream + taken, weights.down),
+            self._at(whole, weights.down, at_once, weights.down),
+            self._at(gone, weights.down, weights.down),
+            self._at(parted, weights.down),
         ]
         if arch.gated_mlp and modules.kernels != "liger":
-            held = left - product - 2 * inner + self.stream + inner + self.row
+            held = self._here(left - product - 2 * inner, self.row + inner) + self.stream + inner + self.row
             found.append(self._at(held, weights.down + weights.up, weights.up, weights.up))
         elif not arch.gated_mlp:
-            held = left - self.mlp + self.stream + inner + 2 * self.row
+            held = self._here(left - self.mlp, 0) + self.stream + inner + 2 * self.row
             found.append(self._at(held, weights.feed_forward, weights.up, weights.up))
         return found
 
@@ -317,6 +291,7 @@ class _Layer:
         arch, modules, weights = self.arch, self.modules, self.weights
         experts = arch.mixture_of_experts
         assert experts is not None
+        left = self._here(left, self.mlp)
         c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
         # Grouped products are not autocast: they run in the weights' own fp32.
         width = FP32 if modules.autocast else c
