@@ -48,6 +48,22 @@ def test_predictions_agree_with_samples_over_the_whole_space(framework: str, sam
     assert abs(worst.error) <= WORST[framework], in_words(worst)
 
 
+ZERO_HELD_OUT = {1: 0.9, 2: 0.93}
+"""Shares of ZeRO's samples within 1 % that are reached. Of the second, 25 of 30 plans were as close, and 28
+within 3 %, before any formula had met it."""
+
+
+@pytest.mark.parametrize("sample", ZERO_HELD_OUT)
+def test_predictions_agree_with_zero_s_samples_over_the_whole_space(sample: int) -> None:
+    rows, refused = read_rehearsals([stored_file("deepspeed", wide=sample)])
+    assert not refused and len(rows) >= 25
+    assert len({row.plan.architecture.model_type for row in rows}) >= 12
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert abs(worst.error) <= 0.03, in_words(worst)
+    close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
+    assert close >= ZERO_HELD_OUT[sample], close
+
+
 @pytest.mark.parametrize("framework", MODULES)
 def test_what_is_held_between_steps_is_exact(framework: str) -> None:
     """Shards with their padding, moments, whole replicas: no estimate; tables and counters are a megabyte."""

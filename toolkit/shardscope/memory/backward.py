@@ -84,6 +84,10 @@ class FullestLayer(NamedTuple):
     """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
     earlier: int
     """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
+    recomputed: int
+    """Of these, what its forward makes again; 0 if it is none of those that are recomputed."""
+    again: int
+    """What those make that are."""
 
 
 class PeakTerms(NamedTuple):

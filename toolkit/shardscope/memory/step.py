@@ -126,6 +126,8 @@ class StageStep:
             ),
             later=inside(own.later),
             earlier=inside(own.earlier),
+            recomputed=tokens * layer.recomputed,
+            again=tokens * largest(*(kind.each.recomputed for kind in self.kinds)),
         )
 
     def _gathered(self, stream: Any, recomputed: Any) -> Any:

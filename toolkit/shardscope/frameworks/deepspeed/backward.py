@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.memory.activations import modules_of, unsaved_at_start
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
-from shardscope.memory.backward import Peak, PeakTerms, layer_backward, places
+from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.precision import FP32
@@ -47,6 +47,8 @@ class Sizes(NamedTuple):
     """Whether a layer is fullest in attention, whose scores are tensors, and not in its feed-forward."""
     has_scores: bool
     """Whether attention's scores are tensors at all."""
+    interval: int
+    """Of layers so many there is one that is recomputed; 1: all or none."""
 
 
 def sizes_of(plan: Plan, stage: Stage) -> Sizes:
@@ -82,6 +84,7 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         num_layers=stage.num_layers,
         in_scores=in_scores,
         has_scores=scores_per_token(arch, modules) > 0,
+        interval=plan.recipe.recompute_interval if recomputes else 1,
         unsaved=recomputes
         * tokens
         * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
@@ -166,13 +169,20 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         Peak(0.34, sum(full), kept.forward, kept.before, at_end, shape.logits),
         peak(0.345, full, _SAVED, c.head.peak, already, at_head),
         peak(0.347, full, _SAVED, c.head.peak, at_first),
-        peak(0.35, (*full, shape.norm), _IN_NORM, c.head.base, at_first),
+        peak(0.35, (*full, shape.norm), _IN_NORM, c.head.base, kept.bucket if kept.trains_all else at_first),
     ]
-    one = shape.find_fullest()
-    has_experts = one.later != one.inside
-    for done, layer in zip(places(num_layers - 1), c.layers, strict=False):
+    fullest = shape.find_fullest()
+    has_experts = fullest.later != fullest.inside
+    met = list(zip(places(num_layers - 1), c.layers, strict=False))
+    if sizes.interval > 2:
+        # The first that is recomputed may be neither of the first two.
+        met.append(((num_layers - 1) % sizes.interval, c.layers[1]))
+    for done, layer in met:
         fraction = 0.36 + 0.6 * done / num_layers
-        saved, is_last = _left(shape.layers, one.saved, num_layers, done), done == num_layers - 1
+        one, saved = fullest, _left(shape.layers, fullest.saved, num_layers, done)
+        if sizes.interval > 1:
+            one, saved = _between(fullest, shape, num_layers - 1 - done, sizes.interval)
+        is_last = done == num_layers - 1
         # The bucket comes with the first gradient, mostly of adapters after the last layer's feed-forward.
         comes = kept.trains_all or sizes.adapts_down
         allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
@@ -207,6 +217,21 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     if kept.gathers:
         found.append(_gathering(c, shape, half, num_layers, peak))
     return found
+
+
+def _between(fullest: FullestLayer, shape: Backward, index: Any, interval: int) -> tuple[FullestLayer, Any]:
+    """The layer at ``index`` where some are recomputed and others not, and what it and those before saved."""
+    order = shape.find_order()
+    before, with_it = (order.sum_before(at, "saved") for at in (index, index + 1))
+    others = shape.layers - order.sum_before(order.num_layers, "saved")
+    change = (index % interval == 0) * fullest.again - fullest.recomputed
+    one = fullest._replace(
+        saved=with_it - before,
+        inside=fullest.inside + change,
+        later=fullest.later + change,
+        earlier=fullest.earlier + change,
+    )
+    return one, others + with_it
 
 
 def _counted(num_bytes: int, half: int, what: str) -> Term:

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardscope.fixes import checked
-from shardscope.fixes import checked
 from shardscope.layout import (
     Degrees,
     Layout,
@@ -55,7 +54,6 @@ def largest_tensor(architecture: Architecture) -> int:
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
 
-@checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ZeroLayout(Layout):

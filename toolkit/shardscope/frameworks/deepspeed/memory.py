@@ -141,6 +141,9 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     # Where both do not fit, DeepSpeed flattens on the host.
     both = half * (c.flat + c.trained)
     flattening = where(both + n.frozen > plan.cluster.usable_bytes_per_gpu, half * c.flat, both)
+    arch = plan.architecture
+    tied = arch.tie_word_embeddings & stage.is_first & stage.is_last
+    untied = half * tied * arch.vocab_size * arch.hidden_size
     update = largest(
         FP64 * c.experts_piece,
         working(half, c.part, c.piece),
@@ -195,8 +198,11 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         ),
         initialisation={
             "parameters": Term(
-                flattening + n.frozen,
-                lambda: "weights, and the flat buffer they are copied to if there is room",
+                largest(flattening + n.frozen, n.frozen + untied),
+                lambda: (
+                    "weights, and the flat buffer they are copied to if there is room; or, before, a head "
+                    "that is not yet tied to the embedding"
+                ),
             ),
         },
         group_sizes=group_sizes(plan),
