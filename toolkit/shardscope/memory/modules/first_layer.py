@@ -27,6 +27,9 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     other_modules = modules.kernels != "transformers"
     if modules.trained or other_modules or arch.model_type == "olmo2":  # whose norms come behind
         return ()
+    if modules.adapter_dropout:
+        undropped = modules._replace(adapter_dropout=False)
+        return (*unsaved_in_first_layer(arch, undropped), *_masks(arch, modules))
     if modules.int8_base:
         plain = modules._replace(int8_base=False)
         return (*unsaved_in_first_layer(arch, plain), *_inputs_of_int8(arch, modules))
@@ -44,6 +47,16 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
             inner += modules.stream - modules.compute
         unsaved.append(Saved("mlp", inner * arch.intermediate_size, "tp"))
     return tuple(unsaved)
+
+
+def _masks(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Of dropout before adapters, where what is dropped has no gradient; over int8 in fp32 its input too."""
+    adapted = len(set(attention_inputs(arch)).intersection(modules.targets or ()))
+    mask = 1 if modules.on_gpu else FP32 if modules.autocast or modules.int8_base else modules.compute
+    masks = adapted * arch.hidden_size * mask
+    if adapted and modules.int8_base and modules.compute == FP32:
+        masks += arch.hidden_size * FP32
+    return [Saved("attention", masks, "sequence")]
 
 
 def _inputs_of_int8(arch: Architecture, modules: Modules) -> list[Saved]:

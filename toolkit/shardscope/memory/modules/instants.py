@@ -325,7 +325,8 @@ class _Layer:
         c, width = modules.compute, widths(arch)
         each = arch.num_attention_heads * modules.seq_len
         if scores_per_token(arch, modules):
-            scores = each * 2 * FP32
+            # Dropped probabilities have gone once theirs is there, and make room for the softmax's.
+            scores = each * (1 if modules.dropout else 2) * FP32
             if is_eager(arch, modules):
                 scores = scores_in_backward(arch, modules, each)
             # By then the values and the projection's input are gone, and the values' gradient is there.
