@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning import LLAMA, plans
+from tests.needs import needs_installed
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
@@ -335,9 +335,7 @@ def test_stored_rehearsals_are_predicted(name: str) -> None:
     assert within[0.01] >= close and within[0.03] >= near, within
 
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
-)
+needs_deepspeed = needs_installed("deepspeed")
 
 
 @needs_deepspeed
@@ -387,3 +385,38 @@ def test_explanations_say_what_deepspeed_calls_it(stage: int, recompute: str) ->
     for moment in report.worst_stage.moments:
         for term in moment.terms.values():
             assert term.explain()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("stage", "recipe"),
+    [
+        (0, {"optimizer": "lion"}),
+        (1, {"optimizer": "adafactor"}),
+        (2, {"optimizer": "adamw_8bit"}),
+        (3, {"optimizer": "lion"}),
+        (3, {"optimizer": "adamw_8bit"}),
+        (2, {"loss": "chunked"}),
+        (1, {"recompute": "offload"}),
+    ],
+)
+def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: dict[str, Any]) -> None:
+    from shardscope.frameworks.deepspeed.rehearse import rehearse
+    from shardscope.rehearsal.result import TENSOR_COMPONENTS
+
+    if recipe.get("optimizer") == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    plan = zero(stage, arch=ss.Architecture.of_size("350m"), seq_len=512, **recipe)
+    predicted = plan.memory()
+    (played,) = rehearse(plan, lambda words, fraction: None)
+    held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)
+    assert held == pytest.approx(played.peak.num_bytes, rel=2e-3)
+    assert played.host_bytes == pytest.approx(predicted.host_bytes, rel=0.01)
+
+
+@needs_deepspeed
+def test_a_chunked_loss_needs_a_head_that_is_there() -> None:
+    from shardscope.frameworks.deepspeed.rehearse import check_plan
+
+    with pytest.raises(FieldError, match=r"Recipe\.loss.*gathers a weight when its own module runs"):
+        check_plan(zero(3, loss="chunked"))

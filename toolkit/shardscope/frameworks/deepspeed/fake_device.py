@@ -68,9 +68,11 @@ class FakeDevice:
         coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
         self._patch(coordinator, "assert_ints_same_as_other_ranks", _agreed)
         adam = importlib.import_module("deepspeed.ops.adam.fused_adam")
-        self._patch(adam, "FusedAdamBuilder", _InPlaceAdam)
+        self._patch(adam, "FusedAdamBuilder", _InPlace)
+        lion = importlib.import_module("deepspeed.ops.lion.fused_lion")
+        self._patch(lion, "FusedLionBuilder", _InPlace)
         cpu_adam = importlib.import_module("deepspeed.ops.adam.cpu_adam")
-        self._patch(cpu_adam, "CPUAdamBuilder", _InPlaceAdam)
+        self._patch(cpu_adam, "CPUAdamBuilder", _InPlace)
         # Fake tensors have no address; DeepSpeed checks that partitions begin at aligned ones.
         self._patch(importlib.import_module("torch._subclasses.fake_tensor").FakeTensor, "data_ptr", _aligned)
         # The model is made in its place; Module.to would swap every fake parameter for a copy.
@@ -151,11 +153,11 @@ def _accelerator(cpu: Any, name: str) -> Any:
     return FakeAccelerator()
 
 
-class _InPlaceAdam:
-    """In place of ``FusedAdamBuilder`` and ``CPUAdamBuilder``: both change weights and moments in place."""
+class _InPlace:
+    """In place of builders of fused and host optimizers: all change weights and moments in place."""
 
     def load(self) -> SimpleNamespace:
-        names = ("multi_tensor_adam", "create_adam", "adam_update", "destroy_adam")
+        names = ("multi_tensor_adam", "multi_tensor_lion", "create_adam", "adam_update", "destroy_adam")
         return SimpleNamespace(**dict.fromkeys(names, _nothing))
 
 

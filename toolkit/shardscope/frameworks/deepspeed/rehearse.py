@@ -21,10 +21,13 @@ from shardscope.frameworks.deepspeed.fake_files import FakeFiles, fake_files
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
+from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 from shardscope.training.lora import add_adapters
+from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
+from shardscope.training.optimizers import build_optimizer
 from shardscope.training.recompute import apply_recompute
 from shardscope.validation import one_of, refuse
 
@@ -69,7 +72,8 @@ def _moves_to_host(plan: Plan) -> bool:
     """Whether anything is offloaded; on CPU ranks the host's memory is the rank's own."""
     layout: Any = plan.layout
     places = {layout.offload_optimizer, layout.offload_params}
-    return "nvme" in places or bool(plan.on_gpu and "cpu" in places)
+    away = "cpu" in places or plan.recipe.recompute == "offload"
+    return "nvme" in places or bool(plan.on_gpu and away)
 
 
 _NOT_REHEARSED = {
@@ -96,12 +100,18 @@ def check_plan(plan: Plan) -> None:
             f"{', '.join(AUTOTP_FAMILIES)} with tp > 1: DeepSpeed's AutoTP takes no others' modules",
             "tp=1",
         )
-    one_of("Recipe.optimizer", plan.recipe.optimizer, ("adamw", "sgd"))
-    # The model's own forward computes the loss, from modules as the library makes them.
+    # FlashAttention's, Liger's and torch.compile's kernels are made for real tensors on a GPU.
     one_of("Recipe.kernels", plan.kernels, ("transformers",))
-    one_of("Recipe.loss", loss_in_force(plan), ("full",))
+    one_of("Recipe.loss", loss_in_force(plan), ("full", "chunked"))
     one_of("Recipe.attention", plan.recipe.attention, (None, "sdpa", "eager"))
-    one_of("Recipe.recompute", plan.recipe.recompute, ("none", "selective", "full"))
+    if loss_in_force(plan) == "chunked" and layout.stage == 3:
+        refuse(
+            "Recipe.loss",
+            "chunked",
+            "'full' in a rehearsal of stage 3, which gathers a weight when its own module runs: in a chunked "
+            "loss the head's does not",
+            "loss='full'",
+        )
 
 
 def _play(
@@ -121,8 +131,15 @@ def _play(
         model = _model(plan, deepspeed, config, tracker)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config["optimizer"] = _optimizer(plan)
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    client = None
+    if plan.recipe.optimizer in _CLIENTS:
+        with quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
+            client = build_optimizer(plan.recipe.optimizer, trained)
+    else:
+        config["optimizer"] = _optimizer(plan)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, model_parameters=trained, optimizer=client, config=config
+    )
     _label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     for step in range(NUM_STEPS):
@@ -152,8 +169,14 @@ def _play(
     return replace(stage, nvme_bytes=files.num_bytes)
 
 
+_CLIENTS = ("adamw_8bit", "adafactor")
+"""Optimizers that are no names to DeepSpeed: made outside, it runs them over its flat buffers."""
+
+
 def _optimizer(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's FusedAdam on a GPU, torch's own optimizers elsewhere and otherwise."""
+    """DeepSpeed's FusedAdam and FusedLion on a GPU, torch's own optimizers elsewhere and otherwise."""
+    if plan.recipe.optimizer == "lion":
+        return {"type": "Lion", "params": {"lr": 1e-4}}
     if plan.recipe.optimizer == "sgd":
         return {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}}
     if plan.on_gpu:
@@ -191,8 +214,16 @@ def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker)
     if plan.recipe.method != "full":
         model = add_adapters(model, plan.architecture, plan.recipe)
     apply_recompute(model, plan.recipe.recompute, plan.recipe.recompute_interval)
+    if loss_in_force(plan) == "chunked":
+        apply_chunked_loss(_inner(model))
     model.train()
     return model
+
+
+def _inner(model: Any) -> torch.nn.Module:
+    """transformers' model, of which peft's is a wrapper."""
+    found: torch.nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return found
 
 
 def _label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
