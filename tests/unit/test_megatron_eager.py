@@ -42,7 +42,8 @@ def test_torch_s_softmax_holds_fp32_and_a_mask_for_each_call(rows: int) -> None:
     assert half.forward >= 12 * SCORES + mask
     assert half.gradients + half.saved == 12 * SCORES + mask + OUTPUT
     assert full.saved == 4 * SCORES + mask
-    assert full.gradients + full.saved == 12 * SCORES + mask + 2 * OUTPUT
+    # Autograd's copies of a gradient that goes through a view.
+    assert full.gradients + full.saved == 16 * SCORES + mask + 2 * OUTPUT
     # The cast goes once dropout has made its own output of it.
     dropped = eager_attention(GPT, modules(dropout=0.1), 1, rows)
     assert dropped.saved == 7 * SCORES + mask

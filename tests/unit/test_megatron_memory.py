@@ -180,3 +180,34 @@ def test_full_recomputation_keeps_a_layer_s_input(arch: Any, tp: int) -> None:
     assert full.saved == 2 * arch.hidden_size // tp < none.saved
     # What was not kept comes back while the layer is played again.
     assert full.working >= none.saved + none.working - full.saved
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("arch", [LLAMA, LATENT, GPT], ids=lambda arch: arch.name)
+def test_context_parallelism_is_a_shorter_sequence(arch: Any, recompute: str) -> None:
+    """get_batch_on_this_cp_rank: a rank of cp 4 holds what it would of a fourth of each sequence; weights are
+    split over data-parallel and context-parallel ranks alike (dist_optimizer.md, "DP * CP")."""
+    recipe = {"recompute": recompute, "global_batch_size": 2}
+    long = plan(arch, "8xh100-sxm-80gb", {**recipe, "seq_len": 2048}, cp=4).memory().by_stage[0]
+    short = plan(arch, "2xh100-sxm-80gb", {**recipe, "seq_len": 512}).memory().by_stage[0]
+    for phase in ("forward", "backward"):
+        held = long.at(phase).components
+        assert held["activations"] == short.at(phase).components["activations"] > 0
+        assert held["logits"] == short.at(phase).components["logits"]
+    whole = plan(arch, "8xh100-sxm-80gb", {"global_batch_size": 8, "seq_len": 2048}).memory().by_stage[0]
+    assert long.at("rest").components["optimizer"] == whole.at("rest").components["optimizer"]
+
+
+def test_eager_attention_has_no_context_parallelism() -> None:
+    with pytest.raises(ValueError, match=r"Recipe\.attention .*cp=2"):
+        plan(LLAMA, recipe={"attention": "eager"}, cp=2)
+
+
+def test_the_gathered_sequence_shares_eager_attention_s_buffer() -> None:
+    """GlobalMemoryBuffer: one buffer by the name of "mpu" and the type, of the larger size."""
+
+    def buffers(**recipe: Any) -> int:
+        return plan(LLAMA, recipe=recipe, tp=2).memory().by_stage[0].at("rest").components["gather_buffers"]
+
+    scores = LLAMA.num_attention_heads // 2 * 4096**2
+    assert buffers(attention="eager") - buffers() == 2 * (scores - 4096 * LLAMA.hidden_size)

@@ -63,6 +63,9 @@ class _Stage:
         plain = where(takes_plain_softmax(modules, rows), rows, 0)
         batch = recipe.micro_batch_size
         self.cuts = Cuts(tp, sequence, layout.expert_tp, plan.degrees.ep, plain, batch, gradient_copies(plan))
+        # Context parallelism: each rank has 1/cp of every sequence in all operators, attention's keys and
+        # values among them (megatron/core/utils.py, get_batch_on_this_cp_rank). Those that travel between
+        # ranks are Transformer Engine's and not counted: they are there while the MLP's tensors are not.
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]

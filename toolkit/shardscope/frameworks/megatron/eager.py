@@ -70,7 +70,9 @@ def eager_attention(arch: Architecture, modules: Modules, tp: int, plain_rows: i
             copy + full + cast + mask,
             (full + mask + cast + dropped) if dropped else 0,
         )
-        softmax = 3 * full + mask + output
+        # Softmax keeps its output while it makes a gradient of one. In fp32 the mask goes into a view of the
+        # product, whose gradient autograd copies as a whole, as a slice and out of it (CopySlices).
+        softmax = (3 if cast else 4) * full + mask + output
     else:
         saved = product + dropped
         during, softmax = product + saved, 0

@@ -134,13 +134,22 @@ class MegatronLayout(Layout):
         return degrees
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
-        """What megatron-core 0.16 asserts of its distributed optimizer, and of experts with biases."""
+        """What megatron-core 0.16 asserts of its distributed optimizer, its own attention, and experts with
+        biases."""
         if recipe.optimizer != "adamw" and self.distributed_optimizer:
             refuse(
                 "Recipe.optimizer",
                 recipe.optimizer,
                 "'adamw' with distributed_optimizer=True (megatron-core's takes no other), 'sgd' without",
                 "optimizer='adamw'",
+            )
+        if recipe.attention == "eager" and degrees.cp > 1:
+            refuse(
+                "Recipe.attention",
+                "eager",
+                f"None or 'flash' with cp={degrees.cp} (megatron-core's own attention asserts cp=1: "
+                "dot_product_attention.py)",
+                "attention=None",
             )
         biases = architecture.attention_output_bias or architecture.mlp_bias
         if architecture.num_moe_layers and biases and self.expert_tp > 1:

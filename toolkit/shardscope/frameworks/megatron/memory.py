@@ -210,13 +210,17 @@ def _staging(plan: Plan, stage: Stage) -> Any:
         stage.is_last,
     )
     tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+    # What a product of all tokens reads: the stream, or latent attention's compressed queries or values.
+    latent = arch.latent_attention
+    ranks = (latent.q_lora_rank or 0, latent.kv_lora_rank) if latent else ()
+    widest = max((arch.hidden_size, *ranks))
     scores = 0
     if recipe.attention == "eager":
         # Queries times keys are added to a buffer that is never freed (dot_product_attention.py, "mpu").
-        length = ceil_div(recipe.seq_len, degrees.cp)
-        scores = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp) * length * length
+        rows = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp)
+        scores = rows * recipe.seq_len * recipe.seq_len
     # The gathered sequence is in that buffer too ("mpu" of the same type; core/utils.py, GlobalMemoryBuffer).
-    return dummies + largest(layout.splits_sequence * tokens * arch.hidden_size, scores)
+    return dummies + largest(layout.splits_sequence * tokens * widest, scores)
 
 
 @lru_cache(maxsize=4096)
