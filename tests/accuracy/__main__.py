@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
 from tests.accuracy.rows import OWN, ROOT, default_files, read
-from tests.accuracy.scoring import score_memory
+from tests.accuracy.scoring import MemoryScore, score_memory
 from tests.accuracy.writing import memory_report, own_report
 
 
@@ -33,12 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         parser.error(f"no such file: {', '.join(map(str, missing))}")
     score = score_memory(read(chosen.rows or default_files()))
-    sections: list[str] = []
-    if not chosen.rows:
-        sections.append(rehearsal_report(*read_rehearsals(stored_files())))
-        if OWN.is_file():
-            sections.append(own_report(score_memory(read([OWN]))))
-    report = memory_report(score, *sections)
+    report = memory_report(score) if chosen.rows else full_report(score)
     # Its last line is the kind's closing one.
     print(report, end="")
     target = chosen.write or (None if chosen.rows else ROOT / "docs" / "accuracy.md")
@@ -46,6 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
         target.parent.mkdir(exist_ok=True)
         target.write_text(report, encoding="utf-8")
     return 0
+
+
+def full_report(score: MemoryScore) -> str:
+    """docs/accuracy.md: published rows, stored rehearsals, and our own runs where there are any."""
+    sections = [rehearsal_report(*read_rehearsals(stored_files()))]
+    if OWN.is_file():
+        sections.append(own_report(score_memory(read([OWN]))))
+    return memory_report(score, *sections)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from tests.accuracy.layouts import Framework, framework, layout
 from tests.accuracy.machines import cluster
 from tests.accuracy.models import architecture
 from tests.accuracy.own_code import OwnCode, own_code
+from tests.accuracy.own_rows import planned
 from tests.accuracy.recipes import recipe
 from tests.accuracy.rows import Row, number
 from tests.accuracy.unmapped import UnmappedError
@@ -44,6 +45,9 @@ def mapped(row: Row) -> Mapped:
 
 
 def _mapped(row: Row) -> Mapped:
+    plan = planned(row)
+    if plan is not None:
+        return Mapped(row, plan, plan.layout.framework, (), ())
     check_not_contradicted(row)
     kind = framework(row)
     arch, about_model = architecture(row)

@@ -95,6 +95,15 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         "that these are no longer figures of unseen plans. Unseen, 76 % of FSDP2's were within 1 %, 90 % of "
         "DDP's, 68 % of ZeRO's and 90 % of Megatron's.",
         "",
+        "Not all of it is independent proof. Wherever a kernel has no CPU build, the rehearsal plays a "
+        "stand-in that allocates and saves what its source says: CUDA's fused attention and other operators "
+        "(`rehearsal/gpu_operators.py`), Transformer Engine's modules for Megatron "
+        "(`frameworks/megatron/fused_modules.py`), bitsandbytes' low bits (`rehearsal/low_bits.py`). The "
+        "formulas were written from the same reading by the same hands, so for what those kernels save, and "
+        "for what both leave out (which attention an older GPU takes, library workspaces, the allocator), "
+        "agreement shows that two programs share an opinion, not that a GPU does. What is independent is the "
+        "frameworks' own Python: sharding, buckets, gathers, hooks, the order of frees.",
+        "",
         "| sample | plans | within 1 % | within 3 % | median | worst | " + " | ".join(COMPONENTS) + " |",
         "|---" * (6 + len(COMPONENTS)) + "|",
     ]

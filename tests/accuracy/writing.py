@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import correlation, median
 
+from tests.accuracy.ablation import ablation_report
 from tests.accuracy.goals import alone_line, goals_report
 from tests.accuracy.kinds import kind
-from tests.accuracy.own_code import said_of
+from tests.accuracy.pairs import pairs_report
 from tests.accuracy.reasons import reason
 from tests.accuracy.rows import source
 from tests.accuracy.scoring import (
@@ -29,10 +30,14 @@ figures are held against tensors alone, `reserved` ones against tensors and what
 `nvidia-smi` ones against everything; `unknown` ones against tensors, with a band up to everything. Errors
 are predicted over measured less one; medians and p90 are of absolute errors, of the point also where there
 is a band. Megatron-Bridge's figures are taken as the decimal GB that its log prints, whatever its pages
-call them (`tests/accuracy/kinds.py`). Constants may be fitted on rows of role `calibration`; `judge` rows
-are apart. nanotron is no framework of ours: `tests/accuracy/nanotron.py` has its first stage from its
-source, to which `calibration` rows added two choices (which stage takes a block at a tie, and how much a
-band allows to stay reserved). They made one more: which way Moonlight's optimizer goes."""
+call them (`tests/accuracy/kinds.py`). FMS-acceleration's runs are there twice: what torch had allocated,
+and what nvidia-smi saw.
+
+Constants may be fitted on rows of role `calibration`; `judge` rows are apart, and what was ever checked on
+some of them is said below ("What ran beside the plans"). nanotron is no framework of ours:
+`tests/accuracy/nanotron.py` has its first stage from its source, to which `calibration` rows added two
+choices (which stage takes a block at a tie, and how much a band allows to stay reserved). They made one
+more: which way Moonlight's optimizer goes."""
 
 
 def memory_report(score: MemoryScore, *sections: str) -> str:
@@ -45,10 +50,11 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         _by_source(score),
         _by_framework(score),
         _by_component(score),
+        pairs_report(score.scored),
         *sections,
         _worst(score),
         _fits(score),
-        _own_code(score),
+        ablation_report(score.scored),
         _assumed(score),
         _unmapped(score),
         alone_line(score),
@@ -228,27 +234,6 @@ def _assumed(score: MemoryScore) -> str:
     if not counted:
         return ""
     lines = ["## What rows leave open, and was assumed", "", "| rows | source | assumed |", "|---|---|---|"]
-    for (name, words), count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
-        lines.append(f"| {count} | {name} | {words} |")
-    return "\n".join(lines)
-
-
-def _own_code(score: MemoryScore) -> str:
-    counted: dict[tuple[str, str], int] = defaultdict(int)
-    for row in score.scored:
-        for name in row.mapped.own_code:
-            counted[source(row.mapped.row), said_of(name)] += 1
-    if not counted:
-        return ""
-    lines = [
-        "## What ran beside the plans",
-        "",
-        "Kernels, hooks and options that no plan says, counted from the sources of what ran "
-        "(`tests/accuracy/own_code.py`).",
-        "",
-        "| rows | source | what |",
-        "|---|---|---|",
-    ]
     for (name, words), count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
         lines.append(f"| {count} | {name} | {words} |")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.needs import needs
 
 import shardscope as ss
 
@@ -12,11 +13,11 @@ import shardscope as ss
 @pytest.fixture(scope="session")
 def one_gpu() -> ss.Cluster:
     """One GPU of this machine. Asked here, not at import: collecting the tests must not touch CUDA."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    torch = needs("torch")
+    needs("transformers")
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device that torch can use")
+        pytest.skip("no CUDA device that torch can use: run tests/gpu on a machine with one")
     cluster = ss.Cluster.detect()
     if cluster.gpu.name == "cpu":
-        pytest.skip("torch sees a CUDA device, but NVML does not, or it is not an NVIDIA one")
+        pytest.skip("torch sees a CUDA device and NVML none: run tests/gpu on a machine with an NVIDIA GPU")
     return dataclasses.replace(cluster, gpus_per_node=1)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.accuracy.own_rows import append, own_rows
+from tests.accuracy.rows import OWN
 
 import shardscope as ss
 
 pytestmark = pytest.mark.gpu
 
 NUM_STEPS = 12
-MEASURED = Path(__file__).parents[1] / "measured" / "own.jsonl"
 NOT_TENSORS = ("communication", "runtime", "fragmentation")
 """Components outside of torch.cuda.max_memory_allocated()."""
 LAYOUTS = {"ddp": ss.Layout.ddp, "fsdp2": ss.Layout.fsdp2}
@@ -59,30 +58,21 @@ def test_a_small_llama_trains_on_one_gpu(one_gpu: ss.Cluster, framework: str, tm
     )
     assert components["parameters"] <= measured <= one_gpu.gpu.usable_bytes
     if os.environ.get("SHARDSCOPE_RECORD") == "1":
-        record(plan, run, predicted, measured, dict(components))
+        record(plan, run, measured)
 
 
-def record(plan: ss.Plan, run: ss.Run, predicted: int, measured: int, components: dict[str, int]) -> None:
-    """Append one row: what was run, on what, predicted and measured. No names of hosts, users or paths."""
-    steady = [line["step_seconds"] for line in run.metrics()][NUM_STEPS // 2 :]
-    row: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "gpu": plan.cluster.gpu.name,
-        "num_gpus": 1,
-        "framework": plan.layout.framework,
-        "architecture": plan.architecture.name,
-        "plan": json.loads(plan.to_json()),
-        "predicted_tensor_bytes": predicted,
-        "predicted_components": components,
-        "measured_peak_allocated_bytes": measured,
-        "median_step_seconds": sorted(steady)[len(steady) // 2],
-        "versions": {
-            package: found for package in ("torch", "transformers") if (found := installed(package))
-        },
-    }
-    MEASURED.parent.mkdir(exist_ok=True)
-    with MEASURED.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+def record(plan: ss.Plan, run: ss.Run, measured: int) -> None:
+    """Append what was run and measured, in the form of published rows: `make accuracy` scores it."""
+    steady = sorted([line["step_seconds"] for line in run.metrics()][NUM_STEPS // 2 :])
+    rows = own_rows(
+        plan,
+        measured,
+        run.memory().components,
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        versions={name: found for name in ("torch", "transformers") if (found := installed(name))},
+        step_seconds=steady[len(steady) // 2],
+    )
+    append(OWN, rows)
 
 
 def installed(package: str) -> str | None:

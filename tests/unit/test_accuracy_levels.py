@@ -5,21 +5,27 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+from tests.accuracy.__main__ import full_report
+from tests.accuracy.goals import alone_line, exact_goals, goals_report
 from tests.accuracy.kinds import kind
+from tests.accuracy.pairs import pairs
 from tests.accuracy.rows import MEASURED, ROOT, read
 from tests.accuracy.scoring import MemoryScore, absolute, overall_line, percentile, score_memory
+from tests.accuracy.writing import memory_report
 
 REPORT = ROOT / "docs" / "accuracy.md"
 
-# Source and kind -> the median of absolute errors that was reached, in percent, and a little room.
+# Source and kind -> the medians of absolute errors that were reached, in percent, and a little room: with
+# what ran beside the plan described, and by plan.memory() alone.
 MEDIANS = {
-    ("FMS-acceleration", "allocated"): 2.0,
-    ("Zero Bubble", "unknown"): 2.5,
-    ("Megatron-Bridge", "allocated"): 3.9,
-    ("nanotron", "reserved"): 12.5,
-    ("Qwen", "unknown"): 26.0,
-    ("BLOOM", "nvidia-smi"): 12.0,
-    ("torchtitan", "reserved"): 16.5,
+    ("FMS-acceleration", "allocated"): (2.0, 16.0),
+    ("FMS-acceleration", "nvidia-smi"): (20.0, 18.0),
+    ("Zero Bubble", "unknown"): (2.5, 2.5),
+    ("Megatron-Bridge", "allocated"): (3.9, 38.0),
+    ("nanotron", "reserved"): (12.5, 30.0),
+    ("Qwen", "unknown"): (26.0, 26.0),
+    ("BLOOM", "nvidia-smi"): (12.0, 14.5),
+    ("torchtitan", "reserved"): (16.5, 19.0),
 }
 
 
@@ -28,16 +34,24 @@ def score() -> MemoryScore:
     return score_memory(read(sorted(path for path in MEASURED.glob("*.jsonl") if path.name != "own.jsonl")))
 
 
-@pytest.mark.parametrize(("group", "percent"), MEDIANS.items(), ids=[name for name, _ in MEDIANS])
-def test_medians_are_no_worse(score: MemoryScore, group: tuple[str, str], percent: float) -> None:
-    rows = [
-        row
-        for (name, what), some in score.groups.items()
-        if group[0] in name and what == group[1]
-        for row in some
-    ]
-    assert rows
-    assert 100 * median(absolute(rows)) <= percent
+@pytest.mark.parametrize(("group", "percents"), MEDIANS.items(), ids=[" ".join(name) for name in MEDIANS])
+def test_medians_are_no_worse(
+    score: MemoryScore, group: tuple[str, str], percents: tuple[float, float]
+) -> None:
+    for one, percent in zip((score, score.by_product), percents, strict=True):
+        rows = [
+            row
+            for (name, what), some in one.groups.items()
+            if group[0] in name and what == group[1]
+            for row in some
+        ]
+        assert rows
+        assert 100 * median(absolute(rows)) <= percent
+
+
+def test_every_group_of_rows_has_a_level(score: MemoryScore) -> None:
+    for name, what in score.groups:
+        assert [1 for part, kind_of in MEDIANS if part in name and kind_of == what] == [1], (name, what)
 
 
 def test_most_rows_of_known_frameworks_have_a_plan(score: MemoryScore) -> None:
@@ -49,10 +63,18 @@ def test_no_row_makes_a_prediction_fail(score: MemoryScore) -> None:
     assert not [reason for _, reason in score.unmapped if reason.startswith("failed")]
 
 
-def test_fits_or_not_is_right(score: MemoryScore) -> None:
-    right = sum(fit.ran == fit.predicted for fit in score.fits)
+def test_fits_or_not_is_right_more_often_than_always_fits(score: MemoryScore) -> None:
+    """Nearly every row ran: what counts are those that did not, and that none that ran is turned away."""
     assert len(score.fits) > 200
+    out = [fit for fit in score.fits if not fit.ran]
+    assert len(out) >= 7
+    assert sum(not fit.predicted for fit in out) >= 6
+    assert sum(fit.ran and not fit.predicted for fit in score.fits) == 0
+    assert sum(not fit.alone for fit in out) >= 4
+    assert sum(fit.ran and not fit.alone for fit in score.fits) <= 6
+    right = sum(fit.ran == fit.predicted for fit in score.fits)
     assert right >= 0.98 * len(score.fits)
+    assert right > sum(fit.ran for fit in score.fits)
 
 
 def test_nine_of_ten_allocated_rows_are_close(score: MemoryScore) -> None:
@@ -61,18 +83,73 @@ def test_nine_of_ten_allocated_rows_are_close(score: MemoryScore) -> None:
     assert percentile(errors, 0.9) <= 0.05
 
 
-@pytest.mark.parametrize(("what", "share", "width"), [("reserved", 0.9, 1.6), ("nvidia-smi", 0.8, 1.3)])
-def test_bands_hold_most_rows_and_are_no_wider_than_they_were(
-    score: MemoryScore, what: str, share: float, width: float
+def test_nine_of_ten_allocated_rows_with_nothing_beside_the_plan_are_close(score: MemoryScore) -> None:
+    """The product's own word, which no foreign code mends."""
+    rows = [row for row in score.scored if kind(row.mapped.row) == "allocated" and not row.is_described]
+    assert len(rows) >= 10
+    assert all(row.predicted == row.alone for row in rows)
+    assert percentile(absolute(rows), 0.9) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "share", "width"),
+    [
+        ("nanotron", "reserved", 0.9, 1.6),
+        ("BLOOM", "nvidia-smi", 0.8, 1.3),
+        # What nvidia-smi sees beyond tensors is more than the band says where logits are large.
+        ("FMS-acceleration", "nvidia-smi", 0.4, 1.3),
+    ],
+)
+def test_bands_hold_as_many_rows_and_are_no_wider_than_they_were(
+    score: MemoryScore, name: str, what: str, share: float, width: float
 ) -> None:
-    rows = [row for row in score.scored if kind(row.mapped.row) == what]
+    rows = [row for row in score.scored if kind(row.mapped.row) == what and name in row.group[0]]
     assert sum(row.inside for row in rows) >= share * len(rows)
     assert median(row.predicted.high / row.predicted.low for row in rows) <= width
 
 
-def test_the_report_is_that_of_these_rows(score: MemoryScore) -> None:
-    """Every source is in it; its figures follow the formulas with `make accuracy`."""
-    text = REPORT.read_text(encoding="utf-8")
-    for name, what in score.groups:
-        assert f"| {name} | {what} |" in text
-    assert overall_line(score).startswith("overall memory: ")
+def test_a_row_with_foreign_code_beside_its_plan_says_so(score: MemoryScore) -> None:
+    for row in score.scored:
+        same = row.predicted == row.alone
+        assert row.is_described or same
+    assert 100 < sum(row.is_described for row in score.scored) < len(score.scored)
+    assert score.by_product.by_product == score.by_product
+
+
+def test_each_run_that_was_measured_twice_has_one_role(score: MemoryScore) -> None:
+    found = pairs(score.scored)
+    assert len(found) == 49
+    for pair in found:
+        first, second = pair.allocated.mapped.row, pair.seen.mapped.row
+        same = [key for key in first if key not in ("id", "peak_memory_gib", "memory_kind", "notes")]
+        same = [key for key in same if key not in ("derived_fields", "tokens_per_s_per_gpu", "step_time_s")]
+        assert [first[key] for key in same] == [second[key] for key in same]
+        assert pair.ratio > 1
+
+
+def test_the_report_has_the_figures_of_a_fresh_run(score: MemoryScore) -> None:
+    """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
+    fresh = full_report(score)
+    stored = REPORT.read_text(encoding="utf-8")
+    changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
+    assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"
+    assert fresh == stored
+
+
+def test_the_report_ends_with_the_closing_line(score: MemoryScore) -> None:
+    lines = memory_report(score).splitlines()
+    assert lines[-1] == overall_line(score)
+    assert lines[-1].startswith("overall memory: 7 sources, ")
+    assert lines[-3] == alone_line(score)
+    assert lines[-3].startswith("plan.memory() alone: 7 sources, ")
+
+
+def test_the_goals_are_judged_by_the_product_alone(score: MemoryScore) -> None:
+    """A goal that only foreign code reaches is missed, in so many words."""
+    (line,) = [line for line in goals_report(score).splitlines() if line.startswith("| allocated and active")]
+    cells = line.split(" | ")
+    exact = tuple(row for row in score.scored if kind(row.mapped.row) == "allocated")
+    assert cells[1:3] == [str(len(exact)), str(sum(row.is_described for row in exact))]
+    alone = tuple(row.by_product for row in exact)
+    assert cells[3].endswith(": reached") == exact_goals(alone)
+    assert cells[4].endswith(": reached") == exact_goals(exact)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+from tests.accuracy.ablation import SEEN, without
 from tests.accuracy.kinds import measured_bytes
 from tests.accuracy.mapping import Mapped, mapped
+from tests.accuracy.own_code import changed
 from tests.accuracy.rows import MEASURED, Row, read
-from tests.accuracy.scoring import predicted
+from tests.accuracy.scoring import Scored, predicted, score_memory
 
 from shardscope.memory.report import MemoryReport, Moment
 
 TOKENS = 4096
 ROWS = {str(row["id"]): row for row in read(sorted(MEASURED.glob("*.jsonl")))}
+
+
+@pytest.fixture(scope="module")
+def calibration() -> list[Scored]:
+    return [row for row in score_memory(ROWS.values()).scored if row.mapped.row["role"] == "calibration"]
 
 
 def tensors(moment: Moment) -> int:
@@ -32,56 +42,94 @@ def report(row: Row) -> MemoryReport:
     return predicted(mapped(row))[0]
 
 
+def backward_activations(found: Mapped, own: tuple[Any, ...]) -> int:
+    """The fullest of backward's last moments, with or without what ran beside the plan."""
+    moments = changed(found.plan, found.plan.memory(), own).worst_stage.moments
+    return max(at.components["activations"] for at in moments if at.phase == "backward" and at.fraction > 0.9)
+
+
 def measured(name: str) -> float:
     return float(ROWS[name]["peak_memory_gib"]) * 2**30
 
 
+def test_every_check_reads_calibration_rows_only() -> None:
+    """Judge rows judge: what a piece was checked on would be no proof of it."""
+    used = set(re.findall(r'"((?:fms|bloom|mbskill|torchtitan)-\d{4})"', Path(__file__).read_text("utf-8")))
+    assert len(used) > 12
+    assert {ROWS[name]["role"] for name in used} == {"calibration"}
+    assert {ROWS[name]["role"] for name in SEEN} == {"judge"}
+
+
+@pytest.mark.parametrize(
+    ("name", "with_it", "without_it"),
+    [
+        ("bf16_optimizer", 0.11, 0.2),
+        ("bridge_recipe", 0.04, 0.15),
+        ("fsdp1_hooks", 0.02, 0.06),
+        ("fsdp1_nf4", 0.02, 0.15),
+        ("no_buckets", 0.001, 0.015),
+        ("precision_aware", 0.04, 0.15),
+        ("rotary_caches", 0.02, 0.04),
+        ("unsloth_loss", 0.01, 0.3),
+    ],
+)
+def test_each_piece_explains_its_calibration_rows(
+    calibration: list[Scored], name: Any, with_it: float, without_it: float
+) -> None:
+    """The median error with all that ran is small, and without this piece it is not."""
+    found = without(name, calibration)
+    assert found
+    assert median(one.with_error for one in found) <= with_it
+    assert median(one.without_error for one in found) >= without_it
+
+
 def test_fsdp1_keeps_each_layers_input_and_gradient_until_backward_ends() -> None:
-    """Published: 774,432 bytes a token on two GPUs, 528,672 on one; the difference is 30 hidden states."""
-    names = {"one": ("fms-0058", "fms-0059"), "two": ("fms-0062", "fms-0063")}
-    apart = {"one": 4 * TOKENS, "two": 8 * TOKENS}
-    published = {key: (measured(b) - measured(a)) / apart[key] for key, (a, b) in names.items()}
-    ours = {key: (peak(ROWS[b]) - peak(ROWS[a])) / apart[key] for key, (a, b) in names.items()}
-    assert published["two"] - published["one"] == pytest.approx(30 * 4096 * 2, rel=0.01)
-    assert ours["two"] - ours["one"] == pytest.approx(30 * 4096 * 2, rel=0.07)
-    assert ours["two"] == pytest.approx(published["two"], rel=0.02)
+    """Of all layers but the first and the last."""
+    found = mapped(ROWS["fms-0065"])
+    kept = {
+        name: backward_activations(found, own) for name, own in (("with", found.own_code), ("without", ()))
+    }
+    assert kept["with"] - kept["without"] == 2 * 30 * 8 * TOKENS * 4096 * 2
+    assert peak(ROWS["fms-0065"]) == pytest.approx(measured("fms-0065"), rel=0.01)
 
 
 def test_trained_weights_have_no_such_hooks() -> None:
-    assert mapped(ROWS["fms-0050"]).own_code == ()
-    assert mapped(ROWS["fms-0063"]).own_code == ("fsdp1_hooks",)
+    assert mapped(ROWS["fms-0049"]).own_code == ()
+    assert mapped(ROWS["fms-0065"]).own_code == ("fsdp1_hooks",)
 
 
 def test_unsloths_loss_takes_eight_bytes_a_logit() -> None:
-    """Published: 1,304,531 bytes a token: 32 layers' inputs, two more hidden states, and 8 x 128,256."""
-    rows = [ROWS[name] for name in ("fms-0052", "fms-0053")]
-    published = (measured("fms-0053") - measured("fms-0052")) / (4 * TOKENS)
-    assert published == pytest.approx(34 * 4096 * 2 + 8 * 128_256, rel=0.001)
-    assert (peak(rows[1]) - peak(rows[0])) / (4 * TOKENS) == pytest.approx(published, rel=0.001)
+    """The fp32 logits and their shifted copy, on one GPU and on four."""
+    for name in ("fms-0084", "fms-0057", "fms-0043"):
+        found = mapped(ROWS[name])
+        logits = max(at.components["logits"] for at in predicted(found)[0].worst_stage.moments)
+        assert logits == 8 * 128_256 * found.plan.recipe.micro_batch_size * TOKENS
+        assert peak(ROWS[name]) == pytest.approx(measured(name), rel=0.015)
 
 
 def test_four_bits_are_sharded_and_their_scales_are_not() -> None:
-    """mem_torch_mem_alloc_in_bytes of refs/a100_80gb_liger.csv: what stays on 2 and on 4 GPUs."""
-    at_rest = {
-        name: report(ROWS[name]).worst_stage.at("rest").components["parameters"]
-        for name in ("fms-0077", "fms-0080")
-    }
-    shard = at_rest["fms-0077"] - at_rest["fms-0080"]
-    assert shard == pytest.approx(3_033_275_904 - 1_636_421_120, rel=0.01)
-    # Whole on each rank: scales; adapters are not counted so.
-    whole = at_rest["fms-0080"] - shard
+    """mem_torch_mem_alloc_in_bytes of refs/a100_80gb_liger.csv: what stays on 2 GPUs, bnb and gptq alike."""
+    at_rest = report(ROWS["fms-0078"]).worst_stage.at("rest").components["parameters"]
+    assert at_rest == report(ROWS["fms-0093"]).worst_stage.at("rest").components["parameters"]
+    assert at_rest == pytest.approx(3_033_669_120, rel=0.05)
     numel = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert whole == pytest.approx(numel / 64, rel=0.05)
+    others = 2 * 128_256 * 4096 + 65 * 4096
+    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    # Half a byte a weight and all the rest sharded; a scale byte for 64 weights whole on each rank.
+    assert at_rest == pytest.approx((numel // 2 + 2 * others + 2 * adapters) // 2 + numel // 64, rel=0.01)
 
 
 def test_every_mistral_layer_caches_its_angles() -> None:
-    """torch_mem_alloc_in_bytes of refs/a100_80gb.csv: 2 bytes a weight, adapters with moments, and these."""
-    at_rest = report(ROWS["fms-0007"]).worst_stage.at("rest").components
+    """torch_mem_alloc_in_bytes of refs/a100_80gb.csv: 4 bits a weight, adapters with moments, and these."""
+    found = mapped(ROWS["fms-0020"])
+    at_rest = report(ROWS["fms-0020"]).worst_stage.at("rest").components["parameters"]
+    caches = 32 * 32_768 * 128 * 2 * 2
+    assert at_rest - found.plan.memory().at("rest")["parameters"] == caches
     adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
-    assert at_rest["parameters"] == pytest.approx(15_119_984_128 - 3 * 4 * adapters, rel=0.01)
-    assert at_rest["parameters"] - mapped(ROWS["fms-0007"]).plan.memory().at("rest")["parameters"] == (
-        32 * 32_768 * 128 * 2 * 2
-    )
+    beside = 3 * 4 * adapters
+    assert at_rest == pytest.approx(4_843_384_320 - beside, rel=0.03)
+    # Without the caches a tenth less would stay than was published.
+    assert at_rest - caches < 0.93 * (4_843_384_320 - beside)
 
 
 def test_bf16_optimizer_has_six_bytes_of_gradients() -> None:
@@ -112,28 +160,27 @@ def test_torchtitans_policy_keeps_four_of_seven_products_and_attentions_output()
 
 
 def test_one_gpu_without_ddp_has_no_gradients_when_logits_are_there() -> None:
-    """Published for three kernels alike: weights, gradients, moments, and what foreach adds in the step."""
+    """Published: weights, gradients, moments, and what foreach adds in the step."""
     weights = 8_030_261_248 * 2
-    for name in ("fms-0041", "fms-0045", "fms-0046"):
-        assert "no_buckets" in mapped(ROWS[name]).own_code
-        assert peak(ROWS[name]) == pytest.approx(measured(name), rel=0.001)
-        assert peak(ROWS[name]) == pytest.approx(5 * weights, rel=0.001)
-    fullest = max(report(ROWS["fms-0041"]).worst_stage.moments, key=lambda at: at.components["logits"])
+    assert "no_buckets" in mapped(ROWS["fms-0046"]).own_code
+    assert peak(ROWS["fms-0046"]) == pytest.approx(measured("fms-0046"), rel=0.001)
+    assert peak(ROWS["fms-0046"]) == pytest.approx(5 * weights, rel=0.001)
+    fullest = max(report(ROWS["fms-0046"]).worst_stage.moments, key=lambda at: at.components["logits"])
     assert fullest.components["gradients"] == 0
 
 
 def test_bridges_figures_are_decimal_gigabytes() -> None:
     """Its log divides by 1e9 and keeps five digits; pages that say GiB have the same digits."""
-    assert measured_bytes(ROWS["mbskill-0022"]) == pytest.approx(62.166e9)
-    assert measured_bytes(ROWS["mbskill-0001"]) == pytest.approx(36.618e9)
+    for name in ("mbskill-0004", "mbskill-0005"):
+        assert measured_bytes(ROWS[name]) == pytest.approx(ROWS[name]["peak_memory_gib"] * 1e9)
 
 
 def test_precision_aware_steps_copy_the_experts_moments_to_fp32() -> None:
     """By hand: 2 + 2 + 6 bytes a weight, whose states are on all ranks but the experts', and 8 an expert's.
 
-    Published: whatever is recomputed, 35.917 to 35.949 GB stay: no moment of the layers.
+    Published: whatever is recomputed, the same to a thousandth: no moment of the layers.
     """
-    rows = [ROWS[f"mbskill-000{number}"] for number in (1, 2, 4, 5, 6)]
+    rows = [ROWS[name] for name in ("mbskill-0004", "mbskill-0005")]
     moments = {moment.phase: moment for moment in report(rows[0]).worst_stage.moments}
     experts, rest = 26 * 64 // 8 * 3 * 2048 * 1408, 800_321_024
     assert moments["rest"].components["optimizer"] == 6 * (experts + rest // 4)
@@ -142,13 +189,14 @@ def test_precision_aware_steps_copy_the_experts_moments_to_fp32() -> None:
     assert copies == 8 * experts
     assert peak(rows[0]) == tensors(moments["optimizer"])
     floor = min(measured_bytes(row) for row in rows)
-    assert all(measured_bytes(row) < 1.001 * floor for row in rows[2:])
-    assert peak(rows[2]) == pytest.approx(floor, rel=0.04)
+    assert all(measured_bytes(row) < 1.001 * floor for row in rows)
+    assert peak(rows[0]) == pytest.approx(floor, rel=0.04)
 
 
 def test_the_report_of_a_plan_alone_is_left_as_it_is() -> None:
-    found = mapped(ROWS["fms-0045"])
+    found = mapped(ROWS["fms-0089"])
+    assert found.own_code == ()
     assert predicted(found)[0].peak_bytes == found.plan.memory().peak_bytes
-    changed = predicted(mapped(ROWS["fms-0063"]))[0]
-    assert changed.low_bytes <= changed.peak_bytes <= changed.high_bytes
-    assert sum(changed.components.values()) == changed.peak_bytes
+    theirs = predicted(mapped(ROWS["fms-0065"]))[0]
+    assert theirs.low_bytes <= theirs.peak_bytes <= theirs.high_bytes
+    assert sum(theirs.components.values()) == theirs.peak_bytes

@@ -1,0 +1,85 @@
+"""What each piece of foreign code explains: errors with it and without it, by role."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from tests.accuracy.kinds import compared
+from tests.accuracy.own_code import OwnCode, changed, said_of
+from tests.accuracy.pairs import SUFFIX
+from tests.accuracy.rows import source
+from tests.accuracy.scoring import Scored
+
+SEEN = (
+    *(f"fms-{number:04}" for number in (7, 41, 45, 50, 52, 53, 58, 59, 62, 63, 77, 80)),
+    *(f"mbskill-{number:04}" for number in (1, 2, 6)),
+)
+"""Rows of role ``judge`` that checks of pieces once read: for these pieces they are no fresh rows."""
+
+
+class Without(NamedTuple):
+    """One row, whose plan has a piece of foreign code beside it."""
+
+    row: Scored
+    with_error: float
+    """Absolute, with all that ran beside the plan."""
+    without_error: float
+    """Absolute, with all of it but the piece."""
+
+
+def without(name: OwnCode, rows: Sequence[Scored]) -> list[Without]:
+    """Every row beside which the piece ran."""
+    found = []
+    for row in rows:
+        own = row.mapped.own_code
+        # A run that is measured twice counts once: as tensors, which is what the pieces are.
+        if name in own and not str(row.mapped.row.get("id")).endswith(SUFFIX):
+            rest = tuple(other for other in own if other != name)
+            report = changed(row.mapped.plan, row.mapped.plan.memory(), rest)
+            error = compared(row.mapped.row, report).point / row.measured - 1
+            found.append(Without(row, abs(row.error), abs(error)))
+    return found
+
+
+def ablation_report(rows: Sequence[Scored]) -> str:
+    """The section of docs/accuracy.md about what ran beside plans."""
+    named: dict[OwnCode, set[str]] = defaultdict(set)
+    for row in rows:
+        for name in row.mapped.own_code:
+            named[name].add(source(row.mapped.row))
+    if not named:
+        return ""
+    lines = [
+        "## What ran beside the plans",
+        "",
+        "Kernels, hooks and options that no plan says, counted from the sources of what ran "
+        "(`tests/accuracy/own_code.py`): the median of absolute errors with each piece and without it. "
+        "Checks of the pieces read rows of role `calibration` only "
+        "(`tests/unit/test_accuracy_own_code.py`). When they were written they also read "
+        f"{len(SEEN)} rows of role `judge`, which are apart here: for these pieces they are not fresh.",
+        "",
+        "| what | source | calibration: rows, with, without | judge, fresh | judge, once read |",
+        "|---|---|---|---|---|",
+    ]
+    for name, sources in sorted(named.items()):
+        found = without(name, rows)
+        of_role: dict[str, list[Without]] = defaultdict(list)
+        for one in found:
+            of_role[_role(one.row)].append(one)
+        cells = [_figures(of_role[role]) for role in ("calibration", "judge", "read")]
+        lines.append(f"| {said_of(name)} | {', '.join(sorted(sources))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _role(row: Scored) -> str:
+    return "read" if row.mapped.row.get("id") in SEEN else str(row.mapped.row.get("role") or "judge")
+
+
+def _figures(some: list[Without]) -> str:
+    if not some:
+        return "–"
+    errors = [median(one.with_error for one in some), median(one.without_error for one in some)]
+    return f"{len(some)}, {100 * errors[0]:.1f} %, {100 * errors[1]:.1f} %"

@@ -1,0 +1,83 @@
+"""Runs that published both what torch had allocated and what nvidia-smi saw: between them is no tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from tests.accuracy.kinds import kind
+from tests.accuracy.scoring import Scored, percentile
+
+SUFFIX = "-smi"
+"""Of the id of a run's second row."""
+
+
+class Pair(NamedTuple):
+    """One run, twice measured."""
+
+    allocated: Scored
+    seen: Scored
+
+    @property
+    def ratio(self) -> float:
+        """What nvidia-smi saw over what was allocated."""
+        return self.seen.measured / self.allocated.measured
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the card was not nearly full: the allocator gives back what it holds before it gives up."""
+        return self.seen.measured < 0.85 * self.seen.mapped.plan.cluster.usable_bytes_per_gpu
+
+    @property
+    def group(self) -> str:
+        """Where the ratio differs most: whether logits of all tokens are there, and on how many GPUs."""
+        logits = self.allocated.predicted.components.get("logits", 0)
+        where = "logits at the peak" if logits else "no logits at the peak"
+        return f"{'one GPU' if self.seen.mapped.plan.world_size == 1 else 'several GPUs'}, {where}"
+
+
+def pairs(rows: Sequence[Scored]) -> list[Pair]:
+    """Every run with both figures among ``rows``."""
+    by_id = {str(row.mapped.row.get("id")): row for row in rows}
+    return [
+        Pair(by_id[name.removesuffix(SUFFIX)], row)
+        for name, row in by_id.items()
+        if name.endswith(SUFFIX)
+        and kind(row.mapped.row) == "nvidia-smi"
+        and name.removesuffix(SUFFIX) in by_id
+    ]
+
+
+def pairs_report(rows: Sequence[Scored]) -> str:
+    """The section of docs/accuracy.md."""
+    found = pairs(rows)
+    if not found:
+        return ""
+    lines = [
+        "## What nvidia-smi sees beyond tensors",
+        "",
+        f"{len(found)} runs of FMS-acceleration published both figures: how many times what torch had "
+        "allocated nvidia-smi saw (contexts, communicators, libraries, what the caching allocator holds, and "
+        "the load, where a model is whole before it is sharded). Tensors may be right to the percent and the "
+        "card full all the same; where logits are large the product's band is too narrow for it.",
+        "",
+        "| runs | number | least | median | p90 | most | cards not nearly full: median | inside, alone |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[str, list[Pair]] = defaultdict(list)
+    for pair in found:
+        groups[pair.group].append(pair)
+    lines += [f"| {name} | {_figures(some)} |" for name, some in [*sorted(groups.items()), ("all", found)]]
+    return "\n".join(lines)
+
+
+def _figures(some: list[Pair]) -> str:
+    ratios = sorted(pair.ratio for pair in some)
+    roomy = [pair.ratio for pair in some if pair.has_room]
+    inside = sum(pair.seen.by_product.inside for pair in some)
+    return (
+        f"{len(some)} | {ratios[0]:.2f} | {median(ratios):.2f} | {percentile(ratios, 0.9):.2f} | "
+        f"{ratios[-1]:.2f} | {f'{median(roomy):.2f}' if roomy else '–'} | {inside} of {len(some)}"
+    )
