@@ -60,8 +60,8 @@ def build_optimizer(
     if name in BITSANDBYTES:
         return _low_bit(name, groups, learning_rate, model)
     raise ValueError(
-        f"Recipe.optimizer is {name!r}; allowed on this engine: 'adamw', 'sgd'. Nearest fix: 'adamw', or "
-        "give engine.setup a build_optimizer of your own."
+        f"Recipe.optimizer is {name!r}; allowed on this engine: 'adamw', 'adamw_foreach', 'sgd', 'lion', "
+        "'adafactor', 'muon'. Nearest fix: 'adamw', or give engine.setup a build_optimizer of your own."
     )
 
 

@@ -83,7 +83,7 @@ class Pretrain:
         engine.setup(
             lambda: build_model(plan.architecture, plan.recipe.dropout),
             lambda parameters: build_optimizer(
-                plan.recipe.optimizer, parameters, self.learning_rate, self.weight_decay
+                plan.recipe.optimizer, parameters, self.learning_rate, self.weight_decay, engine.model
             ),
         )
         if self.resume_from is not None:

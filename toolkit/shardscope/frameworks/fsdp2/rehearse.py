@@ -17,7 +17,7 @@ from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.frameworks.fsdp2.pipeline import check_pipeline
 from shardscope.frameworks.fsdp2.rehearse_pipeline import PipelinedEngine, play_stage
 from shardscope.frameworks.fsdp2.tensor_parallel import check_parallel, parallelize
-from shardscope.frameworks.limits import check_recipe
+from shardscope.frameworks.limits import TRAINED, check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
@@ -25,6 +25,7 @@ from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.frameworks.engine import BuildModel
     from shardscope.plan import Plan
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
@@ -80,6 +81,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
             ):
                 small = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
                 on_host = small or plan.recipe.base_quantization is not None
+                _build_on_host(engine, tracker)
                 if isinstance(engine, PipelinedEngine):
                     return play_stage(engine, tracker, note_progress, built_on_host=on_host)
                 return play(engine, tracker, note_progress, built_on_host=on_host)
@@ -102,7 +104,11 @@ def check_rehearsed(plan: Plan) -> None:
         check_pipeline(plan)
     if layout.tp > 1:
         check_parallel(plan)
-    (check_rehearsed_recipe if layout.pp == layout.tp == 1 else check_recipe)(plan.recipe)
+    if layout.pp == layout.tp == 1:
+        check_rehearsed_recipe(plan.recipe)
+    else:
+        # Stages and vocabularies that are cut have losses of their own.
+        check_recipe(plan.recipe, {**TRAINED, "loss": (None, "full")})
 
 
 class _TensorParallel(Fsdp2Engine):
@@ -118,6 +124,18 @@ class _TensorParallel(Fsdp2Engine):
     def _shard(self, model: torch.nn.Module) -> None:
         parallelize(model, self.tp_mesh)
         super()._shard(model)
+
+
+def _build_on_host(engine: Any, tracker: Tracker) -> None:
+    """Modules are made in host memory, even those whose parameters go to meta one by one."""
+    build = engine.build_on_host
+
+    def build_unseen(build_model: BuildModel) -> torch.nn.Module:
+        with tracker.paused():
+            model: torch.nn.Module = build(build_model)
+            return model
+
+    engine.build_on_host = build_unseen
 
 
 @contextlib.contextmanager
