@@ -10,13 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    needs("torch")
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in block.splitlines() if line]) == 10, "ten lines"
     done = subprocess.run(

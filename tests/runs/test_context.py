@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import needs
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import append_line, read_lines
 
-torch = pytest.importorskip("torch")
+torch = needs("torch")
 
 from shardscope.runs import commands  # noqa: E402
 from shardscope.runs.commands import CommandFeed  # noqa: E402

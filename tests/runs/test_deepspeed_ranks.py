@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import needs, needs_installed
 
 import shardscope as ss
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
-)
+pytestmark = needs_installed("deepspeed")
 BUCKET = 1_000_000
 
 
@@ -102,7 +100,7 @@ def test_tensors_of_real_ranks_are_what_the_formulas_say(
 
 def sizes(arch: ss.Architecture) -> list[int]:
     """Elements of every tensor, as transformers makes them."""
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     from shardscope.training.model import build_model
 
     with torch.device("meta"):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import needs
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = needs("torch")
+needs("transformers")
 
 from run_helpers import seconds_until  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
@@ -238,7 +239,7 @@ def adapters(ctx: StandInContext) -> dict[str, Any]:
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 def test_lora_trains_only_adapters(framework: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
+    needs("peft")
     plan = tiny_plan(framework, 2, method="lora", lora_rank=4, lora_targets=("q_proj", "v_proj"))
     result = on_ranks(2, plan, adapters, tmp_path)[0]
     assert result["num_trained_parameters"] == adapter_parameters(plan.architecture, plan.recipe)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import needs
 from tests.unit.test_quantization import SMALL
 
 import shardscope as ss
@@ -80,7 +81,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, tmp_path: Any) -> None:
-    pytest.importorskip("bitsandbytes")
+    needs("bitsandbytes")
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     ran = subprocess.run(

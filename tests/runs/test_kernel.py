@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from run_helpers import seconds_until
+from tests.needs import needs
 
 from shardscope.runs.run import Run
 
-jupyter_client = pytest.importorskip("jupyter_client")
+jupyter_client = needs("jupyter_client")
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 CELL = """

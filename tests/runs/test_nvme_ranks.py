@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import needs_installed
 
 import shardscope as ss
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing: pip install deepspeed"
-    ),
+    needs_installed("deepspeed"),
     pytest.mark.skipif(
         not Path("/usr/include/libaio.h").exists() or find_library("aio") is None,
         reason="DeepSpeed's async_io needs libaio: apt install libaio-dev",

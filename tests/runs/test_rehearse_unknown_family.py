@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from tests.needs import needs
 
 import shardscope as ss
 from shardscope.unknown_family import UnknownFamily
 
-pytest.importorskip("transformers")
+needs("transformers")
 
 CONFIG = {
     "model_type": "llama",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import FAMILIES, NARROW_VALUES, architecture
+from tests.needs import needs
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -299,7 +300,7 @@ def test_a_layer_over_a_base_in_nf4(
     monkeypatch: pytest.MonkeyPatch, family: str, mode: str, targets: tuple[str, ...] | None
 ) -> None:
     """bitsandbytes' own Linears on a CPU, with peft's adapters."""
-    bnb = pytest.importorskip("bitsandbytes")
+    bnb = needs("bitsandbytes")
 
     def with_nf4(model: Any, *others: Any) -> Any:
         for layer in [module for module in model.modules() if isinstance(module, torch.nn.Linear)]:
@@ -330,7 +331,7 @@ def test_a_layer_over_a_base_in_int8(
     monkeypatch: pytest.MonkeyPatch, family: str, dropout: float, mode: str, targets: tuple[str, ...] | None
 ) -> None:
     """bitsandbytes' own Linears on a CPU, which keep the same tensors there, with peft's adapters."""
-    bnb = pytest.importorskip("bitsandbytes")
+    bnb = needs("bitsandbytes")
 
     def with_int8(model: Any, *others: Any) -> Any:
         for module in list(model.modules()):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-import pytest
+from tests.needs import needs
 
 from shardscope.memory.optimizers import flat_state
 
@@ -43,8 +43,8 @@ print("FOUND", json.dumps(found))
 
 
 def test_zero_takes_them_and_they_keep_what_is_predicted() -> None:
-    pytest.importorskip("deepspeed")
-    pytest.importorskip("bitsandbytes")
+    needs("deepspeed")
+    needs("bitsandbytes")
     alone = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",

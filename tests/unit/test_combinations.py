@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from planning import LLAMA, MOE
+from tests.needs import needs, skip_without
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.config import deepspeed_config
@@ -34,8 +34,7 @@ def refusal(
 
 def own_check(package: str, code: str) -> str:
     """What ``code`` raises, as "Type: message", or "ok"; in a process of its own: imports leave traces."""
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        pytest.skip(f"{package} is not installed: it comes with the test extra")
+    skip_without(package.partition(".")[0])
     program = f"""
 from types import SimpleNamespace
 
@@ -145,7 +144,7 @@ def test_torch_s_schedules_want_enough_micro_batches(vpp: int, batch: int, fixed
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_torch_s_own_schedules_agree(vpp: int) -> None:
     """Up to 24 micro-batches over 4 stages: refused here where torch raises, and only there."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedules = needs("torch.distributed.pipelining.schedules")
     stage = MagicMock(num_stages=4 * vpp, group_size=4, group_rank=0, stage_index=0, has_backward=False)
     made = {
         1: lambda number: schedules.Schedule1F1B(stage, number, loss_fn=None),

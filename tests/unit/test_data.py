@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.needs import needs
 
-pytest.importorskip("tokenizers")
+needs("tokenizers")
 
-from shardscope.training.data import Windows, read_tokens
-from shardscope.training.make_tokenizer import make_tokenizer
-from shardscope.training.schedule import Schedule
-from shardscope.training.tokenizer import (
+from shardscope.training.data import Windows, read_tokens  # noqa: E402
+from shardscope.training.make_tokenizer import make_tokenizer  # noqa: E402
+from shardscope.training.schedule import Schedule  # noqa: E402
+from shardscope.training.tokenizer import (  # noqa: E402
     CORPUS_FOLDER,
     END_OF_TEXT,
     END_OF_TEXT_ID,
@@ -82,7 +83,7 @@ def test_an_epoch_reads_every_window_once_then_shuffles_again() -> None:
 
 
 def test_a_batch_is_its_windows() -> None:
-    pytest.importorskip("torch")
+    needs("torch")
     deck = windows(2, 1, 3)
     batch = deck.batch(5)
     assert batch["input_ids"].shape == batch["labels"].shape == (3, 10)

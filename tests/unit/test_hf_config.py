@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.needs import needs
 
 from shardscope.architecture import MODEL_TYPES, Architecture
 from shardscope.catalog import config_of, models
@@ -44,10 +45,8 @@ def sizes_of(family: str) -> dict[str, Any]:
 
 
 def meta_model(config: dict[str, Any]) -> Any:
-    torch = pytest.importorskip("torch", reason="torch is not installed: counts cannot be compared")
-    transformers = pytest.importorskip(
-        "transformers", minversion="5.0", reason="names are those of transformers 5"
-    )
+    torch = needs("torch")
+    transformers = needs("transformers", minversion="5.0")
     transformers.logging.set_verbosity_error()
     keys = {key: value for key, value in config.items() if key != "model_type"}
     keys |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -237,7 +236,7 @@ def test_a_llama_with_every_bias_has_transformers_own_parameters() -> None:
 @given(st.data())
 def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data: st.DataObject) -> None:
     """The way back: ``training.model`` spells an architecture in the family's own config."""
-    pytest.importorskip("transformers", minversion="5.0", reason="names are those of transformers 5")
+    needs("transformers", minversion="5.0")
     from shardscope.training.model import config_values
 
     arch = Architecture.from_hf(data.draw(small_configs(family)))
@@ -382,14 +381,14 @@ def test_a_hub_id_without_huggingface_hub_names_the_extra(monkeypatch: pytest.Mo
 
 
 def test_a_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    hub = needs("huggingface_hub")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     assert Architecture.from_hf("org/name").name == "org/name"
 
 
 def test_a_hub_failure_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    hub = needs("huggingface_hub")
 
     def fail(*_: object) -> None:
         raise OSError("offline\nmore")

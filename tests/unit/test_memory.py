@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from planning import GEMMA, LATENT, LLAMA, MOE, plans
+from tests.needs import needs
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -281,8 +282,8 @@ def test_adapters_alone_are_trained() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "mixtral", "phi3"])
 def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
-    pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
+    needs("peft")
+    torch = needs("torch")
     from shardscope.frameworks.cpu_rehearsal import rehearsal_of
     from shardscope.training.lora import add_adapters
     from shardscope.training.model import build_model
@@ -307,7 +308,7 @@ def test_adapters_are_counted_as_peft_counts_them(family: str) -> None:
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 8, 64])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "mixtral-8x7b", "deepseek-v3", "gpt2"])
 def test_fsdp2_shards_as_torch_chunks(name: str, num_shards: int) -> None:
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     arch = ss.models[name]
     for layer in {0, arch.num_hidden_layers - 1}:
         worst = 0
@@ -321,7 +322,7 @@ def test_fsdp2_shards_as_torch_chunks(name: str, num_shards: int) -> None:
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "gpt2", "mixtral-8x7b"])
 def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: str) -> None:
-    torch = pytest.importorskip("torch")
+    torch = needs("torch")
     arch, cluster = ss.models[name], ss.Cluster.parse("3xh100-sxm-80gb")
     a_plan = plan(arch, ss.Layout.fsdp2(), cluster, global_batch_size=63, seq_len=512, method=method)
     shapes = [shape for _, _, shape in arch.outer_shapes]
@@ -336,7 +337,7 @@ def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: s
 
 
 def test_llama_8b_fsdp2_as_traced() -> None:
-    """torch's FSDPMemTracker, second step (anchors/cpu.md): 46.60 GiB of tensors at the peak."""
+    """As torch's FSDPMemTracker counted its second step on fake tensors: 46.60 GiB at the peak."""
     report = plan(LLAMA_8B, ss.Layout.fsdp2(shard=8), global_batch_size=8).memory()
     at_head = next(m for m in report.by_stage[0].moments if m.phase == "backward").components
     gib = {name: value / GIB for name, value in at_head.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from tests.accuracy.rehearsals import STORED, read_rehearsals
 from tests.accuracy.rehearsing import in_words
+from tests.needs import needs_installed
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -20,9 +20,7 @@ from shardscope.rehearsal.result import TENSOR_COMPONENTS, RehearsedStage
 
 FILE = STORED / "deepspeed-offload.jsonl"
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed"
-)
+needs_deepspeed = needs_installed("deepspeed")
 
 
 def small(layout: Any, cluster: Any = EIGHT) -> Plan:

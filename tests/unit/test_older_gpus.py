@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.needs import needs
 
 import shardscope as ss
 from shardscope.plan import Plan
@@ -45,16 +46,14 @@ def test_as_many_keys_as_queries_have_a_fused_kernel_in_fp16_only() -> None:
 )
 def test_the_rehearsal_agrees(arch: ss.Architecture, precision: str) -> None:
     """Torch's own plain operators on fake tensors, scores and all."""
-    pytest.importorskip("torch", reason="rehearsals run torch: pip install 'shardscope[train]'")
-    pytest.importorskip("transformers", reason="rehearsals run its modules: pip install 'shardscope[train]'")
+    needs("torch")
+    needs("transformers")
     a_plan = plan(arch, "v100-sxm-32gb", precision)
     assert a_plan.rehearse().peak_bytes == pytest.approx(a_plan.memory().peak_bytes, rel=0.002)
 
 
 def test_flash_attention_is_refused_by_name() -> None:
-    with pytest.raises(
-        FieldError, match="FlashAttention begins with Ampere"
-    ):
+    with pytest.raises(FieldError, match="FlashAttention begins with Ampere"):
         Plan(
             GROUPED,
             ss.Cluster.parse("t4-16gb"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.needs import needs
 from tests.peak import Peak
 
 import shardscope as ss
@@ -61,7 +62,7 @@ def optimizers(name: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]
         matrices = hidden_matrices(model)
         rest = [p for p in trained if all(p is not q for q in matrices)]
         return [torch.optim.Muon(matrices), *([torch.optim.AdamW(rest, fused=True)] if rest else [])]
-    bnb = pytest.importorskip("bitsandbytes")
+    bnb = needs("bitsandbytes")
     if name == "adamw_8bit":
         manager = bnb.optim.GlobalOptimManager.get_instance()
         manager.initialize()  # It remembers tensors by id, and ids come back.
@@ -170,8 +171,8 @@ def _vectors(arch: Architecture) -> list[_Size]:
 @pytest.mark.parametrize("shape", [(1024, 512), (1000, 24), (40, 8), (4096, 1), (257, 1), (3, 1)])
 def test_torchaos_moments(shape: tuple[int, int]) -> None:
     """FSDP2's 8-bit AdamW, whose moments are of the shard's own shape."""
-    low_bit = pytest.importorskip("torchao.optim.subclass_8bit")
-    adam = pytest.importorskip("torchao.optim.adam")
+    low_bit = needs("torchao.optim.subclass_8bit")
+    adam = needs("torchao.optim.adam")
     weight = torch.zeros(shape if shape[1] > 1 else shape[:1])
     made = adam.AdamW8bit([torch.nn.Parameter(weight)])._new_buffer(weight, True)
     held = made.codes.nbytes + made.scale.nbytes + made.qmap.nbytes if isinstance(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.needs import needs
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -32,7 +33,7 @@ QLORA = ss.Recipe(method="qlora", lora_rank=8, seq_len=32)
 
 def quantised(model: torch.nn.Module, double: bool) -> torch.nn.Module:
     """``model`` with every Linear but the head in NF4, as transformers' integration replaces them."""
-    bnb = pytest.importorskip("bitsandbytes")
+    bnb = needs("bitsandbytes")
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name != "lm_head":
@@ -51,7 +52,7 @@ def quantised(model: torch.nn.Module, double: bool) -> torch.nn.Module:
 
 def in_int8(model: torch.nn.Module) -> torch.nn.Module:
     """``model`` with every Linear but the head in int8, likewise."""
-    bnb = pytest.importorskip("bitsandbytes")
+    bnb = needs("bitsandbytes")
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name != "lm_head":

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ipywidgets")
-
 import shardscope as ss
 from shardscope.support import SUPPORT, supported
 from shardscope_widgets import Studio

@@ -116,7 +116,7 @@ def test_what_the_engine_does_not_run_is_refused_by_name() -> None:
 
 
 def test_an_8b_plan_at_any_world_size() -> None:
-    """Issue 3: under a minute on two cores; here the largest world of the catalogue's usual clusters."""
+    """Under a minute on two cores; here the largest world of the catalogue's usual clusters."""
     plan = Plan(
         ss.models["llama-3.1-8b"],
         ss.Cluster.parse("128x8xh100-sxm-80gb"),

@@ -59,7 +59,7 @@ def test_a_rehearsal_played_again_tells_the_same(place: int) -> None:
 
 
 def test_an_8b_plan_with_tp_and_copies() -> None:
-    """In a process of its own, which may hold 4 GiB, and under the issue's minute."""
+    """In a process of its own, which may hold 4 GiB, and under the minute that a rehearsal may take."""
     plan = Plan(
         ss.models["llama-3.1-8b"],
         ss.Cluster.parse("4x8xh100-sxm-80gb"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from tests.needs import needs
 
 import shardscope as ss
 from shardscope.unknown_family import UnknownFamily
@@ -38,7 +39,7 @@ def test_a_known_family_has_its_formulas_whatever_is_asked() -> None:
 
 
 def test_its_plans_are_not_predicted() -> None:
-    pytest.importorskip("transformers")
+    needs("transformers")
     plan = plan_of(CONFIG)
     for ask in (plan.memory, plan.architecture.layer_shapes, lambda: plan.architecture.parameter_groups):
         with pytest.raises(ValueError, match=r"stablelm.*plan\.rehearse\(\)"):
@@ -46,7 +47,7 @@ def test_its_plans_are_not_predicted() -> None:
 
 
 def test_its_plans_survive_json_and_pickle() -> None:
-    pytest.importorskip("transformers")
+    needs("transformers")
     plan = plan_of(CONFIG)
     assert ss.Plan.from_json(plan.to_json()) == plan
     assert pickle.loads(pickle.dumps(plan.architecture)) == plan.architecture
@@ -62,13 +63,13 @@ def test_its_plans_survive_json_and_pickle() -> None:
     ],
 )
 def test_what_transformers_cannot_read_is_refused(change: dict[str, object], said: str) -> None:
-    pytest.importorskip("transformers")
+    needs("transformers")
     with pytest.raises(ValueError, match=said):
         ss.Architecture.from_hf({**CONFIG, **change}, rehearse_only=True)
 
 
 def test_parameters_are_counted_on_the_meta_device() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
     import torch
 
     config = transformers.AutoConfig.for_model(**CONFIG)

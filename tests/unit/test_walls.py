@@ -1,4 +1,4 @@
-"""The walls of the house, which DESIGN.md says may not move."""
+"""The walls of the house, which CONTRIBUTING.md says may not move."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Pretrain", "Run", "Trace"),
     *("gpus", "models", "launch", "runs"),
 }
-"""DESIGN.md's public names, as far as they exist. A new one is added here when it is designed, not before."""
+"""The public names. A new one is added here when it is designed, not before."""
 
 DESIGNED_WIDGETS = {"Studio", "MemoryView", "RunView", "TraceView"}
 
 MAY_NAME_A_FRAMEWORK = {
-    "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are DESIGN.md's public constructors: each "
+    "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are the public constructors: each "
     "looks its framework up by name",
     "recipe.py": "Recipe.kernels: whose modules run is a choice of the recipe, and Megatron's are one; code "
     "that compares a value called kernels asks for that, not for the framework, and is let through",

@@ -9,9 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 
-pytest.importorskip("build", reason='building a wheel needs build: pip install "shardscope[test]"')
-pytest.importorskip("hatchling", reason='building a wheel needs hatchling: pip install "shardscope[test]"')
+needs("build")
+needs("hatchling")
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = {"shardscope": REPOSITORY / "toolkit", "shardscope_widgets": REPOSITORY / "widgets"}
