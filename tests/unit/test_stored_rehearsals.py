@@ -48,8 +48,8 @@ def test_predictions_agree_with_samples_over_the_whole_space(framework: str, sam
     assert abs(worst.error) <= WORST[framework], in_words(worst)
 
 
-ZERO_HELD_OUT = {1: 0.9, 2: 0.93}
-"""Shares of ZeRO's samples within 1 % that are reached. Of the second, 25 of 30 plans were as close, and 28
+ZERO_HELD_OUT = {1: 0.9, 2: 0.95}
+"""Shares of ZeRO's samples within 1 % that are reached. Of the second, 36 of 43 plans were as close, and 39
 within 3 %, before any formula had met it."""
 
 
@@ -62,6 +62,16 @@ def test_predictions_agree_with_zero_s_samples_over_the_whole_space(sample: int)
     assert abs(worst.error) <= 0.03, in_words(worst)
     close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
     assert close >= ZERO_HELD_OUT[sample], close
+
+
+@pytest.mark.parametrize("framework", ["fsdp2-pp", "fsdp2-tp"])
+def test_predictions_agree_with_samples_in_stages_and_under_tensor_parallelism(framework: str) -> None:
+    rows, refused = read_rehearsals([STORED / f"{framework}.jsonl", stored_file(framework, wide=2)])
+    assert not refused and len(rows) >= 40
+    close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert close >= 0.95, close
+    assert abs(worst.error) <= 0.03, in_words(worst)
 
 
 @pytest.mark.parametrize("framework", MODULES)
@@ -78,7 +88,10 @@ def test_the_sample_is_what_the_seed_gives(framework: str) -> None:
     stored = {row.name.partition(":")[2]: row.plan for row in rows_of(framework)}
     found = [index for index in range(12) if str(index) in stored]
     assert len(found) >= 10
-    assert all(stored[str(index)] == sampled[index] for index in found)
+    for index in found:
+        # Prices of GPUs change from day to day.
+        one, other = stored[str(index)].to_dict(), sampled[index].to_dict()
+        assert {**one, "cluster": other["cluster"]} == other
 
 
 @pytest.mark.parametrize("index", REPLAYED)

@@ -76,14 +76,15 @@ def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
 def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward``, with what it saves for backward in host memory, each storage once.
 
-    Weights stay: they are there anyway, and FSDP2 gathers them again.
+    Weights stay: they are there anyway, and FSDP2 gathers them again. Which storages are weights is asked as
+    they are saved: ZeRO-3 gathers each only when its own module runs.
     """
-    weights = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    parameters = list(layer.parameters())
     away: dict[int, _Away] = {}
 
     def leave(tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata in weights:
+        if any(parameter.untyped_storage()._cdata == storage._cdata for parameter in parameters):
             return tensor
         if storage._cdata not in away or not away[storage._cdata].is_current:
             away[storage._cdata] = _Away(storage, tensor.device)

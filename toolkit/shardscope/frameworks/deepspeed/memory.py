@@ -228,6 +228,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     part = c.part
     optimizer = FP32 * part + flat_state(plan.recipe.optimizer, part)
     update = largest(
+        FP64 * ceil_div(c.largest, n.ranks),
         (FP32 + (half if half < FP32 else 0)) * c.group,
         FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
     )
@@ -272,7 +273,8 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         optimizer_working=Term(
             update,
             lambda: (
-                f"{gib(update)} GiB gradients of a sub-group of {c.group:,} (sub_group_size), flat and fp32"
+                f"{gib(update)} GiB gradients of a sub-group of {c.group:,} (sub_group_size), flat and fp32, "
+                "or the norm's fp64 copy of the largest part"
             ),
         ),
         initialisation={
