@@ -155,7 +155,7 @@ def test_lion_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_base_in_few_bits_is_bitsandbytes_own(kind: Any) -> None:
     """On real tensors: the classes, the bytes that the plan counts, and gradients of adapters alone."""
-    bnb = pytest.importorskip("bitsandbytes")
+    bnb = needs("bitsandbytes")
 
     import shardscope as ss
     from shardscope.training.lora import add_adapters

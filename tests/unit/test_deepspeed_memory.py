@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning import LLAMA, plans
-from tests.needs import needs_installed
+from tests.needs import needs, needs_installed
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
@@ -405,7 +405,7 @@ def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: 
     from shardscope.rehearsal.result import TENSOR_COMPONENTS
 
     if recipe.get("optimizer") == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
+        needs("bitsandbytes")
     plan = zero(stage, arch=ss.Architecture.of_size("350m"), seq_len=512, **recipe)
     predicted = plan.memory()
     (played,) = rehearse(plan, lambda words, fraction: None)
