@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +34,27 @@ def test_all_cells_run(path: Path, tmp_path: Path) -> None:
         output for output in outputs if "application/vnd.jupyter.widget-view+json" in output.get("data", {})
     ]
     assert views, "no widget was shown"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_what_is_shown_as_python_brings_all_its_names(path: Path) -> None:
+    """Snippets in the text are pasted one after another, into a notebook where nothing was run before."""
+    notebook = nbformat.read(path, as_version=4)
+    known = set(dir(builtins))
+    for cell in notebook.cells:
+        blocks = re.findall(r"```python\n(.*?)```", cell.source, re.DOTALL)
+        for block in blocks if cell.cell_type == "markdown" else []:
+            tree = ast.parse(block)
+            nodes = list(ast.walk(tree))
+            known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+            known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+            known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+            names = [node for node in nodes if isinstance(node, ast.Name)]
+            known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            assert not {node.id for node in names} - known, block
+        # Words between the snippets name things as well: `TraceView(run)`.
+        for call in re.findall(r"`([A-Z]\w+)\(", cell.source) if blocks else []:
+            assert call in known, call
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

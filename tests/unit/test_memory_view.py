@@ -124,7 +124,9 @@ def test_offloaded_bytes_are_bars_of_their_own() -> None:
     view = MemoryView(plan)
     assert drawn(view)["host"]["host"] == plan.memory().host_bytes / GIB
     assert drawn(view)["predicted"]["host"] == 0
-    assert re.search(r"host memory: [\d.]+ GiB a rank of [\d,.]+ GiB", words(view.caption.value))
+    said = r"host memory: ([\d.]+) of 2,048 GiB on each node, ([\d.]+) GiB a rank"
+    found = re.search(said, words(view.caption.value))
+    assert found and float(found[1]) == pytest.approx(8 * float(found[2]), rel=0.01)
     assert "host" not in drawn(MemoryView(plan_of()))
 
 

@@ -12,6 +12,7 @@ from planning import plans
 import shardscope as ss
 from shardscope.planner.changes import ladders
 from shardscope.planner.repairs import in_words
+from shardscope.planner.room import fits
 from shardscope.timing.collectives import seconds
 from shardscope.timing.estimate import estimate, flops_per_rank
 from shardscope.timing.traffic import Transfer
@@ -111,6 +112,46 @@ def test_what_does_not_fit_the_host_mends_nothing() -> None:
     assert not offloads & {r.change for r in small.repairs()}
 
 
+def test_one_gpu_alone_may_use_its_host() -> None:
+    """Nobody to shard with; a 4090 cannot hold 7B and its state, the host beside it can."""
+    plan = plan_of("llama-2-7b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
+    found = {repair.change: repair.plan for repair in plan.repairs()}
+    state = found["Offload training state to the host with FSDP2"]
+    assert state.layout == ss.Layout.fsdp2(offload="cpu") and state.memory().fits
+    optimizer = found["Offload the optimizer to the host with DeepSpeed ZeRO-3"]
+    assert optimizer.layout == ss.Layout.zero(3, offload_optimizer="cpu") and optimizer.memory().fits
+    assert not any(change.startswith("Shard") for change in found), "there is nobody to shard with"
+    # Where the optimizer alone is not enough, parameters follow it.
+    larger = plan_of("llama-2-13b", "rtx-4090-24gb", ss.Layout.ddp(), global_batch_size=1, recompute="full")
+    both = {repair.change: repair.plan.layout for repair in larger.repairs()}
+    assert both["Offload the optimizer and parameters to the host with DeepSpeed ZeRO-3"] == ss.Layout.zero(
+        3, offload_optimizer="cpu", offload_params="cpu"
+    )
+
+
+def test_a_framework_that_shards_is_told_with_as_little_offload_as_is_enough() -> None:
+    plan = plan_of("llama-2-7b", "2xh100-sxm-80gb", ss.Layout.ddp(), global_batch_size=2)
+    assert "Shard training state with FSDP2" in {repair.change for repair in plan.repairs()}
+    plan = plan_of("llama-2-13b", "2xa100-sxm-40gb", ss.Layout.ddp(), global_batch_size=2)
+    changes = {repair.change for repair in plan.repairs()}
+    assert "Offload training state to the host with FSDP2" in changes
+    assert "Shard training state with FSDP2" not in changes
+
+
+def test_a_change_without_formulas_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(micro_batch_size=2)
+    memory = ss.Plan.memory
+
+    def told(self: ss.Plan) -> object:
+        if self.recipe.recompute == "selective":
+            raise ValueError("no formulas")
+        return memory(self)
+
+    monkeypatch.setattr(ss.Plan, "memory", told)
+    repairs = plan.repairs()
+    assert repairs and all(repair.plan.recipe.recompute != "selective" for repair in repairs)
+
+
 def test_the_words_of_a_button() -> None:
     plan = plan_of(micro_batch_size=2)
     words = [in_words(plan, repair) for repair in plan.repairs()]
@@ -134,9 +175,9 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
 @given(plan=plans())
 def test_repairs_of_any_plan_are_all_enough_or_none_is(plan: ss.Plan) -> None:
     found = plan.repairs()
-    if plan.memory().fits:
+    if fits(plan, plan.memory()):
         assert found == []
-    enough = {repair.plan.memory().fits for repair in found}
+    enough = {fits(repair.plan, repair.plan.memory()) for repair in found}
     assert len(enough) <= 1
     assert all(repair.bytes_won > 0 for repair in found)
     assert all(": saves " in in_words(plan, repair) for repair in found)

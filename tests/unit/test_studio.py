@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import weakref
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,7 @@ def test_the_button_says_what_it_will_do(studio: Studio) -> None:
     assert elsewhere.label == "Rehearse on 2 CPU ranks" and elsewhere.is_rehearsal
     assert elsewhere.plan is not None and elsewhere.plan.layout == studio.plan.layout
     assert "A rehearsal" in elsewhere.note
+    assert "tiny model" in studio.launch_panel.button.tooltip
     too_large = ss.Plan(
         ss.models["llama-3.1-405b"], machine, ss.Recipe(global_batch_size=2), ss.Layout.fsdp2()
     )
@@ -233,6 +235,73 @@ def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
     studio.launch_panel.steps.value = steps
     assert "Pretrain.num_steps" in studio.launch_panel.steps_row.error.value
     assert studio.launch_panel.button.disabled
+
+
+FRAMEWORKS = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "megatron": "Megatron"}
+
+
+def errors(studio: Studio) -> list[str]:
+    rows = [row for picker in studio._pickers for row in picker.rows.values()]
+    return [unescape(words(row.error.value)) for row in rows if row.error.value]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
+    studio: Studio, framework: str
+) -> None:
+    """Every model of the catalogue: never another one's verdict without a word."""
+    studio.recipe.seq_len.value = "1024"  # what GPT-2 has positions for
+    studio.layout_picker.framework.value = framework
+    told = 0
+    for name in ss.models:
+        before = studio.plan, studio.headline.value
+        studio.architecture.name.value = name
+        wrong = bool(errors(studio))
+        assert studio.launch_panel.blocked == ("Mend the input marked in red first." if wrong else "")
+        assert wrong == ("ss-stale" in studio._dom_classes), name
+        if wrong:
+            assert (studio.plan, studio.headline.value) == before, name
+            assert studio.launch_panel.button.disabled, name
+            continue
+        told += 1
+        assert studio.plan.architecture.name == name
+        assert words(studio.headline.value).startswith(f"{title(name)} on"), name
+        assert verdict(studio.plan, studio.plan.memory()) in words(studio.headline.value), name
+        assert FRAMEWORKS[framework] in words(studio.headline.value), name
+    assert told > 70
+
+
+def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> None:
+    """The Plan can be made, its memory not be told: falcon-rw-1b has biases in place of positions."""
+    before = studio.plan, studio.headline.value, bars(studio.memory)
+    studio.architecture.name.value = "falcon-rw-1b"
+    (said,) = errors(studio)
+    assert "'alibi'" in said and "alibi" in studio.architecture.rows["model"].error.value
+    assert (studio.plan, studio.headline.value, bars(studio.memory)) == before
+    assert "ss-stale" in studio._dom_classes and studio.launch_panel.button.disabled
+    studio.architecture.name.value = "falcon-7b"
+    assert not errors(studio) and "Falcon 7B" in words(studio.headline.value)
+    studio.layout_picker.framework.value = "megatron"
+    assert "Nearest fix: layout=Layout.fsdp2()" in errors(studio)[0]
+    assert studio.plan.layout.framework == "fsdp2"
+    studio.layout_picker.framework.value = "deepspeed"
+    assert not errors(studio) and studio.plan.layout.framework == "deepspeed"
+
+
+def test_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook an exception in a handler is shown to nobody: the old sentence would stand as if valid."""
+
+    def broken(plan: ss.Plan) -> None:
+        raise AttributeError("no such thing")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ss.Plan, "memory", broken)
+        with pytest.raises(AttributeError):
+            studio.architecture.name.value = "llama-3.1-70b"
+    assert errors(studio) == ["Shardscope failed at this: AttributeError: no such thing"]
+    assert "ss-stale" in studio._dom_classes and studio.launch_panel.button.disabled
+    studio.recipe.seq_len.value = "2048"
+    assert not errors(studio) and "Llama 3.1 70B" in words(studio.headline.value)
 
 
 def test_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:

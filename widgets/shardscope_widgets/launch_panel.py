@@ -13,11 +13,14 @@ from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
+from shardscope.planner.room import beside_the_card
 from shardscope_widgets import shared
 from shardscope_widgets.pickers.base import Row, typed_number
 from shardscope_widgets.words import device_count
 
 REHEARSAL_RANKS = 2
+LAUNCHING = "Train this plan on this machine"
+REHEARSING = "Train a tiny model of this family on CPU ranks of this machine, with the same framework"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class LaunchPanel(widgets.VBox):
         """Say on the button what ``plan`` would start here, once no run is under way."""
         self.current = offer_for(plan, self.machine, report)
         self.button.description = self.current.label
+        self.button.tooltip = REHEARSING if self.current.is_rehearsal else LAUNCHING
         self._update()
 
     @property
@@ -120,7 +124,7 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer
         return Offer(
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
-    too_large = _cannot_fit(report) if here else ""
+    too_large = _cannot_fit(plan, report) if here else ""
     if here and not too_large:
         refusal = why_not_trained(plan)
         return (
@@ -145,13 +149,18 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer
     )
 
 
-def _cannot_fit(report: MemoryReport) -> str:
-    """A prediction is a band: only a plan whose least is too much is held back."""
-    if report.low_bytes <= report.usable_bytes:
-        return ""
-    return (
-        f"This machine has {gib(report.usable_bytes)} GiB, and at least {gib(report.low_bytes)} are needed. "
-    )
+def _cannot_fit(plan: ss.Plan, report: MemoryReport) -> str:
+    """What is too little in any case. A prediction is a band: of the card, only its least counts."""
+    if report.low_bytes > report.usable_bytes:
+        have, least = gib(report.usable_bytes), gib(report.low_bytes)
+        return f"This machine has {have} GiB, and at least {least} are needed. "
+    for place in beside_the_card(plan, report):
+        if place.short_bytes:
+            return (
+                f"A node has {gib(place.room_bytes or 0)} GiB of {place.name}, and "
+                f"{gib(place.needed_bytes)} are needed. "
+            )
+    return ""
 
 
 def _warning(report: MemoryReport) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import shardscope as ss
 from shardscope.memory.report import MemoryReport, StageMemory
 from shardscope.memory.words import gib
+from shardscope.planner.room import beside_the_card
 
 MAX_STAGES = 16
 TIERS = ("predicted", "rehearsed", "measured")
@@ -119,16 +120,12 @@ def _bar(label: str, stage: StageMemory, report: MemoryReport) -> Bar:
 
 def _offload_bars(shown: Shown) -> list[Bar]:
     """What a rank keeps outside of its card, against its share of the node's host memory and NVMe."""
-    cluster = shown.plan.cluster
     rows = []
-    for label, component, num_bytes, room in (
-        ("host", "host", shown.report.host_bytes, cluster.host_memory_bytes),
-        ("NVMe", "nvme", shown.report.nvme_bytes, cluster.nvme_bytes),
-    ):
-        if num_bytes:
-            share = room // cluster.gpus_per_node if room else 0
-            words = f"<b>{label}: {gib(num_bytes)} GiB a rank</b><br>" + (
-                f"of its {gib(share)} GiB share of the node's" if share else "the node's size is not known"
-            )
-            rows.append(Bar(label, {component: num_bytes}, share, lambda name, words=words: words))  # type: ignore[misc]
+    for place in beside_the_card(shown.plan, shown.report):
+        label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")
+        share = (place.room_bytes or 0) // shown.plan.cluster.gpus_per_node
+        words = f"<b>{label}: {gib(place.rank_bytes)} GiB a rank</b><br>" + (
+            f"of its {gib(share)} GiB share of the node's" if share else "the node's size is not known"
+        )
+        rows.append(Bar(label, {component: place.rank_bytes}, share, lambda name, words=words: words))  # type: ignore[misc]
     return rows

@@ -8,6 +8,7 @@ from html import escape
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope.planner.differences import differences
+from shardscope.planner.room import beside_the_card
 from shardscope_widgets.memory_rows import TIERS, Shown, shown_stages
 from shardscope_widgets.theme import BESIDE_COLOURS, COMPONENT_COLOURS
 from shardscope_widgets.words import device_count
@@ -57,18 +58,17 @@ def _pair(shown: Shown) -> str:
 
 
 def _offloaded(shown: Shown) -> str:
-    """What is kept outside of the card, and how much of the node's there is for one rank."""
-    cluster, report = shown.plan.cluster, shown.report
+    """What is kept outside of the card, of how much that a node has."""
     parts = []
-    for place, num_bytes, room in (
-        ("host memory", report.host_bytes, cluster.host_memory_bytes),
-        ("NVMe", report.nvme_bytes, cluster.nvme_bytes),
-    ):
-        if num_bytes:
-            share = (
-                f"of {gib(room / cluster.gpus_per_node)} GiB" if room else "(the node's size is not known)"
-            )
-            parts.append(f"{place}: {gib(num_bytes)} GiB a rank {share}")
+    for place in beside_the_card(shown.plan, shown.report):
+        needed = gib(place.needed_bytes)
+        on = (
+            f"{needed} GiB on each node (how much it has is not known)"
+            if place.room_bytes is None
+            else f"{needed} of {gib(place.room_bytes)} GiB on each node"
+        )
+        each = f", {gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
+        parts.append(f"{place.name}: {on}{each}")
     return " · ".join(parts)
 
 

@@ -9,6 +9,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.repairs import Repair, in_words
+from shardscope.planner.room import fits
 from shardscope_widgets import shared
 
 MAX_BUTTONS = 10
@@ -32,7 +33,8 @@ class RepairsPanel(widgets.VBox):
 
     def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Show what mends ``plan``, or nothing if it fits."""
-        self._offered = [] if report.fits else plan.repairs()[:MAX_BUTTONS]
+        enough = fits(plan, report)
+        self._offered = [] if enough else plan.repairs()[:MAX_BUTTONS]
         while len(self._pool) < len(self._offered):
             self._pool.append(self._button(len(self._pool)))
         shown = self._pool[: len(self._offered)]
@@ -40,10 +42,10 @@ class RepairsPanel(widgets.VBox):
             button.description = button.tooltip = in_words(plan, repair)
         if list(self.buttons.children) != shown:
             self.buttons.children = shown
-        self.layout.display = "none" if report.fits else ""
+        self.layout.display = "none" if enough else ""
         if not self._offered:
             words = "no single change does: fewer parameters, or more GPUs"
-        elif any(repair.plan.memory().fits for repair in self._offered):
+        elif any(fits(repair.plan, repair.plan.memory()) for repair in self._offered):
             words = "one of these makes it fit"
         else:
             most = "these win" if len(self._offered) > 1 else "this wins"

@@ -74,7 +74,9 @@ class RunView(widgets.VBox):
         if run is not None:
             self.show(run)
         else:
-            self.head.value = "<span class='ss-hint'>No run yet: Launch or Rehearse starts one.</span>"
+            self.head.value = (
+                "<span class='ss-hint'>No run yet: one that is started shows itself here.</span>"
+            )
 
     def show(self, run: ss.Run, note: str = "", total_steps: int | None = None) -> None:
         """Watch ``run`` from now on.

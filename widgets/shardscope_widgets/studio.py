@@ -11,7 +11,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
-from shardscope.validation import FieldError
+from shardscope.planner.room import fits
 from shardscope_widgets import shared
 from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
@@ -88,9 +88,14 @@ class Studio(widgets.VBox):
             self.layout_picker.offer(*nouns)
             self.recipe.offer(self.layout_picker.value)
             plan = ss.Plan(*nouns, self.layout_picker.value)
-        except FieldError as error:
+            # A plan that can run may still have no formulas: then there is nothing to show of it.
+            plan.memory()
+        except ValueError as error:
             self._show_error(error)
             return
+        except Exception as error:  # ours to mend: a notebook shows nobody what is only raised
+            self._show_error(ValueError(f"Shardscope failed at this: {type(error).__name__}: {error}"))
+            raise
         finally:
             self._planning = False
             self._show_staleness()
@@ -115,7 +120,7 @@ class Studio(widgets.VBox):
     @traitlets.observe("plan")
     def _draw(self, change: object) -> None:
         report = self.plan.memory()
-        kind = "ss-fits" if report.fits else "ss-lacks"
+        kind = "ss-fits" if fits(self.plan, report) else "ss-lacks"
         self.headline.value = (
             f"{sentence(self.plan)}<div class='ss-verdict {kind}'>{escape(verdict(self.plan, report))}</div>"
         )
@@ -123,8 +128,9 @@ class Studio(widgets.VBox):
         self.memory.show(self.plan, report)
         self.launch_panel.offer(self.plan, report)
 
-    def _show_error(self, error: FieldError) -> None:
-        owner = error.field.partition(".")[0]
+    def _show_error(self, error: ValueError) -> None:
+        # What is no FieldError begins with its field as well: "Architecture.model_type is ...".
+        owner = getattr(error, "field", str(error)).partition(".")[0]
         picker = {
             "Architecture": self.architecture,
             "Cluster": self.cluster,

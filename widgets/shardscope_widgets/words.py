@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from shardscope.memory.words import count, gib
+from shardscope.planner.room import Place, beside_the_card, shortages
 
 if TYPE_CHECKING:
     import shardscope as ss
@@ -78,7 +79,11 @@ def sentence(plan: ss.Plan) -> str:
 
 
 def verdict(plan: ss.Plan, report: MemoryReport) -> str:
-    """``Fits: 61.3 of 79.1 GiB on each of 8 GPUs`` or ``Does not fit: short by 12.4 GiB ...``."""
+    """``Fits: 61.3 of 79.1 GiB on each of 8 GPUs`` or ``Does not fit: short by 12.4 GiB ...``.
+
+    What a node's host memory or NVMe is short of counts as well, and is named; where their size is not known,
+    what they must have is part of the sentence.
+    """
     where = (
         f"on each of {device_count(plan.cluster)}"
         if plan.world_size > 1
@@ -86,11 +91,23 @@ def verdict(plan: ss.Plan, report: MemoryReport) -> str:
     )
     if plan.degrees.pp > 1:
         where = f"on the fullest of {device_count(plan.cluster)}, stage {report.worst_stage.stage}"
-    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
-    if report.fits:
-        tight = report.high_bytes > report.usable_bytes
-        return f"Fits: {room} {where}" + (
-            f", barely: up to {gib(report.high_bytes)} is likely" if tight else ""
-        )
-    short = report.peak_bytes - report.usable_bytes
-    return f"Does not fit: short by {gib(short)} GiB ({room} {where})"
+    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB {where}"
+    lacks = [_short(place, room) for place in shortages(plan, report)]
+    unknown = [place for place in beside_the_card(plan, report) if place.room_bytes is None]
+    given = " and ".join(f"{gib(place.needed_bytes)} GiB of {place.name}" for place in unknown)
+    if lacks:
+        return f"Does not fit: {', and '.join(lacks)}" + (f"; it needs {given} on each node" if given else "")
+    tight = f", barely: up to {gib(report.high_bytes)} is likely"
+    return (
+        f"Fits: {room}"
+        + (f", if {'each' if plan.cluster.num_nodes > 1 else 'the'} node has {given}" if given else "")
+        + (tight if report.high_bytes > report.usable_bytes else "")
+    )
+
+
+def _short(place: Place, on_the_card: str) -> str:
+    """What one kind of memory lacks, and of how much."""
+    if place.name == "GPU memory":
+        return f"short by {gib(place.short_bytes)} GiB ({on_the_card})"
+    needed, room = gib(place.needed_bytes), gib(place.room_bytes or 0)
+    return f"{place.name} short by {gib(place.short_bytes)} GiB ({needed} of {room} GiB on each node)"

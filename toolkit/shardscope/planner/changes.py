@@ -27,6 +27,13 @@ class Change(NamedTuple):
     plan: Plan
 
 
+OFFLOADS = {
+    "offload": "training state",
+    "offload_optimizer": "the optimizer",
+    "offload_params": "parameters",
+}
+"""Fields of layouts that say what is kept outside of the GPU."""
+
 Ladder = list[Change]
 """Steps of one kind, the smallest first: of those that fit, the first is enough."""
 
@@ -77,7 +84,11 @@ LAYOUT_WORDS: dict[tuple[str, Any], str] = {
     ("offload_params", "nvme"): "Offload parameters to NVMe",
     ("sequence_parallel", True): "Split the sequence within tensor parallel ranks",
     ("distributed_optimizer", True): "Split the optimizer over data-parallel ranks",
+    ("offload", None): "Keep training state on the GPU",
+    ("offload_optimizer", None): "Keep the optimizer on the GPU",
+    ("offload_params", None): "Keep parameters on the GPU",
 }
+"""The last ones help where it is the host that has too little."""
 
 
 def ladders(plan: Plan) -> Iterator[Ladder]:
@@ -163,11 +174,14 @@ def _degree_words(plan: Plan, field: str, value: int, current: int) -> str:
 
 
 def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
-    """Where every rank holds all state in full: another framework that shards it, as it comes."""
+    """Where every rank holds all state in full: another framework that shards it, or moves it to the host.
+
+    As it comes; where that is not enough, or there is nobody to shard with, with its offloads one by one.
+    """
     from shardscope.frameworks.registry import frameworks
 
     degrees = plan.degrees
-    if degrees.shard > 1 or degrees.data_parallel == 1:
+    if degrees.shard > 1 or (degrees.data_parallel == 1 and plan.world_size > 1):
         return
     for framework in frameworks.values():
         other = framework.layout_class()
@@ -178,14 +192,16 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
         # Only what runs the same modules: another framework's own model is another plan, not a mend of this.
         if other.default_kernels != plan.layout.default_kernels:
             continue
-        yield _made(
-            [
-                (
-                    f"Shard training state with {other.description}",
-                    partial(replace, plan, layout=other),
-                )
-            ]
-        )
+        title = other.description
+        steps: list[tuple[str, Callable[[], Plan]]] = []
+        moved: list[str] = []
+        if plan.world_size > 1:
+            steps.append((f"Shard training state with {title}", partial(replace, plan, layout=other)))
+        for field in [field for field in OFFLOADS if field in other.choices]:
+            other, moved = replace(other, **{field: "cpu"}), [*moved, OFFLOADS[field]]
+            words = f"Offload {' and '.join(moved)} to the host with {title}"
+            steps.append((words, partial(replace, plan, layout=other)))
+        yield _made(steps)
 
 
 def _with_recipe(plan: Plan, changed: dict[str, Any]) -> Plan:

@@ -6,8 +6,10 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.words import gib
-from shardscope.planner.changes import Change, ladders
+from shardscope.planner.changes import Change, Ladder, ladders
+from shardscope.planner.room import Place, fits, places, shortages
 from shardscope.timing.estimate import estimate
+from shardscope.timing.paging import travelling_bytes
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -22,12 +24,19 @@ class Repair(NamedTuple):
     change: str
     """What is changed, in words."""
     plan: Plan
-    """The changed plan; ``.memory().fits`` says whether this is enough."""
+    """The changed plan; :func:`shardscope.planner.room.fits` of it says whether this is enough."""
     bytes_won: int
-    """By how much the peak of the worst rank falls."""
+    """By how much the need falls where it was too much: the peak of the worst rank, or what a node needs of
+    host memory or NVMe where only that is short."""
     seconds_lost: float
     """Predicted seconds that an optimizer step takes longer (negative: shorter), to first order
     (``timing/estimate.py``); NaN where something that decides it is not known."""
+
+
+class _Tried(NamedTuple):
+    change: Change
+    won: int
+    is_enough: bool
 
 
 def repairs(plan: Plan) -> list[Repair]:
@@ -36,28 +45,38 @@ def repairs(plan: Plan) -> list[Repair]:
     Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough is told. Where
     no single change is enough, those that win most are told, the best first.
     """
-    report = plan.memory()
-    if _fits(plan):
+    short = shortages(plan, plan.memory())
+    if not short:
         return []
-    enough: list[tuple[Change, int]] = []
-    short: list[tuple[Change, int]] = []
+    enough: list[_Tried] = []
+    half_way: list[_Tried] = []
     for ladder in ladders(plan):
-        best: tuple[Change, int] | None = None
-        for change in ladder:
-            won = report.peak_bytes - change.plan.memory().peak_bytes
-            if won > 0 and _fits(change.plan):
-                enough.append((change, won))
-                best = None
-                break
-            if won > 0 and (best is None or won > best[1]):
-                best = (change, won)
+        best = _best(ladder, short[0])
         if best is not None:
-            short.append(best)
+            (enough if best.is_enough else half_way).append(best)
     if not enough:
-        short.sort(key=lambda found: -found[1])
-        enough = short[:MAX_HALF_WAY]
-        return [_priced(plan, change, won) for change, won in enough]
-    return sorted((_priced(plan, change, won) for change, won in enough), key=_cheapest_first)
+        half_way.sort(key=lambda tried: -tried.won)
+        return [_priced(plan, tried) for tried in half_way[:MAX_HALF_WAY]]
+    return sorted((_priced(plan, tried) for tried in enough), key=_cheapest_first)
+
+
+def _best(ladder: Ladder, short: Place) -> _Tried | None:
+    """The first step that is enough, else the one that wins most of what is ``short``."""
+    best: _Tried | None = None
+    for change in ladder:
+        try:
+            report = change.plan.memory()
+        except ValueError:  # the plan can run, but there are no formulas for it
+            continue
+        needed = {place.name: place.needed_bytes for place in places(change.plan, report)}
+        won = short.needed_bytes - needed.get(short.name, 0)
+        if won <= 0:
+            continue
+        if fits(change.plan, report):
+            return _Tried(change, won, True)
+        if best is None or won > best.won:
+            best = _Tried(change, won, False)
+    return best
 
 
 def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
@@ -67,7 +86,10 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
 
 def in_words(plan: Plan, repair: Repair) -> str:
     """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it."""
-    return f"{repair.change}: saves {gib(repair.bytes_won)} GiB, {_cost_words(plan, repair)}"
+    short = shortages(plan, plan.memory())
+    of = "" if not short or short[0].name == "GPU memory" else f" of {short[0].name} a node"
+    pages = ", while it pages" if travelling_bytes(repair.plan, repair.plan.memory()) else ""
+    return f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, {_cost_words(plan, repair)}{pages}"
 
 
 def _cost_words(plan: Plan, repair: Repair) -> str:
@@ -82,20 +104,6 @@ def _cost_words(plan: Plan, repair: Repair) -> str:
     return f"about {abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
 
 
-def _priced(plan: Plan, change: Change, won: int) -> Repair:
-    lost = estimate(change.plan).seconds - estimate(plan).seconds
-    return Repair(change.words, change.plan, won, lost)
-
-
-def _fits(plan: Plan) -> bool:
-    """On the card, and what was moved to a node's host or NVMe on those, as far as their size is known."""
-    report, cluster = plan.memory(), plan.cluster
-    if not report.fits:
-        return False
-    for used, room in (
-        (report.host_bytes, cluster.host_memory_bytes),
-        (report.nvme_bytes, cluster.nvme_bytes),
-    ):
-        if used and room is not None and used * cluster.gpus_per_node > room:
-            return False
-    return True
+def _priced(plan: Plan, tried: _Tried) -> Repair:
+    lost = estimate(tried.change.plan).seconds - estimate(plan).seconds
+    return Repair(tried.change.words, tried.change.plan, tried.won, lost)

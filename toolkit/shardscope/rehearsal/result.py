@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardscope.memory import overheads
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
@@ -23,6 +23,9 @@ TENSOR_COMPONENTS: tuple[Component, ...] = (
 )
 """What is made of tensors, so what a rehearsal can see."""
 _CHURNED = ("activations", "logits", "gather_buffers")
+_BUSY = ("forward", "backward")
+_COMMUNICATION_WORDS = "buffers of communicators as predicted, for no tensor shows them (NVIDIA/nccl#964)"
+_RUNTIME_WORDS = "what a rank takes before its first tensor, as predicted, for no tensor shows it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,47 +94,60 @@ class RehearsedStage:
 
 def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
     """The rehearsal in the same words as the prediction, with the overheads that no tensor shows."""
-    predicted = _overheads_of(plan)
     if not rehearsed:
         raise ValueError("a rehearsal of no stage")
-    by_stage = tuple(_stage(plan, stage, predicted) for stage in rehearsed)
+    beside = _overheads_of(plan, [stage.stage for stage in rehearsed])
+    by_stage = tuple(_stage(plan, stage, beside[stage.stage]) for stage in rehearsed)
     return MemoryReport(
         find_stages=lambda: by_stage,
         worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: _band(plan, predicted, rehearsed),
+        find_band=lambda: _band(plan, rehearsed, beside),
         tier="rehearsed",
     )
 
 
-def _overheads_of(plan: Plan) -> MemoryReport:
-    """The prediction, of which only communication, runtime and the band are used: what no tensor shows.
+class _Beside(NamedTuple):
+    """What a rank of one stage takes beside tensors, all step long."""
+
+    communication: overheads.Band
+    runtime: overheads.Band
+
+
+def _overheads_of(plan: Plan, stages: list[int]) -> dict[int, _Beside]:
+    """Communicators and runtime, stage by stage, without any formula for what modules keep.
 
     They follow from the layout, so a family without formulas takes those of a Llama of its sizes.
     """
+    # Imported here: frameworks import what a rehearsal needs of them.
+    from shardscope.frameworks.registry import frameworks
+
     if isinstance(plan.architecture, UnknownFamily):
-        return replace(plan, architecture=plan.architecture.look_alike).memory()
-    return plan.memory()
+        plan = replace(plan, architecture=plan.architecture.look_alike)
+    model = frameworks[plan.layout.framework].memory_model()
+    shapes, runtime = model.shapes(plan), overheads.runtime(gpu.vendor, gpu.architecture)
+    found = {}
+    for number in stages:
+        kind = shapes.kinds[shapes.kind_of[min(number, len(shapes.kind_of) - 1)]]
+        groups = model.training_state(plan, model.stage(plan, kind)).group_sizes
+        found[number] = _Beside(overheads.communication(groups, gpu.vendor), runtime)
+    return found
 
 
-def _beside(predicted: MemoryReport, number: int) -> dict[Component, Term]:
-    """Communication and runtime of one stage, which do not change over a step."""
-    terms = predicted.by_stage[min(number, len(predicted.by_stage) - 1)].moments[0].terms
-    return {name: terms[name] for name in ("communication", "runtime") if name in terms}
-
-
-def _stage(plan: Plan, stage: RehearsedStage, predicted: MemoryReport) -> StageMemory:
-    beside = _beside(predicted, stage.stage)
+def _stage(plan: Plan, stage: RehearsedStage, beside: _Beside) -> StageMemory:
     note = f" · {stage.note}" if stage.note else ""
     title = plan.layout.title
 
     def moment(seen: RehearsedMoment) -> Moment:
-        terms = dict(beside)
+        terms: dict[Component, Term] = {
+            "communication": Term(beside.communication.point, lambda: _COMMUNICATION_WORDS),
+            "runtime": Term(beside.runtime.point, lambda: _RUNTIME_WORDS),
+        }
         for name in TENSOR_COMPONENTS:
             if seen.components.get(name):
                 words = f"counted storage by storage while {title}'s own code ran on fake tensors{note}"
                 terms[name] = Term(seen.components[name], lambda words=words: words)  # type: ignore[misc]
-        if seen.phase in ("forward", "backward"):
+        if seen.phase in _BUSY:
             gaps = overheads.fragmentation(_churned(seen), plan.on_gpu)
             percent = overheads.FRAGMENTATION_PERCENT
             terms["fragmentation"] = Term(
@@ -148,11 +164,16 @@ def _stage(plan: Plan, stage: RehearsedStage, predicted: MemoryReport) -> StageM
     )
 
 
-def _band(plan: Plan, predicted: MemoryReport, rehearsed: list[RehearsedStage]) -> tuple[int, int]:
-    """The band of the prediction around the tensors that were seen."""
-    spread = predicted.high_bytes - predicted.peak_bytes, predicted.peak_bytes - predicted.low_bytes
-    peak = max(_stage(plan, stage, predicted).peak_bytes for stage in rehearsed)
-    return peak - max(0, spread[1]), peak + max(0, spread[0])
+def _band(plan: Plan, rehearsed: list[RehearsedStage], beside: dict[int, _Beside]) -> tuple[int, int]:
+    """The peak if what is beside the tensors that were seen takes its least, and if it takes its most."""
+    low = high = 0
+    for stage in rehearsed:
+        for seen in stage.moments:
+            churned = _churned(seen) if seen.phase in _BUSY else 0
+            bands = (*beside[stage.stage], overheads.fragmentation(churned, plan.on_gpu))
+            low = max(low, seen.num_bytes + sum(band.low for band in bands))
+            high = max(high, seen.num_bytes + sum(band.high for band in bands))
+    return low, high
 
 
 def _churned(moment: RehearsedMoment) -> int:

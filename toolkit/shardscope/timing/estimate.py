@@ -16,6 +16,7 @@ from shardscope.catalog import entries
 from shardscope.memory.precision import widths
 from shardscope.memory.step import in_flight
 from shardscope.timing.collectives import seconds
+from shardscope.timing.paging import paged_bytes, travelling_bytes
 from shardscope.timing.parallel import parallel_transfers
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Estimate(NamedTuple):
     state: float
     """Gathers and reductions of the training state, as far as arithmetic does not hide them."""
     offload: float
-    """Host link, NVMe and the optimizer's step on the host, as far as arithmetic does not hide them."""
+    """Host link, NVMe, paged moments and the optimizer's step on the host, as far as arithmetic does not hide
+    them."""
 
     @property
     def seconds(self) -> float:
@@ -112,7 +114,7 @@ class _HeldBytes(NamedTuple):
     """With the plan's own."""
     logits: float
     updated: float
-    """Parameters, gradients and moments that the optimizer's step reads and writes."""
+    """Parameters, gradients and moments, paged ones too, that the optimizer's step reads and writes."""
 
     @classmethod
     def of(cls, plan: Plan) -> _HeldBytes:
@@ -122,11 +124,12 @@ class _HeldBytes(NamedTuple):
             open_plan = replace(plan, recipe=recipe)
         report = plan.memory()
         last = report.at("optimizer")
+        moments = last["optimizer"] + paged_bytes(plan, report)
         return cls(
             everything=_activations(open_plan),
             kept=_activations(plan),
             logits=report.by_stage[-1].at("backward").components["logits"],
-            updated=last["gradients"] + last["optimizer"] + (last["parameters"] if last["optimizer"] else 0),
+            updated=last["gradients"] + moments + (last["parameters"] if moments else 0),
         )
 
 
@@ -176,7 +179,9 @@ def _offload(plan: Plan, traffic: StateTraffic, held: _HeldBytes, matrices: floa
     if traffic.nvme_bytes:
         speed = cluster.nvme_bandwidth_bytes_per_second
         drives = math.nan if speed is None else traffic.nvme_bytes * cluster.gpus_per_node / speed
-    return float(spilled + traffic.host_bytes / link + updating + drives)
+    # A page leaves before another has its place: out and in, one after the other, and nothing runs beneath.
+    paging = 2 * travelling_bytes(plan, plan.memory()) / link
+    return float(spilled + traffic.host_bytes / link + paging + updating + drives)
 
 
 def _share(what: str) -> float:

@@ -22,6 +22,8 @@ def check_family(arch: Architecture) -> None:
     why = OTHER_LAYERS.get(arch.model_type)
     if arch.parallel_residual:
         why = "attention and MLP side by side"
+    if arch.position_embedding == "alibi":
+        why = "biases for each head in the place of positions"
     if why is not None:
         refuse(
             "Architecture.model_type",

@@ -1,0 +1,84 @@
+"""A refusal names a way that works: what ``plan.memory()`` cannot tell, the fix that it names can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.needs import needs
+
+import shardscope as ss
+from shardscope.frameworks.megatron.families import OTHER_LAYERS
+from shardscope.rehearsal.result import RehearsedMoment, RehearsedStage, report_of
+from shardscope.validation import FieldError
+
+TWO = ss.Cluster.parse("2xh100-sxm-80gb")
+ALIBI = "falcon-rw-1b"
+
+
+def plan_of(name: str, layout: ss.Layout, layers: int | None = None) -> ss.Plan:
+    architecture = ss.models[name]
+    if layers:
+        architecture = replace(architecture, num_hidden_layers=layers)
+    return ss.Plan(architecture, TWO, ss.Recipe(seq_len=512, global_batch_size=4), layout)
+
+
+def refusal(plan: ss.Plan) -> FieldError | None:
+    try:
+        plan.memory()
+    except FieldError as error:
+        return error
+    return None
+
+
+def test_what_megatron_has_no_layers_for_is_told_by_the_layout_that_is_named() -> None:
+    found = {}
+    for name in ss.models:
+        try:
+            plan = plan_of(name, ss.Layout.megatron())
+        except ValueError:
+            continue
+        error = refusal(plan)
+        if error is not None:
+            found[name] = error
+    families = {ss.models[name].model_type for name in found}
+    assert families >= OTHER_LAYERS.keys() and "falcon" in families
+    for name, error in found.items():
+        assert "Nearest fix: layout=Layout.fsdp2()." in str(error), name
+        mended = refusal(plan_of(name, ss.Layout.fsdp2()))
+        assert mended is None or "plan.rehearse()" in str(mended), name
+
+
+@pytest.mark.parametrize(
+    "layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3)], ids=lambda layout: layout.framework
+)
+def test_a_rehearsal_needs_no_formula_for_what_modules_keep(layout: ss.Layout) -> None:
+    plan = plan_of(ALIBI, layout)
+    error = refusal(plan)
+    assert error is not None and "plan.rehearse()" in str(error)
+    moments = (RehearsedMoment(phase="forward", fraction=0.3, components={"activations": 10**9}),)
+    report = report_of(plan, [RehearsedStage(stage=0, num_layers=24, moments=moments)])
+    # A communicator of two, the context, and 3 % of what is allocated and freed.
+    assert report.peak_bytes == 10**9 + 544 * 2**20 + 512 * 2**20 + 30_000_000
+    assert report.low_bytes < report.peak_bytes < report.high_bytes
+
+
+def test_what_is_beside_the_tensors_is_that_of_the_prediction() -> None:
+    layout = ss.Layout.fsdp2(pp=2)
+    recipe = ss.Recipe(seq_len=512, global_batch_size=8)
+    plan = ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
+    predicted = plan.memory()
+    moment = RehearsedMoment(phase="rest", fraction=0.0, components={"parameters": 1})
+    stages = [RehearsedStage(stage=number, num_layers=8, moments=(moment,)) for number in (0, 1)]
+    for told, expected in zip(report_of(plan, stages).by_stage, predicted.by_stage, strict=True):
+        for name in ("communication", "runtime"):
+            assert told.components[name] == expected.components[name] > 0
+
+
+@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=lambda layout: layout.framework)
+def test_the_rehearsal_that_a_refusal_names_is_played(layout: ss.Layout) -> None:
+    for module in ("torch", "transformers"):
+        needs(module)
+    report = plan_of(ALIBI, layout, layers=2).rehearse(timeout=300)
+    assert report.tier == "rehearsed"
+    assert report.components["activations"] > 0 and report.components["communication"] > 0

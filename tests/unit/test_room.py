@@ -1,0 +1,215 @@
+"""Whether a plan has room everywhere: one answer for the sentence, the repairs and the launch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.planner.repairs import in_words
+from shardscope.planner.room import beside_the_card, fits, places, shortages
+from shardscope.timing.estimate import estimate
+from shardscope.timing.paging import evicted_bytes, paged_bytes, travelling_bytes
+from shardscope_widgets import Studio
+from shardscope_widgets.launch_panel import offer_for
+from shardscope_widgets.words import verdict
+
+GIB = 2**30
+BOTH_OFFLOADS = ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu")
+
+
+def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
+    settings = {"global_batch_size": 8, "recompute": "full", **recipe}
+    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**settings), layout)
+
+
+def with_host(plan: ss.Plan, num_bytes: int | None) -> ss.Plan:
+    return replace(plan, cluster=replace(plan.cluster, host_memory_bytes=num_bytes))
+
+
+def words(html: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
+
+
+@pytest.fixture
+def too_much_for_the_host() -> ss.Plan:
+    return plan_of("llama-3.1-405b", "8xh100-sxm-80gb", BOTH_OFFLOADS)
+
+
+def test_what_the_host_cannot_hold_does_not_fit(too_much_for_the_host: ss.Plan) -> None:
+    plan = too_much_for_the_host
+    report = plan.memory()
+    assert report.fits, "the card has room: MemoryReport.fits is about nothing else"
+    assert not fits(plan, report)
+    (lacking,) = shortages(plan, report)
+    assert lacking.name == "host memory"
+    assert lacking.short_bytes == 8 * report.host_bytes - plan.cluster.host_memory_bytes  # type: ignore[operator]
+    numbers = r"short by ([\d,]+) GiB \(([\d,]+) of 2,048 GiB on each node\)"
+    said = re.fullmatch(rf"Does not fit: host memory {numbers}", verdict(plan, report))
+    assert said
+    short, needed = (int(number.replace(",", "")) for number in said.groups())
+    assert needed - 2048 == pytest.approx(short, abs=1)
+
+
+def test_what_is_short_twice_is_said_twice(too_much_for_the_host: ss.Plan) -> None:
+    plan = replace(
+        too_much_for_the_host, recipe=ss.Recipe(seq_len=65_536, global_batch_size=8, recompute="none")
+    )
+    said = verdict(plan, plan.memory())
+    assert re.match(
+        r"Does not fit: short by .* on each of 8 GPUs\), and host memory short by [\d,]+ GiB", said
+    )
+
+
+def test_where_the_host_is_not_known_its_need_is_part_of_the_sentence() -> None:
+    plan = plan_of("llama-2-13b", "rtx-4090-24gb", BOTH_OFFLOADS)
+    report = plan.memory()
+    assert plan.cluster.host_memory_bytes is None and fits(plan, report)
+    needed = round(report.host_bytes / GIB)
+    said = verdict(plan, report)
+    assert said.startswith("Fits: ") and said.endswith(
+        f"on the one GPU, if the node has {needed} GiB of host memory"
+    )
+    # Known, it is said no more.
+    assert "host" not in verdict(with_host(plan, 2**40), report)
+    assert "Does not fit: host memory" in verdict(with_host(plan, 2**36), report)
+
+
+def test_nvme_is_a_place_as_well() -> None:
+    layout = ss.Layout.zero(3, offload_optimizer="nvme")
+    plan = plan_of("llama-2-13b", "8xh100-sxm-80gb", layout)
+    report = plan.memory()
+    drives = next(place for place in beside_the_card(plan, report) if place.name == "NVMe")
+    assert drives.needed_bytes == 8 * report.nvme_bytes and drives.room_bytes is None
+    assert "if the node has" in verdict(plan, report) and "GiB of NVMe" in verdict(plan, report)
+    small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**30))
+    assert "NVMe short by" in verdict(small, report)
+
+
+def test_pipeline_stages_of_one_node_are_added_up() -> None:
+    """Stages differ, and a node of eight has all four of them, two ranks each."""
+    plan = plan_of("llama-2-13b", "8xh100-sxm-80gb", ss.Layout.fsdp2(pp=4, offload="cpu"))
+    report = plan.memory()
+    by_stage = [stage.host_bytes for stage in report.by_stage]
+    assert len(set(by_stage)) > 1, "else this tests nothing"
+    (host,) = beside_the_card(plan, report)
+    assert host.needed_bytes == 2 * sum(by_stage) < 8 * max(by_stage)
+    many = replace(
+        plan, cluster=ss.Cluster.parse("4x8xh100-sxm-80gb"), recipe=ss.Recipe(global_batch_size=32)
+    )
+    each = [stage.host_bytes for stage in many.memory().by_stage]
+    (host,) = beside_the_card(many, many.memory())
+    assert host.needed_bytes == 8 * max(each)
+
+
+def test_cpu_ranks_are_themselves_in_the_hosts_memory() -> None:
+    layout = ss.Layout.zero(3, offload_optimizer="nvme")
+    plan = plan_of("llama-3.2-1b", "2xcpu", layout, global_batch_size=2, seq_len=512)
+    report = plan.memory()
+    (host,) = (place for place in places(plan, report) if place.name == "host memory")
+    assert host.needed_bytes == 2 * (report.host_bytes + report.peak_bytes)
+
+
+# ------------------------------------------------------------------------- one answer for all that ask
+
+
+def test_repairs_mend_what_is_short(too_much_for_the_host: ss.Plan) -> None:
+    plan = too_much_for_the_host
+    repairs = plan.repairs()
+    assert repairs
+    report = plan.memory()
+    for repair in repairs:
+        (host,) = (p for p in places(repair.plan, repair.plan.memory()) if p.name == "host memory")
+        assert repair.bytes_won == 8 * report.host_bytes - host.needed_bytes > 0
+        assert " GiB of host memory a node, " in in_words(plan, repair)
+    # With a third of the model, state that need not be on the host may come back.
+    smaller = with_host(plan_of("llama-3.1-8b", "8xh100-sxm-80gb", BOTH_OFFLOADS), 100 * GIB)
+    changes = {repair.change for repair in smaller.repairs()}
+    assert "Keep the optimizer on the GPU" in changes
+    assert all(fits(repair.plan, repair.plan.memory()) for repair in smaller.repairs())
+
+
+def test_the_studio_says_so_everywhere_at_once(too_much_for_the_host: ss.Plan) -> None:
+    studio = Studio()
+    studio.architecture.name.value = "llama-3.1-405b"
+    studio.apply(replace(too_much_for_the_host, recipe=too_much_for_the_host.recipe))
+    assert studio.plan.memory().fits
+    assert "ss-lacks" in studio.headline.value and "host memory short by" in words(studio.headline.value)
+    assert studio.repairs.layout.display == "" and studio.repairs.buttons.children
+    assert "of 2,048 GiB on each node" in words(studio.memory.caption.value)
+
+
+def test_the_launch_button_looks_at_the_host_too(too_much_for_the_host: ss.Plan) -> None:
+    layout = ss.Layout.fsdp2(offload="cpu")
+    plan = with_host(plan_of("llama-3.1-70b", "8xh100-sxm-80gb", layout), 1000 * GIB)
+    offer = offer_for(plan, plan.cluster, plan.memory())
+    assert offer.is_rehearsal and offer.note.startswith(
+        "A node has 1,000 GiB of host memory, and 1,051 are needed."
+    )
+    enough = with_host(plan, 2**41)
+    assert offer_for(enough, enough.cluster, enough.memory()).label == "Launch on 8 GPUs"
+
+
+# ------------------------------------------------------------------------------------ paged optimizers
+
+
+def paged(
+    cluster: str = "a100-sxm-80gb", model: str = "llama-2-7b", optimizer: str = "paged_adamw"
+) -> ss.Plan:
+    return plan_of(model, cluster, ss.Layout.ddp(), optimizer=optimizer, global_batch_size=1)
+
+
+def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
+    plan = paged("h200-sxm-141gb")
+    report = plan.memory()
+    assert paged_bytes(plan, report) > 50 * GIB
+    assert evicted_bytes(plan, report) == travelling_bytes(plan, report) == 0
+    assert beside_the_card(plan, report) == ()
+    assert "host" not in verdict(plan, report)
+    plain = paged("h200-sxm-141gb", optimizer="adamw")
+    assert estimate(plan).seconds == pytest.approx(estimate(plain).seconds, rel=0.01)
+
+
+def test_pages_that_it_has_no_room_for_travel() -> None:
+    plan = paged()
+    report = plan.memory()
+    moments = paged_bytes(plan, report)
+    away = evicted_bytes(plan, report)
+    assert 0 < away == report.peak_bytes + moments - report.usable_bytes < moments
+    (host,) = beside_the_card(plan, report)
+    assert host.needed_bytes == away, "what stays on the GPU needs no host memory"
+    # Weights, gradients and moments of 7B are 108 GB: not even the update has room for all.
+    assert travelling_bytes(plan, report) == moments
+    link = plan.cluster.host_link.bandwidth_bytes_per_second * 0.8
+    assert estimate(plan).offload == pytest.approx(2 * moments / link)
+
+
+def test_what_only_the_peak_pushes_out_travels_once() -> None:
+    plan = paged("h100-sxm-80gb", "llama-3.2-1b")
+    recipe = replace(plan.recipe, recompute="none", micro_batch_size=1, seq_len=4096)
+    for seq_len in range(4096, 65_536, 1024):
+        longer = replace(plan, recipe=replace(recipe, seq_len=seq_len))
+        report = longer.memory()
+        if evicted_bytes(longer, report):
+            break
+    assert 0 < travelling_bytes(longer, report) == evicted_bytes(longer, report) < paged_bytes(longer, report)
+
+
+def test_activations_on_the_host_are_no_pages() -> None:
+    plan = paged()
+    both = replace(plan, recipe=replace(plan.recipe, recompute="offload"))
+    report = both.memory()
+    assert paged_bytes(both, report) == paged_bytes(plan, plan.memory()) < report.host_bytes
+
+
+def test_paging_is_never_sold_as_faster() -> None:
+    plan = paged(optimizer="adamw")
+    assert not plan.memory().fits
+    repairs = {repair.plan.recipe.optimizer: repair for repair in plan.repairs()}
+    mend = repairs["paged_adamw"]
+    assert mend.seconds_lost > 0
+    said = in_words(plan, mend)
+    assert said.endswith(", while it pages") and "faster" not in said
