@@ -75,6 +75,12 @@ def store(framework: str, sampled: list[Plan], file: Path, seed: int) -> None:
             stored.write(json.dumps(row) + "\n")
 
 
+def is_same(stored: Plan, drawn: Plan) -> bool:
+    """Whether two plans are one, whatever their GPUs cost: prices change from day to day."""
+    one, other = stored.to_dict(), drawn.to_dict()
+    return {**one, "cluster": other["cluster"]} == other and stored.world_size == drawn.world_size
+
+
 def in_words(one: Rehearsed) -> str:
     """One line: the error, the plan, and which components it comes from."""
     arch, recipe, layout = one.plan.architecture, one.plan.recipe, one.plan.layout

@@ -38,9 +38,11 @@ class Group(NamedTuple):
     """The reduce-scatter's input."""
     shard: Any
     """Its output: one rank's part of the gradients."""
+    gradient: Any
+    """Whole gradients in the reduction type, of which no row is padded."""
 
 
-_NOTHING = Group(0, 0, 0, 0, 0, 0)
+_NOTHING = Group(0, 0, 0, 0, 0, 0, 0)
 
 
 class Before(NamedTuple):
@@ -52,6 +54,8 @@ class Before(NamedTuple):
     """One rank's part of the gradients."""
     parameters: Any
     """All of their gathered parameters."""
+    gradient: Any
+    """All of their whole gradients."""
 
 
 class Groups(NamedTuple):
@@ -94,6 +98,7 @@ class Groups(NamedTuple):
             dense * self.dense.kept + experts * self.experts.kept,
             dense * self.dense.shard + experts * self.experts.shard,
             dense * self.dense.parameters + experts * self.experts.parameters,
+            dense * self.dense.gradient + experts * self.experts.gradient,
         )
 
 
@@ -127,15 +132,18 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
         return _NOTHING
     width = widths[recipe.precision]
-    own: Any = looked_up(
-        lambda tp, ep, shards: _shard_numbers(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, ranks
+    weights: Any = looked_up(
+        lambda tp, ep, shards: layer_shard(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, ranks
     )
+    own = weights.dense_padded + weights.experts_padded
+    whole = weights.dense + weights.experts
     if recipe.base_quantization is not None:
         own = own - looked_up(lambda shards: numbers_saved(arch, moe, shards), ranks)
     adapters: Any = 0
     if recipe.has_adapters:
         adapters = looked_up(lambda shards: layer_adapters(arch, recipe, moe, shards)[1], ranks)
         adapters = ceil_div(adapters, degrees.tp)
+        whole = ceil_div(layer_adapters(arch, recipe, moe)[0], degrees.tp)
     parameters = width.compute * ranks * (own + adapters)
     casts = width.compute != width.original
     alone: Any = 0
@@ -156,12 +164,8 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
         kept=kept,
         reduction=width.reduce * ranks * trained,
         shard=width.original * trained,
+        gradient=width.reduce * whole,
     )
-
-
-def _shard_numbers(arch: Architecture, moe: bool, tp: int, ep: int, ranks: int) -> int:
-    shard = layer_shard(arch, moe, tp, ep, ranks)
-    return shard.dense_padded + shard.experts_padded
 
 
 @lru_cache(maxsize=1024)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardscope.memory.arithmetic import ceil_div
 
 INITIALIZER_STD = 0.02
 """GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""
@@ -47,10 +50,11 @@ def check_has_weights(model: torch.nn.Module) -> None:
 def materialise(model: torch.nn.Module, *, device: torch.device, seed: int, compute: torch.device) -> None:
     """Give every sharded parameter memory on ``device`` and initial weights that no world size changes.
 
-    Each whole tensor is drawn on ``compute`` from a generator seeded by ``seed`` and its name, and this
-    rank keeps its shard: the peak is one whole tensor, and 1 rank or 64 start from the same model. Matrices
-    are normal with std 0.02 (``config.initializer_range`` if the model has one), LoRA's B and biases zero,
-    other vectors one. Those are a decoder's rules, so only tasks that say ``engine.fresh_weights`` come here.
+    Each whole tensor is drawn on ``compute`` from a generator seeded by ``seed`` and its name, a stack of
+    experts matrix by matrix, and this rank keeps its shard: the peak is one whole matrix, and 1 rank or 64
+    start from the same model. Matrices are normal with std 0.02 (``config.initializer_range`` if the model
+    has one), LoRA's B and biases zero, other vectors one. Those are a decoder's rules, so only tasks that
+    say ``engine.fresh_weights`` come here.
     """
     std = float(getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_STD))
     # A tied weight is one parameter with two homes; `to_empty` would make it two.
@@ -63,15 +67,41 @@ def materialise(model: torch.nn.Module, *, device: torch.device, seed: int, comp
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator(device=compute).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=compute)
-            if name.endswith("bias") or "lora_B" in name:
-                whole.zero_()
-            elif parameter.ndim < 2:
-                whole.fill_(1.0)
-            else:
-                whole.normal_(0.0, std, generator=generator)
+            draw = functools.partial(_drawn, name, parameter, std, generator)
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            own.copy_(_own_part(whole, parameter))
+            if parameter.ndim < 3:
+                own.copy_(_own_part(draw(parameter.shape), parameter))
+                continue
+            rows = _own_rows(parameter)
+            for place in range(parameter.shape[0]):
+                matrix = draw(parameter.shape[1:])
+                if place in rows:
+                    own[place - rows.start].copy_(matrix)
+                del matrix
+
+
+def _drawn(
+    name: str, parameter: torch.Tensor, std: float, generator: torch.Generator, shape: torch.Size
+) -> torch.Tensor:
+    """Initial weights of ``parameter``, or of one matrix in its stack, where ``generator`` is."""
+    drawn = torch.empty(shape, dtype=parameter.dtype, device=generator.device)
+    if name.endswith("bias") or "lora_B" in name:
+        return drawn.zero_()
+    return drawn.fill_(1.0) if parameter.ndim < 2 else drawn.normal_(0.0, std, generator=generator)
+
+
+def _own_rows(parameter: torch.Tensor) -> range:
+    """Which rows of a stack, along its first dimension, this rank keeps: cut as in :func:`_own_part`."""
+    rows = range(parameter.shape[0])
+    if isinstance(parameter, DTensor):
+        for axis, placement in reversed(list(enumerate(parameter.placements))):
+            if isinstance(placement, Shard | _StridedShard):
+                if placement.dim != 0:
+                    raise ValueError(f"a stack of matrices is cut along dimension {placement.dim}, not 0")
+                each = ceil_div(len(rows), parameter.device_mesh.size(axis))
+                first = each * parameter.device_mesh.get_local_rank(axis)
+                rows = rows[first : first + each]
+    return rows
 
 
 def _own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

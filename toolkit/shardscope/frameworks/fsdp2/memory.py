@@ -7,22 +7,34 @@ the reduction type, and while one layer computes the next is already on its way.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.fsdp2.groups import groups_of
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
-from shardscope.frameworks.fsdp2.peaks import gathered_at_loss, peaks
+from shardscope.frameworks.fsdp2.peaks import gathered_at_loss
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, is_pipelined, received, unreduced, waiting
 from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_saved
+from shardscope.frameworks.fsdp2.stage_peaks import peaks
 from shardscope.memory.arithmetic import largest
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Shapes, Stage, StageShape, outer_shapes, shapes_of, stage_of
+from shardscope.memory.stages import (
+    Shapes,
+    Stage,
+    StageShape,
+    layers_by_kind,
+    outer_tensors,
+    rank_shapes,
+    shapes_of,
+    stage_of,
+)
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.plan import Plan
 
 
@@ -101,13 +113,24 @@ def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
     """Weights drawn one whole tensor at a time; small models come from the host, one group at a time."""
     width = widths[plan.recipe.precision].original
     if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
-        shapes = outer_shapes(plan, stage.is_first, stage.is_last)
-        whole = width * largest(0, *(rows * columns for _, rows, columns in shapes))
+        whole = width * _largest_matrix(plan.architecture, stage)
         return Term(
             shards + whole,
-            lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole tensor, built on meta",
+            lambda: f"{gib(shards)} GiB shards + {gib(whole)} GiB the largest whole matrix, built on meta",
         )
     group = width * largest(stage.largest_layer, stage.edges)
     return Term(
         shards + group, lambda: f"{gib(shards)} GiB shards + {gib(group)} GiB the largest group, still whole"
     )
+
+
+def _largest_matrix(arch: Architecture, stage: Stage) -> Any:
+    """Numbers of the largest matrix on a stage before anything is cut: each is drawn whole."""
+    outer = outer_tensors(arch, 1, stage.is_first, stage.is_last)
+    layers = [(count > 0) * _largest_in_layer(arch, moe) for moe, count in layers_by_kind(arch, stage)]
+    return largest(0, *(rows * columns for _, rows, columns in outer), *layers)
+
+
+@lru_cache(maxsize=1024)
+def _largest_in_layer(arch: Architecture, moe: bool) -> int:
+    return max(one.rows * one.columns for one in rank_shapes(arch, moe, 1, 1))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.fsdp2 import said
-from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
 from shardscope.memory.arithmetic import largest, where
 from shardscope.memory.backward import Backward, Peak, PeakTerms
 from shardscope.memory.precision import widths
@@ -18,7 +17,8 @@ from shardscope.memory.report import Term, summed
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
-    from shardscope.frameworks.fsdp2.groups import Groups
+    from shardscope.frameworks.fsdp2.groups import Group, Groups
+    from shardscope.frameworks.fsdp2.pipelined import Waiting
     from shardscope.memory.order import Place
     from shardscope.memory.report import Phase
     from shardscope.memory.stages import Stage
@@ -47,42 +47,33 @@ def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -
     return Term(groups.root + staging + kept + groups.left_over + waits.gathered, words)
 
 
-def peaks(
-    plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
-) -> list[Peak]:
-    """Layers in forward, the loss, the final norm, layers in backward, the embedding, the root's turn."""
-    return _Step(plan, stage, shape, groups, waits, trained).peaks()
-
-
-class _Step:
+class Step:
     """One micro-batch on one rank, the last of the step."""
 
     def __init__(
         self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
     ) -> None:
         self.stage, self.shape, self.groups, self.trained = stage, shape, groups, trained
-        self.waits = waits = waits if waits is NOTHING_WAITS else waits.at_fullest(shape.layers)
-        self.reduces: Any = plan.degrees.pp == 1
-        """Whether a micro-batch's gradients are reduced, and its layers given up, in its own backward."""
+        self.waits = waits
         layout: Any = plan.layout
         self.whole = layout.reshard_after_forward is False
         """Whether gathered layers stay until they have gone backward."""
         self.accumulates = plan.num_micro_batches > 1
+        self.outputs = self.accumulates | (trained == 0)
+        """Whether a reduction's output is a tensor beside gradients: added to them, or moved to the host."""
         width = widths[plan.recipe.precision]
         self.compute, self.original = width.compute, width.original
         # A tied head's gradient waits inside of autograd for the embedding's, no parameter's yet.
         tied = plan.architecture.tie_word_embeddings
-        self.held_head = self.reduces * groups.head if tied else 0
-        # Where embedding and head are on two stages, both have a weight of their own.
-        own_head = (1 - self.reduces) * groups.head if tied else groups.head
+        self.held_head = groups.head if tied else 0
+        self.own_head = 0 if tied else groups.head
         self.waiting = (groups.root, waits.gradients, waits.received)
-        self.own_head = own_head
-        self.root = (*self.waiting, waits.adds * own_head)
+        self.in_forward = (groups.root, 0, waits.received)
         self.in_layers = groups.before(stage.num_layers)
         self.none = self._gradients(self.in_layers.shard)
 
     def peaks(self) -> list[Peak]:
-        shape, groups = self.shape, self.groups
+        shape = self.shape
         order = shape.find_order()
         found: list[Peak] = []
         for place in order.last_places(shape.layers):
@@ -93,41 +84,30 @@ class _Step:
             if kind not in fullest:
                 fullest[kind] = self._fullest(place)
             found += self._layer(place, *fullest[kind])
-        full = (shape.layers, shape.edges, shape.cast, self.waits.output)
+        return [*found, self._first(), *self._loss_and_norm(), *self._root()]
+
+    def _loss_and_norm(self) -> list[Peak]:
+        """While the loss goes backward, and then the final norm."""
+        shape, groups = self.shape, self.groups
+        full = (shape.layers, shape.edges, shape.cast, 0)
+        gathered = (groups.root, 0, 0, self.in_layers.kept, groups.left_over)
         prefetched = 0 if self.whole else groups.at(self.stage.num_layers - 1).staging
-        gathered = (*self.waiting, self.in_layers.kept, groups.left_over)
+        norm = (*full, shape.norm, self.held_head)
+        coming = (self.own_head, prefetched)
         return [
-            *found,
-            self._first(),
-            self._peak(
-                0.34,
-                full,
-                (*gathered, self.reduces * prefetched),
-                self.none,
-                said.AT_LOSS,
-                self.waits.with_output(shape.logits),
-            ),
-            self._peak(
-                0.35,
-                (*full, shape.norm, self.held_head),
-                (*gathered, self.own_head, prefetched),
-                self.none,
-                said.IN_NORM,
-                self.waits.own_logits(),
-            ),
-            *self._root(),
+            self._peak(0.34, full, (*gathered, prefetched), self.none, said.AT_LOSS, shape.logits),
+            self._peak(0.35, norm, (*gathered, *coming), self.none, said.IN_NORM),
         ]
 
     def _growth(self, moe: bool) -> Any:
         """Bytes that come with each layer that has gone backward, less those that go."""
         group = self.groups.experts if moe else self.groups.dense
-        reduced = where(self.accumulates, 0, group.shard)
-        return where(self.reduces, reduced, group.parameters) - group.kept
+        return where(self.accumulates, 0, group.shard) - group.kept
 
     def _gradients(self, before: Any) -> Any:
         """Shards of the layers that are reduced; ``before`` are the bytes of those before them."""
         done = (self.trained > 0) * (self.in_layers.shard - before)
-        return self.reduces * where(self.accumulates, self.trained, done)
+        return where(self.accumulates, self.trained, done)
 
     def _forward(self, place: Place) -> list[Peak]:
         """While a layer is gathered in forward, and while it computes."""
@@ -135,13 +115,13 @@ class _Step:
         group, before_it = groups.at(index), groups.at(index - 1)
         fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
         gathered = (
-            *self.waiting,
+            *self.in_forward,
             groups.before(index).kept,
             groups.left_over,
             group.parameters,
             group.staging,
         )
-        before = (place.before, self.waits.output)
+        before = (place.before, self.waits.sent)
         previous = where(index > 0, before_it.staging, groups.root_staging)
         alone = (group.staging == 0) * group.copying
         return [
@@ -168,7 +148,14 @@ class _Step:
     def _first(self) -> Peak:
         """The first layer is gathered while the root's all-gather output, often the largest, still waits."""
         groups, first = self.groups, self.groups.at(0)
-        gathered = (groups.root, groups.root_staging, groups.left_over, first.parameters, first.staging)
+        gathered = (
+            groups.root,
+            groups.root_staging,
+            self.waits.received,
+            groups.left_over,
+            first.parameters,
+            first.staging,
+        )
         return self._peak(0.02, (self.shape.stream,), gathered, self.none, said.FIRST, None, "forward")
 
     def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
@@ -180,26 +167,15 @@ class _Step:
         layers = self.stage.num_layers
         group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
         fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
-        before, gone = (place.before, self.held_head, self.waits.output), groups.before(index)
-        # What is not reduced stays gathered as well.
-        done_ones = self.in_layers.parameters - gone.parameters - group.parameters
-        kept = (*self.root, gone.kept, (1 - self.reduces) * done_ones)
-        reducing = self.reduces * where(index + 1 < layers, last_one.reduction, groups.left_over)
+        before, gone = (place.before, self.held_head, 0), groups.before(index)
+        kept = (groups.root, 0, 0, self.own_head, gone.kept, 0)
+        reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
         own = (*kept, group.parameters, reducing)
-        coming: Any = 0
-        arriving: Any = 0
-        if not self.whole:
-            coming = next_one.staging
-            # A gather's input is there before its output is; parameters are copied out of that.
-            arriving = largest(
-                group.kept + group.staging + (group.staging == 0) * group.copying,
-                coming + (coming > 0) * next_one.copying,
-            )
-        gradient = self.waits.adds * self.compute * place.kind.weights
+        coming, arriving = self._arriving(group, next_one)
+        gradient = self.compute * place.kind.weights
         # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
-        is_reduced = self.reduces * where(group.shard > gradient, 1, 0)
-        copied = where(self.reduces, group.reduction, group.parameters)
-        output = where(self.accumulates, group.shard, 0)
+        is_reduced = where(group.shard > gradient, 1, 0)
+        output = self.outputs * group.shard
         not_yet = self._gradients(gone.shard + group.shard)
         return [
             self._peak(
@@ -215,18 +191,31 @@ class _Step:
             self._peak(
                 fraction + 0.01,
                 (*before, 2 * shape.stream),
-                (*kept, coming, copied, where(is_reduced > 0, output, gradient)),
+                (*kept, coming, group.reduction, where(is_reduced > 0, output, gradient)),
                 self._gradients(gone.shard + (1 - is_reduced) * group.shard),
                 said.AFTER_LAYER,
             ),
         ]
 
-    def _fullest(self, place: Place) -> tuple[Any, Any]:
+    def _arriving(self, group: Group, next_one: Group) -> tuple[Any, Any]:
+        """All-gathers under way in backward: while a layer computes, and before it starts to."""
+        if self.whole:
+            return 0, 0
+        coming = next_one.staging
+        # A gather's input is there before its output is; parameters are copied out of that.
+        arriving = largest(
+            group.kept + group.staging + (group.staging == 0) * group.copying,
+            coming + (coming > 0) * next_one.copying,
+        )
+        return coming, arriving
+
+    def _fullest(self, place: Place, adds: Any = True) -> tuple[Any, Any]:
         """(bytes held, weights with gradients) at the instant of a layer that has most of both together.
 
-        Gradients that are added to those of micro-batches before are there only while they are made.
+        Without ``adds``, gradients are there only while they are made: they are added to those of
+        micro-batches before.
         """
-        compute, adds = self.compute, self.waits.adds
+        compute = self.compute
         held: Any = 0
         done: Any = 0
         for one in place.kind.backward:
@@ -239,22 +228,14 @@ class _Step:
         """The embedding's gradient, and the root group's reduction."""
         shape, groups = self.shape, self.groups
         in_all = self._gradients(0)
-        held = (shape.stream, 2 * self.held_head, groups.embedding, self.waits.beside(shape.layers))
-        stay = self.waits.received + self.waits.all_gradients + (1 - self.reduces) * self.in_layers.parameters
-        largest_layer = largest(groups.dense.reduction, groups.experts.reduction)
-        reduced = groups.root_reduction + where(self.accumulates, groups.root_shard, 0)
-        left = groups.at(self.stage.num_layers - 1).reduction + self.waits.received
-        gradients = self.waits.adds * groups.root_gradient
-        staged = self.reduces * groups.at(0).reduction
-        in_root = where(
-            self.reduces,
-            groups.root_gradient + groups.root_reduction,
-            groups.root + stay + (groups.root_staging > 0) * largest(groups.root_reduction, largest_layer),
-        )
+        held = (shape.stream, 2 * self.held_head, groups.embedding, 0)
+        reduced = groups.root_reduction + self.outputs * groups.root_shard
+        staged = groups.at(0).reduction
+        in_root = groups.root_gradient + groups.root_reduction
         return [
-            self._peak(0.97, held, (groups.root, gradients, staged, stay), in_all, said.IN_EMBEDDING),
+            self._peak(0.97, held, (groups.root, groups.root_gradient, staged, 0), in_all, said.IN_EMBEDDING),
             self._peak(0.975, (0,), (in_root,), in_all, said.IN_ROOT),
-            self._peak(0.978, (0,), (where(self.reduces, reduced, left),), self.trained, said.AFTER_ROOT),
+            self._peak(0.978, (0,), (reduced,), self.trained, said.AFTER_ROOT),
         ]
 
     def _peak(

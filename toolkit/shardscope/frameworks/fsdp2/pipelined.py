@@ -24,52 +24,46 @@ class Waiting(NamedTuple):
 
     received: Any = 0
     """Buffers for what other stages send: torch makes them once, for every micro-batch of a step."""
-    gradients: Any = 0
-    """Whole gradients of the stage, in the reduction type, that micro-batches have added to by then."""
     all_gradients: Any = 0
-    """The same when the schedule ends."""
-    output: Any = 0
-    """Hidden states that the stage has sent, of each micro-batch in flight."""
+    """Whole gradients of the stage, in the reduction type, once a micro-batch has gone backward."""
+    repeats: Any = False
+    """Whether a backward comes between two forwards, so that all later ones find these gradients."""
+    hidden: Any = 0
+    """Hidden states that the stage sends for one micro-batch; 0 on the last one."""
+    hidden_back: Any = 0
+    """The gradient that it sends back for one; 0 on the first."""
     logits: Any = 0
-    """The last stage's output, which its schedule holds through backward."""
+    """The last stage's output: its schedule holds one until the next, or the step, is done."""
     chunks: Any = 1
     """Micro-batches in flight, in chunks of a stage."""
     adds: Any = True
     """Whether a backward's own gradients stay beside those that wait, being of another type."""
 
     @property
+    def gradients(self) -> Any:
+        """What waits while micro-batches are in flight."""
+        return self.repeats * self.all_gradients
+
+    @property
+    def sent(self) -> Any:
+        """Hidden states of all micro-batches in flight but one."""
+        return (self.chunks - 1) * self.hidden
+
+    @property
     def gathered(self) -> Any:
         """All that is there while a step runs, less parameters."""
         return self.received + self.gradients
 
-    def at_fullest(self, layers: Any) -> Waiting:
-        """When a step holds most: with all micro-batches in flight, or after a backward without one of them.
-
-        The latter only where all forwards come before the first backward, which finds no gradients yet.
-        """
-        chunk = layers // self.chunks
-        later = (self.all_gradients > self.gradients) & (self.all_gradients > chunk)
-        return self._replace(
-            gradients=where(later, self.all_gradients, self.gradients),
-            output=self.output - later * chunk,
-        )
-
-    def beside(self, layers: Any) -> Any:
-        """What the micro-batches in flight hold of ``layers``, less the one that goes backward."""
-        return (layers + self.output) // self.chunks * (self.chunks - 1)
-
-    def with_output(self, logits: Term | None) -> Term | None:
+    def with_output(self, logits: Term) -> Term:
         """Logits and loss, and the output that the schedule holds beside them."""
-        if logits is None or self is NOTHING_WAITS:
-            return logits
         held = self.logits
         return Term(logits[0] + held, lambda: f"{logits.explain()} + {gib(held)} GiB the stage's own output")
 
-    def own_logits(self) -> Term | None:
-        """The output and its gradient, once the loss has gone backward; nothing without stages."""
-        if self is NOTHING_WAITS:
-            return None
-        return Term(2 * self.logits, lambda: f"{gib(2 * self.logits)} GiB the stage's output, its gradient")
+    def output(self, copies: int) -> Term:
+        """The last stage's output while layers compute; and its gradient, once the loss has gone backward."""
+        held = copies * self.logits
+        what = "the stage's output, its gradient" if copies > 1 else "the output of the last forward"
+        return Term(held, lambda: f"{gib(held)} GiB {what}")
 
     def words(self) -> str:
         """What comes on top of what is gathered, in words; empty: nothing."""
@@ -98,16 +92,16 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
     hidden = several * tokens * plan.architecture.hidden_size * width.compute
     num_sides = 2 - stage.is_first - stage.is_last
     per_micro_batch, chunks = in_flight(plan, stage.number)
-    gradients = several * width.reduce * degrees.shard * degrees.cp * stage.trainable_shard
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
     return Waiting(
         received=plan.num_micro_batches * hidden * num_sides,
-        gradients=(plan.num_micro_batches * per_micro_batch > chunks) * gradients,
-        all_gradients=gradients,
-        output=(1 - stage.is_last) * chunks * hidden,
+        all_gradients=several * width.reduce * stage.trainable,
+        repeats=several & (plan.num_micro_batches * per_micro_batch > chunks),
+        hidden=(1 - stage.is_last) * hidden,
+        hidden_back=(1 - stage.is_first) * hidden,
         logits=several * stage.is_last * tokens * vocab * width.compute,
         chunks=where(several, chunks, 1),
-        adds=(degrees.pp == 1) | (width.reduce != width.compute),
+        adds=width.reduce != width.compute,
     )
 
 

@@ -105,7 +105,7 @@ def check_rehearsed(plan: Plan) -> None:
     if layout.tp > 1:
         check_parallel(plan)
     if layout.pp == layout.tp == 1:
-        check_rehearsed_recipe(plan.recipe)
+        check_rehearsed_recipe(plan.recipe, "torchao")
     else:
         # Stages and vocabularies that are cut have losses of their own.
         check_recipe(plan.recipe, {**TRAINED, "loss": (None, "full")})

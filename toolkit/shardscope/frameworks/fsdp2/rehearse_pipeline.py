@@ -42,13 +42,18 @@ class PipelinedEngine(Fsdp2Engine):
 
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         layers = self.plan.stage_layers
-        return StageModule(
-            super().build_on_host(build_model),
-            first_layer=sum(layers[: self.stage]),
-            num_layers=layers[self.stage],
-            is_first=self.stage == 0,
-            is_last=self.stage == len(layers) - 1,
-        )
+
+        def build_stage() -> torch.nn.Module:
+            return StageModule(
+                build_model(),
+                first_layer=sum(layers[: self.stage]),
+                num_layers=layers[self.stage],
+                is_first=self.stage == 0,
+                is_last=self.stage == len(layers) - 1,
+            )
+
+        # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
+        return super().build_on_host(build_stage)
 
 
 class _Stage(PipelineStage):  # type: ignore[misc]

@@ -20,7 +20,7 @@ _ROOT = ("root group (embedding, final norm, head)",)
 _WAITING = ("whole gradients until the schedule ends", "received from other stages")
 _LEFT_OVER = ("reduce-scatter input of the micro-batch before",)
 _GATHERED = (*_ROOT, *_WAITING, "layers that stay gathered", *_LEFT_OVER)
-_SENT = ("hidden states sent to the next stage",)
+_SENT = ("hidden states and their gradients, sent to other stages",)
 _NEXT = ("the next all-gather's output",)
 BEFORE_FORWARD = Words(
     ("saved by the layers before", *_SENT),
@@ -38,6 +38,7 @@ FIRST = Words(
     (
         *_ROOT,
         "its all-gather's output",
+        "received from other stages",
         *_LEFT_OVER,
         "the first layer's parameters",
         "their all-gather's output",
@@ -92,3 +93,23 @@ IN_EMBEDDING = Words(
 )
 IN_ROOT = Words(("activations: all are used up",), ("the root's gradients, and its reduce-scatter's input",))
 AFTER_ROOT = Words(("activations: all are used up",), ("the root's reduce-scatter's input, and its output",))
+
+IN_LAST_CONVERSION = Words(
+    ("held by micro-batches in flight", *_SENT),
+    (
+        *_ROOT,
+        "the root's gradients, and their casts to the reduction type",
+        "what stays until the schedule ends",
+    ),
+    explains_layers=False,
+)
+REDUCING = Words(
+    _SENT,
+    (
+        "layers that are gathered still",
+        "whole gradients that are not reduced yet",
+        "the reduce-scatter's input",
+        "received from other stages",
+    ),
+    explains_layers=False,
+)

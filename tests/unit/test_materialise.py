@@ -1,0 +1,46 @@
+"""Weights of models too large to build whole: drawn shard by shard, and the same on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardscope.frameworks.fsdp2.materialise import materialise
+from shardscope.rehearsal.world import fake_ranks
+
+CPU = torch.device("cpu")
+
+
+def drawn(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """What one of so many ranks keeps of a parameter of that shape."""
+    model = torch.nn.Module()
+    with fake_ranks(ranks, rank):
+        mesh = init_device_mesh("cpu", (ranks,))
+        whole = torch.nn.Parameter(torch.empty(shape, device="meta"))
+        model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        materialise(model, device=CPU, seed=7, compute=CPU)
+        return model.weight.to_local().detach()
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (3, 4, 3)])
+def test_the_number_of_ranks_changes_no_weight(shape: tuple[int, ...]) -> None:
+    alone = drawn(shape, 1, 0)
+    parts = [drawn(shape, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(parts), alone)
+    assert alone.std() > 0
+
+
+def test_experts_are_drawn_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = []
+    empty = torch.empty
+
+    def noted(*args: object, **kwargs: object) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        largest.append(made.numel() if not made.is_meta else 0)
+        return made
+
+    monkeypatch.setattr(torch, "empty", noted)
+    drawn((8, 5, 3), 4, 1)
+    assert max(largest) == 5 * 3

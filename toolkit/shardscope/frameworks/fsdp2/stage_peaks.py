@@ -1,0 +1,251 @@
+"""The instants of an FSDP2 step in a pipeline stage, beside those of :mod:`peaks`.
+
+Read off ``torch.distributed.pipelining`` (torch 2.13): ``backward_maybe_with_nosync`` neither reduces
+gradients nor gives up a layer, the forward after it gives layers up one by one, and ``perform_reduce_grad``
+reduces every group when the schedule has ended, the root first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.frameworks.fsdp2 import said
+from shardscope.frameworks.fsdp2.peaks import Step
+from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
+from shardscope.memory.arithmetic import largest, where
+from shardscope.memory.backward import Peak
+from shardscope.memory.report import Term
+
+if TYPE_CHECKING:
+    from shardscope.frameworks.fsdp2.groups import Groups
+    from shardscope.memory.backward import Backward
+    from shardscope.memory.order import Place
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+
+
+def peaks(
+    plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+) -> list[Peak]:
+    """Layers in forward, the loss, the final norm, layers in backward, the embedding, the reductions."""
+    if waits is NOTHING_WAITS:
+        return Step(plan, stage, shape, groups, waits, trained).peaks()
+    staged = StagedStep(plan, stage, shape, groups, waits, trained).peaks()
+    pp = plan.degrees.pp
+    if not isinstance(pp, np.ndarray):
+        return staged
+    whole = Step(plan, stage, shape, groups, NOTHING_WAITS, trained).peaks()
+    return [*(_only(pp == 1, peak) for peak in whole), *(_only(pp > 1, peak) for peak in staged)]
+
+
+def _only(here: Any, peak: Peak) -> Peak:
+    """``peak``, with nothing in it in other rows of an array."""
+    logits = peak.logits
+    return Peak(
+        peak.fraction,
+        here * peak.activations,
+        here * peak.gather,
+        here * peak.gradients,
+        peak.find_terms,
+        None if logits is None else Term(here * logits[0], logits.explain),
+        peak.phase,
+    )
+
+
+class StagedStep(Step):
+    """One stage on one rank: micro-batches in flight, and gradients that wait for the schedule's end."""
+
+    def __init__(
+        self, plan: Plan, stage: Stage, shape: Backward, groups: Groups, waits: Waiting, trained: Any
+    ) -> None:
+        super().__init__(plan, stage, shape, groups, waits, trained)
+        # Where embedding and head are on two stages, both have a weight of their own.
+        self.held_head, self.own_head = 0, groups.head
+        self.adds = where(waits.repeats, waits.adds, True)
+        """Whether new gradients come beside those there are: the first ones always do."""
+        self.chunk = shape.layers // waits.chunks
+        """What the layers of one micro-batch saved."""
+        self.back = waits.repeats * waits.hidden_back
+        self.stays = waits.output(1)
+
+    def peaks(self) -> list[Peak]:
+        waits = self.waits
+        order = self.shape.find_order()
+        found = [self._first(), *self._loss_and_norm(), *self._root(), *self._reductions()]
+        for place in order.last_places(self.shape.layers):
+            found += self._forward(place)
+        fullest: dict[int, tuple[Any, Any]] = {}
+        for place in order.places(self.shape.layers, self._growth):
+            kind = id(place.kind)
+            if kind not in fullest:
+                fullest[kind] = self._fullest(place, self.adds)
+            if waits.repeats is not False:
+                found.append(self._forward_again(place))
+            found += self._layer(place, *fullest[kind])
+            if not isinstance(waits.chunks, int) or waits.chunks > 1:
+                found.append(self._backward_again(place))
+        return found
+
+    def _growth(self, moe: bool) -> Any:
+        group = self.groups.experts if moe else self.groups.dense
+        return group.parameters + where(self.waits.repeats, 0, group.gradient) - group.kept
+
+    def _gradients(self, before: Any) -> Any:
+        """None is reduced before the schedule has ended."""
+        return 0 * before
+
+    def _forward_again(self, place: Place) -> Peak:
+        """A forward after a backward, which has left this layer and all behind it gathered."""
+        groups, waits, index = self.groups, self.waits, place.index
+        there = waits.repeats
+        group, gone = groups.at(index), groups.before(index)
+        later = self.in_layers.parameters - gone.parameters - group.parameters
+        held = (place.before, waits.sent + self.back, place.kind.forward)
+        gathered = (*self.waiting, gone.kept + later, 0, group.parameters, 0)
+        return self._peak(
+            0.02 + 0.3 * (index + 1) / self.stage.num_layers,
+            tuple(there * one for one in held),
+            tuple(there * one for one in gathered),
+            self.none,
+            said.IN_FORWARD,
+            self.stays,
+            "forward",
+        )
+
+    def _loss_and_norm(self) -> list[Peak]:
+        shape, waits = self.shape, self.waits
+        full = (shape.layers, shape.edges, shape.cast, waits.sent + waits.hidden + self.back)
+        gathered = (*self.waiting, self.in_layers.kept, 0)
+        prefetched = 0 if self.whole else self.groups.at(self.stage.num_layers - 1).staging
+        # A pipeline's loss is computed outside of the root module, which gathers nothing for it.
+        return [
+            self._peak(0.34, full, (*gathered, 0), 0, said.AT_LOSS, waits.with_output(shape.logits)),
+            self._peak(
+                0.35,
+                (*full, shape.norm, 0),
+                (*gathered, self.own_head, prefetched),
+                0,
+                said.IN_NORM,
+                waits.output(2),
+            ),
+        ]
+
+    def _layer(self, place: Place, held: Any, done: Any) -> list[Peak]:
+        """As without stages; but layers that are done stay gathered, and their gradients whole."""
+        groups, shape, waits, index = self.groups, self.shape, self.waits, place.index
+        group, gone = groups.at(index), groups.before(index)
+        fraction = 0.36 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers
+        first_ones = self.in_layers.gradient - gone.gradient - group.gradient
+        kept = (
+            groups.root,
+            where(waits.repeats, waits.all_gradients, first_ones),
+            waits.received,
+            self.adds * self.own_head,
+            gone.kept,
+            self.in_layers.parameters - gone.parameters - group.parameters,
+        )
+        before = (place.before, 0, waits.sent + waits.hidden + self.back)
+        coming, arriving = self._arriving(group, groups.at(index - 1))
+        own = (*kept, group.parameters, 0)
+        whole = where(waits.repeats, self.adds * self.compute * place.kind.weights, group.gradient)
+        return [
+            self._peak(
+                fraction - 0.005,
+                (*before, place.kind.saved, shape.stream),
+                (*own, arriving),
+                0,
+                said.BEFORE_LAYER,
+                self.stays,
+            ),
+            self._peak(
+                fraction, (*before, held), (*own, coming, self.compute * done), 0, said.IN_LAYER, self.stays
+            ),
+            self._peak(
+                fraction + 0.01,
+                (*before, 2 * shape.stream),
+                (*kept, coming, group.parameters, whole),
+                0,
+                said.AFTER_LAYER,
+                self.stays,
+            ),
+        ]
+
+    def _backward_again(self, place: Place) -> Peak:
+        """A backward after a backward: a micro-batch less is in flight, and all layers are gathered."""
+        waits, index = self.waits, place.index
+        there = waits.chunks > 1
+        held, done = self._fullest(place, waits.adds)
+        gathered = (
+            self.groups.root,
+            waits.all_gradients,
+            waits.received,
+            waits.adds * self.own_head,
+            self.in_layers.parameters,
+            *(0, 0, 0, 0),
+            self.compute * done,
+        )
+        before = largest(0, place.before - self.chunk)
+        return self._peak(
+            0.361 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers,
+            tuple(there * one for one in (before, 0, waits.sent + waits.hidden_back, held)),
+            tuple(there * one for one in gathered),
+            0,
+            said.IN_LAYER,
+            self.stays,
+        )
+
+    def _root(self) -> list[Peak]:
+        """The embedding's gradient, and the casts of the root's first ones."""
+        shape, groups, waits = self.shape, self.groups, self.waits
+        gradients = where(waits.repeats, waits.all_gradients, self.in_layers.gradient)
+        stay = waits.received + gradients + self.in_layers.parameters
+        # The head's gradient is added long before.
+        own = groups.root_gradient - (1 - self.adds) * groups.head
+        others = self.chunk * (waits.chunks - 1)
+        held = (shape.stream, 0, groups.embedding, others + waits.sent + waits.hidden + self.back)
+        cast = (1 - waits.repeats) * waits.adds * (waits.all_gradients - self.in_layers.gradient)
+        return [
+            self._peak(0.97, held, (groups.root, own, 0, stay), 0, said.IN_EMBEDDING, self.stays),
+            self._peak(
+                0.972,
+                (others, waits.sent + waits.hidden + waits.hidden_back),
+                (groups.root, groups.root_gradient + cast, stay),
+                0,
+                said.IN_LAST_CONVERSION,
+                self.stays,
+            ),
+        ]
+
+    def _reductions(self) -> list[Peak]:
+        """When the schedule has ended: each group gives up its parameters, and then reduces its gradients."""
+        groups, waits = self.groups, self.waits
+        shards = self.trained > 0
+        held = (waits.hidden + waits.hidden_back,)
+        layers = self.in_layers
+        received = waits.received
+        found = [
+            self._peak(
+                0.975,
+                held,
+                (layers.parameters, waits.all_gradients, groups.root_reduction, received),
+                0,
+                said.REDUCING,
+                self.stays,
+            )
+        ]
+        last = self.stage.num_layers - 1
+        for index in (0, where(groups.first_with_experts < last, groups.first_with_experts, last)):
+            group, gone = groups.at(index), groups.before(index)
+            gathered = (
+                layers.parameters - gone.parameters - group.parameters,
+                layers.gradient - gone.gradient,
+                group.reduction,
+                received,
+            )
+            reduced = shards * (groups.root_shard + gone.shard)
+            found.append(self._peak(0.976, held, gathered, reduced, said.REDUCING, self.stays))
+        after = (0, 0, groups.at(last).reduction, received)
+        found.append(self._peak(0.978, held, after, self.trained, said.REDUCING, self.stays))
+        return found
