@@ -289,7 +289,7 @@ def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> No
 
 
 def test_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook an exception in a handler is shown to nobody: the old sentence would stand as if valid."""
+    """A notebook shows nobody an exception in a handler: the old sentence would stand as if valid."""
 
     def broken(plan: ss.Plan) -> None:
         raise AttributeError("no such thing")
