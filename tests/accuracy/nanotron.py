@@ -22,6 +22,9 @@ from shardscope.memory.report import Component, MemoryReport, Moment, Phase, Sta
 HALF = 2
 """Bytes of a bfloat16."""
 
+RUNTIME = overheads.runtime("nvidia", "hopper")
+"""All rows are of H100s."""
+
 
 def layer(arch: Architecture) -> list[Saved]:
     """What ``LlamaDecoderLayer`` keeps for backward (src/nanotron/models/llama.py), in bytes a token."""
@@ -144,7 +147,7 @@ def memory(plan: Plan) -> MemoryReport:
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
 
     def band() -> tuple[int, int]:
-        bands = (overheads.communication(groups, True), overheads.runtime(True))
+        bands = (overheads.communication(groups, "nvidia"), RUNTIME)
         tensors = stage.peak_bytes - sum(band.point for band in bands)
         gaps = overheads.fragmentation(_churned(stage.peak), True)
         tensors -= gaps.point
@@ -163,8 +166,8 @@ def _moments(plan: Plan, sizes: _Sizes) -> list[Moment]:
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
     rest: dict[Component, int] = {
         **sizes.state,
-        "communication": overheads.communication(groups, True).point,
-        "runtime": overheads.runtime(True).point,
+        "communication": overheads.communication(groups, "nvidia").point,
+        "runtime": RUNTIME.point,
     }
     forward = sizes.in_flight * sizes.saved
     waiting = (sizes.in_flight - 1) * sizes.saved

@@ -92,10 +92,11 @@ def test_components_sum_everywhere(a_plan: Plan) -> None:
 def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
     """The example's peak is the optimizer's; with a quarter of what backward frees lost, backward's."""
     model, report = frameworks[a_plan.layout.framework].memory_model(), a_plan.memory()
-    runtime = overheads.runtime(a_plan.on_gpu)
+    gpu = a_plan.cluster.gpu
+    runtime = overheads.runtime(gpu.vendor, gpu.architecture)
     lows, highs = [], []
     for stage, found in zip(each_stage(a_plan), report.by_stage, strict=True):
-        buffers = overheads.communication(model.training_state(a_plan, stage).group_sizes, a_plan.on_gpu)
+        buffers = overheads.communication(model.training_state(a_plan, stage).group_sizes, gpu.vendor)
         for moment in found.moments:
             parts = moment.components
             gaps = overheads.fragmentation(

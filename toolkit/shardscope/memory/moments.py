@@ -63,11 +63,11 @@ class _Resident:
 
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
-        on_gpu = plan.on_gpu
+        gpu = self.gpu = plan.cluster.gpu
         self.communication = looked_up(
-            lambda *sizes: overheads.communication(sizes, on_gpu).point, *state.group_sizes
+            lambda *sizes: overheads.communication(sizes, gpu.vendor).point, *state.group_sizes
         )
-        self.runtime = overheads.runtime(plan.on_gpu).point
+        self.runtime = overheads.runtime(gpu.vendor, gpu.architecture).point
         self.gradients = state.gradients if state.gradients_stay else None
         self.gather = state.gather_rest
         self.total = state.parameters[0] + self.communication + self.runtime
@@ -138,7 +138,7 @@ class _Resident:
         sizes = self.state.group_sizes
         found: dict[Component, Term] = {
             "parameters": self.state.parameters,
-            "communication": Term(self.communication, lambda: _communication_words(sizes)),
+            "communication": Term(self.communication, lambda: _communication_words(sizes, self.gpu.vendor)),
             "runtime": Term(self.runtime, self._runtime_words),
         }
         held: tuple[tuple[Component, Term | None], ...] = (
@@ -150,7 +150,12 @@ class _Resident:
 
     def _runtime_words(self) -> str:
         if self.on_gpu:
-            return "CUDA context, kernels and cuBLAS workspace, 274 to 1,008 MiB seen (pytorch#86509, #28394)"
+            space = overheads.WORKSPACES.get(self.gpu.architecture or "", overheads.WORKSPACE)
+            library = "hipBLAS" if self.gpu.vendor == "amd" else "cuBLAS"
+            return (
+                "context and kernels, 256 to 1,008 MiB seen (pytorch#86509, #28394), and "
+                f"{space / 2**20:.1f} MiB of {library} workspace (CublasHandlePool.cpp)"
+            )
         return "resident Python, torch and transformers of one CPU rank, measured by our own runs"
 
 
@@ -168,12 +173,18 @@ def _lost_words(churned: int) -> str:
     )
 
 
-def _communication_words(group_sizes: tuple[int, ...]) -> str:
+def _communication_words(group_sizes: tuple[int, ...], vendor: str) -> str:
     groups = [size for size in group_sizes if size > 1]
     if not groups:
         return "one rank needs no communicator"
     sizes = ", ".join(str(size) for size in groups)
     world = " and one of all" if overheads.has_world_group(group_sizes) else ""
     return (
-        f"{count(len(groups), 'communicator')} of {sizes} ranks{world}, 544 or 688 MiB each (NVIDIA/nccl#964)"
+        f"{count(len(groups), 'communicator')} of {sizes} ranks{world}, {_EACH.get(vendor, 'nothing beside')}"
     )
+
+
+_EACH = {
+    "nvidia": "544 or 688 MiB each (NVIDIA/nccl#964)",
+    "amd": "1 GiB for the first and 0.65 GiB for each other (LUMI-AI-Guide#111)",
+}

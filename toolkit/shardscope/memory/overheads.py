@@ -15,13 +15,26 @@ COMMUNICATOR_AT_MOST = 1_600_000_000
 """One communicator after its first all-reduce, about 6 GB for three or more: NVIDIA/nccl#864. Megatron on
 8 x H100 with experts had 7 to 10 GB in all: verl-project/verl#6266."""
 
-CUDA_CONTEXT = 512 * MIB
-CUDA_CONTEXT_AT_LEAST = 287_047_680
-CUDA_CONTEXT_AT_MOST = 1_057_161_216
-"""CUDA context with lazily loaded kernels: 287 MB (pytorch/pytorch#86509) to 426 MiB
-(unslothai/unsloth-zoo#1053), to which a run's kernels and cuBLAS's workspaces come (8 MiB, 32 MiB on Hopper;
-aten/src/ATen/cuda/CublasHandlePool.cpp). Before CUDA 11.7 all kernels were loaded at once: 1,008 MiB
-(pytorch/pytorch#28394, #107667)."""
+RCCL_FIRST = 2**30
+RCCL_MORE = 665 * MIB
+"""RCCL's communicators, the first and each further one of a rank: LUMI-AI-Guide#111, on MI250X."""
+
+CONTEXT = 480 * MIB
+CONTEXT_AT_LEAST = 256 * MIB
+CONTEXT_AT_MOST = 1_057_161_216
+"""A context with the kernels that a run has loaded. Alone 256 MiB on an RTX 3090 (invoke-ai/InvokeAI#9413),
+287 MB (pytorch/pytorch#86509), 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053), to which kernels come
+as they are used. Before CUDA 11.7 all were loaded at once: 1,008 MiB on a Titan V (pytorch/pytorch#28394)."""
+
+WORKSPACE = 8_519_680
+WORKSPACES = {
+    "hopper": 32 * MIB,
+    "cdna2": (32 + 76) * MIB,
+    "cdna3": (128 + 76) * MIB,
+    "cdna4": (128 + 76) * MIB,
+}
+"""cuBLAS's workspace, and those of hipBLAS and hipBLASLt, which a first product allocates
+(aten/src/ATen/cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, ``parseCUDABlasLtWorkspaceSize``)."""
 
 CPU_RANK = 450 * MIB
 """Resident Python, torch and transformers of one CPU rank, measured by our own runs on Linux."""
@@ -44,14 +57,16 @@ class Band(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def communication(group_sizes: tuple[int, ...], on_gpu: bool) -> Band:
-    """Buffers of one communicator for each group of more than one rank."""
-    if not on_gpu:
+def communication(group_sizes: tuple[int, ...], vendor: str) -> Band:
+    """Buffers of one communicator for each group of more than one rank; ``vendor`` is :attr:`Gpu.vendor`."""
+    if vendor == "cpu":
         return Band(0, 0, 0)
     sizes = [size for size in group_sizes if size > 1]
     if has_world_group(group_sizes):
         sizes.append(max(sizes) + 1)
     point = sum(COMMUNICATOR_OF_TWO if size == 2 else COMMUNICATOR_OF_MORE for size in sizes)
+    if vendor == "amd" and sizes:
+        point = RCCL_FIRST + RCCL_MORE * (len(sizes) - 1)
     # Buffers scale with NCCL's channels: fewer over PCIe, more once all-to-all opens them (nccl#986, #1685).
     return Band(point // 4, point, COMMUNICATOR_AT_MOST * len(sizes))
 
@@ -64,11 +79,13 @@ def has_world_group(group_sizes: tuple[int, ...]) -> bool:
     return sum(size > 1 for size in group_sizes) > 1
 
 
-def runtime(on_gpu: bool) -> Band:
-    """What one rank takes before it makes its first tensor."""
-    if not on_gpu:
+@lru_cache(maxsize=256)
+def runtime(vendor: str, generation: str | None) -> Band:
+    """What one rank takes before its first tensor: :attr:`Gpu.vendor` and :attr:`Gpu.architecture`."""
+    if vendor == "cpu":
         return Band(CPU_RANK * 3 // 4, CPU_RANK, CPU_RANK * 3 // 2)
-    return Band(CUDA_CONTEXT_AT_LEAST, CUDA_CONTEXT, CUDA_CONTEXT_AT_MOST)
+    space = WORKSPACES.get(generation or "", WORKSPACE)
+    return Band(CONTEXT_AT_LEAST + space, CONTEXT + space, CONTEXT_AT_MOST + space)
 
 
 def fragmentation(allocated_and_freed: int, on_gpu: bool) -> Band:

@@ -93,9 +93,10 @@ def _band(plan: Plan, stages: list[tuple[StageMemory, TrainingState]]) -> tuple[
     The peak may then be at another moment: what backward frees leaves gaps, the optimizer's step none.
     """
     low = high = 0
-    runtime = overheads.runtime(plan.on_gpu)
+    gpu = plan.cluster.gpu
+    runtime = overheads.runtime(gpu.vendor, gpu.architecture)
     for stage, state in stages:
-        communication = overheads.communication(state.group_sizes, plan.on_gpu)
+        communication = overheads.communication(state.group_sizes, gpu.vendor)
         for moment in stage.moments:
             terms = moment.terms
             churned = sum(terms[name].num_bytes for name in _CHURNED if name in terms)

@@ -124,7 +124,7 @@ def _overheads_of(plan: Plan, stages: list[int]) -> dict[int, _Beside]:
 
     if isinstance(plan.architecture, UnknownFamily):
         plan = replace(plan, architecture=plan.architecture.look_alike)
-    model = frameworks[plan.layout.framework].memory_model()
+    model, gpu = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu
     shapes, runtime = model.shapes(plan), overheads.runtime(gpu.vendor, gpu.architecture)
     found = {}
     for number in stages:

@@ -1,0 +1,44 @@
+"""What libraries take beside tensors, by vendor and generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import shardscope as ss
+from shardscope.memory import overheads
+
+MIB = 2**20
+SMALL = replace(ss.models["llama-3.2-1b"], num_hidden_layers=2)
+
+
+def held(gpu: str, component: str) -> int:
+    plan = ss.Plan(SMALL, ss.Cluster.parse(f"2x{gpu}"), ss.Recipe(global_batch_size=4), ss.Layout.fsdp2())
+    return plan.memory().components[component]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mebibytes"),
+    [("v100-sxm-32gb", 8.125), ("a100-sxm-80gb", 8.125), ("h100-sxm-80gb", 32), ("mi300x-192gb", 204)],
+)
+def test_each_generation_has_its_own_workspace(gpu: str, mebibytes: float) -> None:
+    assert held(gpu, "runtime") == overheads.CONTEXT + int(mebibytes * MIB)
+
+
+def test_rccl_takes_more_than_nccl() -> None:
+    assert held("mi250x-gcd-64gb", "communication") == 2**30
+    assert held("a100-sxm-80gb", "communication") == overheads.COMMUNICATOR_OF_TWO
+
+
+def test_a_generation_that_nobody_measured_has_the_same_band() -> None:
+    assert overheads.runtime("nvidia", None) == overheads.runtime("nvidia", "ada")
+
+
+@pytest.mark.parametrize("gpu", ["mi300x-192gb", "h100-sxm-80gb"])
+def test_the_words_name_the_library(gpu: str) -> None:
+    cluster = ss.Cluster.parse(f"2x{gpu}")
+    report = ss.Plan(SMALL, cluster, ss.Recipe(global_batch_size=4), ss.Layout.ddp()).memory()
+    amd = gpu.startswith("mi")
+    assert ("hipBLAS" if amd else "cuBLAS") in report.explain("runtime")
+    assert ("LUMI" if amd else "nccl#964") in report.explain("communication")
