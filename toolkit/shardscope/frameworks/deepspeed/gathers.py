@@ -194,12 +194,18 @@ class _Coordinator:
 
     def run(self) -> Gathered:
         """The moments of :class:`Gathered`."""
-        in_forward: list[int] = []
+        in_forward: list[tuple[int, int]] = []
+        num_layers = len(self.forward) - 2
         for place, events in enumerate(self.forward):
-            self.top = self.live
-            for kind, node in events:
+            last = max((at for at, (kind, node) in enumerate(events) if kind == "fetch" and node.own))
+            self.top, before = self.live, 0
+            for at, (kind, node) in enumerate(events):
+                if at == last:
+                    # In front of a layer's last product all is saved that it saves.
+                    before, self.top = self.top, self.live
                 self._do(kind, node, keeps_views=not self._recomputes(place - 1))
-            in_forward.append(self.top)
+            in_forward.append((max(0, min(place - 1, num_layers)), max(before, self.top)))
+            in_forward.append((min(place, num_layers), self.top))
         forward = self.live
         found = [self._part(events, place) for place, events in enumerate(self.backward)]
         # The last reduction starts from the hook of the last gradient.
@@ -408,10 +414,10 @@ class _Coordinator:
             self.live -= self.costs[index]
 
 
-def _falling(tops: list[int]) -> tuple[tuple[int, int], ...]:
-    """(layers passed, elements) of parts of forward that hold more than every later one."""
+def _falling(tops: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """(layers passed, elements) of those that hold more than every later one."""
     found: list[tuple[int, int]] = []
-    for place in reversed(range(len(tops))):
-        if not found or tops[place] > found[-1][1]:
-            found.append((max(0, min(place - 1, len(tops) - 2)), tops[place]))
+    for passed, top in reversed(tops):
+        if not found or top > found[-1][1]:
+            found.append((passed, top))
     return tuple(found)
