@@ -62,21 +62,27 @@ UNSEEN = {
 """Why fake tensors do not carry the other values."""
 
 
-def check_rehearsed(recipe: Recipe) -> None:
-    """Raise ``ValueError`` for the first field of ``recipe`` that their rehearsals do not play."""
+def check_rehearsed(recipe: Recipe, eight_bit_library: str = "bitsandbytes") -> None:
+    """Raise ``ValueError`` for the first field of ``recipe`` that their rehearsals do not play.
+
+    Or play through a library that is not installed; ``eight_bit_library`` is whose 8-bit AdamW runs.
+    """
     for field, values in REHEARSED.items():
         value = getattr(recipe, field)
         if value not in values:
             why = f"{_listed(values)} in a rehearsal: {UNSEEN[field]}"
             refuse(f"Recipe.{field}", value, why, f"{field}={values[0]!r}")
-    if recipe.base_quantization and importlib.util.find_spec("bitsandbytes") is None:
-        refuse(
-            "Recipe.method",
-            recipe.method,
-            "'full' or 'lora' over an unquantised base in a rehearsal without bitsandbytes",
-            "pip install bitsandbytes",
-        )
+    if recipe.base_quantization:
+        _check_installed("method", recipe.method, "'full' or 'lora' over an unquantised base", "bitsandbytes")
+    if recipe.optimizer == "adamw_8bit":
+        _check_installed("optimizer", recipe.optimizer, "'adamw' or another", eight_bit_library)
     check_adapters(recipe)
+
+
+def _check_installed(field: str, value: str, others: str, library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        why = f"{others} in a rehearsal without {library}, whose code it would play"
+        refuse(f"Recipe.{field}", value, why, f"pip install {library}")
 
 
 def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRAINED) -> None:

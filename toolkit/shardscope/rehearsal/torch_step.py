@@ -137,9 +137,13 @@ def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: boo
 
 
 def _note(plan: Plan) -> str:
-    if plan.num_micro_batches <= MAX_MICRO_BATCHES:
-        return ""
-    return f"{MAX_MICRO_BATCHES} of the plan's {plan.num_micro_batches} micro-batches, the others are alike"
+    notes = []
+    if plan.num_micro_batches > MAX_MICRO_BATCHES:
+        played = f"{MAX_MICRO_BATCHES} of the plan's {plan.num_micro_batches} micro-batches"
+        notes.append(f"{played}, the others are alike")
+    if plan.recipe.optimizer == "adamw_8bit" and plan.layout.framework == "fsdp2":
+        notes.append("torchao's update is compiled, and is not played: only what it keeps")
+    return "; ".join(notes)
 
 
 def labelled_methods(
