@@ -13,6 +13,8 @@ import pytest
 from tests.needs import needs
 
 REPOSITORY = Path(__file__).parents[2]
+MADE_LATER = ("config.json", "tests/measured/own.jsonl")
+"""Files of other people, and of machines with a GPU."""
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
@@ -59,3 +61,28 @@ def test_links_and_targets_exist(page: str) -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"`make (\w+)`", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page} names make {target}"
+
+
+def test_contributing_names_every_room_and_target() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    toolkit = REPOSITORY / "toolkit" / "shardscope"
+    rooms = [folder for folder in toolkit.iterdir() if (folder / "__init__.py").exists()]
+    assert len(rooms) > 5
+    for room in rooms:
+        assert f"| `{room.relative_to(REPOSITORY).as_posix()}/` |" in text, room.name
+    for folder in {path.split("/")[0] for path in re.findall(r"\| `([\w/]+)/`", text)}:
+        assert (REPOSITORY / folder).is_dir(), folder
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    for target in set(targets.split()) - {"browser"}:
+        assert f"| `make {target}` |" in text, target
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    """From the root or from the package's own folder, as the pages say them."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    places = [REPOSITORY, *(REPOSITORY / place for place in ("toolkit/shardscope", "tests", "tests/unit"))]
+    for name in re.findall(r"`([\w./]+\.(?:py|toml|md|png|json|jsonl))`", text):
+        found = any((place / name).exists() for place in places) or any(REPOSITORY.glob(f"t*/**/{name}"))
+        assert found or name in MADE_LATER, f"{page} names {name}"
