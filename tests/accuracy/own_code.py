@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
+from tests.accuracy.qwen_code import fp32_adapters, zero2_over_gptq
 from tests.accuracy.rows import Row, number, text
 
 from shardscope import Plan, Recipe
@@ -27,6 +28,8 @@ OwnCode = Literal[
     "torchtitan_policy",
     "bridge_recipe",
     "precision_aware",
+    "fp32_adapters",
+    "zero2_over_gptq",
 ]
 _LATE = 0.9
 """Moments of backward past this place in the step are those of the stage's first layers."""
@@ -55,6 +58,8 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
         found.append("bridge_recipe")
     if is_moonlight_recipe(row):
         found += ["bridge_recipe", "precision_aware"]
+    if "QwenLM/Qwen@" in str(row.get("source_url")) and framework == "one GPU" and recipe.has_adapters:
+        found.append("zero2_over_gptq" if recipe.method == "qlora" else "fp32_adapters")
     return tuple(found)
 
 
@@ -293,4 +298,6 @@ _CHANGES: dict[OwnCode, _Change] = {
     "torchtitan_policy": _torchtitan_policy,
     "bridge_recipe": _bridge_recipe,
     "precision_aware": _precision_aware,
+    "fp32_adapters": fp32_adapters,
+    "zero2_over_gptq": zero2_over_gptq,
 }

@@ -42,16 +42,16 @@ _KNOWN: list[tuple[_Applies, str]] = [
         "row looks like a typo (65 GB at micro-batch 2, 56 at 4)",
     ),
     (
-        lambda row: row.mapped.framework == "FSDP1",
+        lambda row: row.mapped.framework == "FSDP1" and kind(row.mapped.row) == "allocated",
         "FSDP1's flat parameters and prefetch, in FSDP2's place",
     ),
     (
-        lambda row: "Qwen" in source(row.mapped.row) and row.mapped.plan.recipe.method == "full",
-        "how memory was read is not in the table; DeepSpeed's configuration has buckets of its own",
+        lambda row: "Qwen" in source(row.mapped.row),
+        'held against tensors: see "What nvidia-smi sees beyond tensors"',
     ),
     (
-        lambda row: "Qwen" in source(row.mapped.row),
-        "how memory was read and whether layers were recomputed is not in the table; the model's own modules",
+        lambda row: kind(row.mapped.row) == "nvidia-smi" and "FMS" in source(row.mapped.row),
+        "what the allocator holds beyond tensors, and the load, are more than the band says",
     ),
     (
         _says("baseline-peft-bnb"),

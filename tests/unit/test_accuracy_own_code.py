@@ -54,7 +54,9 @@ def measured(name: str) -> float:
 
 def test_every_check_reads_calibration_rows_only() -> None:
     """Judge rows judge: what a piece was checked on would be no proof of it."""
-    used = set(re.findall(r'"((?:fms|bloom|mbskill|torchtitan)-\d{4})"', Path(__file__).read_text("utf-8")))
+    used = set(
+        re.findall(r'"((?:fms|bloom|mbskill|torchtitan|qwen)-\d{4})"', Path(__file__).read_text("utf-8"))
+    )
     assert len(used) > 12
     assert {ROWS[name]["role"] for name in used} == {"calibration"}
     assert {ROWS[name]["role"] for name in SEEN} == {"judge"}
@@ -191,6 +193,44 @@ def test_precision_aware_steps_copy_the_experts_moments_to_fp32() -> None:
     floor = min(measured_bytes(row) for row in rows)
     assert all(measured_bytes(row) < 1.001 * floor for row in rows)
     assert peak(rows[0]) == pytest.approx(floor, rel=0.04)
+
+
+def test_qwens_adapters_are_in_fp32() -> None:
+    """16 bytes an adapter's weight where the plan, in bf16 under DDP, has 10: 2, 2 + 2 of a bucket, 2 + 2."""
+    found = mapped(ROWS["qwen-0026"])
+    assert found.own_code == ("fp32_adapters",)
+    theirs, plain = predicted(found)[0].worst_stage, found.plan.memory().worst_stage
+    hidden, inner = 4096, 11008
+    adapters = 32 * 64 * (4 * 2 * hidden + 3 * (hidden + inner))
+    for phase, more in (("rest", 2 + 4 - 2), ("backward", 2 + 4), ("optimizer", 2 + 4 + 2)):
+        grown = tensors(theirs.at(phase)) - tensors(plain.at(phase))  # type: ignore[arg-type]
+        assert grown == pytest.approx(more * adapters, rel=0.01), phase
+
+
+def test_qwens_q_lora_ran_under_zero_2() -> None:
+    """By hand: 14 bytes an adapter's weight, two buckets, fp16 logits; a whole layer's matrices in fp16."""
+    found = mapped(ROWS["qwen-0038"])
+    assert found.own_code == ("zero2_over_gptq",)
+    theirs, plain = predicted(found)[0].worst_stage, found.plan.memory().worst_stage
+    hidden, inner, tokens = 4096, 11008, 512
+    adapters = 32 * 64 * (4 * 2 * hidden + 3 * (hidden + inner))
+    assert theirs.at("rest").components["parameters"] == plain.at("rest").components["parameters"]
+    assert theirs.at("rest").components["optimizer"] == pytest.approx(12 * adapters, rel=0.001)
+    buckets = {at.components["gather_buffers"] for at in theirs.moments if at.phase == "backward"}
+    assert max(buckets) == pytest.approx(2 * 2 * 200_000_000, rel=0.01)
+    layer = 4 * hidden * hidden + 3 * hidden * inner
+    fullest = max(at.components["activations"] for at in theirs.moments if at.phase == "backward")
+    assert fullest > 2 * layer
+    logits = max(at.components["logits"] for at in theirs.moments)
+    assert logits == pytest.approx(6 * tokens * 151_936, rel=0.01)
+
+
+def test_what_is_left_of_qwens_rows_is_no_constant_of_ours(calibration: list[Scored]) -> None:
+    """Every tensor that its scripts say is counted, and the rows are still above: nothing was fitted."""
+    adapted = [row for row in calibration if "Qwen" in row.group[0] and row.is_described]
+    assert len(adapted) == 5
+    assert all(-0.25 < row.error < 0 for row in adapted)
+    assert all(row.by_product.error < row.error for row in adapted)
 
 
 def test_the_report_of_a_plan_alone_is_left_as_it_is() -> None:

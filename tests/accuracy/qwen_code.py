@@ -1,0 +1,84 @@
+"""What QwenLM/Qwen's scripts ran beside a plan: peft's old adapters, DeepSpeed under Q-LoRA, AutoGPTQ.
+
+finetune.py and finetune/finetune_{lora,qlora}_single_gpu.sh of QwenLM/Qwen, whose README has the figures (of
+1.8B and 72B since 2023-11-30, when peft was at 0.6.2 and AutoGPTQ at 0.5.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardscope import Layout, Plan
+from shardscope.memory.precision import FP32
+from shardscope.memory.quantization import layer_linears
+from shardscope.memory.report import Component, Moment, Term
+
+HALF = 2
+BUCKET = 200_000_000
+"""Numbers in a bucket: finetune/ds_config_zero2.json."""
+
+
+def fp32_adapters(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """peft 0.6: adapters, their gradients and moments in fp32 over a base in half precision; and no DDP.
+
+    tuners/lora/layer.py (``update_layer``): adapters take the base's type only where the base's weight is
+    there already, and ``Linear.__init__`` calls it before; 0.7 first casts them. The plan has adapters,
+    gradients, DDP's buckets and both moments in half precision.
+    """
+    found = []
+    for moment in moments:
+        parts = moment.components
+        adapters = _adapters(plan)
+        steps = moment.phase in ("forward", "backward", "optimizer")
+        more: dict[Component, int] = {
+            "parameters": parts["parameters"] + (FP32 - HALF) * adapters,
+            # Several micro-batches a step: gradients stay from the first backward to the step.
+            "gradients": FP32 * adapters if steps else 0,
+            "optimizer": 2 * parts["optimizer"],
+        }
+        found.append(_with(moment, more))
+    return tuple(found)
+
+
+def zero2_over_gptq(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Q-LoRA under DeepSpeed's ZeRO-2 in fp16, even on one GPU, over AutoGPTQ's Linears in plain operations.
+
+    finetune_qlora_single_gpu.sh (``--fp16 --deepspeed ds_config_zero2.json``), which the product refuses: its
+    own plan of ZeRO-2 over an unquantised base, whose Linears shrink to the plan's 4 bits. AutoGPTQ's
+    ``disable_exllama`` and 128 tokens or more unpack each matrix to int32 and int8 and multiply it out in
+    fp16, which autograd keeps for the input's gradient (nn_modules/qlinear/qlinear_cuda_old.py, ``forward``):
+    of a recomputed layer all of them are there. DeepSpeed's fp16 has no autocast, so the loss
+    (modeling_qwen.py: a shifted copy and its logarithms) stays in 2 bytes where the plan counts fp32: half.
+    """
+    arch = plan.architecture
+    recipe = replace(plan.recipe, method="lora", precision="fp16-mixed", lora_dropout=0.0)
+    layout = Layout.zero(stage=2, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET, overlap_comm=True)
+    theirs = Plan(arch, plan.cluster, recipe, layout).memory().worst_stage
+    packed = min(moment.components["parameters"] for moment in moments)
+    smaller = theirs.at("rest").components["parameters"] - packed
+    numel, _, _ = layer_linears(arch, False, "nf4_double")
+    last = arch.hidden_size * arch.intermediate_size
+    found = []
+    for moment in theirs.moments:
+        parts = moment.components
+        more: dict[Component, int] = {
+            "parameters": parts["parameters"] - smaller,
+            "logits": parts["logits"] // 2,
+        }
+        if moment.phase == "backward" and parts["activations"] and not parts["logits"]:
+            more["activations"] = parts["activations"] + HALF * (numel - last) + (FP32 + 1) * last
+        found.append(_with(moment, more))
+    return tuple(found)
+
+
+def _adapters(plan: Plan) -> int:
+    targets = plan.recipe.lora_targets or ()
+    sizes = [sum(shape) for name, shape in plan.architecture.lora_shapes if name in targets]
+    return (plan.recipe.lora_rank or 16) * sum(sizes) * plan.architecture.num_hidden_layers
+
+
+def _with(moment: Moment, more: dict[Component, int]) -> Moment:
+    terms = dict(moment.terms)
+    terms.update({name: Term(num_bytes, lambda: "Qwen's own scripts") for name, num_bytes in more.items()})
+    return Moment.of(moment.phase, moment.fraction, terms)
