@@ -84,5 +84,5 @@ def test_files_that_are_named_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     places = [REPOSITORY, *(REPOSITORY / place for place in ("toolkit/shardscope", "tests", "tests/unit"))]
     for name in re.findall(r"`([\w./]+\.(?:py|toml|md|png|json|jsonl))`", text):
-        found = any((place / name).exists() for place in places) or any(REPOSITORY.glob(f"t*/**/{name}"))
+        found = any((place / name).exists() for place in places) or any(REPOSITORY.glob(f"[tw]*/**/{name}"))
         assert found or name in MADE_LATER, f"{page} names {name}"
