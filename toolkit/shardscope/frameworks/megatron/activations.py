@@ -91,8 +91,12 @@ class _Stage:
         # sent on, each is held twice. A gradient for another micro-batch may have come already.
         moving = where(interleaved, self.alternates * stream, 2 * travelling)
         arrived = self.alternates * stream
+        # Behind the first stage, once the first round is over, an output and a gradient are on their way too
+        # (seen in rehearsals from the middle stage on; before it there was one stage that held neither).
+        later = interleaved * (1 - self.stage.is_first) * (self.plan.num_micro_batches > self.degrees.pp)
+        sent = 2 * later * arrived
         forward = tokens * held.head + angles + edges + moving
-        ending = tokens * held.forward + angles + moving + arrived
+        ending = tokens * held.forward + angles + moving + arrived + sent
         # The last layer's own forward may need more than the head, before there are logits.
         is_ending = ending > forward + logits[0]
         # When backward reaches the first layer, the other micro-batches still wait, and the embedding's
@@ -107,7 +111,7 @@ class _Stage:
                 tokens * held.head + angles + edges + where(interleaved, arrived, travelling) + uncast, words
             ),
             first=Term(
-                tokens * held.backward + angles + travelling,
+                tokens * held.backward + angles + travelling + sent,
                 lambda: f"{words()} + gradients in flight{again} in one layer",
             ),
             last=Term(last, lambda: f"the other micro-batches' share of {words()}"),
