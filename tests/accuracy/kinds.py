@@ -88,7 +88,7 @@ def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
     low = high = 0
     for stage in stages:
         for moment in stage.moments:
-            gaps = overheads.fragmentation(_churned(moment), True)
+            gaps = overheads.fragmentation(churned_bytes(moment), True)
             tensors = tensor_bytes(moment)
             low, high = max(low, tensors + gaps.low), max(high, tensors + gaps.high)
     moments = [moment for stage in stages for moment in stage.moments]
@@ -101,5 +101,6 @@ def _with_fragmentation(moment: Moment) -> int:
     return tensor_bytes(moment) + (gaps[0] if gaps else 0)
 
 
-def _churned(moment: Moment) -> int:
+def churned_bytes(moment: Moment) -> int:
+    """Bytes of a moment that a step allocates and frees."""
     return sum(moment.terms[name][0] for name in _CHURNED if name in moment.terms)  # type: ignore[index]

@@ -39,12 +39,15 @@ def own_rows(
         common["step_time_s"] = step_seconds
     name = f"own-{date}-{plan.layout.framework}-{plan.architecture.name}-{plan.recipe.method}"
     name += f"-{plan.recipe.recompute}-{plan.recipe.micro_batch_size}x{plan.recipe.seq_len}"
+    ids = {kind: f"{name}-{kind.partition(' ')[0].partition('/')[0]}" for kind in sizes}
+    first, *again = ids.values()
     return [
         {
-            "id": f"{name}-{kind.partition(' ')[0].partition('/')[0]}",
+            "id": ids[kind],
             **common,
             "peak_memory_gib": size / GIB,
             "memory_kind": kind,
+            **({"same_run": first} if ids[kind] in again else {}),
         }
         for kind, size in sizes.items()
     ]

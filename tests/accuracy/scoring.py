@@ -113,7 +113,8 @@ def score_memory(rows: Iterable[Row]) -> MemoryScore:
         if has_peak(row) and status(row) != "oom":
             with_code = compared(row, report, held_back)
             scored.append(Scored(found, measured_bytes(row), with_code, compared(row, product)))
-        if status(row) is not None:
+        # A run that is measured twice ran once.
+        if status(row) is not None and not row.get("same_run"):
             fits.append(Fit(found, status(row) == "ok", report.fits, product.fits))
     return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
 

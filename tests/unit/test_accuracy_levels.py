@@ -121,10 +121,14 @@ def test_each_run_that_was_measured_twice_has_one_role(score: MemoryScore) -> No
     assert len(found) == 49
     for pair in found:
         first, second = pair.allocated.mapped.row, pair.seen.mapped.row
-        same = [key for key in first if key not in ("id", "peak_memory_gib", "memory_kind", "notes")]
+        same = [
+            key for key in first if key not in ("id", "peak_memory_gib", "memory_kind", "notes", "same_run")
+        ]
         same = [key for key in same if key not in ("derived_fields", "tokens_per_s_per_gpu", "step_time_s")]
         assert [first[key] for key in same] == [second[key] for key in same]
         assert pair.ratio > 1
+    counted = [fit.mapped.row["id"] for fit in score.fits]
+    assert len(counted) == len(set(counted)) == 302
 
 
 def test_the_report_has_the_figures_of_a_fresh_run(score: MemoryScore) -> None:
