@@ -100,7 +100,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
         (
             ss.Layout.zero(),
             "Layout.framework is 'deepspeed'; allowed: 'ddp', 'fsdp2' to train: DeepSpeed ZeRO is planned, "
-            "not trained yet in this version. Nearest fix: Layout.fsdp2().",
+            "not trained yet in this version. Nearest fix: layout=Layout.fsdp2().",
         ),
         (ss.Layout.megatron(tp=2), "Layout.framework is 'megatron'; allowed: 'ddp', 'fsdp2' to train: "),
         (

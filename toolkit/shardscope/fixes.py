@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
@@ -25,7 +26,17 @@ R = TypeVar("R")
 MAX_TRIES = 100
 """Nouns made in search of one fix: some milliseconds, which a person does not notice."""
 
-_trying: ContextVar[bool] = ContextVar("_trying", default=False)
+_seeking: ContextVar[bool] = ContextVar("_seeking", default=True)
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Inside, refusals keep the fix of the check that refused: for whoever only asks whether it runs."""
+    token = _seeking.set(False)
+    try:
+        yield
+    finally:
+        _seeking.reset(token)
 
 
 def checked(noun: type[Noun]) -> type[Noun]:
@@ -44,7 +55,7 @@ def checked(noun: type[Noun]) -> type[Noun]:
         try:
             make(self, *args, **values)
         except FieldError as refusal:
-            if _trying.get():
+            if not _seeking.get():
                 raise
             raise refusal.with_fix(whole_fix(self, refusal)) from None
 
@@ -76,16 +87,13 @@ def whole_fix(noun: Any, refusal: FieldError) -> str:
     own = read_fix(refusal)
     if own is None:
         return refusal.fix
-    token = _trying.set(True)
-    try:
+    with as_it_is():
         search = _Search(noun)
         found = search.from_here({}, own)
         for name in list(found or ()):
             fewer = {key: value for key, value in (found or {}).items() if key != name}
             if fewer and name != "layout" and search.refusal(fewer) is None:
                 found = fewer
-    finally:
-        _trying.reset(token)
     return refusal.fix if found is None or found == own else _in_words(found)
 
 

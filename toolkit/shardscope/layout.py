@@ -8,7 +8,7 @@ from math import gcd, isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from shardscope.fixes import known_arguments
+from shardscope.fixes import as_it_is, known_arguments
 from shardscope.serialization import JsonNoun
 from shardscope.validation import known_keys, one_of, refuse, whole_number
 
@@ -113,7 +113,8 @@ class Layout(JsonNoun):
 
     def _runs(self, field: str, value: Any, arch: Architecture, cluster: Cluster, recipe: Recipe) -> bool:
         try:
-            replace(self, **{field: value}).degrees(arch, cluster, recipe)
+            with as_it_is():
+                replace(self, **{field: value}).degrees(arch, cluster, recipe)
         except ValueError:
             return False
         return True

@@ -116,6 +116,6 @@ def _engine_path(framework: Framework) -> str:
             framework.name,
             f"{', '.join(repr(other.name) for other in trained)} to train: {framework.title} is planned, not "
             "trained yet in this version",
-            f"Layout.{trained[-1].name}()",
+            f"layout=Layout.{trained[-1].name}()",
         )
     return framework.engine
