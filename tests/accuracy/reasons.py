@@ -54,6 +54,11 @@ _KNOWN: list[tuple[_Applies, str]] = [
         "what the allocator holds beyond tensors, and the load, are more than the band says",
     ),
     (
+        lambda row: row.mapped.framework == "one GPU" and _says("bnb|foak", "gptq|foak", "lora|foak")(row),
+        "its own kernels: Unsloth's rotation in place and fused adapters keep two or three hidden states of "
+        "the layer at hand fewer than transformers' modules",
+    ),
+    (
         _says("baseline-peft-bnb"),
         "norms, embeddings and head in fp32 (peft's prepare_model_for_kbit_training): 4 bytes a logit more "
         "than counted, not explained",

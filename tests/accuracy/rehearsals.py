@@ -89,11 +89,16 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         "",
         f"{len(rows)} stored rehearsals (tests/fixtures/rehearsals): the framework's own code on fake "
         "tensors. Errors are of all tensors at the peak; those of components are shares of the whole. Goal: "
-        "within 1 % for 95 %, never worse than 3 %. `held-out` samples were drawn by their own seed "
-        "over what a rehearsal plays (neither quantised bases nor kernels, losses and optimizers that it "
-        "refuses) and rehearsed before any formula had met them; what they showed has been mended since, so "
-        "that these are no longer figures of unseen plans. Unseen, 76 % of FSDP2's were within 1 %, 90 % of "
-        "DDP's, 68 % of ZeRO's and 90 % of Megatron's.",
+        f"within 1 % for 95 %, never worse than 3 %; of stored plans it is {_verdict(rows)}.",
+        "",
+        "Stored plans are no unseen ones. `held-out` samples were drawn by their own seed over what a "
+        "rehearsal plays (neither quantised bases nor kernels, losses and optimizers that it refuses) and "
+        "rehearsed before any formula had met them; what they showed has been mended since. When first seen, "
+        "76 % of FSDP2's were within 1 %, 90 % of DDP's, 68 % of ZeRO's and 90 % of Megatron's. A later draw "
+        "by somebody else (seed 77701 of `tests/accuracy/wide_sampling.py`, 128 plans, pipelines, tensor "
+        "parallelism and offload too) had 84 % within 1 %, 89 % within 3 % and a worst of -39 % when first "
+        "seen: **on plans that no formula has met the goal is missed**. A sample also leaves out plans whose "
+        "rehearsal fails.",
         "",
         "Not all of it is independent proof. Wherever a kernel has no CPU build, the rehearsal plays a "
         "stand-in that allocates and saves what its source says: CUDA's fused attention and other operators "
@@ -129,6 +134,12 @@ def rehearsal_report(rows: list[Rehearsed], refused: list[str]) -> str:
         )
     lines += ["", *(f"- refused today: {name}" for name in refused)]
     return "\n".join(lines).rstrip()
+
+
+def _verdict(rows: list[Rehearsed]) -> str:
+    errors = sorted(abs(row.error) for row in rows)
+    within = sum(error <= 0.01 for error in errors) / max(1, len(errors))
+    return "reached" if rows and within >= 0.95 and errors[-1] <= 0.03 else "**missed**"
 
 
 def _figures(rows: list[Rehearsed]) -> str:
