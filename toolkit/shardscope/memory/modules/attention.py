@@ -84,7 +84,7 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
         # The cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
         tanh = modules.compute if arch.model_type in EAGER else 0
         return each_key * (tanh + FP32 + cast)
-    if _in_plain_math(arch, modules):
+    if in_plain_math(arch, modules):
         # The fp32 softmax; with dropout also its mask and the product of both.
         return each_key * FP32 * (3 if modules.dropout else 1)
     return 0
@@ -148,7 +148,7 @@ def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
     return query, query if repeated else 3 * query
 
 
-def _in_plain_math(arch: Architecture, modules: Modules) -> bool:
+def in_plain_math(arch: Architecture, modules: Modules) -> bool:
     """Whether there is no fused kernel: a lone key head that SDPA is to broadcast (Falcon-7B).
 
     On a GPU also what :func:`only_plain_math` says. On CPU ranks also with dropout in attention, and where

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.lora import first_layer
-from shardscope.memory.modules.attention import has_one_key_head, is_eager, only_plain_math, widths
+from shardscope.memory.modules.attention import in_plain_math, is_eager, widths
 from shardscope.memory.modules.saved import Modules, Saved
 from shardscope.memory.precision import FP32
 
@@ -58,7 +58,7 @@ def _attention(arch: Architecture, modules: Modules) -> int:
     heads, output = arch.num_attention_heads, widths(arch).output
     if is_eager(arch, modules):
         return (heads * modules.seq_len + output) * modules.compute
-    if has_one_key_head(arch) or (modules.on_gpu and only_plain_math(arch, modules)):
+    if in_plain_math(arch, modules):
         return (heads * modules.seq_len + output) * FP32
     return output * modules.compute + FP32 * heads
 
