@@ -150,7 +150,7 @@ def _figures(rows: list[Rehearsed]) -> str:
         shares = sorted(abs(row.component_error(name)) for row in rows)
         parts.append(f"{100 * percentile(shares, 0.9):.1f} %")
     return (
-        f"{len(rows)} | {100 * within[0]:.0f} % | {100 * within[1]:.0f} % | "
+        f"{len(rows)} | {100 * within[0]:.1f} % | {100 * within[1]:.1f} % | "
         f"{100 * percentile(errors, 0.5):.2f} % | {100 * errors[-1]:.1f} % | " + " | ".join(parts)
     )
 
