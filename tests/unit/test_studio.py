@@ -204,6 +204,14 @@ def test_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
     assert not studio.launch_panel.button.disabled
 
 
+def test_one_is_said_as_one() -> None:
+    one = ss.Plan(
+        ss.models["gpt2"], ss.Cluster.parse("rtx-4090-24gb"), ss.Recipe(seq_len=512), ss.Layout.ddp()
+    )
+    note = offer_for(one, ss.Cluster.parse("2xcpu"), one.memory()).note
+    assert "2 CPU ranks instead of 1 GPU," in note
+
+
 def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
     studio.architecture.name.value = "meta-llama/Llama-3.1-8B"

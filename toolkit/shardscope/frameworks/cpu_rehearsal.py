@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.catalog import gpus
 from shardscope.cluster import Cluster
+from shardscope.memory.words import count
 from shardscope.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
         global_batch_size=MICRO_BATCH_SIZE * num_ranks * min(plan.num_micro_batches, MAX_MICRO_BATCHES),
     )
     small = Plan(_small_architecture(plan.architecture), cluster, recipe, layout)
-    devices = "GPUs" if plan.on_gpu else "CPU ranks"
+    device = "GPU" if plan.on_gpu else "CPU rank"
     sizes = (
         f"{small.architecture.num_parameters:,} instead of {plan.architecture.num_parameters:,} parameters",
-        f"{num_ranks} CPU ranks instead of {plan.world_size:,} {devices}",
+        f"{num_ranks} CPU ranks instead of {count(plan.world_size, device)}",
         f"{recipe.seq_len:,} instead of {plan.recipe.seq_len:,} tokens a sequence",
     )
     return Rehearsal(small, (*sizes, *changes))
