@@ -64,7 +64,9 @@ def play(
                 tracker.restart()
             _step(engine, tracker, note_progress, trained, step)
     note_progress("adding up", 0.95)
-    return tracker.stage(0, plan.architecture.num_hidden_layers, note=_note(plan))
+    return tracker.stage(
+        0, plan.architecture.num_hidden_layers, note=_note(plan, sharded=engine.shards_parameters)
+    )
 
 
 def _step(
@@ -136,12 +138,12 @@ def _micro_batch(engine: TorchEngine, tracker: Tracker, plan: Plan, *, last: boo
             loss.backward()
 
 
-def _note(plan: Plan) -> str:
+def _note(plan: Plan, *, sharded: bool = False) -> str:
     notes = []
     if plan.num_micro_batches > MAX_MICRO_BATCHES:
         played = f"{MAX_MICRO_BATCHES} of the plan's {plan.num_micro_batches} micro-batches"
         notes.append(f"{played}, the others are alike")
-    if plan.recipe.optimizer == "adamw_8bit" and plan.layout.framework == "fsdp2":
+    if plan.recipe.optimizer == "adamw_8bit" and sharded:
         notes.append("torchao's update is compiled, and is not played: only what it keeps")
     return "; ".join(notes)
 
