@@ -86,6 +86,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     groups = groups_of(plan, stage)
     pipelined = is_pipelined(plan)
     waits = waiting(plan, stage) if pipelined else NOTHING_WAITS
+    # Copies hold what they have all-reduced until backward ends, though gradients themselves have left.
+    here: Any = 1 if not on_host else degrees.replicate > 1
     away = no_bytes("in host memory (CPUOffloadPolicy)")
     return TrainingState(
         parameters=away if on_host else Term(parameters, parameter_words),
@@ -103,7 +105,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         gather_rest=received(waits, plan) if pipelined else None,
         gradients_waiting=unreduced(plan, 0 if on_host else trained) if pipelined else None,
         initialisation={} if on_host else {"parameters": _initialising(plan, stage, parameters)},
-        find_backward=lambda shape: peaks(plan, stage, shape, groups, waits, 0 if on_host else trained),
+        find_backward=lambda shape: peaks(plan, stage, shape, groups, waits, here * trained),
         group_sizes=(ranks, degrees.replicate, degrees.tp, degrees.pp),
         host_bytes=parameters + trained + optimizer.state.num_bytes if on_host else 0,
     )

@@ -231,11 +231,13 @@ class Step:
         held = (shape.stream, 2 * self.held_head, groups.embedding, 0)
         reduced = groups.root_reduction + self.outputs * groups.root_shard
         staged = groups.at(0).reduction
+        # foreach_reduce's loop variable still has the last gradient of its list.
+        last = (groups.root_staging > 0) * self.own_head
         in_root = groups.root_gradient + groups.root_reduction
         return [
             self._peak(0.97, held, (groups.root, groups.root_gradient, staged, 0), in_all, said.IN_EMBEDDING),
             self._peak(0.975, (0,), (in_root,), in_all, said.IN_ROOT),
-            self._peak(0.978, (0,), (reduced,), self.trained, said.AFTER_ROOT),
+            self._peak(0.978, (0,), (reduced, last), self.trained, said.AFTER_ROOT),
         ]
 
     def _peak(

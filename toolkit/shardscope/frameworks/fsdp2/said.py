@@ -92,7 +92,10 @@ IN_EMBEDDING = Words(
     explains_layers=False,
 )
 IN_ROOT = Words(("activations: all are used up",), ("the root's gradients, and its reduce-scatter's input",))
-AFTER_ROOT = Words(("activations: all are used up",), ("the root's reduce-scatter's input, and its output",))
+AFTER_ROOT = Words(
+    ("activations: all are used up",),
+    ("the root's reduce-scatter's input, and its output", "the last gradient that went into it"),
+)
 
 IN_LAST_CONVERSION = Words(
     ("held by micro-batches in flight", *_SENT),
