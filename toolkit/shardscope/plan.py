@@ -97,9 +97,9 @@ class Plan(JsonNoun):
 
     def repairs(self) -> list[Repair]:
         """Single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
-        bytes_won, seconds_lost)`` each; empty if it fits already.
+        bytes_won, seconds_lost)`` each; empty if it fits already, in its nodes' host memory and NVMe too.
 
-        Where no single change is enough, those that win most: ``plan.memory().fits`` of each says so.
+        Where no single change is enough, those that win most: ``planner.room.fits`` of each says so.
         """
         from shardscope.planner.repairs import repairs
 
