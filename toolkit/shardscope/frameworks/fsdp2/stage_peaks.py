@@ -19,6 +19,8 @@ from shardscope.memory.backward import Peak
 from shardscope.memory.report import Term
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardscope.frameworks.fsdp2.groups import Groups
     from shardscope.memory.backward import Backward
     from shardscope.memory.order import Place
@@ -76,17 +78,25 @@ class StagedStep(Step):
         found = [self._first(), *self._loss_and_norm(), *self._root(), *self._reductions()]
         for place in order.last_places(self.shape.layers):
             found += self._forward(place)
+            found += self._where(waits.repeats, self._forward_again, place)
+            # Before the last layers most is held, and as much is gathered as before any other.
+            found += self._where(waits.chunks > 1, self._backward_again, place)
         fullest: dict[int, tuple[Any, Any]] = {}
         for place in order.places(self.shape.layers, self._growth):
             kind = id(place.kind)
             if kind not in fullest:
                 fullest[kind] = self._fullest(place, self.adds)
-            if waits.repeats is not False:
-                found.append(self._forward_again(place))
+            elif isinstance(place.index, np.ndarray) or place.index == place.kind.lowest:
+                # The other end of a kind, where most of its layers are gathered.
+                found += self._where(waits.repeats, self._forward_again, place)
             found += self._layer(place, *fullest[kind])
-            if not isinstance(waits.chunks, int) or waits.chunks > 1:
-                found.append(self._backward_again(place))
         return found
+
+    def _where(self, there: Any, find: Callable[[Place], Peak], place: Place) -> list[Peak]:
+        """An instant, if there is one; of an array of plans with nothing in it in the others."""
+        if isinstance(there, np.ndarray):
+            return [_only(there, find(place))]
+        return [find(place)] if there else []
 
     def _growth(self, moe: bool) -> Any:
         group = self.groups.experts if moe else self.groups.dense
@@ -99,15 +109,14 @@ class StagedStep(Step):
     def _forward_again(self, place: Place) -> Peak:
         """A forward after a backward, which has left this layer and all behind it gathered."""
         groups, waits, index = self.groups, self.waits, place.index
-        there = waits.repeats
         group, gone = groups.at(index), groups.before(index)
         later = self.in_layers.parameters - gone.parameters - group.parameters
         held = (place.before, waits.sent + self.back, place.kind.forward)
         gathered = (*self.waiting, gone.kept + later, 0, group.parameters, 0)
         return self._peak(
             0.02 + 0.3 * (index + 1) / self.stage.num_layers,
-            tuple(there * one for one in held),
-            tuple(there * one for one in gathered),
+            held,
+            gathered,
             self.none,
             said.IN_FORWARD,
             self.stays,
@@ -175,7 +184,6 @@ class StagedStep(Step):
     def _backward_again(self, place: Place) -> Peak:
         """A backward after a backward: a micro-batch less is in flight, and all layers are gathered."""
         waits, index = self.waits, place.index
-        there = waits.chunks > 1
         held, done = self._fullest(place, waits.adds)
         gathered = (
             self.groups.root,
@@ -189,8 +197,8 @@ class StagedStep(Step):
         before = largest(0, place.before - self.chunk)
         return self._peak(
             0.361 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers,
-            tuple(there * one for one in (before, 0, waits.sent + waits.hidden_back, held)),
-            tuple(there * one for one in gathered),
+            (before, 0, waits.sent + waits.hidden_back, held),
+            gathered,
             0,
             said.IN_LAYER,
             self.stays,
@@ -204,48 +212,43 @@ class StagedStep(Step):
         # The head's gradient is added long before.
         own = groups.root_gradient - (1 - self.adds) * groups.head
         others = self.chunk * (waits.chunks - 1)
-        held = (shape.stream, 0, groups.embedding, others + waits.sent + waits.hidden + self.back)
-        cast = (1 - waits.repeats) * waits.adds * (waits.all_gradients - self.in_layers.gradient)
-        return [
-            self._peak(0.97, held, (groups.root, own, 0, stay), 0, said.IN_EMBEDDING, self.stays),
-            self._peak(
+        sent = waits.sent + waits.hidden
+        held = (shape.stream, 0, groups.embedding, others + sent + self.back)
+        found = [self._peak(0.97, held, (groups.root, own, 0, stay), 0, said.IN_EMBEDDING, self.stays)]
+        if waits.repeats is not True:
+            cast = waits.adds * (waits.all_gradients - self.in_layers.gradient)
+            first_ones = self._peak(
                 0.972,
-                (others, waits.sent + waits.hidden + waits.hidden_back),
+                (others, sent + waits.hidden_back),
                 (groups.root, groups.root_gradient + cast, stay),
                 0,
                 said.IN_LAST_CONVERSION,
                 self.stays,
-            ),
-        ]
+            )
+            found.append(_only(1 - waits.repeats, first_ones) if waits.repeats is not False else first_ones)
+        return found
 
     def _reductions(self) -> list[Peak]:
-        """When the schedule has ended: each group gives up its parameters, and then reduces its gradients."""
-        groups, waits = self.groups, self.waits
-        shards = self.trained > 0
-        held = (waits.hidden + waits.hidden_back,)
-        layers = self.in_layers
-        received = waits.received
-        found = [
-            self._peak(
-                0.975,
-                held,
-                (layers.parameters, waits.all_gradients, groups.root_reduction, received),
-                0,
-                said.REDUCING,
-                self.stays,
-            )
-        ]
-        last = self.stage.num_layers - 1
-        for index in (0, where(groups.first_with_experts < last, groups.first_with_experts, last)):
+        """When the schedule has ended: each group gives up its parameters, and then reduces its gradients.
+
+        The root comes first, then layers in the order of forward; of a kind the first is fullest.
+        """
+        groups, waits, layers = self.groups, self.waits, self.in_layers
+        shards, held = self.trained > 0, (waits.hidden + waits.hidden_back,)
+        root = (layers.parameters, waits.all_gradients, groups.root_reduction, waits.received)
+        found = [self._peak(0.975, held, root, 0, said.REDUCING, self.stays)]
+        with_experts, last = groups.first_with_experts, self.stage.num_layers - 1
+        firsts: tuple[Any, ...] = (0, where(with_experts < last, with_experts, last))
+        if isinstance(with_experts, int) and not 0 < with_experts <= last:
+            firsts = (0,)
+        for index in firsts:
             group, gone = groups.at(index), groups.before(index)
             gathered = (
                 layers.parameters - gone.parameters - group.parameters,
                 layers.gradient - gone.gradient,
                 group.reduction,
-                received,
+                waits.received,
             )
             reduced = shards * (groups.root_shard + gone.shard)
             found.append(self._peak(0.976, held, gathered, reduced, said.REDUCING, self.stays))
-        after = (0, 0, groups.at(last).reduction, received)
-        found.append(self._peak(0.978, held, after, self.trained, said.REDUCING, self.stays))
         return found
