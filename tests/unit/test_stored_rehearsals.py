@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
+from tests.accuracy.rehearsals import COMPONENTS, STORED, Rehearsed, read_rehearsals
 from tests.accuracy.rehearsing import HELD_OUT_SEEDS, SEED, in_words, is_same, stored_file
 from tests.accuracy.sampling import plans
 
+import shardscope as ss
+from shardscope.architecture import Architecture
 from shardscope.frameworks.ddp import rehearse as ddp
 from shardscope.frameworks.fsdp2 import rehearse as fsdp2
 from shardscope.memory.report import PHASES
@@ -107,3 +109,20 @@ def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> 
     (stage,) = MODULES[framework].rehearse(row.plan, lambda words, fraction: None)
     assert stage.peak.num_bytes == pytest.approx(sum(row.stored.values()), rel=1e-3)
     assert {moment.phase for moment in stage.moments} == set(PHASES)
+
+
+@pytest.mark.parametrize("framework", MODULES)
+def test_a_rehearsal_plays_the_attention_that_the_recipe_names(framework: str) -> None:
+    """Scores of every query and key are there with "eager", and the prediction says how many."""
+    cluster = plans(framework, SEED, 1)[0].cluster
+    arch = Architecture.of_size("60m")
+    held = {}
+    for attention in ("eager", "sdpa"):
+        recipe = ss.Recipe(seq_len=2048, attention=attention)
+        layout = ss.Layout.ddp() if framework == "ddp" else ss.Layout.fsdp2()
+        plan = ss.Plan(arch, cluster, recipe, layout)
+        (stage,) = MODULES[framework].rehearse(plan, lambda words, fraction: None)
+        held[attention] = stage.peak.num_bytes
+        components = plan.memory().components
+        assert sum(components[name] for name in COMPONENTS) == pytest.approx(held[attention], rel=0.01)
+    assert held["eager"] > 1.5 * held["sdpa"]

@@ -94,7 +94,9 @@ def prepare(engine: TorchEngine, tracker: Tracker, *, built_on_host: bool) -> li
     packed = packed_weights() if plan.recipe.base_quantization else nullcontext()
     quietly = tracker.paused() if built_on_host else nullcontext()
     with quietly, torch.device(engine.ctx.device), packed:
-        module = engine._module = engine.wrap(lambda: build_model(plan.architecture, plan.recipe.dropout))
+        module = engine._module = engine.wrap(
+            lambda: build_model(plan.architecture, plan.recipe.dropout, plan.recipe.attention)
+        )
     module.train()
     tracker.label(engine.model.parameters(), "parameters")
     tracker.label(engine.model.buffers(), "parameters")
