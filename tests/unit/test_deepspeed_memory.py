@@ -15,7 +15,10 @@ from tests.needs import needs, needs_installed
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
+from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.counted import swap_failure
 from shardscope.frameworks.deepspeed.gathers import Modules, Thresholds, gathered
+from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.deepspeed.tensors import cut_each, largest_group, partition, tensors_of
 from shardscope.memory.stages import Stage, shapes_of, stage_of
 from shardscope.plan import Plan
@@ -213,8 +216,6 @@ def test_options_outside_deepspeeds_ranges_are_refused(field: str, value: object
 
 
 def test_options_survive_json_and_reach_deepspeed() -> None:
-    from shardscope.frameworks.deepspeed.config import deepspeed_config
-
     layout = {"stage3_prefetch_bucket_size": 7, "offload_params": "nvme", "offload_params_max_in_cpu": 9}
     plan = zero(3, **layout, offload_params_buffer_count=80)
     again = Plan.from_json(plan.to_json())
@@ -290,13 +291,29 @@ def test_a_buffer_for_every_parameter_that_stays_gathered() -> None:
     eight = ss.models["llama-3.1-8b"]
     assert zero(3, arch=eight, offload_params="nvme", offload_params_max_in_cpu=0).layout
     with pytest.raises(FieldError, match="holds a buffer") as refused:
-        zero(3, offload_params="nvme", offload_params_max_in_cpu=0)
+        zero(3, offload_params="nvme", offload_params_max_in_cpu=0, offload_params_buffer_count=5)
     assert refused.value.field == "Layout.offload_params_buffer_count"
     fixed = dict(change.split("=") for change in refused.value.fix.split(", "))
     options = {name: int(value) for name, value in fixed.items()}
     assert zero(3, offload_params="nvme", offload_params_max_in_cpu=0, **options).layout
     # What all fits into host memory needs none.
-    assert zero(3, offload_params="nvme").layout
+    assert zero(3, offload_params="nvme").layout.offload_params_buffer_count == 5
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "mixtral-8x7b", "deepseek-v3", "llama-3.1-8b"])
+def test_what_is_left_open_is_settled_so_that_it_runs(name: str) -> None:
+    """DeepSpeed's own numbers where they work, as many buffers or as little read ahead as it takes elsewhere."""
+    open_plan = zero(3, arch=ss.models[name], offload_params="nvme")
+    settled = open_plan.layout
+    assert isinstance(settled, ZeroLayout)
+    assert settled.offload_params_buffer_count is not None
+    assert swap_failure(open_plan.architecture, open_plan.recipe, settled, 8) is None
+    assert Plan.from_json(open_plan.to_json()) == open_plan
+    config = deepspeed_config(open_plan)["zero_optimization"]
+    assert config["offload_param"]["buffer_count"] == settled.offload_params_buffer_count
+    assert config["stage3_prefetch_bucket_size"] == settled.stage3_prefetch_bucket_size
+    if name == "llama-3.1-8b":
+        assert (settled.offload_params_buffer_count, settled.stage3_prefetch_bucket_size) == (5, 50_000_000)
 
 
 def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:

@@ -123,6 +123,10 @@ class Layout(JsonNoun):
         """All degrees on this cluster. Raises ``ValueError`` where they cannot run."""
         raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
 
+    def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
+        """This layout with numbers for options that were left open, where the framework needs them."""
+        return self
+
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:
         """Decoder layers on each pipeline stage, first to last."""
         return even_stages(architecture.num_hidden_layers, degrees.pp)

@@ -42,7 +42,8 @@ class Plan(JsonNoun):
     recipe: Recipe
     """What to train."""
     layout: Layout
-    """How to spread it, as it was asked; :attr:`degrees` has what follows from the cluster."""
+    """How to spread it, as it was asked, but for options that a framework cannot do without a number for;
+    :attr:`degrees` has what follows from the cluster."""
 
     def __post_init__(self) -> None:
         for field, noun in (
@@ -54,6 +55,8 @@ class Plan(JsonNoun):
             value = getattr(self, field)
             if not isinstance(value, noun):
                 refuse(f"Plan.{field}", value, f"a {noun.__name__}", _how_to_make[noun])
+        settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
+        object.__setattr__(self, "layout", settled)
         check_supported(self)
         self._check_targets()
         self._check_batch()

@@ -47,7 +47,7 @@ def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
     if layout.stage == 3:
         found |= {
             "sub_group_size": layout.sub_group_size,
-            "stage3_prefetch_bucket_size": layout.stage3_prefetch_bucket_size,
+            "stage3_prefetch_bucket_size": layout.prefetched_elements,
             "stage3_param_persistence_threshold": layout.stage3_param_persistence_threshold,
             "stage3_max_live_parameters": layout.stage3_max_live_parameters,
             "stage3_max_reuse_distance": layout.stage3_max_reuse_distance,
@@ -64,7 +64,7 @@ def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
         if layout.offload_params == "nvme":
             found["offload_param"] |= {
                 "nvme_path": nvme_folder,
-                "buffer_count": layout.offload_params_buffer_count,
+                "buffer_count": layout.num_params_buffers,
                 "buffer_size": params_buffer_elements(plan),
                 "max_in_cpu": layout.offload_params_max_in_cpu,
             }

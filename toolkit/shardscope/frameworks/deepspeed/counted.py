@@ -152,7 +152,7 @@ def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _
         recipe.recompute_interval if recipe.recompute in ("full", "selective") else 0,
         Thresholds(
             layout.stage3_param_persistence_threshold,
-            layout.stage3_prefetch_bucket_size,
+            layout.prefetched_elements,
             layout.stage3_max_live_parameters,
             layout.stage3_max_reuse_distance,
             layout.reduce_bucket_size,

@@ -20,6 +20,7 @@ from shardscope.layout import (
     left_over_ranks,
 )
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.unknown_family import UnknownFamily
 from shardscope.validation import flag, one_of, refuse
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ _SIZES = {
 }
 """Options in elements or buffers, and the least each can be: Adam's parameter, gradient and two moments take
 four buffers; a bucket of 0 elements would never be reduced."""
+PREFETCHED = 50_000_000
+PARAMS_BUFFERS = 5
+"""DeepSpeed's own ``stage3_prefetch_bucket_size`` and ``buffer_count`` of ``offload_param``."""
+_LEFT_OPEN = ("stage3_prefetch_bucket_size", "offload_params_buffer_count", "offload_params_buffer_size")
 
 
 @lru_cache(maxsize=64)
@@ -96,8 +101,9 @@ class ZeroLayout(Layout):
     """Copy gradients into the bucket as they come."""
     sub_group_size: int = 1_000_000_000
     """Elements that stage 3's optimizer updates at once: its fp32 gradients are made for one group."""
-    stage3_prefetch_bucket_size: int = 50_000_000
-    """Elements that stage 3 gathers ahead of the module that runs."""
+    stage3_prefetch_bucket_size: int | None = None
+    """Elements that stage 3 gathers ahead of the module that runs. ``None``: DeepSpeed's own 50,000,000, or 0
+    where its reads from NVMe would fail over that."""
     stage3_param_persistence_threshold: int = 100_000
     """Parameters of at most so many elements stay gathered in stage 3."""
     stage3_max_live_parameters: int = 1_000_000_000
@@ -108,8 +114,9 @@ class ZeroLayout(Layout):
     """Page-locked buffers in host memory when offloading."""
     offload_optimizer_buffer_count: int = 4
     """``buffer_count`` of ``offload_optimizer`` on NVMe."""
-    offload_params_buffer_count: int = 5
-    """``buffer_count`` of ``offload_param`` on NVMe."""
+    offload_params_buffer_count: int | None = None
+    """``buffer_count`` of ``offload_param`` on NVMe. ``None``: DeepSpeed's own 5, or as many as there are
+    parameters that stay gathered at once, for each holds one."""
     offload_params_buffer_size: int | None = None
     """``buffer_size`` of ``offload_param`` on NVMe, in elements. ``None``: DeepSpeed's own 100,000,000, or as
     many as a rank's part of the largest tensor has, for DeepSpeed refuses a larger one."""
@@ -137,7 +144,7 @@ class ZeroLayout(Layout):
     def _check_options(self) -> None:
         """DeepSpeed's own ranges (deepspeed/runtime/zero/config.py); "auto" belongs to other tools."""
         for field, low in _SIZES.items():
-            if field == "offload_params_buffer_size" and self.offload_params_buffer_size is None:
+            if field in _LEFT_OPEN and getattr(self, field) is None:
                 continue
             check_degrees(self, field, low=low, high=MAX_ELEMENTS)
         if self.allgather_bucket_size % 2:
@@ -166,7 +173,7 @@ class ZeroLayout(Layout):
             )
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         check_experts(architecture, self.ep, data_parallel)
-        if self.offload_params == "nvme":
+        if self.offload_params == "nvme" and not isinstance(architecture, UnknownFamily):
             self._check_buffers(architecture, recipe, data_parallel)
         sharded = self.stage > 0
         return Degrees(
@@ -177,6 +184,54 @@ class ZeroLayout(Layout):
             pp=self.pp,
             ep=self.ep,
         )
+
+    @property
+    def prefetched_elements(self) -> int:
+        """:attr:`stage3_prefetch_bucket_size`, or what it is when left open."""
+        size = self.stage3_prefetch_bucket_size
+        return PREFETCHED if size is None else size
+
+    @property
+    def num_params_buffers(self) -> int:
+        """:attr:`offload_params_buffer_count`, or what it is when left open."""
+        count = self.offload_params_buffer_count
+        return PARAMS_BUFFERS if count is None else count
+
+    def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> ZeroLayout:
+        """With parameters on NVMe: buffers for all that stay gathered, and reading ahead where that works."""
+        is_open = self.offload_params_buffer_count is None or self.stage3_prefetch_bucket_size is None
+        if self.offload_params != "nvme" or not is_open or isinstance(architecture, UnknownFamily):
+            return self
+        from shardscope.frameworks.deepspeed.counted import swap_failure
+
+        ranks = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
+        found = replace(
+            self,
+            stage3_prefetch_bucket_size=self.prefetched_elements,
+            offload_params_buffer_count=self.num_params_buffers,
+        )
+        failure = swap_failure(architecture, recipe, found, ranks)
+        if failure == "read twice" and self.stage3_prefetch_bucket_size is None:
+            found = replace(found, stage3_prefetch_bucket_size=0)
+            failure = swap_failure(architecture, recipe, found, ranks)
+        if failure is not None and self.offload_params_buffer_count is None:
+            found = found._with_buffers(architecture, recipe, ranks, prefetch=found.prefetched_elements)
+            if swap_failure(architecture, recipe, found, ranks) and self.stage3_prefetch_bucket_size is None:
+                found = self._with_buffers(architecture, recipe, ranks, prefetch=0)
+        return found
+
+    def _with_buffers(
+        self, architecture: Architecture, recipe: Recipe, ranks: int, *, prefetch: int
+    ) -> ZeroLayout:
+        """As many buffers, by doubling, as all parameters hold that stay gathered at once."""
+        from shardscope.frameworks.deepspeed.counted import swap_failure
+
+        count = self.num_params_buffers
+        found = replace(self, stage3_prefetch_bucket_size=prefetch, offload_params_buffer_count=count)
+        while swap_failure(architecture, recipe, found, ranks) and count < MANY:
+            count *= 2
+            found = replace(found, offload_params_buffer_count=count)
+        return found
 
     def _check_auto_tp(self, architecture: Architecture, recipe: Recipe) -> None:
         """What AutoTP fails over (deepspeed/module_inject/auto_tp.py, deepspeed/runtime/tensor_parallel)."""
@@ -220,22 +275,14 @@ class ZeroLayout(Layout):
     def _check_buffers(self, architecture: Architecture, recipe: Recipe, ranks: int) -> None:
         """What DeepSpeed's swapper of parameters asserts in the first step that prefetches."""
         from shardscope.frameworks.deepspeed.counted import swap_failure
-        from shardscope.unknown_family import UnknownFamily
 
-        if isinstance(architecture, UnknownFamily):
-            return  # Its modules are known to transformers only.
         failure = swap_failure(architecture, recipe, self, ranks)
         if failure is None:
             return
-        # Read ahead of nothing, and with a buffer for all that may stay gathered at once.
-        count = self.offload_params_buffer_count
-        plain = replace(self, stage3_prefetch_bucket_size=0)
-        while swap_failure(architecture, recipe, plain, ranks) and plain.offload_params_buffer_count < MANY:
-            count *= 2
-            plain = replace(plain, offload_params_buffer_count=count)
+        plain = self._with_buffers(architecture, recipe, ranks, prefetch=0)
         fix = "stage3_prefetch_bucket_size=0"
-        if count > self.offload_params_buffer_count:
-            fix += f", offload_params_buffer_count={count}"
+        if plain.num_params_buffers > self.num_params_buffers:
+            fix += f", offload_params_buffer_count={plain.num_params_buffers}"
         if failure == "read twice":
             why = "0 here: DeepSpeed would read a tensor ahead twice, and asserts that it does not"
             refuse("Layout.stage3_prefetch_bucket_size", self.stage3_prefetch_bucket_size, why, fix)

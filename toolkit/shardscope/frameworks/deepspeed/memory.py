@@ -241,7 +241,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
                 f"{gib(bucket)} GiB bucket (reduce_bucket_size={layout.reduce_bucket_size:,}) + {elements:,} "
                 f"elements × {half} bytes gathered {when} "
                 f"(stage3_max_reuse_distance={layout.stage3_max_reuse_distance:,}, "
-                f"stage3_prefetch_bucket_size={layout.stage3_prefetch_bucket_size:,})"
+                f"stage3_prefetch_bucket_size={layout.prefetched_elements:,})"
             ),
         )
 

@@ -209,7 +209,7 @@ def _parameters(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     buffer = aligned(params_buffer_elements(plan), p.half)
     return state._replace(
         parameters=no_bytes("on NVMe or in host memory (offload_params), gathered when used"),
-        host_bytes=state.host_bytes + p.swapped.weight_host + layout.offload_params_buffer_count * buffer,
+        host_bytes=state.host_bytes + p.swapped.weight_host + layout.num_params_buffers * buffer,
         nvme_bytes=state.nvme_bytes + p.swapped.weight_files,
     )
 

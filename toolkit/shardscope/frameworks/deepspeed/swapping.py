@@ -55,7 +55,7 @@ def swaps_of(layout: Any, recipe: Recipe) -> Swaps | None:
         widths[recipe.precision].compute,
         layout.sub_group_size,
         layout.offload_params_max_in_cpu,
-        layout.offload_params_buffer_count,
+        layout.num_params_buffers,
     )
 
 
