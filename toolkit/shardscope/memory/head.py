@@ -38,9 +38,11 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
     several = tokens > LOSS_CHUNK_TOKENS
     weight = vocab * hidden * modules.trained
     gradient = weight * modules.compute
-    inside = chunk * vocab * (3 * FP32 + capped * modules.compute) + several * gradient
+    # Each chunk's slice of the head's input gives back a gradient as long as all of them, and these add up.
+    states = several * tokens * hidden * modules.stream
+    inside = chunk * vocab * (3 * FP32 + capped * modules.compute) + several * gradient + states
     once = weight * FP32 if modules.autocast else gradient + chunk * vocab * modules.compute
-    return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, 3 * gradient, once)))
+    return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, 3 * gradient + states, once)))
 
 
 def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
