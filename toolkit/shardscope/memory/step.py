@@ -137,9 +137,17 @@ class StageStep:
         return (self.cut > 1) * self.tokens * (ceil_div(stream, self.cut) + whole + recomputed)
 
     def offloaded(self) -> int:
-        """Host bytes of the activations that wait there, of all micro-batches in flight."""
+        """Host bytes of the activations that wait there, of all micro-batches in flight.
+
+        And of autocast's copies of weights, which autograd saves as well.
+        """
+        arch, modules = self.plan.architecture, self.modules
         away = sum(kind.num_layers * kind.each.offloaded for kind in self.kinds)
-        found: int = ceil_div(self.tokens * away, self.num_chunks) * self.chunks
+        casts = 0
+        if modules.autocast:
+            moved = zip(self.kinds, layers_by_kind(arch, self.stage), strict=False)
+            casts = sum(kind.num_layers * cast_weights(arch, moe, modules) for kind, (moe, _) in moved)
+        found: int = ceil_div(self.tokens * away, self.num_chunks) * self.chunks + casts
         return found
 
     def _kinds(self) -> list[Kind]:

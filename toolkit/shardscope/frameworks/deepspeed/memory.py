@@ -183,8 +183,8 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         optimizer=Term(
             optimizer,
             lambda: (
-                f"{c.trained:,} / {n.ranks} ranks = {c.part:,} × fp32 main copy and {plan.recipe.optimizer} "
-                f"state (ZeRO-{layout.stage})"
+                f"{c.trained:,} / {n.ranks} ranks = {c.part:,} × {_each(optimizer, c.part)} bytes: fp32 main "
+                f"copy and {plan.recipe.optimizer} state (ZeRO-{layout.stage})"
             ),
         ),
         gather_forward=chosen(always, _bucket_term(layout, bucket), _WHOLE),
@@ -265,7 +265,10 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gradients_stay=True,
         optimizer=Term(
             optimizer,
-            lambda: f"{part:,} × fp32 main copy and {plan.recipe.optimizer} state, each tensor / ranks",
+            lambda: (
+                f"{part:,} × {_each(optimizer, part)} bytes: fp32 main copy and {plan.recipe.optimizer} "
+                "state, each tensor / ranks"
+            ),
         ),
         gather_rest=staging(c.rest, "and never released"),
         gather_forward=staging(c.forward, "when forward ends"),
@@ -293,3 +296,8 @@ def _parameters_term(n: _Numbers, num_bytes: int, words: Callable[[], str]) -> T
         return words() + (f" + {gib(n.frozen)} GiB frozen" if n.frozen else "")
 
     return Term(num_bytes, with_frozen)
+
+
+def _each(num_bytes: int, numbers: int) -> str:
+    """Bytes of each number; not always a whole one, for 8-bit moments have scales."""
+    return f"{num_bytes / max(1, numbers):.4g}"
