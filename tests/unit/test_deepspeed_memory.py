@@ -300,6 +300,21 @@ def test_a_buffer_for_every_parameter_that_stays_gathered() -> None:
     assert zero(3, offload_params="nvme").layout.offload_params_buffer_count == 5
 
 
+def test_stage_0_in_a_pipeline_cuts_main_copies_of_bf16() -> None:
+    """BF16_Optimizer: 2 bytes of weights, 2 + 2 of gradients, and 12 over the data-parallel ranks."""
+    arch = ss.models["llama-3.1-8b"]
+    node, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(global_batch_size=64)
+    report = Plan(arch, node, recipe, ss.Layout.zero(0, pp=2)).memory()
+    numbers = arch.num_parameters / 2
+    assert report.components["parameters"] == pytest.approx(2 * numbers, rel=1e-3)
+    assert report.components["gradients"] == pytest.approx(4 * numbers, rel=1e-3)
+    assert report.components["optimizer"] == pytest.approx(12 * numbers / 4, rel=1e-3)
+    assert report.at("rest")["gradients"] == pytest.approx(2 * numbers, rel=1e-3)
+    # fp16 has FP16_Optimizer, in a pipeline too.
+    whole = Plan(arch, node, replace(recipe, precision="fp16-mixed"), ss.Layout.zero(0, pp=2)).memory()
+    assert whole.at("rest")["optimizer"] == pytest.approx(12 * numbers, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "mixtral-8x7b", "deepseek-v3", "llama-3.1-8b"])
 def test_what_is_left_open_is_settled_so_that_it_runs(name: str) -> None:
     """DeepSpeed's own numbers where they work; elsewhere more buffers, or nothing read ahead."""

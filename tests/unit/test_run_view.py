@@ -93,9 +93,7 @@ def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
 def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
     run = FakeRun([])
     view = RunView(run)
-    run.text = (
-        "step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept"
-    )
+    run.text = "step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept"
     assert until(lambda: "step 2" in view.log_text.value)
     assert "step 1\nstep 2\nERROR: kept" in view.log_text.value
     run.status = "finished"

@@ -87,6 +87,7 @@ def _kind(plan: Plan) -> tuple[Any, ...]:
         plan.on_gpu,
         plan.cluster.usable_bytes_per_gpu,
         plan.cluster.gpu.name,
+        plan.degrees.pp > 1,
         type(plan.layout),
         *(getattr(plan.layout, field.name) for field in fields(plan.layout) if field.name not in _SPREAD),
         *(getattr(plan.recipe, field.name) for field in fields(plan.recipe) if field.name not in _SIZES),

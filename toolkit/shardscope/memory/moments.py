@@ -51,7 +51,7 @@ def _peaks(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
     """The end of forward, and the instants of backward, with what transformers' modules hold."""
     step = StageStep(plan, modules, stage)
     at_end, at_start = state.find_logits(step) if state.find_logits is not None else step.logits()
-    once = state.gradients if state.gradients_stay else _NONE_YET
+    once = state.gradients_rest or (state.gradients if state.gradients_stay else _NONE_YET)
     gradients = chosen(plan.num_micro_batches > 1, state.gradients_waiting or state.gradients, once)
     forward = Peak.of(0.33, step.forward(), state.gather_forward, gradients, at_end, phase="forward")
     assert state.find_backward is not None
@@ -68,7 +68,7 @@ class _Resident:
             lambda *sizes: overheads.communication(sizes, gpu.vendor).point, *state.group_sizes
         )
         self.runtime = overheads.runtime(gpu.vendor, gpu.architecture).point
-        self.gradients = state.gradients if state.gradients_stay else None
+        self.gradients = state.gradients_rest or (state.gradients if state.gradients_stay else None)
         self.gather = state.gather_rest
         self.total = state.parameters[0] + self.communication + self.runtime
         self.busy_total = self.total + state.optimizer[0]

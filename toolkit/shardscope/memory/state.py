@@ -32,6 +32,8 @@ class TrainingState(NamedTuple):
     """Temporaries of the optimizer step, counted as ``optimizer``."""
     gradients_stay: bool = False
     """The gradients' buffer is never freed: it is there at rest and in forward too."""
+    gradients_rest: Term | None = None
+    """Those at rest, and in the forward of a step's only micro-batch, where that is a part of them."""
     gradients_reduced: Term | None = None
     """What is left of the gradients when the optimizer begins; None: all of them."""
     gather_rest: Term | None = None

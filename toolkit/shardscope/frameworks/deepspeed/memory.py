@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
@@ -92,8 +94,43 @@ def group_sizes(plan: Plan) -> tuple[int, ...]:
     return (degrees.data_parallel, degrees.tp, *neighbours, degrees.ep)
 
 
+def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
+    """Stage 0 of bf16 in a pipeline: ``BF16_Optimizer``, which cuts main copies and moments like stage 1.
+
+    Gradients are there twice: each micro-batch's, and their sum in a flat buffer of the same type
+    (deepspeed/runtime/engine.py, ``_do_optimizer_sanity_check``; bf16_optimizer.py, pipe/engine.py).
+    """
+    half, c, name = n.half, n.counted, plan.recipe.optimizer
+    sums, whole = half * c.flat, half * c.trained
+    optimizer = FP32 * c.part + flat_state(name, c.part)
+    kept = Kept(waiting=sums, before=sums + n.accumulates * whole, trains_all=n.trains_all)
+    flat = f"in the flat buffer, padded to 2 × ranks, × {half} bytes"
+
+    def main_words() -> str:
+        each = _each(optimizer, c.part)
+        return f"{c.trained:,} / {n.ranks} ranks = {c.part:,} × {each} bytes: fp32 main copy and {name} state"
+
+    return TrainingState(
+        parameters=_parameters_term(n, sums + n.frozen, lambda: f"{c.flat:,} {flat}"),
+        gradients=Term(
+            sums + whole, lambda: f"{c.flat:,} sums {flat} + {c.trained:,} × {half} bytes of a micro-batch"
+        ),
+        gradients_rest=Term(sums, lambda: f"{c.flat:,} sums {flat}"),
+        optimizer=Term(optimizer, main_words),
+        optimizer_working=Term(
+            FP32 * c.part + flat_working(name, c.part),
+            lambda: f"{c.part:,} × {FP32} bytes · gradients of this rank's part, cast for the update",
+        ),
+        gather_forward=_WHOLE,
+        find_backward=lambda shape: peaks(c, shape, half, sizes_of(plan, stage), kept),
+        group_sizes=group_sizes(plan),
+    )
+
+
 def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     """Stage 0: ``FP16_Optimizer`` also for bf16, or the optimizer itself for fp32."""
+    if np.all(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
+        return _in_pipeline(plan, stage, n)
     trained, name = n.counted.trained, plan.recipe.optimizer
     moments = flat_state(name, trained)
     parameters, gradients = n.half * trained + n.frozen, n.half * trained
