@@ -48,6 +48,23 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
     return np.where(condition, then, otherwise)
 
 
+def holds(condition: Any) -> bool:
+    """Whether a condition that is the same in all rows of an array holds."""
+    return condition if isinstance(condition, bool) else bool(condition.all())
+
+
+def fullest(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The row whose first number is largest, the first of several; element by element if any is an array."""
+    found = rows[0]
+    for row in rows[1:]:
+        fuller = row[0] > found[0]
+        if fuller is True:
+            found = row
+        elif fuller is not False:
+            found = where(fuller, row, found)
+    return found
+
+
 def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     """``function(*numbers)``, which takes plain numbers only, called once for each distinct row of arrays.
 

@@ -81,7 +81,7 @@ class Columns:
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:
-    """What plans must have in common to be computed together."""
+    """What plans must have in common to be computed together: whether there are pipeline stages, too."""
     return (
         plan.architecture,
         plan.on_gpu,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import largest, where
+from shardscope.memory.arithmetic import fullest, largest, where
 from shardscope.memory.backward import Backward, Peak, PeakTerms
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.precision import widths
@@ -123,12 +123,11 @@ class _Step:
         above = order.sum_before(layers, "weights") - order.sum_before(place.index + 1, "weights")
         finished = above + (0 if self.is_tied else self.stage.head * self.trains)
         casts = order.sum_before(place.index, "casts_kept") + place.kind.casts - shape.cast_unsaved
-        held = gradients = most = 0
+        rows = []
         for now, done in instants:
             bucketed = self._gradient_bytes(finished + done)
-            fuller = now + bucketed > most
-            held, gradients = where(fuller, now, held), where(fuller, bucketed, gradients)
-            most = held + gradients
+            rows.append((now + bucketed, now, bucketed))
+        _, held, gradients = fullest(rows)
         return self._peak(
             0.36 + 0.6 * (layers - 1 - place.index) / layers,
             (place.before, held, casts, self.tied),

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded, on_the_way
 from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
-from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
+from shardscope.memory.arithmetic import ceil_div, holds, largest, smallest, where
 from shardscope.memory.optimizers import flat_state, flat_working
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term, chosen, no_bytes
@@ -129,7 +127,7 @@ def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
 def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     """Stage 0: ``FP16_Optimizer`` also for bf16, or the optimizer itself for fp32."""
-    if np.all(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
+    if holds(plan.degrees.pp > 1) and plan.recipe.precision.startswith("bf16"):
         return _in_pipeline(plan, stage, n)
     trained, name = n.counted.trained, plan.recipe.optimizer
     moments = flat_state(name, trained)

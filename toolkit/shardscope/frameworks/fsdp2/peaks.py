@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.fsdp2 import said
-from shardscope.memory.arithmetic import largest, where
+from shardscope.memory.arithmetic import fullest, largest, where
 from shardscope.memory.backward import Backward, Peak, PeakTerms
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term, summed
@@ -215,13 +215,11 @@ class Step:
         Without ``adds``, gradients are there only while they are made: they are added to those of
         micro-batches before.
         """
-        compute = self.compute
-        held: Any = 0
-        done: Any = 0
+        compute, rows = self.compute, []
         for one in place.kind.backward:
-            made = where(adds, one.done, one.making + one.experts)
-            more = one.held + compute * made > held + compute * done
-            held, done = where(more, one.held, held), where(more, made, done)
+            made = one.done if adds is True else where(adds, one.done, one.making + one.experts)
+            rows.append((one.held + compute * made, one.held, made))
+        _, held, done = fullest(rows)
         return held, done
 
     def _root(self) -> list[Peak]:

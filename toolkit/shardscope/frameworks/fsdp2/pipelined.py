@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, where
+from shardscope.memory.arithmetic import ceil_div, holds, where
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term
 from shardscope.memory.step import in_flight
@@ -79,9 +79,8 @@ NOTHING_WAITS = Waiting()
 
 
 def is_pipelined(plan: Plan) -> bool:
-    """Whether there are stages, in any of an array of plans."""
-    pp = plan.degrees.pp
-    return not isinstance(pp, int) or pp > 1
+    """Whether there are stages: in all of an array of plans, or in none (memory/many.py)."""
+    return holds(plan.degrees.pp > 1)
 
 
 def waiting(plan: Plan, stage: Stage) -> Waiting:

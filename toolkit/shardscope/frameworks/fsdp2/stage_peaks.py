@@ -34,12 +34,7 @@ def peaks(
     """Layers in forward, the loss, the final norm, layers in backward, the embedding, the reductions."""
     if waits is NOTHING_WAITS:
         return Step(plan, stage, shape, groups, waits, trained).peaks()
-    staged = StagedStep(plan, stage, shape, groups, waits, trained).peaks()
-    pp = plan.degrees.pp
-    if not isinstance(pp, np.ndarray):
-        return staged
-    whole = Step(plan, stage, shape, groups, NOTHING_WAITS, trained).peaks()
-    return [*(_only(pp == 1, peak) for peak in whole), *(_only(pp > 1, peak) for peak in staged)]
+    return StagedStep(plan, stage, shape, groups, waits, trained).peaks()
 
 
 def _only(here: Any, peak: Peak) -> Peak:
