@@ -240,7 +240,7 @@ class MemoryReport:
 
 def summed(*parts: tuple[int, str], source: Callable[[], str] | None = None) -> Term:
     """A term of several parts, each of which says what it is; ``source`` follows them all."""
-    num_bytes = sum(part for part, _ in parts)
+    num_bytes = sum([part[0] for part in parts])
 
     def words() -> str:
         told = in_parts(parts) or parts[0][1]

@@ -21,7 +21,7 @@ from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
 from shardscope.memory.precision import FP32, num_moments, widths
-from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.report import Term, no_bytes, summed
 from shardscope.memory.stages import Shapes, Stage, StageShape, layer_shard, shapes_of, stage_of
 from shardscope.memory.state import TrainingState
 from shardscope.memory.words import gib
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from shardscope.memory.modules.saved import Modules
     from shardscope.plan import Plan
 
+_DUMMIES = (
+    "one half-precision gradient of each shape of matrix, which autograd is shown while kernels add to the "
+    "main gradients (Transformer Engine, get_dummy_wgrad)"
+)
 _WORD = 128
 """Numbers to a multiple of which the distributed optimizer pads its buffers (param_and_grad_buffer.py)."""
 
@@ -84,7 +88,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     weights = dense + experts
     updated = ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks)
     optimizer = kept * updated
-    staging = half * _staging(plan, stage)
+    dummies, shared = _staging(plan, stage)
     eight_bit = weight_copies(plan, stage)
     embedding = stage.is_first * half * _embedding(plan)
     if plan.architecture.tie_word_embeddings:
@@ -118,14 +122,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         kept = "row by row and transposed" if copies(plan.cluster.gpu) == 2 else "which need no transposes"
         return f"{found} + {gib(eight_bit)} GiB copies of the layers' matrices in 8 bits, {kept}: {SOURCE}"
 
-    def staging_words() -> str:
-        return (
-            f"{gib(staging)} GiB: one half-precision gradient of each shape of matrix, which autograd is "
-            "shown while kernels add to the main gradients (Transformer Engine, get_dummy_wgrad), the "
-            "sequence gathered over tp, and eager attention's own buffer"
-        )
-
-    gathered = Term(staging, staging_words)
+    buffers = (
+        (half * dummies, _DUMMIES),
+        (half * shared, "buffer for the sequence gathered over tp, and for eager attention's scores"),
+    )
+    gathered = summed(*buffers)
     gradients = Term(
         weights * gradient,
         lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
@@ -133,10 +134,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
     def peaks(stage: Stage, modules: Modules) -> list[Peak]:
         found = stage_activations(plan, stage, modules)
-        with_embedding = Term(
-            staging + embedding,
-            lambda: f"{gib(embedding)} GiB half-precision gradient of an embedding + {staging_words()}",
-        )
+        with_embedding = summed((embedding, "half-precision gradient of an embedding"), *buffers)
         return [
             Peak.of(0.33, found.forward, gathered, gradients, found.logits_forward, phase="forward"),
             Peak.of(0.34, found.head, gathered, gradients, found.logits_backward),
@@ -198,8 +196,8 @@ def _embedding(plan: Plan) -> Any:
     return plan.architecture.hidden_size * rows
 
 
-def _staging(plan: Plan, stage: Stage) -> Any:
-    """Numbers in the dummy gradients of a rank, and in the gathered sequence."""
+def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
+    """Numbers in the dummy gradients of a rank, and in the buffer that is kept for gathered sequences."""
     arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
     dummies = looked_up(
         lambda *numbers: _dummy_gradients(arch, *numbers),
@@ -220,7 +218,7 @@ def _staging(plan: Plan, stage: Stage) -> Any:
         rows = recipe.micro_batch_size * ceil_div(arch.num_attention_heads, degrees.tp)
         scores = rows * recipe.seq_len * recipe.seq_len
     # The gathered sequence is in that buffer too ("mpu" of the same type; core/utils.py, GlobalMemoryBuffer).
-    return dummies + largest(layout.splits_sequence * tokens * widest, scores)
+    return dummies, largest(layout.splits_sequence * tokens * widest, scores)
 
 
 @lru_cache(maxsize=4096)
