@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
     Functions are replaced where a mode would do, for a ``TorchFunctionMode`` is off during backward.
     """
     stand_ins: list[tuple[Any, str, Any]] = [
-        (F, "scaled_dot_product_attention", partial(_attention, has_flash=has_flash)),
+        (F, "scaled_dot_product_attention", _attention if has_flash else _attention_before_ampere),
         (F, "dropout", _dropout),
         *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
         (F, "grouped_mm", _grouped_products(F.grouped_mm)),
@@ -111,6 +110,19 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return _attend(True, query, key, value, *args, **kwargs)
+
+
+def _attention_before_ampere(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return _attend(False, query, key, value, *args, **kwargs)
+
+
+def _attend(
+    has_flash: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -119,8 +131,6 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
-    has_flash: bool,
 ) -> torch.Tensor:
     """Flash, memory-efficient or plain, by the rules of ``sdp_utils.cpp`` (torch 2.13)."""
     if torch.is_autocast_enabled("cpu"):
