@@ -68,8 +68,11 @@ def plan(layers: int, options: dict[str, Any]) -> ss.Plan:
 
 def played(a_plan: ss.Plan, folder: Path, **other: int) -> list[dict[str, int]]:
     """What both ranks print; ``other`` replaces options of the plan's layout."""
-    names = ("stage3_prefetch_bucket_size", "offload_params_buffer_count")
-    options = [str(other.get(name, getattr(a_plan.layout, name))) for name in names]
+    layout: Any = a_plan.layout
+    options = [
+        str(other.get("stage3_prefetch_bucket_size", layout.prefetched_elements)),
+        str(other.get("offload_params_buffer_count", layout.num_params_buffers)),
+    ]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
