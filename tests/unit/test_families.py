@@ -91,7 +91,7 @@ def test_active_experts_and_shared_ones_are_counted_and_idle_ones_are_not() -> N
 @pytest.mark.parametrize("name", ["pythia-1b", "phi-2", "falcon-7b", "olmo-2-7b", "gpt-oss-20b"])
 def test_layers_that_megatron_does_not_have_are_refused_by_name(name: str) -> None:
     cluster, recipe = ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024, global_batch_size=64)
-    with pytest.raises(ValueError, match=r"Architecture\.model_type is .*plan\.rehearse\(\)"):
+    with pytest.raises(ValueError, match=r"Architecture\.model_type is .*layout=Layout\.fsdp2\(\)"):
         ss.Plan(models[name], cluster, recipe, ss.Layout.megatron()).memory()
     assert ss.Plan(models[name], cluster, recipe, ss.Layout.fsdp2()).memory().peak_bytes > 0
 

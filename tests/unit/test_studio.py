@@ -114,7 +114,8 @@ def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: st
                 continue
             control.value = value
             assert not any(row.error.value for row in picker.rows.values()), (field, value)
-            assert studio.plan.layout == picker.value
+            plan = studio.plan
+            assert plan.layout == picker.value.settled(plan.architecture, plan.cluster, plan.recipe)
 
 
 def test_tensor_parallel_splits_the_sequence_unless_told_otherwise(studio: Studio) -> None:
