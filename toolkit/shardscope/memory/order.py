@@ -178,9 +178,6 @@ def _kind(
         held = tokens * (each.saved + each.recomputed + stream) + layer_working(arch, moe, tokens)
         backward.append(Instant(held))
     casts = cast_weights(arch, moe, modules)
-    weights: Any = 0
-    for one in backward:
-        weights = largest(weights, one.done)
     return KindOfLayer(
         moe=moe,
         num_layers=layers,
@@ -191,7 +188,7 @@ def _kind(
         backward=tuple(backward),
         casts=casts,
         casts_kept=casts if recompute == "none" else 0,
-        weights=weights,
+        weights=instants.weights,
     )
 
 
@@ -203,4 +200,5 @@ def _looked_up(told: Callable[[int, int], LayerInstants], tp: Any, cut: Any) -> 
         looked_up(lambda tp, cut, place=place: told(tp, cut).backward[place], tp, cut)
         for place in range(len(told(1, 1).backward))
     )
-    return LayerInstants(looked_up(lambda tp, cut: told(tp, cut).forward, tp, cut), backward)
+    forward = looked_up(lambda tp, cut: told(tp, cut).forward, tp, cut)
+    return LayerInstants(forward, backward, looked_up(lambda tp, cut: told(tp, cut).weights, tp, cut))

@@ -83,12 +83,22 @@ class Groups(NamedTuple):
 
     def at(self, index: Any) -> Group:
         """The group of the layer at ``index``; nothing before the first layer."""
-        if isinstance(index, int) and isinstance(self.first_with_experts, int):
+        if type(index) is int and type(self.first_with_experts) is int:
             if index < 0:
                 return _NOTHING
             return self.experts if index >= self.first_with_experts else self.dense
         found = where(index >= self.first_with_experts, self.experts, self.dense)
         return Group(*((index >= 0) * field for field in found))
+
+    def kept_before(self, index: Any) -> Any:
+        """Gathered parameters of all layers before ``index`` that forward leaves for backward."""
+        dense = smallest(index, self.first_with_experts)
+        return dense * self.dense.kept + (index - dense) * self.experts.kept
+
+    def shards_before(self, index: Any) -> Any:
+        """One rank's part of the gradients of all layers before ``index``."""
+        dense = smallest(index, self.first_with_experts)
+        return dense * self.dense.shard + (index - dense) * self.experts.shard
 
     def before(self, index: Any) -> Before:
         """Sums over all layers before ``index``."""

@@ -30,7 +30,7 @@ def gathered_at_loss(plan: Plan, stage: Stage, groups: Groups, waits: Waiting) -
     last = stage.num_layers - 1
     # A pipeline's loss is computed outside of the root module, which has given up its staging by then.
     staging = (plan.degrees.pp == 1) * groups.at(last).staging
-    kept = groups.before(stage.num_layers).kept
+    kept = groups.kept_before(stage.num_layers)
     reshard = getattr(plan.layout, "reshard_after_forward", True)
 
     def words() -> str:
@@ -116,7 +116,7 @@ class Step:
         fraction = 0.02 + 0.3 * (index + 1) / self.stage.num_layers
         gathered = (
             *self.in_forward,
-            groups.before(index).kept,
+            groups.kept_before(index),
             groups.left_over,
             group.parameters,
             group.staging,
@@ -167,8 +167,8 @@ class Step:
         layers = self.stage.num_layers
         group, next_one, last_one = groups.at(index), groups.at(index - 1), groups.at(index + 1)
         fraction = 0.36 + 0.6 * (layers - 1 - index) / layers
-        before, gone = (place.before, self.held_head, 0), groups.before(index)
-        kept = (groups.root, 0, 0, self.own_head, gone.kept, 0)
+        before, shards = (place.before, self.held_head, 0), groups.shards_before(index)
+        kept = (groups.root, 0, 0, self.own_head, groups.kept_before(index), 0)
         reducing = where(index + 1 < layers, last_one.reduction, groups.left_over)
         own = (*kept, group.parameters, reducing)
         coming, arriving = self._arriving(group, next_one)
@@ -176,7 +176,7 @@ class Step:
         # Whole gradients beside their reduce-scatter's input; or that beside its output, which they become.
         is_reduced = where(group.shard > gradient, 1, 0)
         output = self.outputs * group.shard
-        not_yet = self._gradients(gone.shard + group.shard)
+        not_yet = self._gradients(shards + group.shard)
         return [
             self._peak(
                 fraction - 0.005,
@@ -192,7 +192,7 @@ class Step:
                 fraction + 0.01,
                 (*before, 2 * shape.stream),
                 (*kept, coming, group.reduction, where(is_reduced > 0, output, gradient)),
-                self._gradients(gone.shard + (1 - is_reduced) * group.shard),
+                self._gradients(shards + (1 - is_reduced) * group.shard),
                 said.AFTER_LAYER,
             ),
         ]

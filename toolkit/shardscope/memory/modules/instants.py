@@ -71,6 +71,8 @@ class LayerInstants(NamedTuple):
     """The most that it holds while forward is in it."""
     backward: tuple[Instant, ...]
     """While backward is in it."""
+    weights: int
+    """The most of its weights that have gradients."""
 
 
 @lru_cache(maxsize=4096)
@@ -106,7 +108,7 @@ def layer_instants(
         forward = layer.in_passing()
     else:
         forward = max(forward, layer.product_of_few_bits())
-    return LayerInstants(max(kept, forward), tuple(backward))
+    return LayerInstants(max(kept, forward), tuple(backward), max(one.done for one in backward))
 
 
 class _Layer:
