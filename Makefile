@@ -1,6 +1,6 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: check (ruff, mypy), bench (ratios), accuracy (predictions against
-# measured runs), env, clean.
+# environment first. The others: test-nvme (DeepSpeed's real files), check (ruff, mypy), bench (ratios),
+# accuracy (predictions against measured runs), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -17,7 +17,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test check bench accuracy env browser clean
+.PHONY: lab test test-nvme check bench accuracy env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -27,8 +27,14 @@ lab: $(STAMP)
 	  --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) \
 	  --FileContentsManager.post_save_hook=clean_notebook.tell_git
 
+# Unit tests share the cores; launches, notebooks and browsers take them all, and so come one after another.
 test: $(STAMP) browser check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --ignore=tests/unit
+
+# Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.
+test-nvme: $(STAMP)
+	SHARDSCOPE_NVME=1 $(BIN)/python -m pytest tests/runs/test_nvme_ranks.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

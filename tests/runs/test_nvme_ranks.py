@@ -20,6 +20,10 @@ import shardscope as ss
 pytestmark = [
     needs_installed("deepspeed"),
     pytest.mark.skipif(
+        "SHARDSCOPE_NVME" not in os.environ,
+        reason="DeepSpeed compiles async_io for five minutes in each new environment: make test-nvme runs this",
+    ),
+    pytest.mark.skipif(
         not Path("/usr/include/libaio.h").exists() or find_library("aio") is None,
         reason="DeepSpeed's async_io needs libaio: apt install libaio-dev",
     ),
