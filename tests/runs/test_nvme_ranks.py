@@ -21,7 +21,7 @@ pytestmark = [
     needs_installed("deepspeed"),
     pytest.mark.skipif(
         "SHARDSCOPE_NVME" not in os.environ,
-        reason="DeepSpeed compiles async_io for five minutes in each new environment: make test-nvme runs this",
+        reason="DeepSpeed compiles async_io for minutes in a new environment: make test-nvme runs this",
     ),
     pytest.mark.skipif(
         not Path("/usr/include/libaio.h").exists() or find_library("aio") is None,
