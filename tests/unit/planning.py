@@ -19,6 +19,14 @@ from shardscope.recipe import CHOICES, OPEN_CHOICES, Recipe
 from shardscope.support import supported
 from shardscope.validation import FieldError
 
+
+class Stranger:
+    """An object of no type we know, written the same in every process: tests that share cores are told apart by it."""
+
+    def __repr__(self) -> str:
+        return "Stranger()"
+
+
 NOT_NUMBERS: tuple[Any, ...] = (
     math.nan,
     math.inf,
@@ -31,7 +39,7 @@ NOT_NUMBERS: tuple[Any, ...] = (
     1e30,
     [8],
     {},
-    object(),
+    Stranger(),
 )
 """What no whole number may be."""
 OUT_OF_RANGE: tuple[Any, ...] = (-1, 0, 10**30)
