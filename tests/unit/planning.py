@@ -21,7 +21,7 @@ from shardscope.validation import FieldError
 
 
 class Stranger:
-    """An object of no type we know, written the same in every process: tests that share cores are told apart by it."""
+    """Of no type we know, and written the same in every process, as tests' names must be."""
 
     def __repr__(self) -> str:
         return "Stranger()"
