@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +11,7 @@ from planning import plans
 
 import shardscope as ss
 from shardscope.planner.changes import ladders
+from shardscope.planner.differences import differences
 from shardscope.planner.repairs import in_words
 from shardscope.planner.room import fits
 from shardscope.timing.collectives import seconds
@@ -31,16 +32,9 @@ def plan_of(
     )  # type: ignore[arg-type]
 
 
-def differences(one: ss.Plan, other: ss.Plan) -> set[str]:
+def changed(one: ss.Plan, other: ss.Plan) -> set[str]:
     """Fields of recipe and layout in which two plans differ; another framework counts as one."""
-    found = {
-        f.name for f in fields(one.recipe) if getattr(one.recipe, f.name) != getattr(other.recipe, f.name)
-    }
-    if type(one.layout) is not type(other.layout):
-        return found | {"framework"}
-    return found | {
-        f.name for f in fields(one.layout) if getattr(one.layout, f.name) != getattr(other.layout, f.name)
-    }
+    return {difference.field for difference in differences(one, other)}
 
 
 def test_a_plan_that_fits_needs_no_repair() -> None:
@@ -80,15 +74,15 @@ def test_a_repair_unpacks_and_says_what_it_wins() -> None:
 )
 def test_each_kind_of_change_is_found_where_it_mends(plan: ss.Plan, field: str) -> None:
     assert not plan.memory().fits
-    mends = [repair for repair in plan.repairs() if differences(plan, repair.plan) == {field}]
-    assert mends, [(repair.change, differences(plan, repair.plan)) for repair in plan.repairs()]
+    mends = [repair for repair in plan.repairs() if changed(plan, repair.plan) == {field}]
+    assert mends, [(repair.change, changed(plan, repair.plan)) for repair in plan.repairs()]
     assert all(repair.plan.memory().fits for repair in mends)
 
 
 def test_the_smallest_step_that_is_enough_is_told() -> None:
     plan = plan_of(micro_batch_size=8, seq_len=2048)
     assert not plan.memory().fits
-    (mend,) = [r for r in plan.repairs() if differences(plan, r.plan) == {"micro_batch_size"}]
+    (mend,) = [r for r in plan.repairs() if changed(plan, r.plan) == {"micro_batch_size"}]
     doubled = replace(
         mend.plan, recipe=replace(mend.plan.recipe, micro_batch_size=2 * mend.plan.recipe.micro_batch_size)
     )
@@ -132,7 +126,7 @@ def test_one_gpu_alone_may_use_its_host() -> None:
 def test_a_framework_that_shards_is_told_with_as_little_offload_as_is_enough() -> None:
     plan = plan_of("llama-2-7b", "2xh100-sxm-80gb", ss.Layout.ddp(), global_batch_size=2)
     assert "Shard training state with FSDP2" in {repair.change for repair in plan.repairs()}
-    plan = plan_of("llama-2-13b", "2xa100-sxm-40gb", ss.Layout.ddp(), global_batch_size=2)
+    plan = plan_of("llama-2-13b", "2xa100-sxm-40gb", ss.Layout.ddp(), global_batch_size=2, recompute="full")
     changes = {repair.change for repair in plan.repairs()}
     assert "Offload training state to the host with FSDP2" in changes
     assert "Shard training state with FSDP2" not in changes
@@ -152,6 +146,15 @@ def test_a_change_without_formulas_is_passed_over(monkeypatch: pytest.MonkeyPatc
     assert repairs and all(repair.plan.recipe.recompute != "selective" for repair in repairs)
 
 
+def test_pages_beside_offloaded_activations_of_every_other_layer() -> None:
+    """To tell pages from activations on the host, the plan is asked again without the latter."""
+    plan = plan_of(
+        "llama-2-7b", "2xa100-sxm-40gb", ss.Layout.ddp(), optimizer="paged_adamw", recompute="offload",
+        recompute_interval=2, global_batch_size=2,
+    )  # fmt: skip
+    assert plan.repairs()
+
+
 def test_the_words_of_a_button() -> None:
     plan = plan_of(micro_batch_size=2)
     words = [in_words(plan, repair) for repair in plan.repairs()]
@@ -165,8 +168,8 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
     for ladder in ladders(plan):
         for change in ladder:
             assert change.words
-            changed = differences(plan, change.plan) - {"shard"}
-            assert len(changed) == 1, (change.words, changed)
+            fields = changed(plan, change.plan) - {"shard"}
+            assert len(fields) == 1, (change.words, fields)
             assert change.plan.world_size == plan.world_size
             assert change.plan.architecture == plan.architecture
 

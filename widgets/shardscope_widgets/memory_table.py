@@ -47,7 +47,7 @@ def _pair(shown: Shown) -> str:
     """What B changes of A, and what that does to the peak."""
     if shown.kept is None:
         return ""
-    changes = differences(shown.kept, shown.plan)
+    changes = [str(difference) for difference in differences(shown.kept, shown.plan)]
     if not changes:
         return "<b>B is A as yet</b>: change anything to see the difference"
     before, after = shown.kept.memory().peak_bytes, shown.report.peak_bytes

@@ -15,6 +15,7 @@ from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.layout import Layout
+    from shardscope.memory.report import Term
     from shardscope.memory.stages import Shapes, Stage, StageShape
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
@@ -36,6 +37,13 @@ class MemoryModel(Protocol):
 
     def training_state(self, plan: Plan, stage: Stage) -> TrainingState:
         """Bytes of parameters, gradients, optimizer and staging on one rank of a stage."""
+
+
+class BuildingModel(Protocol):
+    """What every framework's ``building.py`` offers."""
+
+    def on_host(self, plan: Plan) -> Term:
+        """Host memory of one rank while it makes or loads the model, before any of it trains."""
 
 
 class TimingModel(Protocol):
@@ -62,6 +70,11 @@ class Framework:
     def memory_model(self) -> MemoryModel:
         """The framework's own part of the memory model."""
         found: Any = import_module(f"shardscope.frameworks.{self.name}.memory")
+        return found  # type: ignore[no-any-return]
+
+    def building_model(self) -> BuildingModel:
+        """How the framework's ranks come by their model."""
+        found: Any = import_module(f"shardscope.frameworks.{self.name}.building")
         return found  # type: ignore[no-any-return]
 
     def timing_model(self) -> TimingModel:

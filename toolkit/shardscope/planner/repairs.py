@@ -87,7 +87,7 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
 def in_words(plan: Plan, repair: Repair) -> str:
     """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it."""
     short = shortages(plan, plan.memory())
-    of = "" if not short or short[0].name == "GPU memory" else f" of {short[0].name} a node"
+    of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
     pages = ", while it pages" if travelling_bytes(repair.plan, repair.plan.memory()) else ""
     return f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, {_cost_words(plan, repair)}{pages}"
 

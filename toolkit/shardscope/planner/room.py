@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardscope.frameworks.registry import frameworks
 from shardscope.timing.paging import evicted_bytes, paged_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class Place(NamedTuple):
     """One kind of memory that a plan needs."""
 
-    name: Literal["GPU memory", "host memory", "NVMe"]
+    name: Literal["GPU memory", "host memory", "NVMe", "host memory while the model is made"]
     needed_bytes: int
     """On the worst rank's card; of host memory and NVMe, on the node that needs most."""
     room_bytes: int | None
@@ -34,7 +35,17 @@ class Place(NamedTuple):
 def places(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
     """The card, and whatever else the plan needs some of."""
     card = Place("GPU memory", report.peak_bytes, report.usable_bytes, report.peak_bytes)
-    return (card, *beside_the_card(plan, report))
+    return (card, *beside_the_card(plan, report), *_making(plan))
+
+
+def _making(plan: Plan) -> tuple[Place, ...]:
+    """Host memory before the first step: all ranks of a node make, or load, the model at the same time."""
+    each = frameworks[plan.layout.framework].building_model().on_host(plan).num_bytes
+    if not each:
+        return ()
+    on_a_node = each * plan.cluster.gpus_per_node
+    room = plan.cluster.host_memory_bytes
+    return (Place("host memory while the model is made", on_a_node, room, each),)
 
 
 def beside_the_card(plan: Plan, report: MemoryReport) -> tuple[Place, ...]:
@@ -63,7 +74,7 @@ def shortages(plan: Plan, report: MemoryReport) -> list[Place]:
 
 def fits(plan: Plan, report: MemoryReport) -> bool:
     """Whether everything has room that is known."""
-    return report.fits and not any(place.short_bytes for place in beside_the_card(plan, report))
+    return not shortages(plan, report)
 
 
 def _on_a_node(plan: Plan, by_stage: list[int]) -> int:

@@ -20,7 +20,8 @@ def paged_bytes(plan: Plan, report: MemoryReport) -> int:
         return 0
     if plan.recipe.recompute == "offload":
         # The host then has activations too.
-        report = replace(plan, recipe=replace(plan.recipe, recompute="none")).memory()
+        recipe = replace(plan.recipe, recompute="none", recompute_interval=1)
+        report = replace(plan, recipe=recipe).memory()
     return report.host_bytes
 
 

@@ -1,0 +1,16 @@
+"""How DDP's ranks come by their model: each makes all of it in host memory, then moves it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.building import in_fp32
+
+if TYPE_CHECKING:
+    from shardscope.memory.report import Term
+    from shardscope.plan import Plan
+
+
+def on_host(plan: Plan) -> Term:
+    """Host memory of one rank while it makes or loads the model (``DdpEngine.wrap``)."""
+    return in_fp32(plan, plan.architecture.num_parameters, "on every rank, then moved to its GPU")

@@ -1,0 +1,25 @@
+"""How FSDP2's ranks come by their model: a large one on the meta device, others whole in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
+from shardscope.memory.building import in_fp32
+from shardscope.memory.precision import FP32
+from shardscope.memory.report import no_bytes
+
+if TYPE_CHECKING:
+    from shardscope.memory.report import Term
+    from shardscope.plan import Plan
+
+
+def on_host(plan: Plan) -> Term:
+    """Host memory of one rank while it makes the model (``Fsdp2Engine.wrap``).
+
+    What is quantised is quantised from numbers, so such a base is whole on every rank first.
+    """
+    small = FP32 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
+    if small or plan.recipe.base_quantization is not None:
+        return in_fp32(plan, plan.architecture.num_parameters, "on every rank, then sharded")
+    return no_bytes("built on the meta device, and drawn shard by shard on the GPU")

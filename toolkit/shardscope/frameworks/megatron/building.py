@@ -1,0 +1,16 @@
+"""How Megatron-core's ranks come by their model: each makes its own part on its GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.report import no_bytes
+
+if TYPE_CHECKING:
+    from shardscope.memory.report import Term
+    from shardscope.plan import Plan
+
+
+def on_host(plan: Plan) -> Term:
+    """Nothing: ``use_cpu_initialization`` is off (megatron/core/model_parallel_config.py)."""
+    return no_bytes("each rank makes its own part on its GPU (use_cpu_initialization=False)")

@@ -1,0 +1,33 @@
+"""What making or loading a model takes of host memory, before it is where it trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.memory.lora import layer_adapters
+from shardscope.memory.precision import FP32
+from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.words import count, gib
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
+    """``num_parameters`` and their adapters as transformers makes them, cast tensor by tensor if at all.
+
+    The same where every rank loads a checkpoint, whose own pages are the file's cache and no rank's
+    (safetensors maps the file). CPU ranks train the model where they made it: nothing comes on top.
+    """
+    if not plan.on_gpu:
+        return no_bytes("CPU ranks train the model where they made it")
+    made = num_parameters + _adapters(plan)
+    return Term(FP32 * made, lambda: f"{count(made, 'parameter')} × 4 bytes = {gib(FP32 * made)} GiB {where}")
+
+
+def _adapters(plan: Plan) -> int:
+    arch = plan.architecture
+    if not plan.recipe.has_adapters:
+        return 0
+    kinds = ((False, arch.num_hidden_layers - arch.num_moe_layers), (True, arch.num_moe_layers))
+    return sum(layers * layer_adapters(arch, plan.recipe, moe)[0] for moe, layers in kinds if layers)
