@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 from tests.accuracy.rows import Row, text
 
 from shardscope.memory import overheads
+from shardscope.memory.band import TENSORS, allocated_and_freed
 from shardscope.memory.report import MemoryReport, Moment, StageMemory
 
 GIB = 2**30
 Kind = Literal["allocated", "reserved", "nvidia-smi", "unknown"]
-_BESIDE_TENSORS = ("runtime", "communication", "fragmentation")
-_CHURNED = ("activations", "logits", "gather_buffers")
 
 
 class Compared(NamedTuple):
@@ -56,17 +55,16 @@ def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
     """The predicted bytes of the row's own kind, on the ranks that it speaks of.
 
     Up to ``held_back`` bytes stay reserved that no tensor uses: how many is chance, so half is the point.
-    Never more than the card has: before it gives up, the allocator returns what it holds.
+    They are some of what the band's top allows the allocator in any case, not more on top of it.
     """
-    stages = report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
-    what = kind(row)
+    stages, what = on_ranks(row, report), kind(row)
     if what == "allocated":
         point, moment = max(_tensors(stages), key=lambda found: found[0])
         return Compared(point, point, point, dict(moment.components))
     if what == "reserved":
         low, point, high, moment = _with_gaps(stages)
         held = max(0, min(held_back, report.usable_bytes - point))
-        high = max(point, min(high + held_back, report.usable_bytes))
+        high = overheads.on_the_card(max(high, point + held_back), point, report.usable_bytes, True)
         return Compared(low, point + held // 2, high, dict(moment.components))
     if what == "unknown":
         # Most frameworks print what is allocated; a person may have read nvidia-smi.
@@ -75,22 +73,28 @@ def compared(row: Row, report: MemoryReport, held_back: int = 0) -> Compared:
     return Compared(report.low_bytes, report.peak_bytes, report.high_bytes, dict(report.components))
 
 
+def on_ranks(row: Row, report: MemoryReport) -> tuple[StageMemory, ...]:
+    """The stages that the row speaks of: the first, or all."""
+    return report.by_stage[:1] if "rank 0" in text(row, "memory_kind", "notes") else report.by_stage
+
+
 def _tensors(stages: tuple[StageMemory, ...]) -> list[tuple[int, Moment]]:
     return [(tensor_bytes(moment), moment) for stage in stages for moment in stage.moments]
 
 
 def tensor_bytes(moment: Moment) -> int:
     """Bytes of all tensors of a moment: what torch counts as allocated."""
-    return sum(term[0] for name, term in moment.terms.items() if name not in _BESIDE_TENSORS)
+    return sum(term[0] for name, term in moment.terms.items() if name in TENSORS)
 
 
 def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
     low = high = 0
     for stage in stages:
+        held = overheads.fragmentation(allocated_and_freed(stage.moments), True).high
         for moment in stage.moments:
-            gaps = overheads.fragmentation(churned_bytes(moment), True)
             tensors = tensor_bytes(moment)
-            low, high = max(low, tensors + gaps.low), max(high, tensors + gaps.high)
+            gaps = 0 if moment.phase == "initialisation" else held
+            low, high = max(low, tensors), max(high, tensors + gaps)
     moments = [moment for stage in stages for moment in stage.moments]
     fullest = max(moments, key=_with_fragmentation)
     return low, _with_fragmentation(fullest), high, fullest
@@ -99,8 +103,3 @@ def _with_gaps(stages: tuple[StageMemory, ...]) -> tuple[int, int, int, Moment]:
 def _with_fragmentation(moment: Moment) -> int:
     gaps = moment.terms.get("fragmentation")
     return tensor_bytes(moment) + (gaps[0] if gaps else 0)
-
-
-def churned_bytes(moment: Moment) -> int:
-    """Bytes of a moment that a step allocates and frees."""
-    return sum(moment.terms[name][0] for name in _CHURNED if name in moment.terms)  # type: ignore[index]

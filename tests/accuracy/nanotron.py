@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shardscope import Architecture, Plan
 from shardscope.memory import overheads
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.band import band
 from shardscope.memory.modules.attention import widths
 from shardscope.memory.modules.saved import Saved
 from shardscope.memory.precision import FP32
@@ -146,19 +147,11 @@ def memory(plan: Plan) -> MemoryReport:
     stage = StageMemory(stage=0, num_layers=plan.stage_layers[0], find_moments=lambda: moments)
     groups = (plan.degrees.tp, plan.degrees.pp, plan.degrees.data_parallel)
 
-    def band() -> tuple[int, int]:
-        bands = (overheads.communication(groups, "nvidia"), RUNTIME)
-        tensors = stage.peak_bytes - sum(band.point for band in bands)
-        gaps = overheads.fragmentation(_churned(stage.peak), True)
-        tensors -= gaps.point
-        low = tensors + sum(band.low for band in (*bands, gaps))
-        return low, tensors + sum(band.high for band in (*bands, gaps)) + held_back_bytes(plan)
-
     return MemoryReport(
         find_stages=lambda: (stage,),
         worst_stage=stage,
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=band,
+        find_band=lambda: band(plan, [(moments, overheads.communication(groups, "nvidia"))]),
     )
 
 
@@ -211,10 +204,6 @@ def _moment(phase: Phase, fraction: float, rest: dict[Component, int], more: dic
     }
     found = Moment.of(phase, fraction, terms)
     if phase in ("forward", "backward"):
-        lost = overheads.lost_to_gaps(_churned(found))
+        lost = overheads.lost_to_gaps(found.components["activations"] + found.components["logits"])
         terms["fragmentation"] = Term(lost, lambda: "blocks that the allocator cannot give out again")
     return Moment.of(phase, fraction, terms)
-
-
-def _churned(moment: Moment) -> int:
-    return sum(moment.components[name] for name in ("activations", "logits"))

@@ -5,7 +5,7 @@ Each is described from the source of what ran, and changes only the moments at w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +13,10 @@ from tests.accuracy.qwen_code import fp32_adapters, zero2_over_gptq
 from tests.accuracy.rows import Row, number, text
 
 from shardscope import Plan, Recipe
+from shardscope.frameworks.registry import frameworks
+from shardscope.memory.band import band
 from shardscope.memory.modules.attention import widths as attention_widths
+from shardscope.memory.overheads import Band, communication
 from shardscope.memory.precision import FP32, widths
 from shardscope.memory.quantization import layer_linears
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
@@ -90,9 +93,23 @@ def changed(plan: Plan, report: MemoryReport, own: tuple[OwnCode, ...]) -> Memor
         return report
     stages = tuple(_changed(plan, stage, own) for stage in report.by_stage)
     worst = max(stages, key=lambda stage: stage.peak_bytes)
-    grown = worst.peak_bytes - report.peak_bytes
-    low, high = report.low_bytes + grown, report.high_bytes + grown
-    return replace(report, find_stages=lambda: stages, worst_stage=worst, find_band=lambda: (low, high))
+    return replace(
+        report,
+        find_stages=lambda: stages,
+        worst_stage=worst,
+        find_band=lambda: band(plan, with_communication(plan, stages)),
+    )
+
+
+def with_communication(plan: Plan, stages: Iterable[StageMemory]) -> list[tuple[tuple[Moment, ...], Band]]:
+    """Each stage's moments and its communicators' buffers, as the product's band takes them."""
+    model, vendor = frameworks[plan.layout.framework].memory_model(), plan.cluster.gpu.vendor
+    shapes = model.shapes(plan)
+    states = [model.training_state(plan, model.stage(plan, shape)) for shape in shapes.kinds]
+    return [
+        (stage.moments, communication(states[shapes.kind_of[stage.stage]].group_sizes, vendor))
+        for stage in stages
+    ]
 
 
 def _changed(plan: Plan, stage: StageMemory, own: tuple[OwnCode, ...]) -> StageMemory:

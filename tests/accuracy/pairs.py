@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tests.accuracy.kinds import churned_bytes, kind, tensor_bytes
-from tests.accuracy.scoring import Scored, percentile, predicted
-
-from shardscope.memory import overheads
+from tests.accuracy.gaps import gaps_report
+from tests.accuracy.kinds import kind
+from tests.accuracy.scoring import Scored, percentile
 
 
 class Pair(NamedTuple):
@@ -58,7 +57,7 @@ def pairs_report(rows: Sequence[Scored]) -> str:
         f"{len(found)} runs of FMS-acceleration published both figures: how many times what torch had "
         "allocated nvidia-smi saw (contexts, communicators, libraries, what the caching allocator holds, and "
         "the load, where a model is whole before it is sharded). Tensors may be right to the percent and the "
-        "card full all the same; where logits are large the product's band is too narrow for it.",
+        "card full all the same.",
         "",
         "| runs | number | least | median | p90 | most | cards not nearly full: median | inside, alone |",
         "|---|---|---|---|---|---|---|---|",
@@ -67,30 +66,7 @@ def pairs_report(rows: Sequence[Scored]) -> str:
     for pair in found:
         groups[pair.group].append(pair)
     lines += [f"| {name} | {_figures(some)} |" for name, some in [*sorted(groups.items()), ("all", found)]]
-    return "\n".join([*lines, *_gaps(rows), *_qwen(rows, groups)])
-
-
-def _gaps(rows: Sequence[Scored]) -> list[str]:
-    """What calibration rows say about the band's top, which is the product's only word on the allocator."""
-    shares = []
-    for row in rows:
-        if kind(row.mapped.row) != "nvidia-smi" or row.mapped.row.get("role") != "calibration":
-            continue
-        stage = predicted(row.mapped)[0].worst_stage
-        parts = stage.peak.components
-        beyond = row.measured - tensor_bytes(stage.peak) - parts["runtime"] - parts["communication"]
-        shares.append(beyond / max(1, *map(churned_bytes, stage.moments)))
-    if len(shares) < 4:
-        return []
-    found = [f"{100 * percentile(sorted(shares), share):.0f} %" for share in (0.25, 0.5, 0.75, 0.8)]
-    return [
-        "",
-        f"In {len(shares)} rows of role `calibration` that nvidia-smi measured (here and BLOOM's) what lies "
-        "beyond tensors, context and communicators, in shares of what a step allocates and frees, is "
-        f"{found[0]}, {found[1]} and {found[2]} at the quartiles and {found[3]} at p80; the band's top is "
-        f"{overheads.FRAGMENTATION_HIGH_PERCENT} %. Most of it the allocator would give back before it gave "
-        "up: these runs ran.",
-    ]
+    return "\n".join([*lines, *gaps_report(rows), *_qwen(rows, groups)])
 
 
 def _qwen(rows: Sequence[Scored], groups: dict[str, list[Pair]]) -> list[str]:

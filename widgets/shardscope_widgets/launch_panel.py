@@ -11,6 +11,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
+from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
 from shardscope.planner.room import beside_the_card
@@ -164,7 +165,12 @@ def _cannot_fit(plan: ss.Plan, report: MemoryReport) -> str:
 
 
 def _warning(report: MemoryReport) -> str:
-    if report.high_bytes <= report.usable_bytes:
+    if report.is_tight:
+        return (
+            f"It may run out of memory: it needs {gib(report.peak_bytes)} of {gib(report.usable_bytes)} "
+            f"usable GiB, and over {TIGHT_PERCENT} % some runs do."
+        )
+    if report.fits:
         return ""
     return (
         f"It may run out of memory: likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB, and "

@@ -6,6 +6,7 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
+from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.words import count, gib
 from shardscope.planner.room import Place, beside_the_card, shortages
 
@@ -97,11 +98,11 @@ def verdict(plan: ss.Plan, report: MemoryReport) -> str:
     given = " and ".join(f"{gib(place.needed_bytes)} GiB of {place.name}" for place in unknown)
     if lacks:
         return f"Does not fit: {', and '.join(lacks)}" + (f"; it needs {given} on each node" if given else "")
-    tight = f", barely: up to {gib(report.high_bytes)} is likely"
+    tight = f", barely: over {TIGHT_PERCENT} % some runs run out of memory"
     return (
         f"Fits: {room}"
         + (f", if {'each' if plan.cluster.num_nodes > 1 else 'the'} node has {given}" if given else "")
-        + (tight if report.high_bytes > report.usable_bytes else "")
+        + (tight if report.is_tight else "")
     )
 
 

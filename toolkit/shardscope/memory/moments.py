@@ -167,9 +167,9 @@ def _churned(peak: Peak) -> Any:
 
 def _lost_words(churned: int) -> str:
     return (
-        f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(churned)} GiB that a step allocates and "
-        f"frees; the band reaches to {overheads.FRAGMENTATION_HIGH_PERCENT} % (assumption, PyTorch "
-        "caching allocator)"
+        f"{overheads.FRAGMENTATION_PERCENT} % of the {gib(churned)} GiB that come and go at this moment; the "
+        f"band's top has {overheads.FRAGMENTATION_HIGH_PERCENT} % of all that a step allocates and frees "
+        "(assumption, PyTorch caching allocator; docs/accuracy.md)"
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from operator import ge
 from typing import TYPE_CHECKING
 
-from shardscope.memory import overheads
 from shardscope.memory.activations import modules_of
+from shardscope.memory.band import band
 from shardscope.memory.moments import fullest, moments
-from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory
+from shardscope.memory.overheads import communication
+from shardscope.memory.report import MemoryReport, Moment, StageMemory
 from shardscope.memory.step import StageStep
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
-
-_CHURNED: tuple[Component, ...] = ("activations", "logits", "gather_buffers")
 
 
 def predict(plan: Plan) -> MemoryReport:
@@ -53,7 +52,13 @@ def predict(plan: Plan) -> MemoryReport:
         find_stages=every_stage,
         worst_stage=max((stage for stage, _ in candidates.values()), key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: _band(plan, list(candidates.values())),
+        find_band=lambda: band(
+            plan,
+            [
+                (stage.moments, communication(state.group_sizes, plan.cluster.gpu.vendor))
+                for stage, state in candidates.values()
+            ],
+        ),
     )
 
 
@@ -85,25 +90,3 @@ def _stage(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> 
 
 def _in_order(found: list[Moment]) -> tuple[Moment, ...]:
     return tuple(sorted(found, key=lambda moment: moment.fraction))
-
-
-def _band(plan: Plan, stages: list[tuple[StageMemory, TrainingState]]) -> tuple[int, int]:
-    """The peak if library buffers and the allocator take their least, and if they take their most.
-
-    The peak may then be at another moment: what backward frees leaves gaps, the optimizer's step none.
-    """
-    low = high = 0
-    gpu = plan.cluster.gpu
-    runtime = overheads.runtime(gpu.vendor, gpu.architecture)
-    for stage, state in stages:
-        communication = overheads.communication(state.group_sizes, gpu.vendor)
-        for moment in stage.moments:
-            terms = moment.terms
-            churned = sum(terms[name].num_bytes for name in _CHURNED if name in terms)
-            lost = terms["fragmentation"].num_bytes if "fragmentation" in terms else 0
-            gaps = overheads.fragmentation(churned, plan.on_gpu)._replace(point=lost)
-            bands = (communication, runtime, gaps)
-            tensors = moment.total - sum(band.point for band in bands)
-            low = max(low, tensors + sum(band.low for band in bands))
-            high = max(high, tensors + sum(band.high for band in bands))
-    return low, high

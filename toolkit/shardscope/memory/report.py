@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from shardscope.memory.arithmetic import where
+from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.words import gib, in_parts
 from shardscope.validation import one_of
 
@@ -140,7 +141,7 @@ class MemoryReport:
 
     @property
     def high_bytes(self) -> int:
-        """The peak if they take their most."""
+        """The peak if they take their most: on a GPU no more than is usable, while the peak itself fits."""
         return self._band[1]
 
     @cached_property
@@ -166,6 +167,14 @@ class MemoryReport:
     def fits(self) -> bool:
         """Whether the peak is within what the driver leaves of the card."""
         return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits, but of runs that need so much of their card some run out of memory.
+
+        See :data:`~shardscope.memory.overheads.TIGHT_PERCENT`.
+        """
+        return self.fits and 100 * self.peak_bytes > TIGHT_PERCENT * self.usable_bytes
 
     @property
     def host_bytes(self) -> int:

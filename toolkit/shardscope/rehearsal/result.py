@@ -7,20 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardscope.memory import overheads
+from shardscope.memory.band import TENSORS, band
 from shardscope.memory.report import Component, MemoryReport, Moment, Phase, StageMemory, Term
 from shardscope.unknown_family import UnknownFamily
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-TENSOR_COMPONENTS: tuple[Component, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "gather_buffers",
-)
+TENSOR_COMPONENTS = TENSORS
 """What is made of tensors, so what a rehearsal can see."""
 _CHURNED = ("activations", "logits", "gather_buffers")
 _BUSY = ("forward", "backward")
@@ -102,7 +96,9 @@ def report_of(plan: Plan, rehearsed: list[RehearsedStage]) -> MemoryReport:
         find_stages=lambda: by_stage,
         worst_stage=max(by_stage, key=lambda stage: stage.peak_bytes),
         usable_bytes=plan.cluster.usable_bytes_per_gpu,
-        find_band=lambda: _band(plan, rehearsed, beside),
+        find_band=lambda: band(
+            plan, [(stage.moments, beside[stage.stage].communication) for stage in by_stage]
+        ),
         tier="rehearsed",
     )
 
@@ -162,18 +158,6 @@ def _stage(plan: Plan, stage: RehearsedStage, beside: _Beside) -> StageMemory:
         host_bytes=stage.host_bytes,
         nvme_bytes=stage.nvme_bytes,
     )
-
-
-def _band(plan: Plan, rehearsed: list[RehearsedStage], beside: dict[int, _Beside]) -> tuple[int, int]:
-    """The peak if what is beside the tensors that were seen takes its least, and if it takes its most."""
-    low = high = 0
-    for stage in rehearsed:
-        for seen in stage.moments:
-            churned = _churned(seen) if seen.phase in _BUSY else 0
-            bands = (*beside[stage.stage], overheads.fragmentation(churned, plan.on_gpu))
-            low = max(low, seen.num_bytes + sum(band.low for band in bands))
-            high = max(high, seen.num_bytes + sum(band.high for band in bands))
-    return low, high
 
 
 def _churned(moment: RehearsedMoment) -> int:
