@@ -195,6 +195,27 @@ def test_the_verdict_says_by_how_much() -> None:
     assert re.match(r"Does not fit: short by [\d,.]+ GiB", verdict(lacks, lacks.memory()))
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "said", "note"),
+    [
+        (4096, r"Fits: 46\.\d of 79\.1 GiB on each of 8 GPUs", ""),
+        (
+            7168,
+            r"Fits: .*, barely: over 80 % some runs run out of memory",
+            "It may run out of memory: it needs",
+        ),
+    ],
+)
+def test_little_room_is_said(seq_len: int, said: str, note: str) -> None:
+    recipe, cluster = ss.Recipe(seq_len=seq_len), ss.Cluster.parse("8xh100-sxm-80gb")
+    plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
+    report = plan.memory()
+    assert report.high_bytes <= report.usable_bytes
+    assert re.fullmatch(said, verdict(plan, report))
+    assert offer_for(plan, cluster, report).note.startswith(note)
+    assert bool(offer_for(plan, cluster, report).note) == bool(note)
+
+
 def test_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
     studio.launch_panel.busy = True
     studio.recipe.seq_len.value = "2048"
