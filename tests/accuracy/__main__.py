@@ -32,7 +32,13 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [path for path in chosen.rows or () if not path.is_file()]
     if missing:
         parser.error(f"no such file: {', '.join(map(str, missing))}")
-    score = score_memory(read(chosen.rows or default_files()))
+    broken: list[str] = []
+    rows = read(chosen.rows or default_files(), broken)
+    for words in broken:
+        print(f"left out: {words}", file=sys.stderr)
+    if broken and not rows:
+        return 2
+    score = score_memory(rows)
     report = memory_report(score) if chosen.rows else full_report(score)
     # Its last line is the kind's closing one.
     print(report, end="")

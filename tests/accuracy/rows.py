@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.accuracy.reading import objects
 
 Row = Mapping[str, Any]
 
@@ -25,16 +26,20 @@ def default_files() -> list[Path]:
     return kept + ([SHARED] if SHARED.is_file() else [])
 
 
-def read(files: Iterable[Path]) -> list[Row]:
-    """Every row of the files; of several with one id the first. Raises ``ValueError`` for no JSON object."""
+def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
+    """Every row of the files; of several with one id the first.
+
+    Lines that are no JSON object are left out and named in ``broken``; without it they raise ``ValueError``.
+    """
     found: dict[str, Row] = {}
     for path in files:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if not line.strip():
+        for number, row in objects(path):
+            if isinstance(row, str):
+                words = f"{path.name}, line {number} {row}: a row is one JSON object"
+                if broken is None:
+                    raise ValueError(words)
+                broken.append(words)
                 continue
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"{path.name}, line {number}: a row is one JSON object")
             found.setdefault(str(row.get("id", f"{path.name}:{number}")), row)
     return list(found.values())
 
