@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.buckets import Instant
+from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
 from shardscope.memory.activations import modules_of, unsaved_at_start
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
 from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
@@ -55,7 +56,8 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
     """Operator by operator, as transformers' modules run."""
     arch, modules = plan.architecture, modules_of(plan)
     tokens = plan.recipe.micro_batch_size * plan.recipe.seq_len
-    vocab = ceil_div(arch.vocab_size, plan.degrees.tp)
+    cut = plan.degrees.tp if cuts_tied_head(arch) else 1
+    vocab = ceil_div(arch.vocab_size, cut)
     whole = loss_in_force(plan) == "full"
     own = layer_backward(arch, False, modules)
     feed_forward, inner = own.inside - own.stream, arch.intermediate_size * modules.compute

@@ -46,6 +46,14 @@ class Cut(NamedTuple):
     """Elements of all tensors that its part touches."""
     bucket: int
     """``reduce_bucket_size``."""
+    norm: int = 0
+    """Where reduced gradients go to the host one by one: how many of their elements weigh as much as one in
+    double precision, in which a norm is taken of each; 0: they stay on the device."""
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """Its first element and the one behind its last."""
+        return self.rank * self.part, (self.rank + 1) * self.part
 
 
 def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[int, ...]:
@@ -55,22 +63,29 @@ def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[
 
 @lru_cache(maxsize=1024)
 def early(
-    sizes: tuple[int, ...], groups: tuple[int, ...], cut: Cut, tied: int, attention: int = 0
+    sizes: tuple[int, ...],
+    groups: tuple[int, ...],
+    cut: Cut,
+    tied: int,
+    attention: int = 0,
+    wide: tuple[bool, ...] = (),
 ) -> tuple[Part, ...]:
     """Parts of a backward that reduces as it goes; the last one is the reduction that ends it.
 
     A full bucket is cut where it goes to several ranks, and pieces for more than one rank are flattened, so
     copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's;
-    ``attention``: tensors of a layer that come after its feed-forward's in backward.
+    ``attention``: tensors of a layer that come after its feed-forward's in backward; ``wide``: which are that
+    one's large matrices.
     """
-    mine = cut.rank * cut.part, (cut.rank + 1) * cut.part
     waiting: list[tuple[int, int]] = []
     kept = oversized = elements = 0
+    whole = 0 if cut.norm else cut.whole
     found: list[Part] = []
     index, end = len(sizes), sum(sizes)
     for place, count in enumerate(groups):
         waits = tied if place else 0
         base = peak = middle = Instant(waits + oversized, kept)
+        inner: list[Instant] = []
         for left in range(count, 0, -1):
             if left == attention:
                 middle = Instant(waits + oversized, kept)
@@ -79,25 +94,33 @@ def early(
                 base = Instant(tied + oversized, kept)
             index -= 1
             size = sizes[index]
-            # Both gradients of a tied embedding and their sum.
-            made = 2 * size if tied and not index else size
+            now = Instant(waits + size + oversized, kept)
+            if tied and not index:
+                # Both gradients of a tied embedding and their sum, which alone is left.
+                now, waits = Instant(waits + 2 * size + oversized, kept), 0
             if waiting and elements + size > cut.bucket:
-                held = waits + made + oversized
-                peak = max(peak, Instant(held + copied(waiting, cut), kept), key=_total)
-                kept = cut.whole if kept or _touches(waiting, mine) else 0
-                peak = max(peak, Instant(held, kept), key=_total)
+                held = waits + size + oversized
+                now = max(now, Instant(held + reduced(waiting, cut), kept), key=_total)
+                kept = whole if kept or _touches(waiting, cut.mine) else 0
+                now = max(now, Instant(held, kept), key=_total)
                 waiting, elements, oversized = [], 0, 0
-            else:
-                peak = max(peak, Instant(waits + made + oversized, kept), key=_total)
+            peak = max(peak, now, key=_total)
+            if wide and wide[index]:
+                inner.append(now)
             end -= size
             waiting.append((end, size))
             elements += size
-            oversized = size if size > cut.bucket else oversized
+            if size > cut.bucket:
+                oversized = size
+                # What goes to the host is no view of what autograd made.
+                cloned = Instant(waits + size + (cut.norm > 0) * size, kept)
+                peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
-        found.append(Part(base, peak, middle))
-    last = Instant(oversized + (copied(waiting, cut) if waiting else 0), kept)
-    done = Instant(0, cut.whole)
+        found.append(Part(base, peak, middle, tuple(inner)))
+    last = Instant(oversized + (reduced(waiting, cut) if waiting else 0), kept)
+    # What is larger than a bucket is there until it has been copied.
+    done = Instant(oversized, whole)
     return (*found, Part(last, max(last, done, key=_total)))
 
 
@@ -130,14 +153,15 @@ def late(
 @lru_cache(maxsize=1024)
 def beyond(sizes: tuple[int, ...], cut: Cut) -> int:
     """Elements by which stage 1's reduction after backward exceeds all gradients and the bucket."""
-    mine = cut.rank * cut.part, (cut.rank + 1) * cut.part
+    whole = 0 if cut.norm else cut.whole
     waiting: list[tuple[int, int]] = []
     removed = found = kept = elements = start = 0
     for size in (*sizes, 0):
         if waiting and (elements + size > cut.bucket or not size):
             moved = elements if elements <= cut.bucket else 0
-            found = max(found, copied(waiting, cut) - removed - moved + kept)
-            kept = cut.whole if kept or _touches(waiting, mine) else 0
+            cloned = (cut.norm > 0) * (elements - moved)
+            found = max(found, max(cloned, reduced(waiting, cut)) - removed - moved + kept)
+            kept = whole if kept or _touches(waiting, cut.mine) else 0
             found = max(found, kept - removed - moved)
             removed += elements
             waiting, elements = [], 0
@@ -145,6 +169,14 @@ def beyond(sizes: tuple[int, ...], cut: Cut) -> int:
         elements += size
         start += size
     return found
+
+
+def reduced(waiting: list[tuple[int, int]], cut: Cut) -> int:
+    """Elements beside a full bucket: a flattened copy, then norms of what goes to the host
+    (``set_norm_for_param_grad_in_gpu``)."""
+    begin, end = cut.mine
+    widest = max((min(end, start + size) - max(begin, start) for start, size in waiting), default=0)
+    return max(copied(waiting, cut), cut.norm * widest)
 
 
 def copied(waiting: list[tuple[int, int]], cut: Cut) -> int:

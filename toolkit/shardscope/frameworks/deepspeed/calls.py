@@ -102,27 +102,31 @@ def _with_leaf(
 def _maker(
     arch: Architecture, adapted: Recipe | None, moe: bool, modules: dict[str, list[int]], is_first: bool
 ) -> Callable[[str], Call]:
-    """Modules by their path, in the order of forward, in which the first adapter is met once."""
+    """Modules by their path, in the order of forward, in which the first adapter is met once: or once in
+    attention and once in a feed-forward that reads the same input."""
     targets = adapter_targets(arch, adapted) if adapted else ()
-    linears = dict(arch.layer_linears(first_layer(arch, moe))) if adapted else {}
+    linears = dict(arch.layer_linears(first_layer(arch, moe)))
     inputs = attention_inputs(arch)
-    waiting = adapted is not None and is_first
+    waits = dict.fromkeys((False, True), adapted is not None and is_first)
 
     def make(path: str) -> Call:
-        nonlocal waiting
+        beside = arch.parallel_residual and path.startswith("mlp.")
+        waiting = waits[beside]
         own, name = tuple(modules[path]), path.rpartition(".")[2]
         large = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
             # gpt-oss stores its experts as the products read them; all others through a transposed view.
-            viewed = (0, 1) if arch.model_type != "gpt_oss" else ()
-            return Call(own, (NOTHING,), adapted is None, viewed, not waiting, large)
+            both = (0, 1) if arch.model_type != "gpt_oss" else ()
+            return Call(own, (NOTHING,), adapted is None, both, not waiting, large)
+        # Falcon multiplies by a transposed view itself, where others' products are DeepSpeed's own.
+        viewed = (0,) if arch.model_type == "falcon" and name in linears else ()
         if adapted is None or name not in targets:
-            return Call(own, (), adapted is None, (), not waiting, large)
+            return Call(own, (), adapted is None, viewed, not waiting, large)
         out, inner = linears[name]
         reaches = not (waiting or (is_first and name in inputs))
-        waiting = False
+        waits[beside] = False
         narrow, wide = (adapted.adapter_rank * inner,), (adapted.adapter_rank * out,)
-        return Call((), (Call(own, (), False, (), reaches), NOTHING, Call(narrow), Call(wide)))
+        return Call((), (Call(own, (), False, viewed, reaches), NOTHING, Call(narrow), Call(wide)))
 
     return make
 

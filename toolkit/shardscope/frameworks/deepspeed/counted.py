@@ -24,7 +24,14 @@ from shardscope.frameworks.deepspeed.buckets import (
 )
 from shardscope.frameworks.deepspeed.gathers import Modules, Thresholds, gathered
 from shardscope.frameworks.deepspeed.swapping import SwapFailure, swaps_of
-from shardscope.frameworks.deepspeed.tensors import Tensors, cut_each, largest_group, partition, tensors_on
+from shardscope.frameworks.deepspeed.tensors import (
+    FP64,
+    Tensors,
+    cut_each,
+    largest_group,
+    partition,
+    tensors_on,
+)
 from shardscope.memory.arithmetic import looked_up
 from shardscope.memory.precision import widths
 from shardscope.memory.stages import outer_tensors
@@ -111,6 +118,8 @@ class _Kind(NamedTuple):
     sub_group_size: int
     interval: int
     limits: Thresholds
+    norm: int
+    """See :class:`~shardscope.frameworks.deepspeed.buckets.Cut`; of stages 1 and 2."""
 
 
 def counted(plan: Plan, stage: Stage) -> Counted:
@@ -159,6 +168,7 @@ def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _
             bool(layout.offload_params) and (on_gpu or layout.offload_params == "nvme"),
             swaps_of(layout, recipe),
         ),
+        FP64 // widths[recipe.precision].compute if layout.offload_optimizer == "cpu" else 0,
     )
 
 
@@ -196,12 +206,14 @@ def _counted(
         flattened = max(all_reduce_bucket(tensors.trained), all_reduce_bucket(tensors.experts))
         parts = _late(tensors, tied, bool(accumulates), Instant(flattened, whole))
     elif is_late(kind.stage, kind.overlaps, accumulates):
-        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket)
+        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket, kind.norm)
         end = Instant(beyond(tensors.trained, cut), sum(tensors.trained))
         parts = _with_experts(_late(tensors, tied, bool(accumulates), end), experts.whole)
     else:
-        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket)
-        parts = early(tensors.trained, _groups(tensors), cut, tied, tensors.num_attention)
+        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket, kind.norm)
+        parts = early(
+            tensors.trained, _groups(tensors), cut, tied, tensors.num_attention, tensors.trained_wide
+        )
         parts = _with_experts(parts, experts.whole)
     head, *layers, embedding, end_part = parts
     following = [*(layer.base for layer in layers[1:]), embedding.base]

@@ -251,7 +251,7 @@ class _Coordinator:
         return now if now.total > peak.total else peak
 
     def _leaf(self, node: Node, inner: list[Instant]) -> int:
-        """The most while a leaf goes backward: released first, its gradients are reduced one by one."""
+        """The most while a leaf goes backward: gradients are reduced one by one, then it is released."""
         trained = node.call.trained
         waiting = sum(self.sizes[index] for index in node.own) if trained else 0
         behind = node.call.viewed[-1] + 1
@@ -262,12 +262,12 @@ class _Coordinator:
         inner.append(Instant(peak, self.swapper.kept))
         self._let_go(node.own[behind - 2])
         peak = max(peak, self.live + self.oversized + waiting)
-        for index in node.own:
-            self._release(index, is_leaf=True)
         for index in node.own if waiting else ():
             held = self.live + self.oversized + waiting
             peak = max(peak, held + self._reduce(index))
             waiting -= self.sizes[index]
+        for index in node.own:
+            self._release(index, is_leaf=True)
         return peak
 
     def _head_waits(self, node: Node) -> int:
@@ -286,16 +286,16 @@ class _Coordinator:
     def _gradient(self, index: int, trained: bool) -> int:
         """Elements held while a tensor's gradient is made and put into the bucket, without that itself."""
         size, held = self.sizes[index], self.live + self.oversized
-        if trained and self.tied and not index:
-            # The first of two gradients waits; then there are both, one of them counted by who asks, and
-            # their sum.
-            held += 2 * size if self._next_use(index) is None else size
-        elif trained:
-            held += size
-        if trained and self._next_use(index) is None:
-            held += self._reduce(index)
+        is_last = trained and self._next_use(index) is None
+        most = held + size if trained else held
+        if is_last:
+            copied = self._reduce(index)
+            # The first of a tied embedding's gradients waits, which is counted by who asks; then there are
+            # both and their sum, and that alone is reduced.
+            both = self.tied if not index else 0
+            most += max(both, copied - both)
         self._let_go(index)
-        return held
+        return most
 
     def _let_go(self, index: int) -> None:
         """A product has gone backward, and with it autograd's view of its weight."""

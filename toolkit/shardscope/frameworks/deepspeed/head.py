@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
 from shardscope.memory.arithmetic import ceil_div, where
 from shardscope.memory.head import head_terms, loss_in_force
 from shardscope.memory.precision import FP32
@@ -23,7 +24,7 @@ def logits(step: StageStep) -> tuple[Term, Term]:
     """Logits and loss at the end of forward, and as backward starts."""
     plan, arch = step.plan, step.plan.architecture
     usual = head_terms(plan, step.modules, step.tokens, step.stage.is_last, vocab=arch.vocab_size)
-    if not arch.tie_word_embeddings or loss_in_force(plan) != "full":
+    if not cuts_tied_head(arch) or loss_in_force(plan) != "full":
         return usual
     tp, width = plan.degrees.tp, step.modules.compute
     vocab = ceil_div(arch.vocab_size, tp)

@@ -15,7 +15,7 @@ from shardscope.frameworks.deepspeed.swapping import NORM_ELEMENTS, Swapped, ali
 from shardscope.frameworks.deepspeed.tensors import FP64
 from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.precision import FP32
-from shardscope.memory.report import Term, chosen, no_bytes, summed
+from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ class Pieces(NamedTuple):
     """The largest tensor, whole."""
     moments: int
     """Bytes of the optimizer's moments."""
-    piece: int
-    """The largest piece of a tensor among those that it updates; 0 in stage 3."""
-    bucket: int
-    """Bytes of stage 1's bucket."""
     swapped: Swapped | None
     """Of stage 3 what is on NVMe."""
 
@@ -53,10 +49,12 @@ class Pieces(NamedTuple):
 def offloaded(plan: Plan, state: TrainingState, pieces: Pieces) -> TrainingState:
     """``state`` less what is on the host or on NVMe, which are counted as such.
 
-    On CPU ranks the host's memory is the rank's own, and offloading to it moves nothing.
+    On CPU ranks the host's memory is the rank's own: offloading to it moves nothing, and has its buffers.
     """
     layout: Any = plan.layout
-    if layout.offload_optimizer == "nvme" or (layout.offload_optimizer and plan.on_gpu):
+    if layout.offload_optimizer == "cpu" and not plan.on_gpu:
+        state = _beside(plan, state, pieces)
+    elif layout.offload_optimizer:
         state = _optimizer(plan, state, pieces)
     if layout.offload_params == "nvme" or (layout.offload_params and plan.on_gpu):
         state = _parameters(plan, state, pieces)
@@ -94,8 +92,9 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
             )
     else:
         accumulates = plan.num_micro_batches > 1
-        # What goes back to the GPU, a tensor on its way in each direction, and sums of micro-batches.
-        host = host + p.half * (p.part + p.largest) + p.half * p.kept * accumulates
+        # What goes back to the GPU, a tensor on its way in each direction, and stage 2's sums of
+        # micro-batches; stage 1 adds them up where they are made.
+        host = host + p.half * (p.part + p.largest) + p.half * p.kept * accumulates * (layout.stage == 2)
         extra = p.half * p.largest
         rest = Term(extra, lambda: f"{gib(extra)} GiB for one gradient on its way to the host")
         stay = is_late(layout.stage, bool(layout.overlap_comm), accumulates)
@@ -108,20 +107,12 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         initialisation["gather_buffers"] = no_bytes("none while weights are flattened")
     find = state.find_backward
     assert find is not None
-    norm = FP64 * p.piece
 
     def moved(shape: Backward) -> list[Peak]:
-        """The instants of backward without the gradients that have gone to the host.
-
-        Where stage 1 reduces when backward has ended, each tensor's norm is taken in double precision on its
-        way (``set_norm_for_param_grad_in_gpu``, deepspeed/runtime/zero/stage_1_and_2.py).
-        """
+        """The instants of backward without the gradients that have gone to the host."""
         if layout.stage == 3:
             return [_written(peak, p.half * p.part) for peak in find(shape)]
-        found = [_moved(peak, extra, stay, gradients) for peak in find(shape)]
-        if layout.stage == 1:
-            found.append(_on_its_way(found[-1], (p.bucket, extra, norm), stay))
-        return found
+        return [_moved(peak, extra, stay, gradients) for peak in find(shape)]
 
     return state._replace(
         gradients=chosen(stay, state.gradients, gradients),
@@ -136,6 +127,28 @@ def _optimizer(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
         host_bytes=state.host_bytes + host,
         nvme_bytes=state.nvme_bytes + nvme,
     )
+
+
+def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
+    """On CPU ranks: what would be moved to the host, with all that an offloading optimizer has there."""
+    layout: Any = plan.layout
+    if layout.stage == 3:
+        moved, host = state, p.moments + 2 * FP32 * p.part
+        updating = p.group
+    else:
+        moved = _optimizer(plan, state, p)
+        host, updating = moved.host_bytes, p.part
+
+    def words() -> str:
+        return f"{gib(host)} GiB in the rank's own memory: what offload_optimizer keeps on a host"
+
+    working = no_bytes("this optimizer step updates in place")
+    if plan.recipe.optimizer == "adamw":
+        working = Term(
+            2 * FP32 * updating,
+            lambda: f"{updating:,} × {2 * FP32} bytes · torch's own AdamW: a root, divided",
+        )
+    return moved._replace(optimizer=Term(host, words), optimizer_working=working, host_bytes=0)
 
 
 def _written(peak: Peak, buffer: Any) -> Peak:
@@ -162,18 +175,6 @@ def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term) -> Peak:
     return replace(peak, gather=peak.gather + extra, gradients=kept, find_terms=terms)
 
 
-def _on_its_way(last: Peak, staged: tuple[Any, Any, Any], stay: Any) -> Peak:
-    """Where gradients stay until backward has ended: one on its way, and its norm in double precision."""
-
-    def terms() -> PeakTerms:
-        words = ("bucket", "a gradient on its way to the host", "the same in double precision, for its norm")
-        found = last.find_terms()
-        on_way = summed(*zip(staged, words, strict=True))
-        return found._replace(gather=chosen(stay, on_way, found.gather))
-
-    return replace(last, gather=where(stay, sum(staged), last.gather), find_terms=terms)
-
-
 def on_the_way(plan: Plan, part: Any, half: int) -> Any:
     """Bytes of stage 3's largest reduced part while the host gets it.
 
@@ -182,9 +183,9 @@ def on_the_way(plan: Plan, part: Any, half: int) -> Any:
     """
     layout: Any = plan.layout
     # What goes to files is followed part by part.
-    if layout.offload_optimizer != "cpu" or not plan.on_gpu:
+    if layout.offload_optimizer != "cpu":
         return 0
-    return half * part + FP64 * smallest(part, NORM_ELEMENTS)
+    return half * part * plan.on_gpu + FP64 * smallest(part, NORM_ELEMENTS)
 
 
 def params_buffer_elements(plan: Plan) -> Any:

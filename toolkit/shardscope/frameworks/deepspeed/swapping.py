@@ -163,20 +163,25 @@ class Swapper:
     def wait(self, index: int) -> None:
         """A gradient is in the bucket."""
         if self._parts:
-            self._waiting.append(self._parts[index])
+            self._waiting.append(index)
 
     def reduce(self) -> int:
         """The bucket is reduced: part by part comes back from the host, has its norm taken and is copied in
-        fp32; the first is written when all are there. The most of that, in elements of the others' type."""
+        fp32; the first is written when all are there. The most of that beside what is kept in the end, in
+        elements of the others' type."""
+        half, kept = self._half, self.kept * self._half
         copied = most = 0
-        for part in self._waiting:
-            most = max(most, copied + self._half * part + FP64 * min(part, NORM_ELEMENTS))
+        # DeepSpeed sorts what it reduces together by when it was made.
+        for part in (self._parts[index] for index in sorted(self._waiting)):
+            copy = FP32 * part
+            most = max(most, kept + copied + half * part + max(FP64 * min(part, NORM_ELEMENTS), copy))
             if stays_whole(part):
-                self.kept += FP32 * part // self._half
+                kept += copy
             else:
-                copied += FP32 * part
+                copied += copy
         self._waiting.clear()
-        return max(most, copied) // self._half
+        self.kept = kept // half
+        return max(0, most - kept, copied) // half
 
 
 def swapped(plan: Plan, stage: Stage) -> Swapped | None:

@@ -46,6 +46,21 @@ class Tensors(NamedTuple):
     """Tensors of ``trained`` in each decoder layer."""
     num_attention: int
     """Tensors of attention in each decoder layer, which come first."""
+    trained_wide: tuple[bool, ...] = ()
+    """Which of ``trained`` are a feed-forward's large matrices; empty under adapters."""
+
+
+_SCALED_EMBEDDINGS = frozenset({"gemma", "gemma2"})
+"""Families whose embedding has a forward of its own, which no vocabulary-parallel embedding replaces."""
+
+
+def cuts_tied_head(arch: Architecture) -> bool:
+    """Whether AutoTP cuts an embedding that is the head too; else every rank has all of it.
+
+    ``VocabParallelEmbedding.validate_embedding`` (deepspeed/module_inject/layers.py), upon whose refusal the
+    engine keeps both replicated (``_apply_autotp_partitioning``, deepspeed/runtime/engine.py).
+    """
+    return arch.tie_word_embeddings and arch.model_type not in _SCALED_EMBEDDINGS
 
 
 def tensors_of(plan: Plan, stage: Stage) -> Tensors:
@@ -69,7 +84,7 @@ def tensors_on(
 ) -> Tensors:
     """The same, of a stage of so many layers; ``adapted`` is the recipe if it has adapters."""
     # AutoTP cuts an embedding only where it is the head too.
-    first = outer_tensors(arch, tp if arch.tie_word_embeddings else 1, is_first, is_last)
+    first = outer_tensors(arch, tp if cuts_tied_head(arch) else 1, is_first, is_last)
     last = outer_tensors(arch, tp, is_first, is_last)
     before = tuple(rows * columns for group, rows, columns in first if group == "embedding" and rows)
     after = tuple(rows * columns for group, rows, columns in last if group != "embedding")
@@ -104,6 +119,7 @@ def _tensors(
     used: list[int] = list(before)
     per_layer: list[int] = []
     trained_per_layer: list[int] = []
+    wide = [False] * len(before)
     (frozen if adapted else trained).extend(before)
     # Dense layers come first (DeepSeek's first_k_dense_replace); where kinds alternate, sizes are the same.
     for moe, count in ((False, dense_layers), (True, moe_layers)):
@@ -111,6 +127,7 @@ def _tensors(
             continue
         layer, layer_experts, layer_frozen, layer_used = _layer(arch, adapted, moe, tp, ep)
         trained.extend(layer * count)
+        wide.extend(_wide(arch, moe, tp, ep) * count)
         experts.extend(layer_experts * count)
         frozen.extend(layer_frozen * count)
         used.extend(layer_used * count)
@@ -128,12 +145,24 @@ def _tensors(
         0 if adapted else len(before),
         tuple(trained_per_layer),
         _num_attention(arch),
+        () if adapted else (*wide, *(False for _ in after)),
     )
 
 
 def _num_attention(arch: Architecture) -> int:
     prefix = f"{names_of(arch).attention}."
     return sum(name.startswith(prefix) for _, name, _ in arch.layer_shapes(0))
+
+
+def _wide(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
+    """Which tensors of one decoder layer, all trained, are a feed-forward's large matrices."""
+    names = names_of(arch)
+    routers = (names.router, f"{names.shared_experts}_gate")
+    return tuple(
+        shape.name.startswith("mlp.") and shape.columns > 1 and shape.name.rpartition(".")[0] not in routers
+        for shape in rank_shapes(arch, moe, tp, ep)
+        if not (ep > 1 and shape.group == "experts")
+    )
 
 
 @lru_cache(maxsize=512)
