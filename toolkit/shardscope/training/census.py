@@ -1,10 +1,10 @@
 """What a step's tensors are, by component and phase: counted on one step, for the measured tier of memory.
 
-A dispatch mode sees every tensor that operators make. Every few operators, and at the end of each phase,
-those still alive are weighed, each storage once, and told apart: parameters, gradients and optimizer state by
-whose they are, gathered parameters by what the framework says it holds and by the collectives they pass,
-logits by their vocabulary, and the rest, which is what forward leaves for backward and what operators have in
-hand.
+A dispatch mode sees every tensor that operators make. Whenever more may be alive than a phase has shown yet,
+and at its end, those still alive are weighed, each storage once, and told apart: parameters, gradients and
+optimizer state by whose they are, gathered parameters by what the framework says it holds and by the
+collectives they pass, logits by their vocabulary, and the rest, which is what forward leaves for backward and
+what operators have in hand.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from shardscope.training.gradients import local
 
-OPERATORS_BETWEEN_LOOKS = 4
-"""At least; more while many tensors are alive, so that looking costs no more than making them."""
+NEWS = 1.005
+"""How much more there may be than was seen until somebody looks: a peak is missed by this share at most, and
+a long forward, which grows with every operator, costs some hundred looks."""
 
 _STAGING = ("all_gather", "allgather", "reduce_scatter", "chunk_cat", "split_with_sizes_copy")
 """Operators whose inputs and outputs are staging: what is gathered, and gradients on their way to shards."""
+
+_BUCKETS = "buckets"
+"""Kind of storages that a framework made itself and operators only write to: ``bucket_bytes`` counts them."""
 
 Weighed = dict[str, int]
 """Component -> bytes."""
@@ -51,7 +55,9 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         self._bucket_bytes = bucket_bytes
         self._phase = "forward"
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._until_look = OPERATORS_BETWEEN_LOOKS
+        self._sizes: dict[int, int] = {}
+        self._at_most = 0
+        """What is alive if nothing was freed since the last look."""
         self.look("rest")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,24 +65,30 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._remember(local(leaf))
+                self._remember(local(leaf), is_new=leaf is not (kwargs or {}).get("out"))
         if any(part in str(function) for part in _STAGING):
             for leaf in tree_leaves((args, kwargs, out)):
                 if isinstance(leaf, torch.Tensor):
                     storage = local(leaf).untyped_storage()
                     self._made[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
-        self._until_look -= 1
-        if self._until_look <= 0:
+        if self._at_most > NEWS * sum(self.phases.get(self._phase, {}).values()):
             self.look(self._phase)
         return out
 
-    def _remember(self, tensor: torch.Tensor) -> None:
+    def _remember(self, tensor: torch.Tensor, is_new: bool) -> None:
         storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
         known = self._made.get(storage._cdata)
         # A view is what it is a view of; only the address of a freed storage may be used again.
         if known is None or known[0].expired():
             kind = "logits" if self._is_logits(tensor) else "activations"
+            if self._bucket_bytes and not is_new:
+                kind = _BUCKETS
             self._made[storage._cdata] = (StorageWeakRef(storage), kind)
+            self._sizes[storage._cdata] = 0
+        # A framework may fill again what it had emptied.
+        self._at_most += max(0, num_bytes - self._sizes.get(storage._cdata, 0))
+        self._sizes[storage._cdata] = num_bytes
 
     def begin(self, phase: str) -> None:
         """What comes next belongs to ``phase``."""
@@ -85,9 +97,9 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
     def look(self, phase: str) -> None:
         """Weigh what is alive; keep it if it is the most that this phase has shown."""
         weighed = self._weigh()
-        if sum(weighed.values()) > sum(self.phases.get(phase, {}).values()):
+        self._at_most = sum(weighed.values())
+        if self._at_most > sum(self.phases.get(phase, {}).values()):
             self.phases[phase] = weighed
-        self._until_look = max(OPERATORS_BETWEEN_LOOKS, len(self._made) // 16)
 
     def _is_logits(self, tensor: torch.Tensor) -> bool:
         """A score for each word and token; the head's weights are as long, not as wide."""
@@ -117,7 +129,10 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
             alive = _alive_bytes(weak)
             if alive is None:
                 del self._made[key]
-            elif key not in seen:
+                self._sizes.pop(key, None)
+                continue
+            self._sizes[key] = alive
+            if key not in seen and kind != _BUCKETS:
                 weighed[kind] += alive
         return weighed
 
