@@ -3,98 +3,78 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
+from tests.accuracy.frameworks import Framework, said, zero_stages
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.words import moved
 
 import shardscope as ss
-
-FAMILIES = ("ddp", "fsdp2", "deepspeed", "megatron")
-_NOT_OURS = {
-    "zb-": "zero-bubble schedule",
-    "zero bubble": "zero-bubble schedule",
-    "megatron-fsdp": "Megatron-FSDP",
-    "colossalai": "ColossalAI",
-    "in-house": "in-house framework",
-    "paddle": "Paddle",
-}
-
-
-class Framework(NamedTuple):
-    """Whose memory model answers for the row."""
-
-    family: str
-    """One of FAMILIES."""
-    name: str
-    """As the report groups rows: nanotron and Megatron-DeepSpeed apart from Megatron."""
-
-
-def framework(row: Row) -> Framework:
-    """The framework. Raises ``UnmappedError`` for those that we do not model."""
-    said = _said(row)
-    if not said:
-        raise UnmappedError("framework not stated")
-    for part, words in _NOT_OURS.items():
-        if part in said:
-            raise UnmappedError(f"{words} is not modelled")
-    for part, family, name in (
-        ("nanotron", "megatron", "nanotron"),
-        # Megatron's layers and pipeline; ZeRO-1 splits what its distributed optimizer does.
-        ("megatron-deepspeed", "megatron", "Megatron-DeepSpeed"),
-        ("megatron", "megatron", "Megatron"),
-        ("nemo", "megatron", "Megatron"),
-        ("fsdp", "fsdp2", "FSDP1" if "fsdp1" in said else "FSDP2"),
-        ("hsdp", "fsdp2", "FSDP2"),
-        ("zero", "deepspeed", "DeepSpeed"),
-        ("deepspeed", "deepspeed", "DeepSpeed"),
-        ("ddp", "ddp", "DDP"),
-        ("single", "ddp", "one GPU"),
-    ):
-        if part in said:
-            return Framework(family, name)
-    raise UnmappedError(f"framework {row['framework']!r} is not one of ours")
-
-
-def _said(row: Row) -> str:
-    """The framework in the row's words, or those of the script that its source runs."""
-    if "QwenLM/Qwen@" in str(row.get("source_url")) and "Full" in str(row.get("table")):
-        # finetune/finetune_ds.sh, on one GPU too: ds_config_zero3.json.
-        return "deepspeed zero3"
-    return text(row, "framework")
 
 
 def layout(row: Row, kind: Framework, num_layers: int) -> tuple[ss.Layout, list[str]]:
     """The layout and what had to be assumed about it."""
     degrees = {key: number(row, key) or 1 for key in ("tp", "pp", "cp", "ep")}
-    said = _said(row)
+    words, away = said(row), moved(row) - {"activations"}
     if kind.family == "ddp":
         if any(degree > 1 for degree in degrees.values()):
             raise UnmappedError("DDP with other degrees")
         if kind.name == "one GPU" and number(row, "n_gpus") != 1:
             raise UnmappedError("one GPU that are several")
+        if away:
+            raise UnmappedError(f"{' and '.join(sorted(away))} in host memory without ZeRO or FSDP")
         return ss.Layout.ddp(), []
-    vpp, assumed = _vpp(row, said, degrees["pp"], num_layers)
+    vpp, assumed = _vpp(row, words, degrees["pp"], num_layers)
     if kind.family == "fsdp2":
-        if degrees["ep"] > 1:
-            raise UnmappedError("FSDP with expert parallelism")
-        return ss.Layout.fsdp2(
-            tp=degrees["tp"],
-            pp=degrees["pp"],
-            vpp=vpp,
-            cp=degrees["cp"],
-            reshard_after_forward="grad_op" not in said,
-            offload="cpu" if "cpu" in text(row, "offload") else None,
-        ), assumed
+        return _fsdp(row, words, degrees, vpp, away, assumed), assumed
     if kind.family == "deepspeed":
-        return _zero(row, said, degrees), assumed
+        return _zero(row, words, degrees, away, assumed), assumed
+    if away:
+        raise UnmappedError("Megatron with its optimizer in host memory")
     return ss.Layout.megatron(
         **degrees,
         vpp=vpp,
         sequence_parallel=_sequence_parallel(row, kind, degrees["tp"]),
-        distributed_optimizer=_distributed_optimizer(said, kind),
+        distributed_optimizer=_distributed_optimizer(row, words, kind, assumed),
         **_expert_tp(row, degrees),
     ), assumed
+
+
+def _fsdp(
+    row: Row, words: str, degrees: dict[str, int], vpp: int, away: frozenset[str], assumed: list[str]
+) -> ss.Layout:
+    if degrees["ep"] > 1:
+        raise UnmappedError("FSDP with expert parallelism")
+    if "nvme" in away:
+        raise UnmappedError("FSDP with its state on NVMe")
+    if away == {"optimizer"}:
+        # CPUOffloadPolicy moves parameters, gradients and optimizer together.
+        raise UnmappedError("FSDP with its optimizer alone in host memory")
+    num_gpus = number(row, "n_gpus") or 1
+    replicate = 1
+    shard = re.search(r"(?:fsdp\d?|shard\w*)\s*[=:]\s*(\d+)", words)
+    if re.search(r"hsdp|hybrid", words):
+        if found := re.search(r"replica\w*\s*[=:]\s*(\d+)", words):
+            replicate = int(found[1])
+        elif not shard:
+            # HYBRID_SHARD's own process groups: shards in a node, copies between nodes.
+            replicate = number(row, "nodes") or max(1, num_gpus // 8)
+            assumed.append(f"hybrid sharding: {replicate} copies, one a node")
+    if shard:
+        other = int(shard[1]) * degrees["tp"] * degrees["pp"] * degrees["cp"]
+        if num_gpus % other:
+            raise UnmappedError("degrees do not divide the GPUs")
+        replicate = num_gpus // other
+    keeps = r"grad_op|reshard_after_forward\s*[=:]\s*(?:false|never)|no reshard"
+    return ss.Layout.fsdp2(
+        tp=degrees["tp"],
+        pp=degrees["pp"],
+        vpp=vpp,
+        cp=degrees["cp"],
+        replicate=replicate,
+        reshard_after_forward=not re.search(keeps, words),
+        offload="cpu" if away else None,
+    )
 
 
 def _expert_tp(row: Row, degrees: dict[str, int]) -> dict[str, int]:
@@ -116,22 +96,31 @@ def _vpp(row: Row, said: str, pp: int, num_layers: int) -> tuple[int, list[str]]
     raise UnmappedError("interleaved schedule without its chunks")
 
 
-def _zero(row: Row, said: str, degrees: dict[str, int]) -> ss.Layout:
-    stages = set(re.findall(r"zero[- _]?([0-3])", said)) | set(re.findall(r"/([0-3])\b", said))
+def _zero(
+    row: Row, words: str, degrees: dict[str, int], away: frozenset[str], assumed: list[str]
+) -> ss.Layout:
+    stages = zero_stages(row)
     if len(stages) != 1:
         raise UnmappedError("ZeRO stage not stated" if not stages else "several ZeRO stages in one row")
     if degrees["cp"] > 1:
         raise UnmappedError("ZeRO with context parallelism")
-    moved = text(row, "offload")
+    stage, where = stages.pop(), "nvme" if "nvme" in away else "cpu"
+    if not away and re.search(r"zero[-_ ]?offload|offload", words):
+        away = frozenset({"optimizer"})
+        assumed.append("offload: the optimizer")
+    elif not away and "infinity" in words:
+        raise UnmappedError("ZeRO-Infinity without what it moves")
+    # Whoever says only that ZeRO-3 offloads has the configurations in mind that move both.
+    if away - {"nvme"} == {"all"} or away == {"nvme"}:
+        away = frozenset({"optimizer", "params"} if stage == 3 else {"optimizer"})
+        assumed.append(f"offload: {' and '.join(sorted(away))}")
     return ss.Layout.zero(
-        stage=int(stages.pop()),
+        stage=stage,
         tp=degrees["tp"],
         pp=degrees["pp"],
         ep=degrees["ep"],
-        offload_optimizer="cpu"
-        if moved and moved != "false" and ("opt" in moved or "cpu" in moved)
-        else None,
-        offload_params="cpu" if "param" in moved else None,
+        offload_optimizer=where if "optimizer" in away else None,
+        offload_params=where if "params" in away else None,
     )
 
 
@@ -145,10 +134,18 @@ def _sequence_parallel(row: Row, kind: Framework, tp: int) -> bool | None:
     return False if kind.name == "Megatron-DeepSpeed" else None
 
 
-def _distributed_optimizer(said: str, kind: Framework) -> bool:
-    if "zero0" in said:
+def _distributed_optimizer(row: Row, words: str, kind: Framework, assumed: list[str]) -> bool:
+    stages = zero_stages(row)
+    if stages:
+        return 0 not in stages
+    optimizer = text(row, "optimizer")
+    if re.search(r"(?:no|without|non|w/o)[- ]*dist", f"{words} {optimizer}"):
         return False
-    if "zero1" in said or kind.name == "Megatron-DeepSpeed":
+    if "distributed" in f"{words} {optimizer}" or re.search(r"dist[-_ ]?opt|zero", optimizer):
         return True
-    # Plain "megatron" in papers before 2023 has none; Megatron-Bridge and NeMo have it by default.
-    return any(part in said for part in ("bridge", "nemo", "core", "distributed optimizer"))
+    # Plain "megatron" in papers before 2023 has none; Megatron-Bridge, NeMo and Primus have it by default.
+    on = kind.name == "Megatron-DeepSpeed" or any(
+        part in words for part in ("bridge", "nemo", "core", "primus")
+    )
+    assumed.append(f"distributed optimizer not stated: {'on' if on else 'off'}")
+    return on

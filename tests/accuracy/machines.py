@@ -2,58 +2,138 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
-from tests.accuracy.rows import Row, number, text
+from tests.accuracy.rows import Row, number, status, text
 from tests.accuracy.unmapped import UnmappedError
 
 import shardscope as ss
 from shardscope.cluster import Gpu
 
 GIB = 2**30
-# Cards sold under another name with the same chip and memory: their bandwidths differ, their bytes do not.
-_SAME_MEMORY = {"h800": "h100", "a800": "a100", "h20": "h100"}
+_SAME_CHIP = {
+    "h800": "h100",
+    "a800": "a100",
+    "gb300": "b300",
+    "gh200": "gh200",
+    "l40": "l40s",
+    "rtx-a6000": "a40",
+    "a6000": "a40",
+}
+"""Cards sold under another name with the same chip and memory: only their bandwidths differ."""
+_GENERATION = {"rtx-30": "rtx-3090-24gb", "rtx-40": "rtx-4090-24gb", "rtx-50": "rtx-5090-32gb"}
+"""Of one generation the largest card: contexts and kernels are the same, the memory is what the row says."""
 _CHIP = re.compile(
-    r"\b((?:rtx[- ]?(?:pro[- ]?)?\d{4}(?:[- ]ada)?)|[a-z]{1,2}\d{2,3}[a-z]?|mi\d{3}x?|t4|l4|l40s?)\b"
+    r"\b(?:geforce-)?((?:rtx-?)?(?:pro-?|a)?\d{4}(?:-?(?:ti|super|d|ada))*|gb?[hb]?\d{3}|[a-z]{1,2}\d{2,3}[a-z]?"
+    r"|mi\d{3}x?|t4|l4|l40s?)(?=\b|-|\d?gb)"
 )
+_WORDS_PER_GPU = re.compile(r"^(\d+)\s*[x×*]\s*")
+_TOP_SHARE = 1.6
+"""No chip has more than this times its largest memory in the catalogue: "GH200 480GB" is its host's."""
 
 
-def cluster(row: Row) -> ss.Cluster:
-    """The GPUs that the row names. Raises ``UnmappedError`` where none is named, or an unknown one."""
-    name, num_gpus = text(row, "gpu"), number(row, "n_gpus")
+def cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
+    """The GPUs that the row names, and what had to be assumed about them.
+
+    Raises ``UnmappedError`` where none is named, or an unknown one.
+    """
+    name = text(row, "gpu")
     if not name:
         raise UnmappedError("GPU not stated")
+    num_gpus = _num_gpus(row, name)
     if num_gpus is None:
         raise UnmappedError("number of GPUs not stated")
     nodes = number(row, "nodes") or (num_gpus // 8 if num_gpus % 8 == 0 else 1)
     if num_gpus % nodes:
         nodes = 1
-    return ss.Cluster.of(_gpu(name, number(row, "gpu_mem_gb")), num_gpus // nodes, nodes)
+    gpu, assumed = _gpu(row, _WORDS_PER_GPU.sub("", name))
+    return ss.Cluster.of(gpu, num_gpus // nodes, nodes), assumed
 
 
-def _gpu(name: str, memory_gb: int | None) -> Gpu:
-    match = _CHIP.search(name.replace("_", "-"))
+def _num_gpus(row: Row, name: str) -> int | None:
+    """The GPUs of the run: stated, in front of the card's name, or the product of all degrees."""
+    stated = number(row, "n_gpus")
+    if stated:
+        return stated
+    if found := _WORDS_PER_GPU.match(name):
+        return int(found[1]) * (number(row, "nodes") or 1)
+    if number(row, "dp"):
+        return math.prod(number(row, key) or 1 for key in ("dp", "tp", "pp", "cp"))
+    return None
+
+
+def _gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
+    name = re.sub(r"[_ ]+", "-", name)
+    match = _CHIP.search(name)
     if not match:
-        raise UnmappedError(f"GPU {name!r} is not in the catalogue")
-    chip = re.sub(r"[- ]", "-", match[1])
-    printed = re.search(r"(\d+) ?g", name)
-    memory_gb = memory_gb or (int(printed[1]) if printed else None)
-    for kind in (chip, _SAME_MEMORY.get(chip, chip)):
+        raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue")
+    chip = match[1]
+    if re.fullmatch(r"[345]0\d0.*|rtx\d.*", chip):
+        chip = "rtx-" + chip.removeprefix("rtx")
+    memory_gb = _memory_gb(row, name)
+    if chip == "mi250x" and memory_gb and memory_gb > 64:
+        raise UnmappedError("a card of two dies, which are two devices: ranks not stated")
+    for kind in (chip, _SAME_CHIP.get(chip, chip)):
         cards = {
-            key: gpu for key, gpu in ss.gpus.items() if kind in re.split(r"[-]", key) or key.startswith(kind)
+            key: gpu for key, gpu in ss.gpus.items() if kind in key.split("-") or key.startswith(f"{kind}-")
         }
-        if not cards:
-            continue
+        if cards:
+            return _with_memory(row, chip, name, cards, memory_gb)
+    largest = _GENERATION.get(chip[:6])
+    if largest and re.fullmatch(r"rtx-[345]0\d0(?:-?(?:ti|super|d))*", chip):
         if memory_gb is None:
-            return next(iter(cards.values()))
-        nearest = min(cards.values(), key=lambda gpu: abs(gpu.memory_bytes / GIB - memory_gb))
-        if abs(nearest.memory_bytes / GIB - memory_gb) <= 0.015 * memory_gb:
-            return nearest
-        # The same chip with other memory (H100 with 96 GB): the driver leaves the same share of it.
-        memory = memory_gb * GIB
-        usable = int(memory * (nearest.usable_bytes / nearest.memory_bytes))
-        return replace(
-            nearest, name=f"{nearest.name}-with-{memory_gb}gb", memory_bytes=memory, usable_bytes=usable
-        )
-    raise UnmappedError(f"GPU {name!r} is not in the catalogue")
+            raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue, and its memory is not stated")
+        return _resized(ss.gpus[largest], memory_gb), [f"{row['gpu']}: {largest} with its own memory"]
+    raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue")
+
+
+def _memory_gb(row: Row, name: str) -> float | None:
+    stated = row.get("gpu_mem_gb")
+    if isinstance(stated, int | float) and not isinstance(stated, bool) and stated > 0:
+        return float(stated)
+    printed = re.search(r"(?<![a-z\d])(\d+)-?gi?b?\b", name)
+    return float(printed[1]) if printed else None
+
+
+def _with_memory(
+    row: Row, chip: str, name: str, cards: dict[str, Gpu], memory_gb: float | None
+) -> tuple[Gpu, list[str]]:
+    top = max(gpu.memory_bytes for gpu in cards.values()) / GIB
+    if memory_gb is not None and memory_gb > _TOP_SHARE * top:
+        memory_gb = None
+    formed = {
+        key: gpu
+        for key, gpu in cards.items()
+        if any(part in name for part in ("pcie", "nvl", "sxm") if part in key)
+    }
+    if memory_gb is None:
+        chosen = list((formed or cards).values())
+        peak = row.get("peak_memory_gib")
+        # What a card held, it has room for.
+        held = peak if isinstance(peak, int | float) and peak > 0 else 0
+        first = next((gpu for gpu in chosen if gpu.usable_bytes >= held * GIB), chosen[-1])
+        several = len({gpu.memory_bytes for gpu in cards.values()}) > 1
+        if several and status(row) == "oom":
+            raise UnmappedError("memory of the card that was not enough is not stated")
+        return first, [f"memory of {chip} not stated: {first.memory_bytes // GIB} GB"] if several else []
+    nearest = min(cards.values(), key=lambda gpu: abs(gpu.memory_bytes / GIB - memory_gb))
+    same = [gpu for gpu in formed.values() if gpu.memory_bytes == nearest.memory_bytes]
+    if abs(nearest.memory_bytes / GIB - memory_gb) <= 0.015 * memory_gb:
+        return (same or [nearest])[0], []
+    if len(cards) == 1 and abs(nearest.memory_bytes / GIB - memory_gb) <= 0.07 * memory_gb:
+        # One card, whose memory data sheets, drivers and clouds round each in their own way.
+        return nearest, []
+    return _resized(nearest, memory_gb), []
+
+
+def _resized(gpu: Gpu, memory_gb: float) -> Gpu:
+    """The same chip with other memory (H100 with 96 GB): the driver leaves the same share of it."""
+    memory = int(memory_gb * GIB)
+    return replace(
+        gpu,
+        name=f"{gpu.name}-with-{memory_gb:g}gb",
+        memory_bytes=memory,
+        usable_bytes=int(memory * (gpu.usable_bytes / gpu.memory_bytes)),
+    )

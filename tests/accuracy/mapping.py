@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from tests.accuracy.adapters import with_adapters
 from tests.accuracy.contradicted import check_not_contradicted
-from tests.accuracy.layouts import Framework, framework, layout
+from tests.accuracy.frameworks import Framework, framework
+from tests.accuracy.layouts import layout
 from tests.accuracy.machines import cluster
 from tests.accuracy.models import architecture
 from tests.accuracy.own_code import OwnCode, own_code
 from tests.accuracy.own_rows import planned
 from tests.accuracy.recipes import recipe
 from tests.accuracy.rows import Row, number
+from tests.accuracy.tidying import tidy
 from tests.accuracy.unmapped import UnmappedError
 
 import shardscope as ss
@@ -48,15 +51,16 @@ def _mapped(row: Row) -> Mapped:
     plan = planned(row)
     if plan is not None:
         return Mapped(row, plan, plan.layout.framework, (), ())
+    row = with_adapters(tidy(row))
     check_not_contradicted(row)
     kind = framework(row)
     arch, about_model = architecture(row)
-    machines = cluster(row)
+    machines, about_machines = cluster(row)
     spread, about_layout = layout(row, kind, arch.num_hidden_layers)
-    what, about_recipe = recipe(row, kind, _data_parallel(row, kind, machines.num_gpus))
+    what, about_recipe = recipe(row, kind, arch, _data_parallel(row, kind, machines.num_gpus))
     plan, about_plan = _plan(arch, machines, what, spread)
     _check_data_parallel(row, plan)
-    assumed = (*about_model, *about_layout, *about_recipe, *about_plan)
+    assumed = (*about_model, *about_machines, *about_layout, *about_recipe, *about_plan)
     return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import lru_cache
 
+from tests.accuracy.model_names import Shape, by_name, gpt, llama, plain, with_layers
 from tests.accuracy.nanotron import first_stage_layers
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
@@ -13,73 +13,59 @@ from tests.accuracy.unmapped import UnmappedError
 import shardscope as ss
 from shardscope.architecture import LatentAttention, MixtureOfExperts
 
-# Config files of models whose own code is not in transformers, as their authors published them.
-_OTHERS: dict[str, dict[str, object]] = {
-    # Qwen (v1): huggingface.co/Qwen/Qwen-7B config.json; intermediate_size counts gate and up together there.
-    "qwen-1.8b": {"hidden": 2048, "layers": 24, "heads": 16, "ffn": 5504, "vocab": 151936},
-    "qwen-7b": {"hidden": 4096, "layers": 32, "heads": 32, "ffn": 11008, "vocab": 151936},
-    "qwen-14b": {"hidden": 5120, "layers": 40, "heads": 40, "ffn": 13696, "vocab": 152064},
-    "qwen-72b": {"hidden": 8192, "layers": 80, "heads": 64, "ffn": 24576, "vocab": 152064},
-}
 _HYBRID = ("nemotron-3", "nemotron-h", "mamba", "jamba", "zamba", "falcon-h1", "qwen3-next", "qwen3.8", "lfm")
 _GPT_VOCAB = 50_304
 """GPT-2's 50,257 words, padded to 128."""
+_FAR = 0.2
+"""How far a shape's parameters may be from those stated: rounded, or without embeddings."""
 
 
 def architecture(row: Row) -> tuple[ss.Architecture, list[str]]:
     """The model and what had to be assumed about it. Raises ``UnmappedError`` where too little is known."""
+    known = _named(row)
     if number(row, "layers") and number(row, "hidden"):
-        return _by_shape(row)
-    for field in ("model_ref", "model"):
-        if row.get(field):
-            known = by_name(str(row[field]))
-            if known is not None:
-                return known, []
+        same = _as_stated(row, known) if known and not _is_gpt(row) else None
+        return (same, []) if same else _by_shape(row)
+    if known is not None:
+        layers = number(row, "layers")
+        return (with_layers(known, layers) if layers else known), []
     if number(row, "hidden") and number(row, "n_params"):
         return _by_size(row)
     name = text(row, "model_ref") or text(row, "model")
     if any(part in name for part in _HYBRID):
         raise UnmappedError("hybrid model with state-space layers")
-    raise UnmappedError(f"model not in the catalogue: {row.get('model') or 'not stated'}")
+    if re.fullmatch(r"\W*[\d.]+\s*[mbt](?:\s*(?:model|params|parameters))?\W*", name):
+        raise UnmappedError("model stated by its size only")
+    raise UnmappedError(
+        f"model not in the catalogue: {row.get('model') or row.get('model_ref') or 'not stated'}"
+    )
 
 
-@lru_cache(maxsize=1024)
-def by_name(name: str) -> ss.Architecture | None:
-    """The catalogue's model of that name, whatever its spelling; None if there is none."""
-    wanted = _plain(name)
-    for key in ss.models:
-        if _plain(key) == wanted:
-            return ss.models[key]
-    if wanted in _PLAIN_OTHERS:
-        return _qwen_v1(wanted)
-    if wanted == _plain("moonlight-16b-a3b"):
-        return _moonlight()
+def _named(row: Row) -> ss.Architecture | None:
+    for field in ("model_ref", "model"):
+        if row.get(field):
+            name = str(row[field])
+            found = _moonlight() if "moonlight16b" in plain(name) else by_name(name)
+            if found is not None:
+                return found
     return None
 
 
-def _plain(name: str) -> str:
-    """Without owner, tuning and punctuation: ``meta-llama/Meta-Llama-3-8B`` -> ``llama38b``."""
-    name = name.lower().split("/")[-1]
-    name = re.sub(r"\(.*?\)|, .*$", "", name).replace("_", ".")
-    name = re.sub(r"(?<=\d)\.(?=\d+b\b)", "p", name)
-    name = re.sub(r"^l(?=\d)", "llama-", name)
-    name = re.sub(r"\b(meta|instruct|chat|base|hf|it|pt)\b|-v0\.1\b", "", name)
-    name = re.sub(r"[^a-z0-9p]", "", name.replace("huggyllama", ""))
-    # Llama 1 has the shape of Llama 2 at 7B and 13B.
-    return {
-        "llama7b": "llama27b",
-        "llama13b": "llama213b",
-        "mistral7bv0p1": "mistral7b",
-        "llama370b": "llama3p170b",
-    }.get(name, name)
-
-
-_PLAIN_OTHERS = {_plain(key): key for key in _OTHERS}
-
-
-def _qwen_v1(plain: str) -> ss.Architecture:
-    shape = _OTHERS[_PLAIN_OTHERS[plain]]
-    return _llama(_PLAIN_OTHERS[plain], dict(shape), bias=True)
+def _as_stated(row: Row, known: ss.Architecture) -> ss.Architecture | None:
+    """The named model with the row's layers and vocabulary; None where the row's widths are others."""
+    for key, own in (
+        ("hidden", known.hidden_size),
+        ("heads", known.num_attention_heads),
+        ("kv_heads", known.num_key_value_heads),
+    ):
+        if number(row, key) not in (None, own):
+            return None
+    widths = {known.intermediate_size, getattr(known.mixture_of_experts, "moe_intermediate_size", None), None}
+    if number(row, "ffn") not in widths:
+        return None
+    layers, vocab = number(row, "layers"), number(row, "vocab")
+    found = known if layers in (None, known.num_hidden_layers) else with_layers(known, layers)
+    return found if vocab in (None, known.vocab_size) else replace(found, vocab_size=vocab)
 
 
 def _moonlight() -> ss.Architecture:
@@ -112,6 +98,7 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
     hidden, layers = number(row, "hidden"), number(row, "layers")
     assert hidden and layers
     assumed: list[str] = []
+    _check_dense(row)
     heads = number(row, "heads")
     if heads is None:
         heads = _likely_heads(hidden, number(row, "tp") or 1)
@@ -120,20 +107,28 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
     if vocab is None:
         vocab = _GPT_VOCAB
         assumed.append(f"vocabulary not stated: {vocab:,}")
-    shape = {"hidden": hidden, "layers": layers, "heads": heads, "ffn": ffn, "vocab": vocab}
+    name, stated = str(row.get("model")), number(row, "n_params")
     if _is_gpt(row):
-        return _gpt(
-            str(row.get("model")), {**shape, "ffn": ffn or 4 * hidden}, number(row, "seq_len") or 2048
-        ), assumed
+        shape = Shape(layers, hidden, heads, heads, ffn or 4 * hidden, vocab)
+        made = gpt(name, shape, number(row, "seq_len") or 2048)
+        _check_size(made, stated)
+        return made, assumed
+    kv_heads = number(row, "kv_heads") or heads
+    if ffn is None and stated and number(row, "vocab"):
+        ffn = _likely_ffn(stated, layers, hidden, heads, kv_heads, vocab)
+        assumed.append("MLP width not stated: from the parameters")
     if ffn is None:
         raise UnmappedError("MLP width not stated")
-    kv_heads = number(row, "kv_heads") or heads
-    one = _llama(str(row.get("model")), shape, kv_heads=kv_heads, tied=False)
-    tied = _llama(str(row.get("model")), shape, kv_heads=kv_heads, tied=True)
-    stated = number(row, "n_params")
+    shape = Shape(layers, hidden, heads, kv_heads, ffn, vocab)
+    one, tied = (llama(name, shape, tied=tied) for tied in (False, True))
     if stated is None:
         return one, assumed
-    found = min((one, tied), key=lambda arch: abs(arch.num_parameters - stated))
+    # An MLP of two matrices has a third fewer weights than a gated one of the same width.
+    plain_mlp = [gpt(name, shape, number(row, "seq_len") or 2048)] if kv_heads == heads else []
+    found = min((one, tied, *plain_mlp), key=lambda arch: abs(arch.num_parameters - stated))
+    if not found.gated_mlp:
+        assumed.append("MLP of two matrices: from the parameters")
+    _check_size(found, stated)
     pp = number(row, "pp") or 1
     if "nanotron" in text(row, "framework") and pp > 1:
         first = first_stage_layers(found, pp)
@@ -156,8 +151,33 @@ def _by_size(row: Row) -> tuple[ss.Architecture, list[str]]:
     return found, ["layers not stated: from the parameters", *assumed]
 
 
+def _check_dense(row: Row) -> None:
+    """A shape that the row's keys give is a dense model's."""
+    experts = re.compile(r"experts?|moe")
+    said = [
+        key for key, value in row.items() if experts.search(key) and value not in (None, 0, 1, False, "1")
+    ]
+    if said or re.search(r"\bmoe\b|\d+x\d+(?:\.\d+)?b\b|\d+b[-_ ]?a\d+|mixtral|experts", text(row, "model")):
+        raise UnmappedError("experts by a shape that does not say what they are")
+
+
+def _check_size(found: ss.Architecture, stated: int | None) -> None:
+    if stated and abs(found.num_parameters / stated - 1) > _FAR:
+        raise UnmappedError("the shape has other parameters than the row states")
+
+
+def _likely_ffn(stated: int, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int) -> int:
+    """The width of a gated MLP that takes what attention and embeddings leave, in steps of 64."""
+    attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads) * kv_heads
+    left = stated - 2 * vocab * hidden - layers * attention
+    found = round(left / (layers * 3 * hidden) / 64) * 64
+    if found < hidden:
+        raise UnmappedError("MLP width not stated")
+    return found
+
+
 def _is_gpt(row: Row) -> bool:
-    return "gpt" in text(row, "model") and "gpt-oss" not in text(row, "model")
+    return bool(re.search(r"gpt(?![-_ ]?(?:oss|j\b|neo))", text(row, "model")))
 
 
 def _likely_heads(hidden: int, tp: int) -> int:
@@ -166,51 +186,3 @@ def _likely_heads(hidden: int, tp: int) -> int:
     if not fitting:
         raise UnmappedError("heads not stated")
     return min(fitting, key=lambda heads: abs(hidden / heads - 128))
-
-
-def _llama(
-    name: str,
-    shape: dict[str, object],
-    *,
-    kv_heads: int | None = None,
-    tied: bool = False,
-    bias: bool = False,
-) -> ss.Architecture:
-    hidden, heads = int(str(shape["hidden"])), int(str(shape["heads"]))
-    return ss.Architecture(
-        name=name,
-        model_type="qwen2" if bias else "llama",
-        hidden_size=hidden,
-        intermediate_size=int(str(shape["ffn"])),
-        num_hidden_layers=int(str(shape["layers"])),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads,
-        head_dim=hidden // heads,
-        vocab_size=int(str(shape["vocab"])),
-        max_position_embeddings=2**20,
-        tie_word_embeddings=tied,
-        attention_bias=bias,
-    )
-
-
-def _gpt(name: str, shape: dict[str, int], seq_len: int) -> ss.Architecture:
-    """Megatron's GPT: two-matrix MLP, LayerNorm, biases, learned positions, tied embedding."""
-    return ss.Architecture(
-        name=name,
-        model_type="gpt2",
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["ffn"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["heads"],
-        head_dim=shape["hidden"] // shape["heads"],
-        vocab_size=shape["vocab"],
-        max_position_embeddings=seq_len,
-        tie_word_embeddings=True,
-        attention_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        gated_mlp=False,
-        norm="layernorm",
-        position_embedding="learned",
-    )

@@ -6,10 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tests.accuracy.layouts import Framework
+from tests.accuracy.adapters import adapters
+from tests.accuracy.defaults import default, software
+from tests.accuracy.frameworks import Framework
 from tests.accuracy.own_code import is_four_bit, is_moonlight_recipe
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.words import attention, moved, optimizer, recomputation
 
 import shardscope as ss
 
@@ -32,10 +35,43 @@ _SCRIPTS: dict[str, dict[str, Any]] = {
     # not said; plain attention is what the calibration rows fit (34 s b h + 5 a s^2 b a layer).
     "2401.10241": {"precision": "fp16", "dropout": 0.1, "flash_attention": False},
 }
-_TARGETS = {key: f"{key}_proj" for key in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
-def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, list[str]]:
+_HALF = re.compile(
+    r"bf-?16|bfloat|fp-?16|float16|\bamp|half|mixed|(?<!\d)16[- _]?(?:bits?|true)|^16$",
+)
+_SINGLE = re.compile(r"fp-?32|tf32|float32|(?<!\d)32[- _]?(?:bits?|true)|full precision|^(?:32|single|full)$")
+_SELECTIVE = {
+    *(
+        "selective",
+        "sac",
+        "activation",
+        "recompute",
+        "recomputation",
+        "checkpointing",
+        "granularity",
+        "modules",
+    ),
+    *(
+        "core",
+        "attn",
+        "attention",
+        "core_attn",
+        "core_attention",
+        "only",
+        "of",
+        "the",
+        "te",
+        "megatron",
+        "ac",
+    ),
+}
+"""Words of Megatron's selective recomputation that speak of attention, or of nothing else."""
+
+
+def recipe(
+    row: Row, kind: Framework, arch: ss.Architecture, data_parallel: int
+) -> tuple[ss.Recipe, list[str]]:
     """The recipe and what had to be assumed about it. Raises ``UnmappedError`` if it cannot say so."""
     scripts = next((facts for key, facts in _SCRIPTS.items() if key in str(row.get("source_url"))), {})
     assumed: list[str] = []
@@ -45,19 +81,22 @@ def recipe(row: Row, kind: Framework, data_parallel: int) -> tuple[ss.Recipe, li
     if seq_len is None:
         raise UnmappedError("sequence length not stated")
     micro, batch = _batches(row, data_parallel)
-    adapters = _adapters(row, kind, scripts)
+    what = adapters(row, kind, arch, scripts, assumed)
     fields: dict[str, Any] = {
         "seq_len": seq_len,
         "micro_batch_size": micro,
         "global_batch_size": batch,
-        **adapters,
-        "precision": _precision(row, kind, bool(adapters)),
-        "optimizer": _optimizer(row, scripts),
+        **what,
+        "precision": _precision(row, kind, bool(what), assumed),
+        "optimizer": _optimizer(row, kind, scripts, assumed),
         "kernels": _kernels(row, kind),
-        "attention": _attention(row, kind),
+        "attention": _attention(row, kind, assumed),
         "dropout": scripts.get("dropout", 0.0),
         **_recompute(row, kind, scripts, assumed),
     }
+    if kind.family != "megatron":
+        loss = default(row, "loss", assumed, "loss")
+        fields |= {"loss": loss} if loss else {}
     if fields["kernels"] == "compiled" and (
         fields.get("recompute") == "selective" and fields["precision"] != "fp8-mixed"
     ):
@@ -78,6 +117,8 @@ def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
     micro, batch, steps = (number(row, key) for key in ("micro_batch", "global_batch", "grad_accum"))
     if micro is None and batch and steps and batch % (data_parallel * steps) == 0:
         micro = batch // (data_parallel * steps)
+    if micro is None and batch == data_parallel:
+        micro = 1
     if micro is None:
         raise UnmappedError("micro-batch not stated")
     if batch is None:
@@ -90,85 +131,54 @@ def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
     return micro, batch
 
 
-def _adapters(row: Row, kind: Framework, scripts: Mapping[str, Any]) -> dict[str, Any]:
-    lora, quantised = row.get("lora"), text(row, "qlora")
-    if not lora and quantised in ("", "false", "none"):
-        return {}
-    lora = lora if isinstance(lora, Mapping) else {}
-    adapter = str(lora.get("type") or "LORA").upper()
-    if "FULL" in adapter:
-        return {}
-    if adapter not in ("LORA", "QLORA"):
-        raise UnmappedError(f"adapters of another kind: {adapter}")
-    if lora.get("emb_trainable"):
-        raise UnmappedError("embeddings trained beside adapters")
-    said = str(lora.get("kind") or "")
-    rank = number(lora, "rank") or (int(found[1]) if (found := re.search(r"r=(\d+)", said)) else None)
-    rank = rank or scripts.get("rank")
-    if rank is None:
-        raise UnmappedError("LoRA rank not stated")
-    targets = lora.get("targets") or (said.split()[-1] if "," in said else None) or scripts.get("targets")
-    fields: dict[str, Any] = {"method": "lora", "lora_rank": rank, "lora_targets": _target_names(targets)}
-    if scripts.get("lora_dropout"):
-        fields["lora_dropout"] = scripts["lora_dropout"]
-    if is_four_bit(row):
-        # GPTQ keeps 4 bits and group scales, NF4 with double quantisation 4.13. FSDP2 refuses what FSDP1
-        # sharded as packed numbers: own_code has that.
-        fields["method"] = "lora" if kind.name == "FSDP1" else "qlora"
-    elif quantised not in ("", "false", "none"):
-        fields["quantization"] = "int8"
-    return fields
-
-
-def _target_names(targets: object) -> tuple[str, ...] | None:
-    if not targets:
-        return None
-    words = targets if isinstance(targets, list | tuple) else re.split(r"[,\s]+", str(targets).split("(")[0])
-    names = [_TARGETS.get(str(word), str(word)) for word in words if word]
-    if not all(re.fullmatch(r"[a-z_]+", name) for name in names):
-        raise UnmappedError(f"LoRA targets {targets!r}")
-    return tuple(names)
-
-
-def _precision(row: Row, kind: Framework, adapters: bool) -> str:
+def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) -> str:
     said = text(row, "precision")
-    if "fp4" in said:
-        raise UnmappedError("4-bit training")
-    if kind.family == "megatron" and "fp8 current" in said:
+    if refused := re.search(r"fp4|int8[- ](?:train|mixed)|fp6|1[- ]?bit|ternary|\bqat\b", said):
+        raise UnmappedError("4-bit training" if refused[0] == "fp4" else f"precision {row['precision']!r}")
+    if re.search(r"fp8[-_ ]?(?:param|weight|primary|optim|lm\b)|ms-?amp|\bcoat\b", said) or (
+        kind.family == "megatron" and "fp8 current" in said
+    ):
         # Megatron-Bridge's recipe of that name (training/mixed_precision.py).
         raise UnmappedError("fp8 with weights in 8 bits too (fp8_param_gather)")
     if "fp8" in said or "float8" in said:
         return "fp8-mixed"
-    half = re.search(r"bf16|bfloat16|fp16|float16|amp|half", said)
-    if not half and re.search(r"fp32|tf32|float32", said):
+    half = _HALF.search(said)
+    if not half and _SINGLE.search(said):
         return "fp32"
+    if said and not half and not adapters:
+        raise UnmappedError(f"precision {row['precision']!r}")
     if not said and kind.family in ("ddp", "fsdp2"):
-        raise UnmappedError("precision not stated")
+        own = default(row, "precision", assumed, "precision")
+        if own is None and not adapters:
+            raise UnmappedError("precision not stated")
+        if own is None:
+            assumed.append("precision not stated: bf16 under adapters")
+        said = str(own or "bf16")
+    is_fp16 = re.search(r"(?<!b)fp-?16|(?<!b)float16|(?<![a-z\d-])16[- _]?mixed", said)
     if kind.family in ("megatron", "deepspeed"):
-        return "fp16-mixed" if re.search(r"fp16|float16", said) else "bf16-mixed"
+        return "fp16-mixed" if is_fp16 else "bf16-mixed"
     # Under adapters the frozen base is in half precision, and so is a model on one GPU that is loaded so;
     # FSDP keeps what it trains in fp32 (Accelerate's own upcast), unless the row says otherwise.
     if kind.family == "ddp" and text(row, "table") == "baseline-peft-bnb":
         # peft's prepare_model_for_kbit_training leaves norms, embeddings and head in fp32.
         return "bf16-mixed"
-    pure = re.search(r"true|pure", said) and "amp" not in said and "mixed" not in said
-    if pure or adapters or (kind.family == "ddp" and "amp" not in said and "mixed" not in said):
+    mixed = re.search(r"\bamp|mixed|master", said)
+    known = software(row)
+    pure = (re.search(r"true|pure", said) or (known and known.facts.get("precision") == "bf16")) and not mixed
+    if pure or adapters or (kind.family == "ddp" and not mixed):
         return "bf16"
-    return "fp16-mixed" if re.search(r"fp16|float16", said) else "bf16-mixed"
+    return "fp16-mixed" if is_fp16 else "bf16-mixed"
 
 
-def _optimizer(row: Row, scripts: Mapping[str, Any]) -> str:
-    said = text(row, "optimizer").replace("-", "_")
-    if "8bit" in said or "8_bit" in said:
-        return "paged_adamw_8bit" if "paged" in said else "adamw_8bit"
-    if "paged" in said:
-        return "paged_adamw"
-    for name in ("adafactor", "muon", "lion", "sgd"):
-        if name in said:
-            return name
-    if said and "adam" not in said:
-        raise UnmappedError(f"optimizer {row['optimizer']!r}")
-    return str(scripts.get("optimizer", "adamw"))
+def _optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> str:
+    found, is_stated = optimizer(row, kind.family, str(scripts.get("optimizer", "adamw")))
+    known = software(row)
+    if is_stated or "optimizer" in scripts or kind.family in ("deepspeed", "megatron") or known is None:
+        return found
+    own = str(known.facts.get("optimizer", found))
+    if own != "adamw":
+        assumed.append(f"AdamW's kernel not stated: {own}, which is {known.name}'s own")
+    return own
 
 
 def _kernels(row: Row, kind: Framework) -> str | None:
@@ -180,43 +190,46 @@ def _kernels(row: Row, kind: Framework) -> str | None:
     return "compiled" if row.get("torch_compile") is True else None
 
 
-def _attention(row: Row, kind: Framework) -> str | None:
-    said = row.get("flash_attention")
-    if said is None:
-        return None
-    if said is True or "fa" in str(said).lower().replace("false", ""):
-        # Megatron's and PyTorch's own fused kernels keep what FlashAttention keeps.
-        return None
-    return "eager"
+def _attention(row: Row, kind: Framework, assumed: list[str]) -> str | None:
+    found, is_default = attention(row, kind.family)
+    if is_default:
+        assumed.append("no FlashAttention: PyTorch's own fused attention")
+    return found
 
 
 def _recompute(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
     stated = row.get("activation_checkpointing")
     if stated is None:
         stated = scripts.get("activation_checkpointing")
-    said = str(stated).lower() if stated is not None else ""
-    if said in ("", "unknown"):
+    if stated is None:
+        stated = default(row, "recompute", assumed, "recomputation")
+    if stated is None:
         if kind.family != "megatron":
             raise UnmappedError("recomputation not stated")
         assumed.append("recomputation not stated: none")
         return {}
-    if said in ("none", "false", "off", "no"):
+    said = str(stated).lower()
+    fields = _selective(row, kind, said, assumed)
+    if fields is None:
+        fields = recomputation(stated, kind.family)
+    if "activations" in moved(row):
+        if fields:
+            raise UnmappedError("recomputation whose layer inputs are in host memory: no formula")
+        return {"recompute": "offload"}
+    return fields
+
+
+def _selective(row: Row, kind: Framework, said: str, assumed: list[str]) -> dict[str, Any] | None:
+    """Fields for selective recomputation; None where the words speak of another."""
+    if not re.search(r"selective|\bsac\b|core[-_ ]att", said) or re.search(r"offload|^no", said):
+        return None
+    what = set(re.findall(r"[a-z_]+", said)) - _SELECTIVE
+    if kind.family == "megatron" and what:
+        if not is_moonlight_recipe(row):
+            raise UnmappedError("selective recomputation of other parts than attention")
+        # There the optimizer's step is fuller than any moment of the layers.
+        assumed.append("which modules are recomputed is left out: the optimizer's step is the peak")
         return {}
-    if said.startswith("full") or said == "true":
-        return {"recompute": "full"}
-    if "selective" in said:
-        what = said.partition(":")[2].strip()
-        if (
-            kind.family == "megatron"
-            and what
-            and set(re.split(r"[+,\s]+", what)) - {"core_attn", "core", "attention"}
-        ):
-            if not is_moonlight_recipe(row):
-                raise UnmappedError("selective recomputation of other parts than attention")
-            # There the optimizer's step is fuller than any moment of the layers.
-            assumed.append("which modules are recomputed is left out: the optimizer's step is the peak")
-            return {}
-        if "layer" in said and kind.family == "fsdp2":
-            return {"recompute": "full", "recompute_interval": 2}
-        return {"recompute": "selective"}
-    raise UnmappedError(f"recomputation {stated!r}")
+    if "layer" in said and kind.family == "fsdp2":
+        return {"recompute": "full", "recompute_interval": 2}
+    return {"recompute": "selective"}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.accuracy.reading import objects
+from tests.accuracy.tidying import tidy
+from tests.accuracy.unmapped import UnmappedError
 
 Row = Mapping[str, Any]
 
@@ -16,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "tests" / "measured"
 OWN = MEASURED / "own.jsonl"
 SHARED = ROOT.parent / "shared" / "data" / "measured.jsonl"
+_RAN = ("ok", "success", "succeeded", "fits", "passed", "completed", "ran")
+_RAN_OUT = ("oom", "out of memory", "cuda out of memory", "cuda oom", "does not fit")
 LARGEST_SOURCE = 150
 """Rows of one source that are scored: of more, a fixed sample."""
 
@@ -27,7 +33,7 @@ def default_files() -> list[Path]:
 
 
 def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
-    """Every row of the files; of several with one id the first.
+    """Every row of the files, tidied; of several with one id the first.
 
     Lines that are no JSON object are left out and named in ``broken``; without it they raise ``ValueError``.
     """
@@ -40,7 +46,7 @@ def read(files: Iterable[Path], broken: list[str] | None = None) -> list[Row]:
                     raise ValueError(words)
                 broken.append(words)
                 continue
-            found.setdefault(str(row.get("id", f"{path.name}:{number}")), row)
+            found.setdefault(str(row.get("id", f"{path.name}:{number}")), tidy(row))
     return list(found.values())
 
 
@@ -67,9 +73,11 @@ def has_peak(row: Row) -> bool:
 
 def status(row: Row) -> str | None:
     """``ok`` or ``oom``; None where other failures are mixed in, or nothing is said."""
-    said = str(row.get("status") or "").lower()
-    if said in ("ok", "oom"):
-        return said
+    said = re.sub(r"[^a-z]+", " ", str(row.get("status") or "").lower()).strip()
+    if said in _RAN:
+        return "ok"
+    if said in _RAN_OUT:
+        return "oom"
     return "ok" if not said and has_peak(row) else None
 
 
@@ -94,8 +102,11 @@ def text(row: Row, *keys: str) -> str:
 
 
 def number(row: Row, key: str) -> int | None:
-    """A whole number that the row has, or None."""
+    """A whole number that the row has, or None. Raises ``UnmappedError`` for words that are no number."""
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+    if isinstance(value, str | list | tuple | dict) or value is True:
+        # "2 or 4" is not the same as nothing, of which readers make a default.
+        raise UnmappedError(f"{key} {value!r} is no whole number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return int(value) if float(value).is_integer() and value > 0 else None

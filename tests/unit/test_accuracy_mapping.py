@@ -127,7 +127,7 @@ def test_a_card_with_other_memory_keeps_its_chip() -> None:
         ({"gpu": "TPU"}, "is not in the catalogue"),
         ({"n_gpus": None}, "number of GPUs not stated"),
         ({"seq_len": None}, "sequence length not stated"),
-        ({"micro_batch": None}, "micro-batch not stated"),
+        ({"micro_batch": None, "global_batch": 16}, "micro-batch not stated"),
         ({"activation_checkpointing": None}, "recomputation not stated"),
         ({"lora": {"rank": None}}, "LoRA rank not stated"),
         ({"lora": {"type": "BOFT", "rank": 8}}, "adapters of another kind"),

@@ -1,0 +1,169 @@
+"""What a row says of LoRA and of a quantised base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tests.accuracy.defaults import default
+from tests.accuracy.frameworks import Framework
+from tests.accuracy.own_code import is_four_bit
+from tests.accuracy.rows import Row, number, text
+from tests.accuracy.unmapped import UnmappedError
+
+import shardscope as ss
+
+_NOT = ("", "false", "none", "no", "0")
+_LETTERS = {key: f"{key}_proj" for key in ("q", "k", "v", "o", "gate", "up", "down")}
+_FUSED: dict[str, tuple[str, ...]] = {
+    "q_proj": ("qkv_proj", "query_key_value", "c_attn"),
+    "o_proj": ("dense", "c_proj"),
+    "gate_proj": ("gate_up_proj",),
+}
+"""A projection, and what models call the matrix that has it."""
+_QUANTISED = re.compile(
+    r"nf4|fp4|gptq|\b4[- ]?bits?\b|int4|load_in_4bit|\bbnb|bitsandbytes|\bint8\b|\b8[- ]?bits?\b|llm\.int8"
+)
+_FOUR = re.compile(r"nf4|\bfp4|gptq|\b4[- ]?bits?\b|int4|4bit")
+_STRANGE = re.compile(r"\b[12356][- ]?bits?\b|aqlm|\bhqq|quip|loftq|eetq|\bawq|higgs|vptq")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def with_adapters(row: Row) -> Row:
+    """The row with ``lora`` and ``qlora`` where only its framework, precision or model's name say so."""
+    said, precision = text(row, "framework"), text(row, "precision")
+    more: dict[str, Any] = {}
+    if not _stated(row, "qlora"):
+        if re.search(r"\bqlora\b", said) or re.search(r"(?:bnb|nf4)[-_ ]?4?bit$", text(row, "model")):
+            more["qlora"] = "nf4"
+        elif (found := re.search(r"\bnf4\b|\b4[- ]?bit\b|int4", precision)) or (
+            row.get("lora") and (found := re.search(r"\b8[- ]?bit\b|\bint8\b", precision))
+        ):
+            more["qlora"] = found[0]
+    if not _stated(row, "lora") and (more or re.search(r"\blora\b", said)):
+        more["lora"] = True
+    return {**row, **more} if more else row
+
+
+def _stated(row: Row, key: str) -> bool:
+    return key in row and str(row[key]).lower() not in ("", "none")
+
+
+def adapters(
+    row: Row, kind: Framework, arch: ss.Architecture, scripts: Mapping[str, Any], assumed: list[str]
+) -> dict[str, Any]:
+    """Fields of a ``Recipe``; none for a row without adapters. Raises ``UnmappedError`` for other kinds."""
+    stated, quantised = row.get("lora"), text(row, "qlora")
+    has_base = quantised not in _NOT
+    if (
+        stated is None or (isinstance(stated, dict) and not stated) or str(stated).lower() in _NOT
+    ) and not has_base:
+        return {}
+    said = "" if isinstance(stated, bool | None) else str(stated).lower()
+    lora = stated if isinstance(stated, Mapping) else {"kind": said}
+    adapter = str(lora.get("type") or lora.get("peft_type") or "LORA").upper().replace("-", "")
+    if "FULL" in adapter or said.startswith("full"):
+        return {}
+    if adapter not in ("LORA", "QLORA", "RSLORA"):
+        raise UnmappedError(f"adapters of another kind: {adapter}")
+    if lora.get("use_dora") or "dora" in said.replace("'use_dora': false", ""):
+        raise UnmappedError("adapters of another kind: DORA")
+    if lora.get("emb_trainable"):
+        raise UnmappedError("embeddings trained beside adapters")
+    words = str(lora.get("kind") or "")
+    rank = _rank(stated, lora, words) or scripts.get("rank") or default(row, "rank", assumed, "LoRA rank")
+    if rank is None:
+        raise UnmappedError("LoRA rank not stated")
+    targets = next((lora[key] for key in ("targets", "target_modules", "lora_target") if lora.get(key)), None)
+    targets = targets or _said_targets(words) or scripts.get("targets")
+    targets = targets or default(row, "targets", assumed, "LoRA targets")
+    fields: dict[str, Any] = {
+        "method": "lora",
+        "lora_rank": rank,
+        "lora_targets": target_names(targets, arch, has_letters=not isinstance(targets, list | tuple)),
+    }
+    if scripts.get("lora_dropout"):
+        fields["lora_dropout"] = scripts["lora_dropout"]
+    if has_base:
+        _check_base(row, quantised)
+    if has_base and is_four_bit(row):
+        # GPTQ keeps 4 bits and group scales, NF4 with double quantisation 4.13. FSDP2 refuses what FSDP1
+        # sharded as packed numbers: own_code has that.
+        fields["method"] = "lora" if kind.name == "FSDP1" else "qlora"
+    elif has_base:
+        fields["quantization"] = "int8"
+    return fields
+
+
+def _check_base(row: Row, quantised: str) -> None:
+    if _STRANGE.search(quantised):
+        raise UnmappedError(f"a base quantised as {row['qlora']!r}")
+    if quantised not in ("yes", "true", "qlora", "1") and not _QUANTISED.search(
+        quantised.replace("bnb.", "bnb ")
+    ):
+        raise UnmappedError(f"a base quantised as {row['qlora']!r}")
+
+
+def _rank(stated: object, lora: Mapping[str, Any], words: str) -> int | None:
+    if isinstance(stated, int | float) and not isinstance(stated, bool):
+        return int(stated)
+    for key in ("rank", "r", "lora_r", "lora_rank"):
+        value = lora.get(key)
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        found = number({key: value}, key)
+        if found:
+            return found
+    match = re.search(r"(?:\br(?:ank)?|lora_r)\s*[=: ]?\s*(\d+)|^(\d+)$", words)
+    return int(match[1] or match[2]) if match else None
+
+
+def _said_targets(words: str) -> str | None:
+    """The targets among other words: "r=8 q,v", "rank 16, all linear layers", "r 64, q_proj, v_proj"."""
+    if re.search(r"\ball\b", words):
+        return "all-linear"
+    if named := re.findall(r"\b[a-z_]+_proj\b", words):
+        return ",".join(named)
+    last = words.split()[-1] if words.split() else ""
+    return last if "," in last else None
+
+
+def target_names(
+    targets: object, arch: ss.Architecture, *, has_letters: bool = True
+) -> tuple[str, ...] | None:
+    """The model's own names of the projections that the row names; None where it names none."""
+    if not targets:
+        return None
+    known = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
+    said = " ".join(map(str, targets)) if isinstance(targets, list | tuple) else str(targets).split("(")[0]
+    said = said.strip().lower()
+    if re.fullmatch(r"\W*all(?:[-_ ]*linears?)?(?:[-_ ]*(?:layers?|modules?|projections?))?\W*", said):
+        # peft leaves fused experts alone, which are no Linear.
+        return tuple(name for name in known if name not in _MLP or not arch.num_moe_layers)
+    if said in ("attention", "attn", "all attention", "attention layers"):
+        return None
+    if re.fullmatch(r"attn ?\+ ?mlp|attention (?:and|\+) mlp|attn,? ?mlp", said):
+        return known
+    if has_letters and re.fullmatch(r"[qkvo]{2,4}", said):
+        said = ",".join(said)
+    words = [word for word in re.split(r"[,\s+/]+", said) if word and word != "and"]
+    names = [_LETTERS.get(word, word) for word in words]
+    if not all(re.fullmatch(r"[a-z_0-9]+", name) for name in names):
+        raise UnmappedError(f"LoRA targets {targets!r}")
+    return _as_fused(names, known)
+
+
+def _as_fused(names: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names, with one fused matrix for those of query, key and value where the model has that instead."""
+    if not {"q_proj", "k_proj", "v_proj"} <= set(names) or "q_proj" in known:
+        return tuple(names)
+    found = []
+    for name in names:
+        fused = next((own for own in _FUSED.get(name, ()) if own in known), None)
+        if name in known or fused:
+            found.append(name if name in known else fused or name)
+        elif name not in ("k_proj", "v_proj", "up_proj"):
+            found.append(name)
+    return tuple(found)

@@ -1,0 +1,79 @@
+"""What the software that ran does where a row does not say: each is reported as assumed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tests.accuracy.rows import Row, text
+
+
+class Software(NamedTuple):
+    """One trainer and its own defaults, from its documentation and configuration classes."""
+
+    name: str
+    pattern: str
+    facts: Mapping[str, Any]
+    """Its defaults of ``recompute``, ``optimizer``, ``loss``, ``rank``, ``targets`` and ``precision``."""
+
+
+_ALL = "all-linear"
+_HUGGING_FACE: dict[str, Any] = {"optimizer": "adamw_foreach"}
+"""transformers' ``TrainingArguments.optim`` was adamw_torch until 2025: torch.optim.AdamW as it comes."""
+
+
+def _software(name: str, pattern: str, **facts: Any) -> Software:
+    return Software(name, pattern, MappingProxyType(facts))
+
+
+_KNOWN = (
+    # get_peft_model: r=16, seven projections; its loss never has all logits at once.
+    _software(
+        "Unsloth", r"unsloth", **_HUGGING_FACE, rank=16, targets=_ALL, loss="chunked", recompute="unsloth"
+    ),
+    # hparams/finetuning_args.py: lora_rank 8, lora_target all; model_args.py: checkpointing unless disabled.
+    _software(
+        "LLaMA-Factory", r"lla?ma[-_ ]?factory", **_HUGGING_FACE, rank=8, targets=_ALL, recompute="full"
+    ),
+    # Its recipes: fused AdamW, CEWithChunkedOutputLoss, adapters of rank 8 on attention and MLP.
+    _software(
+        "torchtune", r"torchtune", optimizer="adamw", loss="chunked", rank=8, targets=_ALL, precision="bf16"
+    ),
+    _software("torchtitan", r"torchtitan", optimizer="adamw"),
+    # finetune/lora.py: lora_r = 8 on query and value.
+    _software("LitGPT", r"lit-?gpt", rank=8, targets="q,v"),
+    # arguments/tuner_args.py: lora_rank 8 on all linear layers; gradient_checkpointing True.
+    _software("ms-swift", r"ms-?swift|\bswift\b", **_HUGGING_FACE, rank=8, targets=_ALL, recompute="full"),
+    _software("Axolotl", r"axolotl", recompute="none"),
+    # LoraConfig: r = 8, for Llama on query and value.
+    _software("peft", r"\bpeft\b", **_HUGGING_FACE, rank=8, targets="q,v"),
+    # TrainingArguments.gradient_checkpointing is False.
+    _software(
+        "transformers' Trainer",
+        r"\btransformers\b|hugging ?face|\bhf[-_ ]trainer|^hf\b|^trainer\b",
+        **_HUGGING_FACE,
+        recompute="none",
+    ),
+)
+
+
+def software(row: Row) -> Software | None:
+    """The trainer that the row's framework names, else the one that its source is about; None: not known."""
+    said, about = text(row, "framework"), text(row, "source", "source_url")
+    for known in _KNOWN:
+        if re.search(known.pattern, said):
+            return known
+    # Hugging Face's site has pages about all others.
+    return next((known for known in _KNOWN[:-1] if re.search(known.pattern, about)), None)
+
+
+def default(row: Row, field: str, assumed: list[str], what: str) -> Any:
+    """The software's own choice of a field, noted as assumed; None where it has none or is not known."""
+    known = software(row)
+    if known is None or field not in known.facts:
+        return None
+    value = known.facts[field]
+    assumed.append(f"{what} not stated: {value}, which is {known.name}'s own")
+    return value
