@@ -58,6 +58,15 @@ def test_a_stage_of_deepspeeds_pipeline_makes_its_own_layers() -> None:
     assert whole / 2 <= half < 0.6 * whole
 
 
+@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=["ddp", "fsdp2"])
+def test_a_quantised_base_is_packed_as_it_is_read(layout: ss.Layout) -> None:
+    """4.1 bits a weight of a Linear with double quantisation (Dettmers et al. 2023), embeddings in bf16."""
+    edges = 2 * LLAMA.vocab_size * LLAMA.hidden_size
+    expected = 2 * edges + (LLAMA.num_parameters - edges) * 4.127 / 8
+    adapters = 4 * 16 * 32 * (2 * 8192 + 2 * 5120)
+    assert on_host(layout, method="qlora", precision="bf16").num_bytes == pytest.approx(expected + adapters, rel=0.002)
+
+
 def test_cpu_ranks_train_it_where_they_made_it() -> None:
     plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=128), ss.Layout.ddp())
     assert MAKING not in {place.name for place in places(plan, plan.memory())}

@@ -14,7 +14,7 @@ from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
-from shardscope.planner.room import beside_the_card
+from shardscope.planner.room import shortages
 from shardscope_widgets import shared
 from shardscope_widgets.pickers.base import Row, typed_number
 from shardscope_widgets.words import device_count
@@ -155,8 +155,8 @@ def _cannot_fit(plan: ss.Plan, report: MemoryReport) -> str:
     if report.low_bytes > report.usable_bytes:
         have, least = gib(report.usable_bytes), gib(report.low_bytes)
         return f"This machine has {have} GiB, and at least {least} are needed. "
-    for place in beside_the_card(plan, report):
-        if place.short_bytes:
+    for place in shortages(plan, report):
+        if place.name != "GPU memory":
             return (
                 f"A node has {gib(place.room_bytes or 0)} GiB of {place.name}, and "
                 f"{gib(place.needed_bytes)} are needed. "

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.memory.lora import layer_adapters
-from shardscope.memory.precision import FP32
+from shardscope.memory.precision import FP32, widths
+from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term, no_bytes
+from shardscope.memory.stages import shapes_of, stage_of
 from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
@@ -23,6 +25,23 @@ def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
         return no_bytes("CPU ranks train the model where they made it")
     made = num_parameters + _adapters(plan)
     return Term(FP32 * made, lambda: f"{count(made, 'parameter')} × 4 bytes = {gib(FP32 * made)} GiB {where}")
+
+
+def packed(plan: Plan, where: str) -> Term:
+    """A base in few bits, and its adapters: each matrix is quantised as it is read, so none is there whole but
+    the one at hand (transformers' ``from_pretrained`` with a ``BitsAndBytesConfig``).
+    """
+    if not plan.on_gpu:
+        return no_bytes("CPU ranks train the model where they made it")
+    (whole,) = shapes_of(plan.architecture, (plan.architecture.num_hidden_layers,)).kinds
+    base = frozen_base_bytes(plan, stage_of(plan, whole), widths[plan.recipe.precision].compute)
+    adapters = FP32 * _adapters(plan)
+    return Term(
+        base + adapters,
+        lambda: (
+            f"{gib(base)} GiB of frozen weights as they are packed + {gib(adapters)} GiB adapters, {where}"
+        ),
+    )
 
 
 def _adapters(plan: Plan) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.building import in_fp32
+from shardscope.memory.building import in_fp32, packed
 
 if TYPE_CHECKING:
     from shardscope.memory.report import Term
@@ -13,4 +13,7 @@ if TYPE_CHECKING:
 
 def on_host(plan: Plan) -> Term:
     """Host memory of one rank while it makes or loads the model (``DdpEngine.wrap``)."""
-    return in_fp32(plan, plan.architecture.num_parameters, "on every rank, then moved to its GPU")
+    where = "on every rank, then moved to its GPU"
+    if plan.recipe.base_quantization is not None:
+        return packed(plan, where)
+    return in_fp32(plan, plan.architecture.num_parameters, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
-from shardscope.memory.building import in_fp32
+from shardscope.memory.building import in_fp32, packed
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import no_bytes
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 def on_host(plan: Plan) -> Term:
     """Host memory of one rank while it makes the model (``Fsdp2Engine.wrap``).
 
-    What is quantised is quantised from numbers, so such a base is whole on every rank first.
+    What is quantised is quantised from numbers, so such a base is there before it is sharded.
     """
-    small = FP32 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
-    if small or plan.recipe.base_quantization is not None:
-        return in_fp32(plan, plan.architecture.num_parameters, "on every rank, then sharded")
-    return no_bytes("built on the meta device, and drawn shard by shard on the GPU")
+    where = "on every rank, then sharded"
+    if plan.recipe.base_quantization is not None:
+        return packed(plan, where)
+    if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
+        return no_bytes("built on the meta device, and drawn shard by shard on the GPU")
+    return in_fp32(plan, plan.architecture.num_parameters, where)
