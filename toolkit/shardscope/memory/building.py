@@ -28,8 +28,9 @@ def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
 
 
 def packed(plan: Plan, where: str) -> Term:
-    """A base in few bits, and its adapters: each matrix is quantised as it is read, so none is there whole but
-    the one at hand (transformers' ``from_pretrained`` with a ``BitsAndBytesConfig``).
+    """A base in few bits, and its adapters: each matrix is quantised as it is read, and none stays whole.
+
+    So do transformers' ``from_pretrained`` and a ``BitsAndBytesConfig``.
     """
     if not plan.on_gpu:
         return no_bytes("CPU ranks train the model where they made it")
