@@ -62,6 +62,7 @@ class StagedStep(Step):
         self.held_head, self.own_head = 0, groups.head
         self.adds = where(waits.repeats, waits.adds, True)
         """Whether new gradients come beside those there are: the first ones always do."""
+        self.learns_positions = plan.architecture.position_embedding == "learned"
         self.chunk = shape.layers // waits.chunks
         """What the layers of one micro-batch saved."""
         self.back = waits.repeats * waits.hidden_back
@@ -231,7 +232,10 @@ class StagedStep(Step):
         groups, waits, layers = self.groups, self.waits, self.in_layers
         shards, held = self.trained > 0, (waits.hidden + waits.hidden_back,)
         root = (layers.parameters, waits.all_gradients, groups.root_reduction, waits.received)
-        found = [self._peak(0.975, held, root, 0, said.REDUCING, self.stays)]
+        # Of several ranks foreach_reduce's loop variable still has the last gradient of its list when the
+        # output is made: all of the list, where no learned positions follow.
+        output = shards * (groups.root_staging > 0) * (not self.learns_positions) * groups.root_shard
+        found = [self._peak(0.975, held, root, output, said.REDUCING, self.stays)]
         with_experts, last = groups.first_with_experts, self.stage.num_layers - 1
         firsts: tuple[Any, ...] = (0, where(with_experts < last, with_experts, last))
         if isinstance(with_experts, int) and not 0 < with_experts <= last:
