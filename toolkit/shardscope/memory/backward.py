@@ -220,3 +220,16 @@ def final_norm(arch: Architecture, modules: Modules) -> int:
         return arch.hidden_size * modules.stream
     # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
     return arch.hidden_size * (4 * FP32)
+
+
+def norm_before_head(arch: Architecture, modules: Modules, head_input: int) -> int:
+    """The same of the final norm, once the head has gone backward: ``head_input`` bytes of a token are gone.
+
+    Trained, an RMSNorm has let go of what it put out before its weight when x^2 is differentiated.
+    """
+    if not modules.trained or modules.kernels != "transformers":
+        return final_norm(arch, modules)
+    if arch.norm == "layernorm":
+        return arch.hidden_size * 2 * modules.stream - head_input
+    normed = FP32 if arch.model_type in SCALES_BEFORE_CAST else modules.stream
+    return arch.hidden_size * (5 * FP32 - normed) - head_input

@@ -30,9 +30,9 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
 
     Forward: a chunk's fp32 logits and log-softmax. Backward: beside these the logits' gradient and, of
     several chunks, the sum of the weight's gradients so far; or, between two chunks, that sum, the new
-    gradient and the new sum. Of one chunk alone the gradient comes once, beside that of the logits; autocast
-    casts it, and has let go of the weight's copy by then. ``capped`` logits (Gemma 2) leave their tanh for
-    backward.
+    gradient and the new sum; or as many of the head's input. Of one chunk alone the gradient comes once,
+    beside that of the logits; autocast casts it, and has let go of the weight's copy by then. ``capped``
+    logits (Gemma 2) leave their tanh for backward.
     """
     chunk = smallest(tokens, LOSS_CHUNK_TOKENS)
     several = tokens > LOSS_CHUNK_TOKENS
@@ -42,7 +42,8 @@ def chunked(tokens: Any, vocab: Any, hidden: Any, modules: Modules, capped: bool
     states = several * tokens * hidden * modules.stream
     inside = chunk * vocab * (3 * FP32 + capped * modules.compute) + several * gradient + states
     once = weight * FP32 if modules.autocast else gradient + chunk * vocab * modules.compute
-    return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, 3 * gradient + states, once)))
+    between = largest(3 * gradient + states, gradient + 3 * states)
+    return Logits(chunk * vocab * 2 * FP32, largest(inside, where(several, between, once)))
 
 
 def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:

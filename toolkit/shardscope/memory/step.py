@@ -14,7 +14,7 @@ from shardscope.memory.activations import (
     unsaved_at_start,
 )
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
-from shardscope.memory.backward import Backward, FullestLayer, final_norm, layer_backward
+from shardscope.memory.backward import Backward, FullestLayer, final_norm, layer_backward, norm_before_head
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import head_terms, loss_in_force
 from shardscope.memory.order import order_of
@@ -96,7 +96,7 @@ class StageStep:
             cast=self._autocast_copies()[1],
             cast_unsaved=self._unsaved_copies(),
             stream=tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut),
-            norm=stage.is_last * tokens * ceil_div(final_norm(arch, self.modules), self.cut),
+            norm=stage.is_last * tokens * self._in_norm(),
             logits=logits,
             explain_layers=self._explain_layers,
             find_order=lambda: order_of(self),
@@ -240,6 +240,15 @@ class StageStep:
         arch, modules = self.plan.architecture, self.modules
         norm = ceil_div(edge_activations(arch, modules), self.cut)
         return norm + head_input(arch, modules, loss_in_force(self.plan))
+
+    def _in_norm(self) -> Any:
+        """Bytes a token has in the final norm's backward, beside all that forward saved."""
+        arch, modules, loss = self.plan.architecture, self.modules, loss_in_force(self.plan)
+        whole = final_norm(arch, modules)
+        if loss == "fused":
+            return ceil_div(whole, self.cut)
+        alone = norm_before_head(arch, modules, head_input(arch, modules, loss))
+        return where(self.cut > 1, ceil_div(whole, self.cut), alone)
 
     def _autocast_copies(self) -> tuple[Any, Any]:
         """Half-precision copies of matrices at the end of forward, and as backward starts.

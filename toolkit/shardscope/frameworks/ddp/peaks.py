@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NOTHING_GATHERED = no_bytes("nothing is sharded, so nothing is gathered")
 _SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
 _IN_HEAD = (*_SAVED, "where the head's weight gets its gradient")
+_IN_NORM = (*_SAVED, "gradients inside the final norm")
 _IN_EMBEDDING = (
     "the gradient of the embedding's output",
     "the gradient of the embedding, or a tied weight's",
@@ -83,6 +84,7 @@ class _Step:
             *found,
             self._peak(0.34, full, _SAVED, once, shape.logits),
             self._peak(0.35, (*full, self._head()), _IN_HEAD, once),
+            self._peak(0.355, (*full, self._norm()), _IN_NORM, self._gradient_bytes(self.trains * untied)),
             self._peak(0.97, (shape.stream, embedding), _IN_EMBEDDING, last),
         ]
 
@@ -100,6 +102,11 @@ class _Step:
             logits + copy,
             -(copy if self.mixed else 0) + self.each * self.stage.head + shape.stream,
         )
+
+    def _norm(self) -> Any:
+        """Beside what forward saved: a tied head's gradient waits by then, and autocast's copy has gone."""
+        copy = self.width.compute * self.stage.head * (self.mixed and self.trains)
+        return self.shape.norm + self.tied - copy
 
     def _forward(self, order: Order, place: Place) -> Peak:
         """Inside one layer, with autocast's copies of all weights so far."""

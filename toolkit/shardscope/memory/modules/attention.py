@@ -172,12 +172,14 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
     """Whether the output must be made contiguous for the projection.
 
     Flash attention lays its output out as the query is. Families that put the query together with ``cat``
-    have it by heads, where the projection wants it by tokens; the memory-efficient kernel lays it by tokens.
+    have it by heads, where the projection wants it by tokens; the memory-efficient kernel, which takes what
+    has a mask or is in fp32, lays it by tokens.
     """
     latent = arch.latent_attention
     if latent is not None:
         return latent.qk_head_dim == latent.v_head_dim
-    by_tokens = modules.on_gpu and (has_mask or modules.fused_attention != "flash")
+    flash = modules.fused_attention == "flash" and modules.compute < FP32
+    by_tokens = modules.on_gpu and (has_mask or not flash)
     return arch.model_type in CONCATENATED and not by_tokens
 
 
