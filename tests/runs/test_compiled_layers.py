@@ -93,10 +93,10 @@ def forward_graphs(arch: Architecture, mode: str, recipe: Recipe, on_gpu: bool) 
     casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
     with without_memory(on_gpu):
         model = build_model(arch)
-        if mode == "bf16":
+        if mode == "bf16" or recipe.has_adapters:
             model = model.to(torch.bfloat16)
         if recipe.has_adapters:
-            model = add_adapters(model, arch, recipe)
+            model = add_adapters(model, arch, recipe, in_fp32=mode == "autocast")
         model.train()
         apply_recompute(model, recipe.recompute)
         for layer in decoder_layers(model):

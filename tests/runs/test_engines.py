@@ -234,14 +234,32 @@ def adapters(ctx: StandInContext) -> dict[str, Any]:
         "changed": changed,
         "pair": [expected, ctx.engine.step(batch_of(ctx, 1))],
         "num_trained_parameters": ctx.records["engine"]["num_trained_parameters"],
+        "dtypes": {
+            trains: sorted({str(p.dtype) for p in ctx.engine.model.parameters() if p.requires_grad == trains})
+            for trains in (True, False)
+        },
+        "held": ctx.engine.peak_accounted_bytes,
+        "rest": ctx.engine.memory(),
     }
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_lora_trains_only_adapters(framework: str, tmp_path: Path) -> None:
+def test_lora_trains_only_adapters(framework: str, precision: str, tmp_path: Path) -> None:
+    """The base never updates, so mixed precision keeps no fp32 original of it; of adapters it does."""
     needs("peft")
-    plan = tiny_plan(framework, 2, method="lora", lora_rank=4, lora_targets=("q_proj", "v_proj"))
+    targets = ("q_proj", "v_proj")
+    plan = tiny_plan(framework, 2, method="lora", lora_rank=4, lora_targets=targets, precision=precision)
     result = on_ranks(2, plan, adapters, tmp_path)[0]
+    frozen = {"bf16-mixed": "torch.bfloat16", "fp16-mixed": "torch.float16", "fp32": "torch.float32"}
+    # JSON knows no other keys than words.
+    assert result["dtypes"] == {"true": ["torch.float32"], "false": [frozen[precision]]}
+    # Beside what is planned there are step counters and the table of angles.
+    planned, at_rest = (plan.memory().at(phase) for phase in ("optimizer", "rest"))
+    state = ("parameters", "gradients", "optimizer")
+    assert result["held"] == pytest.approx(sum(planned[name] for name in state), abs=500)
+    for name in state:
+        assert result["rest"][name] == pytest.approx(at_rest[name], abs=500)
     assert result["num_trained_parameters"] == adapter_parameters(plan.architecture, plan.recipe)
     assert len(result["changed"]) == 2 * 2 * 2
     assert all("lora_" in name for name in result["changed"])

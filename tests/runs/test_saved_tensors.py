@@ -81,10 +81,11 @@ def kept_bytes(
     """Bytes that forward leaves, weights excluded: with two sequences, and with three."""
     torch.manual_seed(0)
     model = build_model(arch, recipe.dropout, recipe.attention)
-    if mode == "bf16":
+    if mode == "bf16" or (mode == "autocast" and recipe.has_adapters):
         model = model.to(torch.bfloat16)
     if recipe.has_adapters:
-        model = add_adapters_of(model, arch, recipe)
+        # What never updates has no fp32 original; adapters have one under autocast.
+        model = add_adapters_of(model, arch, recipe, in_fp32=mode == "autocast")
     apply_recompute(model, recipe.recompute, recipe.recompute_interval)
     model.train()
     if input_needs_gradient:
@@ -161,7 +162,7 @@ def assert_the_first_layer_lacks_what_the_list_says(family: str, mode: str, reci
     here = modules(arch, mode, recipe)
     unsaved = total(unsaved_in_first_layer(arch, here))
     # The embedding that was made to need a gradient stays too, where it is not itself what the norm keeps.
-    upcast = mode == "bf16" and arch.norm == "rmsnorm" and arch.model_type != "olmo2"
+    upcast = here.stream < 4 and arch.norm == "rmsnorm" and (arch.model_type != "olmo2" or here.recasts)
     stays = upcast or arch.model_type in ("granite", "gpt2")
     assert (difference[1] - difference[0]) / SEQ_LEN == unsaved + stays * arch.hidden_size * here.stream
 
@@ -302,7 +303,7 @@ def test_a_layer_over_a_base_in_nf4(
     """bitsandbytes' own Linears on a CPU, with peft's adapters."""
     bnb = needs("bitsandbytes")
 
-    def with_nf4(model: Any, *others: Any) -> Any:
+    def with_nf4(model: Any, *others: Any, **options: Any) -> Any:
         for layer in [module for module in model.modules() if isinstance(module, torch.nn.Linear)]:
             if layer is not model.lm_head:
                 layer.weight = bnb.nn.Params4bit(
@@ -313,7 +314,7 @@ def test_a_layer_over_a_base_in_nf4(
                 layer.quant_state, layer.quant_storage = None, torch.uint8
                 layer.support_avx512bf16_for_cpu = False
                 layer.to("cpu")
-        return add_adapters(model, *others)
+        return add_adapters(model, *others, **options)
 
     monkeypatch.setattr(sys.modules[__name__], "add_adapters_of", with_nf4)
     recipe = Recipe(method="qlora", lora_rank=RANK, lora_targets=targets)
@@ -333,7 +334,7 @@ def test_a_layer_over_a_base_in_int8(
     """bitsandbytes' own Linears on a CPU, which keep the same tensors there, with peft's adapters."""
     bnb = needs("bitsandbytes")
 
-    def with_int8(model: Any, *others: Any) -> Any:
+    def with_int8(model: Any, *others: Any, **options: Any) -> Any:
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, torch.nn.Linear) and child is not model.lm_head:
@@ -345,7 +346,7 @@ def test_a_layer_over_a_base_in_int8(
                     layer.bias = bias
                     setattr(module, name, layer.to("cpu"))
         model.is_loaded_in_8bit = True
-        return add_adapters(model, *others)
+        return add_adapters(model, *others, **options)
 
     monkeypatch.setattr(sys.modules[__name__], "add_adapters_of", with_int8)
     recipe = Recipe(

@@ -308,14 +308,37 @@ def test_megatron_pads_the_vocabulary_and_copies_a_tied_embedding() -> None:
     assert whole - one[0].at("rest").components["parameters"] == 2 * tied.embedding_parameters
 
 
-def test_adapters_alone_are_trained() -> None:
-    for layout, weight in ((ss.Layout.ddp(), 4), (ss.Layout.zero(0), 2)):
-        a_plan = plan(LLAMA, layout, method="lora", lora_rank=8)
-        adapters = LLAMA.num_hidden_layers * layer_adapters(LLAMA, a_plan.recipe, False)[0]
-        done, rest = a_plan.memory().at("optimizer"), a_plan.memory().at("rest")
-        assert done["parameters"] == weight * (LLAMA.num_parameters + adapters)
-        assert rest["optimizer"] == (8 if weight == 4 else 12) * adapters
-        assert done["gradients"] == weight * adapters
+@pytest.mark.parametrize(
+    ("precision", "layout", "frozen", "trained"),
+    [
+        # What never updates has no fp32 original: 2 bytes a frozen weight, 16 a trained one.
+        ("bf16-mixed", ss.Layout.ddp(), 2, (4, 4, 8)),
+        ("fp16-mixed", ss.Layout.ddp(), 2, (4, 4, 8)),
+        ("bf16-mixed", ss.Layout.fsdp2(shard=1, replicate=8), 2, (4, 4, 8)),
+        ("fp16-mixed", ss.Layout.fsdp2(shard=1, replicate=8), 2, (4, 4, 8)),
+        ("bf16-mixed", ss.Layout.zero(0), 2, (2, 2, 12)),
+        ("bf16", ss.Layout.ddp(), 2, (2, 2, 4)),
+        ("fp32", ss.Layout.ddp(), 4, (4, 4, 8)),
+    ],
+)
+def test_adapters_alone_are_trained(
+    precision: str, layout: ss.Layout, frozen: int, trained: tuple[int, int, int]
+) -> None:
+    a_plan = plan(LLAMA, layout, method="lora", lora_rank=8, precision=precision)
+    adapters = LLAMA.num_hidden_layers * layer_adapters(LLAMA, a_plan.recipe, False)[0]
+    done, rest = a_plan.memory().at("optimizer"), a_plan.memory().at("rest")
+    assert done["parameters"] == frozen * LLAMA.num_parameters + trained[0] * adapters
+    assert (done["gradients"], rest["optimizer"]) == (trained[1] * adapters, trained[2] * adapters)
+
+
+def test_lora_on_8b_holds_15_gib() -> None:
+    """What everybody who loads it in bf16 sees: 8.03 billion weights in 2 bytes, not in 4."""
+    report = plan(LLAMA_8B, ss.Layout.ddp(), method="lora").memory()
+    assert report.components["parameters"] / GIB == pytest.approx(15.0, abs=0.1)
+    assert "× 2 bytes" in report.explain("parameters")
+    sharded = plan(LLAMA_8B, ss.Layout.fsdp2(), method="lora").memory()
+    assert sharded.components["parameters"] / GIB == pytest.approx(15.0 / 8, abs=0.1)
+    assert "× 2 bytes" in sharded.explain("parameters")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "mixtral", "phi3"])
@@ -370,7 +393,7 @@ def test_fsdp2_parameters_are_the_chunks_of_the_whole_model(name: str, method: s
         layer_adapters(arch, a_plan.recipe, arch.is_moe_layer(i), 3)[1] for i in range(arch.num_hidden_layers)
     )
     adapters *= method == "lora"
-    assert bytes_of(a_plan, "parameters") == 4 * (weights + adapters)
+    assert bytes_of(a_plan, "parameters") == (2 if adapters else 4) * weights + 4 * adapters
     assert bytes_of(a_plan, "gradients") == 4 * (adapters or weights)
 
 

@@ -60,12 +60,14 @@ class Recipe(JsonNoun):
     global_batch_size: int = 64
     """Sequences in one optimizer step over all ranks, 1 to 16,777,216."""
     method: Method = "full"
-    """``full`` trains every weight; ``lora`` trains low-rank adapters over a frozen base (Hu et al. 2021);
-    ``qlora`` is the same over a base in NF4 with double quantisation (Dettmers et al. 2023, section 3)."""
+    """``full`` trains every weight; ``lora`` trains low-rank adapters over a frozen base (Hu et al. 2021),
+    which mixed precision holds in its half type, for what never updates needs no fp32 original; ``qlora`` is
+    the same over a base in NF4 with double quantisation (Dettmers et al. 2023, section 3)."""
     precision: Precision = "bf16-mixed"
-    """``bf16-mixed``/``fp16-mixed`` keep fp32 originals; ``fp8-mixed`` is ``bf16-mixed`` whose large products
-    run in 8 bits (Micikevicius et al. 2022): torchao's with FSDP2, with Megatron Transformer Engine's, which
-    was read from its source and never run here; ``bf16`` and ``fp32`` keep one copy in that type."""
+    """``bf16-mixed``/``fp16-mixed`` keep fp32 originals of what trains; ``fp8-mixed`` is ``bf16-mixed`` whose
+    large products run in 8 bits (Micikevicius et al. 2022): torchao's with FSDP2, with Megatron Transformer
+    Engine's, which was read from its source and never run here; ``bf16`` and ``fp32`` keep one copy in that
+    type."""
     optimizer: Optimizer = "adamw"
     """``adamw`` keeps two moments a weight (Loshchilov & Hutter 2019) and steps in one fused kernel,
     ``adamw_foreach`` in torch's multi-tensor operations; ``adamw_8bit`` keeps them in blocks of 8 bits

@@ -16,7 +16,7 @@ from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
 from shardscope.memory.modules.gpt2 import gpt2_layer
 from shardscope.memory.modules.known import check_known
-from shardscope.memory.modules.layernorm import casts_norms, layernorm_layer
+from shardscope.memory.modules.layernorm import casts_norms, layernorm_layer, norms_are_upcast
 from shardscope.memory.modules.liger import liger_edge, liger_layer
 from shardscope.memory.modules.megatron import megatron_layer, megatron_selective
 from shardscope.memory.modules.saved import Modules, Saved, stream_readers
@@ -48,9 +48,10 @@ def modules_of(plan: Plan) -> Modules:
     check_known(plan.architecture)
     recipe = plan.recipe
     lora = recipe.has_adapters
+    autocast = plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed")
     return Modules(
         kernels=plan.kernels,
-        autocast=plan.layout.mixes_by_autocast and recipe.precision.endswith("mixed"),
+        autocast=autocast,
         compute=widths[recipe.precision].compute,
         seq_len=recipe.seq_len,
         targets=adapter_targets(plan.architecture, recipe) if lora else None,
@@ -64,8 +65,14 @@ def modules_of(plan: Plan) -> Modules:
         quantized=recipe.base_quantization is not None,
         int8_base=recipe.base_quantization == "int8",
         eight_bit_inputs=recipe.precision == "fp8-mixed" and plan.kernels == "megatron",
-        keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs,
+        upcasts_norms=autocast and plan.on_gpu and norms_are_upcast(plan.architecture),
+        keeps_frozen_inputs=lora and plan.layout.keeps_frozen_inputs and _uses_linear(plan.architecture),
     )
+
+
+def _uses_linear(architecture: Architecture) -> bool:
+    """Whether products are ``torch.nn.functional.linear``: GPT-2's and Falcon's are written out."""
+    return architecture.model_type not in ("gpt2", "falcon")
 
 
 @lru_cache(maxsize=4096)
@@ -138,8 +145,9 @@ def kept_apart(arch: Architecture, moe: bool, modules: Modules, recompute: str, 
     if modules.kernels == "compiled":
         return compiled_again(arch, modules)
     casts = arch.norm == "rmsnorm" and modules.kernels == "transformers" and modules.stream < FP32
+    casts = casts or modules.normed > modules.stream
     if arch.model_type == "olmo2":  # whose projections read the input without a norm
-        casts = modules.autocast
+        casts = modules.stream > modules.compute or modules.recasts
     apart = stream if casts else 0
     experts = arch.mixture_of_experts
     ends_dense = not moe or experts is None or experts.shared_expert_intermediate_size > 0
@@ -176,27 +184,28 @@ def saved_tensors(architecture: Architecture, moe: bool, modules: Modules) -> tu
 
 
 def _wide_branches(arch: Architecture, modules: Modules) -> list[Saved]:
-    """What autocast makes of a quantised MLP: its products come out as wide as the stream that they read."""
+    """What autocast makes of a quantised MLP: its products come out as wide as the norm's that they read."""
     if not (modules.quantized and modules.autocast):
         return []
     branches = 3 if arch.gated_mlp else 1
-    return [Saved("mlp", branches * arch.intermediate_size * (modules.stream - modules.compute), "tp")]
+    return [Saved("mlp", branches * arch.intermediate_size * (modules.normed - modules.compute), "tp")]
 
 
 @lru_cache(maxsize=4096)
 def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int:
-    """Bytes of the half-precision copies that autocast makes of one layer's matrices; experts have none."""
-    if not modules.autocast or modules.quantized:
+    """Bytes of the half-precision copies that autocast makes of one layer's trained matrices.
+
+    Routed experts have none; under adapters only these are in fp32.
+    """
+    if not modules.autocast:
         return 0
     layer = first_layer(architecture, moe)
-    matrices = architecture.layer_matrix_parameters(layer)
-    cast = sum(count for group, count in matrices.items() if group != "experts")
     if modules.targets is not None:
         linears = architecture.layer_linears(layer)
-        cast += modules.adapter_rank * sum(
-            sum(shape) for target, shape in linears if target in modules.targets
-        )
-    return cast * modules.compute
+        adapted = sum(sum(shape) for target, shape in linears if target in modules.targets)
+        return modules.adapter_rank * adapted * modules.compute
+    matrices = architecture.layer_matrix_parameters(layer)
+    return sum(count for group, count in matrices.items() if group != "experts") * modules.compute
 
 
 @lru_cache(maxsize=4096)
@@ -232,7 +241,7 @@ def edge_activations(architecture: Architecture, modules: Modules) -> int:
     if modules.kernels == "liger":
         return liger_edge(architecture, modules)
     if architecture.norm == "layernorm":
-        number = modules.compute if casts_norms(architecture, modules) else modules.stream
+        number = modules.compute if casts_norms(architecture, modules) else modules.normed
         return hidden * number + 2 * FP32
     normed = FP32 if architecture.model_type in SCALES_BEFORE_CAST else modules.stream
     return hidden * FP32 + FP32 + hidden * normed * modules.trained
@@ -269,9 +278,9 @@ def _adapter_tensors(arch: Architecture, moe: bool, modules: Modules) -> list[Sa
 def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[str, int]]) -> int:
     """What dropout before adapters adds: a mask each, and inputs that they no longer share.
 
-    The mask is a byte a number on a GPU, on a CPU a number. Autocast gives each adapter an input of its own
-    anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy. Adapters of an
-    int8 base have an fp32 copy, dropped or not, beside what the base keeps.
+    The mask is a byte a number on a GPU, on a CPU a number. Where inputs are cast, each adapter has one of
+    its own anyway; what a norm or the MLP would keep for adapters alone gives way to the dropped copy.
+    Adapters of an int8 base have an fp32 copy, dropped or not, beside what the base keeps.
     """
     if modules.int8_base:
         mask = modules.adapter_dropout * (1 if modules.on_gpu else FP32)
@@ -282,7 +291,7 @@ def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[st
         return 0
     c = modules.compute
     masks = sum(inner for _, inner in adapted) * (1 if modules.on_gpu else FP32 if modules.autocast else c)
-    if modules.autocast:
+    if modules.recasts or modules.normed > c:
         return masks
     copies = sum(inner for _, inner in adapted) * c
     for readers in stream_readers(arch):

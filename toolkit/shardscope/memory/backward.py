@@ -58,7 +58,7 @@ class Backward(NamedTuple):
     cast: int
     """Half-precision copies of weights, that autocast's autograd still holds."""
     cast_unsaved: int
-    """Copies that the first layer makes and does not keep, for under adapters no gradient goes past it."""
+    """Copies of the first layer's adapters that it does not keep: no gradient goes past it."""
     stream: int
     """The gradient that passes from layer to layer."""
     norm: int
@@ -146,8 +146,8 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
     experts = arch.mixture_of_experts
     if moe and experts is not None:
         rows = experts.num_experts_per_tok
-        # Grouped products are not autocast: they run in the weights' own fp32.
-        width = FP32 if modules.autocast else c
+        # Grouped products are not autocast: they run in the weights' own type.
+        width = modules.stream
         # Gradients of the weighted rows, of their sum and of the weights, in the router's fp32; a cast.
         weighted = rows * hidden * (3 * FP32 + (width if width < FP32 else 0))
         inner = rows * experts.moe_intermediate_size * width * (2 if modules.trained else 3)
@@ -217,7 +217,7 @@ def _behind_attention(arch: Architecture, modules: Modules) -> int:
 def final_norm(arch: Architecture, modules: Modules) -> int:
     """Bytes of a token while the final norm is differentiated, beside what it saved."""
     if arch.norm == "layernorm" or modules.kernels == "liger":
-        return arch.hidden_size * modules.stream
+        return arch.hidden_size * modules.normed
     # x^2's gradient in plain operations: four fp32 numbers of the stream's width.
     return arch.hidden_size * (4 * FP32)
 

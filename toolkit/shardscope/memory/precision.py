@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from shardscope.recipe import Recipe
 
 FP32 = 4
 HALF = 2
@@ -26,6 +29,17 @@ widths: dict[str, Widths] = {
     "bf16": Widths(HALF, HALF, HALF),
     "fp32": Widths(FP32, FP32, FP32),
 }
+
+
+def base_width(recipe: Recipe) -> int:
+    """Bytes of one weight of the model itself where it is kept.
+
+    Under adapters it is frozen: it never updates, so mixed precision keeps no fp32 original of it, only what
+    products read. peft's adapters are the ones in fp32 (``autocast_adapter_dtype``).
+    """
+    width = widths[recipe.precision]
+    return width.compute if recipe.has_adapters else width.original
+
 
 num_moments: dict[str, int] = {"adamw": 2, "sgd": 1}
 """Numbers that the optimizer keeps a weight: AdamW's two moments (Loshchilov & Hutter 2019), one momentum."""

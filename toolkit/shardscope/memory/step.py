@@ -216,23 +216,18 @@ class StageStep:
         return self.stage.is_first * (8 - unsaved)
 
     def _unsaved_copies(self) -> Any:
-        """Copies of the first layer's projections that are not kept: its input gets no gradient.
-
-        Frozen weights are not in autocast's cache either, so they go at once.
-        """
+        """Copies of the first layer's adapters that autograd does not keep: their input gets no gradient."""
         modules = self.modules
-        if modules.trained or not modules.autocast or modules.quantized:
+        if modules.trained or not modules.autocast or self.plan.recipe.recompute != "none":
             return 0
-        if self.plan.recipe.recompute != "none":
-            return 0
-        return self.stage.is_first * modules.compute * _attention_inputs(self.plan.architecture)
+        return self.stage.is_first * modules.compute * _first_adapters(self.plan.architecture, modules)
 
     def _output(self) -> Any:
         """The final norm's output, which the model hands out, where it is no tensor that is saved anyway."""
         modules = self.modules
         saved = modules.trained or modules.keeps_frozen_inputs
         alive = modules.kernels != "megatron" and (modules.autocast or not saved)
-        row = self.plan.architecture.hidden_size * modules.stream
+        row = self.plan.architecture.hidden_size * modules.normed
         return self.stage.is_last * self.tokens * alive * row
 
     def _end_bytes(self) -> Any:
@@ -254,29 +249,29 @@ class StageStep:
         """Half-precision copies of matrices at the end of forward, and as backward starts.
 
         Autocast caches copies of trained weights until its block ends, and autograd holds all that it needs;
-        recomputation gives them up layer by layer.
+        recomputation gives them up layer by layer. A frozen base is in half precision already.
         """
-        if not self.modules.autocast:
+        modules = self.modules
+        if not modules.autocast:
             return 0, 0
         arch = self.plan.architecture
-        everything = kept = self.stage.is_last * arch.embedding_parameters * self.modules.compute
+        head = modules.trained * arch.embedding_parameters
+        everything = kept = self.stage.is_last * head * modules.compute
         present = layers_by_kind(arch, self.stage)
         for moe, layers in present:
-            everything = everything + layers * cast_weights(arch, moe, self.modules)
-        everything = everything - self._unsaved_copies()
+            everything = everything + layers * cast_weights(arch, moe, modules)
         if self.plan.recipe.recompute == "none":
-            return everything, everything
+            return everything, everything - self._unsaved_copies()
         # Kinds beyond those that are recomputed are the same ones, not recomputed.
         for kind, (moe, _) in zip(self.kinds[len(present) :], present, strict=False):
-            kept = kept + kind.num_layers * cast_weights(arch, moe, self.modules)
-        return (everything if self.modules.trained else kept), kept
+            kept = kept + kind.num_layers * cast_weights(arch, moe, modules)
+        return everything, kept
 
 
-def _attention_inputs(arch: Architecture) -> int:
-    """Weights of the projections that read a layer's input."""
-    return sum(
-        rows * columns for name, (rows, columns) in arch.layer_linears(0) if name in attention_inputs(arch)
-    )
+def _first_adapters(arch: Architecture, modules: Modules) -> int:
+    """Weights of the adapters' first matrices that read the model's embeddings."""
+    adapted = set(attention_inputs(arch)).intersection(modules.targets or ())
+    return modules.adapter_rank * sum(inner for name, (_, inner) in arch.layer_linears(0) if name in adapted)
 
 
 def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", _attention if has_flash else _attention_before_ampere),
         (F, "dropout", _dropout),
+        (F, "layer_norm", _normalised_in_fp32(F.layer_norm)),
         *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
         (F, "grouped_mm", _grouped_products(F.grouped_mm)),
         (torch, "is_autocast_enabled", _asks_for_cuda(torch.is_autocast_enabled)),
@@ -66,6 +67,22 @@ def _in_fp32(power: Any) -> Any:
         return power(base, *args, **kwargs)
 
     return pow_
+
+
+def _normalised_in_fp32(layer_norm: Any) -> Any:
+    """So is ``layer_norm``, weights and all (ATen/autocast_mode.h, AT_FORALL_FP32)."""
+
+    def normalised(x: torch.Tensor, shape: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return layer_norm(x, shape, *args, **kwargs)
+
+        def wide(value: Any) -> Any:
+            return value.float() if isinstance(value, torch.Tensor) else value
+
+        wide_options = {name: wide(value) for name, value in kwargs.items()}
+        return layer_norm(wide(x), shape, *map(wide, args), **wide_options)
+
+    return normalised
 
 
 def _grouped_products(grouped_mm: Any) -> Any:

@@ -9,11 +9,13 @@ import torch
 from shardscope.memory.lora import adapter_targets
 
 
-def add_adapters(model: torch.nn.Module, architecture: Any, recipe: Any) -> torch.nn.Module:
+def add_adapters(
+    model: torch.nn.Module, architecture: Any, recipe: Any, *, in_fp32: bool = False
+) -> torch.nn.Module:
     """``model`` inside peft's wrapper, with only its adapters trainable.
 
-    Adapters keep the precision of the model: peft's default would make them fp32 in a bf16 model, which is
-    not what the plan counted.
+    Adapters keep the precision of the model, or are ``in_fp32`` over a base in half precision, which is
+    peft's own default: mixed precision keeps fp32 originals of what trains.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -26,5 +28,5 @@ def add_adapters(model: torch.nn.Module, architecture: Any, recipe: Any) -> torc
         task_type="CAUSAL_LM",
         target_modules=list(adapter_targets(architecture, recipe)),
     )
-    adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
     return adapted

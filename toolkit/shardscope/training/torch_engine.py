@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.frameworks.registry import check_trained
@@ -195,23 +196,29 @@ class TorchEngine(Engine):
             model = build_model()
             if loss_in_force(self.plan) == "chunked":
                 apply_chunked_loss(model)
-            if self.recipe.base_quantization:
-                model = self._quantized(model)
             if self.recipe.has_adapters:
-                model = lora.add_adapters(model, self.plan.architecture, self.recipe)
-            if self.recipe.precision == "bf16" and not self.recipe.base_quantization:
-                # Adapters too: over a base on meta peft makes them fp32.
+                model = self._adapted(model)
+            elif self.recipe.precision == "bf16":
                 model = model.to(torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
         return model
 
-    def _quantized(self, model: torch.nn.Module) -> torch.nn.Module:
-        """``model`` over a base in few bits; its adapters will be what peft makes over such a base."""
-        kinds = {**MIXED_TYPES, "bf16": torch.bfloat16}
-        if self.recipe.precision == "bf16":
-            model = model.to(torch.bfloat16)
-        compute = kinds.get(self.recipe.precision, torch.float32)
-        quantize_base(model, self.recipe, sharded=self.shards_parameters, compute=compute)
+    def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Adapters over ``model``, which is frozen in the type of products: it has no fp32 original."""
+        recipe, is_mixed = self.recipe, self.recipe.precision in MIXED_TYPES
+        kind = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
+        # Tables of angles stay in fp32 where a mixed recipe's base does not, as from_pretrained leaves them.
+        model = (
+            model._apply(lambda t: t.to(kind) if isinstance(t, Parameter) else t)
+            if is_mixed
+            else model.to(kind)
+        )
+        if recipe.base_quantization:
+            quantize_base(model, recipe, sharded=self.shards_parameters, compute=kind)
+        model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
+        if recipe.precision == "bf16" and not recipe.base_quantization:
+            # Over a base on meta peft makes adapters in fp32.
+            model = model.to(kind)
         return model
 
     def _in_run(self, path: str | Path) -> Path:

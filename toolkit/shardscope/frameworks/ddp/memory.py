@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.frameworks.ddp.peaks import NOTHING_GATHERED, peaks
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import FP32, widths
+from shardscope.memory.precision import FP32, base_width, widths
 from shardscope.memory.quantization import frozen_base_bytes
 from shardscope.memory.report import Term
 from shardscope.memory.stages import Shapes, Stage, StageShape, shapes_of, stage_of
@@ -29,15 +29,15 @@ def stage(plan: Plan, shape: StageShape) -> Stage:
 
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Parameters, gradients and moments in the originals' type; gradients are views of the buckets."""
-    width = widths[plan.recipe.precision]
+    width, frozen = widths[plan.recipe.precision], base_width(plan.recipe)
     quantised = plan.recipe.base_quantization is not None
-    # peft makes adapters of an NF4 Linear in the type that this computes in, of an int8 one in fp32
-    # (tuners_utils.py, _move_adapter_to_device_of_base_layer: an integer type is not taken over).
+    # peft makes adapters of an int8 Linear in fp32 (tuners_utils.py, _move_adapter_to_device_of_base_layer:
+    # an integer type is not taken over).
     int8 = plan.recipe.base_quantization == "int8"
-    each = FP32 if int8 else width.compute if quantised else width.original
+    each = FP32 if int8 else width.original
     trained = each * stage.trainable
     optimizer = optimizer_bytes(plan, stage, each, num_shards=1, library="bitsandbytes")
-    base = frozen_base_bytes(plan, stage, width.original) if quantised else width.original * stage.base
+    base = frozen_base_bytes(plan, stage, frozen) if quantised else frozen * stage.base
     parameters = base + each * stage.adapters
 
     def parameter_words() -> str:
@@ -45,13 +45,13 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             kind, source = ("int8", "2022") if int8 else ("NF4", "2023")
             return (
                 f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in {kind}, others × "
-                f"{width.original} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
+                f"{frozen} bytes + {stage.adapters:,} of adapters × {each} bytes (Dettmers et al. "
                 f"{source}, bitsandbytes)"
             )
         if plan.recipe.has_adapters:
             return (
-                f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes · whole "
-                "on every rank (Li et al. 2020); autocast casts the base, so it stays in its own type"
+                f"{stage.base:,} frozen × {frozen} bytes + {stage.adapters:,} of adapters × {each} bytes · "
+                "whole on every rank (Li et al. 2020); what never updates has no fp32 original"
             )
         weights = count(stage.base, "parameter")
         return f"{weights} × {width.original} bytes · whole on every rank (Li et al. 2020)"

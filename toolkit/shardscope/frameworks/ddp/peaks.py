@@ -109,9 +109,8 @@ class _Step:
         return self.shape.norm + self.tied - copy
 
     def _forward(self, order: Order, place: Place) -> Peak:
-        """Inside one layer, with autocast's copies of all weights so far."""
-        kept = "casts" if self.trains else "casts_kept"
-        casts = order.sum_before(place.index + 1, kept) - self.shape.cast_unsaved
+        """Inside one layer, with autocast's copies of all trained weights so far."""
+        casts = order.sum_before(place.index + 1, "casts")
         return self._peak(
             0.02 + 0.3 * (place.index + 1) / order.num_layers,
             (place.before, place.kind.forward, casts),

@@ -2,7 +2,9 @@
 
 Read off ``torch.distributed.fsdp._fully_shard`` (torch 2.13, ``_fsdp_collectives.py``,
 ``_fsdp_param_group.py``): a gather has its whole output beside the parameters that are copied out of it, and
-its input where that is cast; a reduction its input and its output.
+its input where that is cast; a reduction its input and its output. Under adapters of a mixed recipe only
+these are cast: the frozen base is kept in the type that it is gathered in (``FSDPParam.init_dtype_attrs``),
+which a group allows, for it asks one type of its trained parameters only (``_init_mp_dtypes``).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.fsdp2.quantized import numbers_saved
 from shardscope.memory.arithmetic import ceil_div, looked_up, smallest, where
-from shardscope.memory.lora import layer_adapters
+from shardscope.memory.lora import adapter_targets, first_layer, layer_adapters
 from shardscope.memory.precision import widths
 from shardscope.memory.stages import layer_shard, rank_shapes
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
 
 
 class Group(NamedTuple):
@@ -79,7 +82,8 @@ class Groups(NamedTuple):
     """With tp the embedding's gradient is made whole, and then cut: DTensor's backward of it knows no cut of
     the vocabulary (torch, tensor/_ops/_embedding_ops.py)."""
     left_over: Any
-    """The root's reduce-scatter input of the micro-batch before, held until the next reduction."""
+    """The last reduce-scatter's input of the micro-batch before, held until the next one: the root's, or
+    where that is frozen the first layer's."""
 
     def at(self, index: Any) -> Group:
         """The group of the layer at ``index``; nothing before the first layer."""
@@ -119,10 +123,15 @@ def groups_of(plan: Plan, stage: Stage) -> Groups:
     trains_edges = not plan.recipe.has_adapters
     root = width.compute * ranks * stage.edge_shard
     root_reduction = trains_edges * width.reduce * ranks * stage.edge_shard
+    dense, experts = _group(plan, False, ranks), _group(plan, True, ranks)
+    first_with_experts = stage.num_layers - stage.num_moe_layers
+    last_reduction = root_reduction
+    if not trains_edges:
+        last_reduction = where(first_with_experts > 0, dense.reduction, experts.reduction)
     return Groups(
-        dense=_group(plan, False, ranks),
-        experts=_group(plan, True, ranks),
-        first_with_experts=stage.num_layers - stage.num_moe_layers,
+        dense=dense,
+        experts=experts,
+        first_with_experts=first_with_experts,
         root=root,
         root_staging=where(ranks > 1, root, 0),
         head=trains_edges * width.compute * stage.head,
@@ -132,7 +141,7 @@ def groups_of(plan: Plan, stage: Stage) -> Groups:
         embedding=(plan.degrees.tp > 1)
         * stage.is_first
         * (width.compute * plan.architecture.vocab_size * plan.architecture.hidden_size),
-        left_over=where((plan.num_micro_batches > 1) & (plan.degrees.pp == 1), root_reduction, 0),
+        left_over=where((plan.num_micro_batches > 1) & (plan.degrees.pp == 1), last_reduction, 0),
     )
 
 
@@ -156,11 +165,16 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
         whole = ceil_div(layer_adapters(arch, recipe, moe)[0], degrees.tp)
     parameters = width.compute * ranks * (own + adapters)
     casts = width.compute != width.original
+    trained = adapters if recipe.has_adapters else own
+    copied: Any = casts * width.compute * trained
+    if layout.offload == "cpu":
+        copied = width.compute * (own + adapters)
     alone: Any = 0
     if casts:
-        alone = looked_up(lambda tp, ep: _casts(arch, moe, tp, ep) * width.compute, degrees.tp, degrees.ep)
-    copied = casts or layout.offload == "cpu"
-    trained = adapters if recipe.has_adapters else own
+        adapted = recipe if recipe.has_adapters else None
+        alone = width.compute * looked_up(
+            lambda tp, ep: _casts(arch, adapted, moe, tp, ep), degrees.tp, degrees.ep
+        )
     reshard = layout.reshard_after_forward
     kept: Any = 0
     if reshard is False:
@@ -170,7 +184,7 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     return Group(
         parameters=parameters,
         staging=where(ranks > 1, parameters, 0),
-        copying=where(ranks > 1, copied * parameters // ranks, alone),
+        copying=where(ranks > 1, copied, alone),
         kept=kept,
         reduction=width.reduce * ranks * trained,
         shard=width.original * trained,
@@ -179,17 +193,34 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
 
 
 @lru_cache(maxsize=1024)
-def _casts(arch: Architecture, moe: bool, tp: int, ep: int) -> int:
+def _casts(arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int) -> int:
     """Numbers that one rank alone holds beside a layer's parameters while it casts them, tensor by tensor.
 
     The cast before goes when the next one is there, and each is copied into a tensor of its own
-    (``FSDPParamGroup.wait_for_unshard``).
+    (``FSDPParamGroup.wait_for_unshard``). Under adapters only these are cast.
     """
     made = most = last = 0
-    for shape in rank_shapes(arch, moe, tp, ep):
-        size = shape.copies * shape.rows * shape.columns
-        most = max(most, made + last + size)
+    for size, is_cast in _tensors(arch, adapted, moe, tp, ep):
+        cast = is_cast * size
+        most = max(most, made + last + cast)
         made += size
-        most = max(most, made + size)
-        last = size
+        most = max(most, made + cast)
+        last = cast
     return most - made
+
+
+def _tensors(
+    arch: Architecture, adapted: Recipe | None, moe: bool, tp: int, ep: int
+) -> list[tuple[int, bool]]:
+    """(numbers, whether they are trained) of a layer's tensors in their order, adapters behind their own."""
+    found = []
+    linears = dict(arch.layer_linears(first_layer(arch, moe)))
+    targets = adapter_targets(arch, adapted) if adapted else ()
+    for shape in rank_shapes(arch, moe, tp, ep):
+        found.append((shape.copies * shape.rows * shape.columns, adapted is None))
+        module, _, kind = shape.name.rpartition(".")
+        target = module.rpartition(".")[2]
+        if adapted and kind == "weight" and target in targets and target in linears:
+            out, inner = linears[target]
+            found += [(ceil_div(adapted.adapter_rank * size, tp), True) for size in (inner, out)]
+    return found

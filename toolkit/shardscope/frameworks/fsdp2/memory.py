@@ -1,8 +1,9 @@
 """FSDP2's training state: every tensor cut along its first dimension, gathered one decoder layer at a time.
 
 Read off ``torch.distributed.fsdp`` (``_fully_shard/_fsdp_param.py``, ``_fsdp_collectives.py``): sharded
-originals stay in their own type, groups are gathered in the compute type, gradients are reduce-scattered in
-the reduction type, and while one layer computes the next is already on its way.
+originals stay in their own type (a frozen base in the compute type: it never updates), groups are gathered in
+the compute type, gradients are reduce-scattered in the reduction type, and while one layer computes the next
+is already on its way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_sa
 from shardscope.frameworks.fsdp2.stage_peaks import peaks
 from shardscope.memory.arithmetic import largest
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import FP32, widths
+from shardscope.memory.precision import FP32, base_width, widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import (
     Shapes,
@@ -56,12 +57,12 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """Sharded originals, gradients and moments; gathered layers and reductions as staging."""
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
-    width = widths[recipe.precision]
+    width, each = widths[recipe.precision], base_width(recipe)
     ranks = degrees.shard * degrees.cp
     optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
     scales = scales_bytes(plan, stage)
-    base = width.original * (stage.shard - stage_numbers_saved(plan, stage, ranks)) + scales
+    base = each * (stage.shard - stage_numbers_saved(plan, stage, ranks)) + scales
     parameters = base + (trained if recipe.has_adapters else 0)
     # On CPU ranks the host's memory is the rank's own, and offloading moves nothing.
     on_host = layout.offload == "cpu" and plan.on_gpu
@@ -75,8 +76,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             )
         if recipe.has_adapters:
             return (
-                f"({stage.base:,} frozen + {stage.adapters:,} of adapters) × {width.original} bytes / "
-                f"{ranks} ranks, each tensor's rows rounded up (fully_shard keeps the sharded originals)"
+                f"({stage.base:,} frozen × {each} bytes + {stage.adapters:,} of adapters × {width.original} "
+                f"bytes) / {ranks} ranks, each tensor's rows rounded up (fully_shard keeps the sharded "
+                "originals; what never updates has none in fp32)"
             )
         return (
             f"{stage.base:,} parameters × {width.original} bytes / {ranks} ranks, each tensor's rows rounded "
@@ -113,7 +115,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 
 def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
     """Weights drawn one whole tensor at a time; small models come from the host, one group at a time."""
-    width = widths[plan.recipe.precision].original
+    width = base_width(plan.recipe)
     if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
         whole = width * _largest_matrix(plan.architecture, stage)
         return Term(

@@ -79,7 +79,7 @@ def scores_per_token(arch: Architecture, modules: Modules) -> int:
     if arch.model_type == "gpt_oss":
         # The softmax over keys and sink, where each row's largest score stood, and autocast's copy.
         softmax = heads * (modules.seq_len + 1) * modules.stream
-        return softmax + heads * INT64 + (each_key * cast if modules.autocast else 0)
+        return softmax + heads * INT64 + each_key * cast * (modules.stream > modules.compute)
     if is_eager(arch, modules):
         # The cap's tanh if any, the fp32 softmax, and its cast for the product with the values.
         tanh = modules.compute if arch.model_type in EAGER else 0
@@ -105,8 +105,8 @@ def kernel_tensors(arch: Architecture, modules: Modules, output_projection: str 
     elif has_mask and width.key < width.query:
         # With a mask SDPA wants as many keys as queries.
         key = value = width.query
-    elif arch.model_type in FUSED_VALUES and not (modules.quantized and modules.autocast):
-        # A base in few bits puts out the stream's type, of which autocast makes copies.
+    elif arch.model_type in FUSED_VALUES and not (modules.quantized and modules.normed > c):
+        # A base in few bits puts out the type of its input, of which autocast makes copies.
         value = width.query + 2 * width.key
     if has_mask:
         # The kernel keeps the mask in the operands' type.
@@ -141,10 +141,11 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
 def _falcon_operands(arch: Architecture, modules: Modules) -> tuple[int, int]:
     """Numbers that key and value keep: newer Falcons repeat both to all heads, older ones' are views.
 
-    Values are a view of the fused output; with biases autocast makes that fp32, and the kernel has a copy.
+    Values are a view of the fused output; biases in fp32 make that fp32 under autocast, and the kernel has a
+    copy.
     """
     query = widths(arch).query
-    repeated = arch.new_decoder_architecture or (modules.autocast and arch.attention_bias)
+    repeated = arch.new_decoder_architecture or (modules.stream > modules.compute and arch.attention_bias)
     return query, query if repeated else 3 * query
 
 

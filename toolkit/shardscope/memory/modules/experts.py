@@ -18,8 +18,8 @@ def expert_tensors(arch: Architecture, modules: Modules) -> list[Saved]:
         raise AssertionError("an expert layer of an architecture without experts")
     c, hidden, top_k = modules.compute, arch.hidden_size, experts.num_experts_per_tok
     shared = experts.shared_expert_intermediate_size
-    # Grouped products are not autocast: they run in the weights' own fp32.
-    width = FP32 if modules.autocast else c
+    # Grouped products are not autocast: they run in the weights' own type, as the stream does.
+    width = modules.stream
     # Frozen experts need no inputs; the unweighted output stays, for the router's weights get gradients.
     routed = 2 * hidden * width if modules.trained else hidden * width
     # gpt-oss clamps its gate, and multiplies it with a sigmoid in plain operations.

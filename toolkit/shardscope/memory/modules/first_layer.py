@@ -37,14 +37,15 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     if arch.norm == "rmsnorm":
         norm = Saved("norms", hidden * FP32 + FP32, "sequence")
         return (norm, *_before_the_first_adapter(arch, modules, norm))
-    number = modules.compute if casts_norms(arch, modules) else modules.stream
+    number = modules.compute if casts_norms(arch, modules) else modules.normed
     norms = arch.norms_per_layer if arch.parallel_residual else 1
-    unsaved = [Saved("norms", hidden * number + norms * statistics(modules), "sequence")]
+    inputs = norms if modules.normed > modules.stream else 1
+    unsaved = [Saved("norms", inputs * hidden * number + norms * statistics(modules), "sequence")]
     adapted = any(map(modules.feeds, (*mlp_inputs(arch), names_of(arch).down)))
     if arch.parallel_residual and not adapted:
         inner = inner_bytes(arch, modules)
         if modules.quantized and modules.autocast:
-            inner += modules.stream - modules.compute
+            inner += modules.normed - modules.compute
         unsaved.append(Saved("mlp", inner * arch.intermediate_size, "tp"))
     return tuple(unsaved)
 

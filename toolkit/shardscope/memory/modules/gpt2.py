@@ -20,7 +20,7 @@ def gpt2_layer(arch: Architecture, modules: Modules) -> list[Saved]:
     statistics = 2 * (FP32 if modules.on_gpu else modules.stream)
     inputs = modules.stream_copies("c_attn") + modules.stream_copies("c_fc")
     return [
-        Saved("norms", 2 * (hidden * modules.stream + statistics) + inputs * hidden * c, "sequence"),
+        Saved("norms", 2 * (hidden * modules.normed + statistics) + inputs * hidden * c, "sequence"),
         *kernel_tensors(arch, modules, output_projection="c_proj"),
         Saved("norms", 2 * hidden * mask, "sequence"),
         Saved(

@@ -132,9 +132,10 @@ class _Layer:
         self.stream = ceil_div(hidden * modules.stream, parts.sequence)
         self.weights = layer_weights(arch, moe, parts.tp)
         self.row = hidden * c
-        # A gradient of the compute type beside the stream's: autocast casts it, a norm behind makes it.
+        # A gradient of the compute type beside a wider stream's: autocast casts it, a norm behind makes it.
         splits = parts.sequence > 1  # and gathers the gradient of what it scattered
-        self.cast = self.row if modules.autocast or arch.norms_per_layer == 4 or splits else 0
+        wider = modules.stream > c
+        self.cast = self.row if wider or arch.norms_per_layer == 4 or splits else 0
         self.norm = ceil_div(final_norm(arch, modules), parts.sequence)
         norms = parts.part([saved_tensors(arch, moe, modules)[0]])
         self.own_norm = norms // max(2, arch.norms_per_layer)
@@ -198,7 +199,7 @@ class _Layer:
         if modules.int8_base:
             return held + inner * (HALF + 1)
         passing = inner * c * (1 - modules.inner_copies(names_of(arch).down))
-        return held + passing + inner * FP32 * modules.autocast
+        return held + passing + inner * FP32 * (modules.normed > c)
 
     def _scores_forward(self) -> int:
         """Attention in plain operations, before the feed-forward has saved anything."""
@@ -295,8 +296,8 @@ class _Layer:
         assert experts is not None
         left = self._here(left, self.mlp)
         c, hidden, rows = modules.compute, arch.hidden_size, experts.num_experts_per_tok
-        # Grouped products are not autocast: they run in the weights' own fp32.
-        width = FP32 if modules.autocast else c
+        # Grouped products are not autocast: they run in the weights' own type.
+        width = modules.stream
         shared = weights.feed_forward - weights.expert_down - weights.expert_up
         first = self.done(shared)
         found = []
@@ -343,9 +344,9 @@ class _Layer:
 def row_types(arch: Architecture, modules: Modules) -> tuple[int, int]:
     """Bytes of a number in experts' rows, and once they are weighted: most routers' weights are fp32.
 
-    Grouped products are not autocast: they run in the weights' own fp32.
+    Grouped products are not autocast: they run in the weights' own type.
     """
-    width = FP32 if modules.autocast else modules.compute
+    width = modules.stream
     return width, width if arch.model_type in CAST_WEIGHTS else FP32
 
 

@@ -27,7 +27,7 @@ def layernorm_layer(arch: Architecture, modules: Modules) -> list[Saved]:
 
 def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
     """Each norm's mean and 1/std, the streams that they read, and their outputs, which projections read."""
-    hidden, number = arch.hidden_size, modules.stream
+    hidden, number = arch.hidden_size, modules.normed
     attention, mlp = stream_readers(arch)
     if casts_norms(arch, modules):
         number = modules.compute
@@ -36,8 +36,10 @@ def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
         copies = modules.stream_copies(*attention, *mlp)
     else:
         copies = modules.stream_copies(*attention) + modules.stream_copies(*mlp)
-    # Side by side both halves read the same stream.
+    # Side by side both halves read the same stream, unless each upcasts it for itself.
     inputs = 1 if arch.parallel_residual else 2
+    if modules.normed > modules.stream:
+        inputs = arch.norms_per_layer
     saved = inputs * hidden * number + arch.norms_per_layer * statistics(modules)
     return [
         Saved("norms", saved, "sequence"),
@@ -48,6 +50,11 @@ def _norms(arch: Architecture, modules: Modules) -> list[Saved]:
 def statistics(modules: Modules) -> int:
     """Mean and 1/std of one row: fp32, but on a CPU in the type of its input."""
     return 2 * (FP32 if modules.on_gpu else modules.stream)
+
+
+def norms_are_upcast(arch: Architecture) -> bool:
+    """Whether the family's norms are ``layer_norm``, of which CUDA's autocast makes fp32."""
+    return arch.norm == "layernorm" and arch.model_type != "nemotron"
 
 
 def casts_norms(arch: Architecture, modules: Modules) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardscope.memory.precision import FP32
 from shardscope.parameter_names import attention_inputs, mlp_inputs
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Modules(NamedTuple):
     kernels: str
     """``Recipe.kernels``, or what the layout runs by itself."""
     autocast: bool
-    """Weights stay fp32 and each matrix product casts its own input (torch.autocast)."""
+    """Trained weights stay fp32 and each matrix product casts its own input (torch.autocast)."""
     compute: int
     """Bytes of a number in matrix products."""
     seq_len: int
@@ -65,6 +66,8 @@ class Modules(NamedTuple):
     adapters on them are in fp32 and so cast these inputs (peft, ``lora/bnb.py``)."""
     eight_bit_inputs: bool = False
     """Products keep their inputs in copies of 8 bits (Transformer Engine's fp8)."""
+    upcasts_norms: bool = False
+    """Norms read and put out fp32: CUDA's autocast has ``layer_norm`` in its fp32 list, a CPU's has not."""
     keeps_frozen_inputs: bool = False
     """Frozen projections keep their inputs too (DeepSpeed's own ``linear`` of ZeRO-3)."""
 
@@ -75,8 +78,27 @@ class Modules(NamedTuple):
 
     @property
     def stream(self) -> int:
-        """Bytes of a number in the residual stream."""
-        return 4 if self.autocast else self.compute
+        """Bytes of a number in the residual stream: fp32 under autocast, but over a base frozen in half.
+
+        Products over a base in few bits give back the type that they are given (bitsandbytes): what norms
+        have upcast stays in fp32.
+        """
+        wide = self.trained or (self.quantized and self.upcasts_norms)
+        return FP32 if self.autocast and wide else self.compute
+
+    @property
+    def normed(self) -> int:
+        """Bytes of a number that a norm puts out."""
+        return FP32 if self.upcasts_norms else self.stream
+
+    @property
+    def recasts(self) -> bool:
+        """peft casts an adapter's input to the adapter's fp32, and autocast casts it back.
+
+        Over bitsandbytes' Linears it leaves that to autocast, of which it asks for CUDA's
+        (``tuners/lora/bnb.py``).
+        """
+        return self.autocast and not self.trained and not (self.quantized and self.on_gpu)
 
     def feeds(self, projection: str) -> bool:
         """Whether a projection keeps its input: its own weight is trained, or an adapter's."""
@@ -87,20 +109,17 @@ class Modules(NamedTuple):
     def stream_copies(self, *projections: str) -> int:
         """Copies of one norm's output that the projections reading it keep between them.
 
-        Autocast casts it anew for each of them.
+        Autocast casts what is in fp32 anew for each of them: the stream of a trained model, what peft casts
+        for an adapter.
         """
         feeding = sum(self.feeds(projection) for projection in projections)
-        return feeding if self.autocast else min(1, feeding)
+        return feeding if self.normed > self.compute or self.recasts else min(1, feeding)
 
     def inner_copies(self, projection: str, already_saved: bool = False) -> int:
-        """Copies of an input that is in the compute type already, beside what another operator saved of it.
-
-        peft casts an adapter's input to the adapter's fp32, and autocast casts it back: a copy of its own.
-        """
+        """Copies of an input that is in the compute type already, beside what another operator saved."""
         if not self.feeds(projection):
             return 0
-        recast = self.autocast and not self.trained and not self.quantized
-        return 1 if recast or not already_saved else 0
+        return 1 if self.recasts or not already_saved else 0
 
 
 def stream_readers(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
