@@ -214,10 +214,16 @@ class Layout(JsonNoun):
         sequence_parallel: bool | None = None,
         distributed_optimizer: bool = True,
         etp: int | None = None,
+        grad_reduce_in_fp32: bool | None = None,
+        use_precision_aware_optimizer: bool = False,
+        exp_avg_dtype: str = "fp32",
+        exp_avg_sq_dtype: str = "fp32",
+        cross_entropy_fusion_impl: str = "native",
     ) -> Layout:
         """Megatron-core: tensor, pipeline, context, expert parallel. ``sequence_parallel=None``: tp > 1.
 
-        ``etp`` is the tensor-parallel degree inside an expert; None: ``tp``.
+        ``etp`` is the tensor-parallel degree inside an expert; None: ``tp``. The others are megatron-core's
+        own options of the same names; ``grad_reduce_in_fp32=None``: unless weights are in fp16.
         """
         return _layout_class("megatron")(
             tp=tp,
@@ -228,6 +234,11 @@ class Layout(JsonNoun):
             sequence_parallel=sequence_parallel,
             distributed_optimizer=distributed_optimizer,
             etp=etp,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
+            use_precision_aware_optimizer=use_precision_aware_optimizer,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            cross_entropy_fusion_impl=cross_entropy_fusion_impl,
         )
 
     def to_dict(self) -> dict[str, Any]:

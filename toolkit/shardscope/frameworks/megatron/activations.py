@@ -178,21 +178,33 @@ class _Stage:
         """The fused loss makes its gradient in bf16, which autograd casts back for another type of logits
         (megatron/core/fusions/fused_cross_entropy.py)."""
         recipe = self.plan.recipe
-        return recipe.loss == "fused" and (self.modules.compute == FP32 or recipe.precision == "fp16-mixed")
+        casts = self.modules.compute == FP32 or recipe.precision == "fp16-mixed"
+        return recipe.loss == "fused" and not self._overwrites_logits() and casts
+
+    def _overwrites_logits(self) -> bool:
+        """Transformer Engine's loss writes the gradient over the logits, in their own type
+        (transformer_engine/pytorch/cross_entropy.py, triton/cross_entropy.py)."""
+        layout: Any = self.plan.layout
+        return self.plan.recipe.loss == "fused" and layout.cross_entropy_fusion_impl == "te"
 
     def _logits(self) -> tuple[Term, Term]:
         is_last, tokens = self.stage.is_last, self.tokens
         rows = padded_vocab_size(self.arch.vocab_size, self.degrees.tp) // self.degrees.tp
         each = logits_per_token(rows, "megatron", self.modules.compute)
-        if self._casts_loss():
+        if self._overwrites_logits():
+            each = Logits(rows * self.modules.compute, rows * self.modules.compute)
+        elif self._casts_loss():
             each = Logits(each.forward, rows * (FP32 + HALF + self.modules.compute))
 
         def words(num_bytes: int) -> str:
             if not is_last:
                 return "only the last pipeline stage has the head"
+            kept = "logits, fp32 softmax, gradient"
+            if self._overwrites_logits():
+                kept = "Transformer Engine's, whose gradient takes the logits' place"
             return (
                 f"{count(tokens, 'token')} × {rows:,} rows of the padded vocabulary × "
-                f"{num_bytes // rows} bytes · vocab-parallel cross entropy: logits, fp32 softmax, gradient"
+                f"{num_bytes // rows} bytes · vocab-parallel cross entropy: {kept}"
             )
 
         return (

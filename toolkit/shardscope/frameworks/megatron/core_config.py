@@ -50,6 +50,20 @@ def check_rehearsed(plan: Plan) -> None:
     experts = arch.mixture_of_experts
     if experts is not None and not arch.gated_mlp:
         refuse("Architecture.gated_mlp", False, "True with experts in a rehearsal", "plan.memory()")
+    if plan.layout.use_precision_aware_optimizer:  # type: ignore[attr-defined]
+        refuse(
+            "Layout.use_precision_aware_optimizer",
+            True,
+            "False in a rehearsal: it is Transformer Engine's Adam, which needs CUDA",
+            "plan.memory()",
+        )
+    if recipe.loss == "fused" and plan.layout.cross_entropy_fusion_impl == "te":  # type: ignore[attr-defined]
+        refuse(
+            "Layout.cross_entropy_fusion_impl",
+            "te",
+            "'native' in a rehearsal: Transformer Engine's kernel needs CUDA",
+            "plan.memory()",
+        )
     if recipe.optimizer not in ("adamw", "sgd"):
         refuse("Recipe.optimizer", recipe.optimizer, "'adamw', 'sgd' in a rehearsal", 'optimizer="adamw"')
 

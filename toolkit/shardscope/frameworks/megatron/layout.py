@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from shardscope.fixes import checked
 from shardscope.layout import (
@@ -20,12 +20,16 @@ from shardscope.layout import (
     divisors,
     left_over_ranks,
 )
-from shardscope.validation import FieldError, flag, refuse
+from shardscope.validation import FieldError, flag, one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.cluster import Cluster
     from shardscope.recipe import Recipe
+
+
+MomentType = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Types in which megatron-core's precision-aware optimizer can keep a moment."""
 
 
 @checked
@@ -83,6 +87,18 @@ class MegatronLayout(Layout):
     """Split norms and residuals along the sequence within tp; ``None``: whenever tp > 1."""
     distributed_optimizer: bool = True
     """Split the optimizer's state over the data-parallel ranks."""
+    grad_reduce_in_fp32: bool | None = None
+    """Accumulate and reduce gradients in fp32; ``None``: in fp32 but for fp16 weights, as Megatron-LM does.
+    ``False`` is its ``--grad-reduce-in-bf16``, and what Megatron-Bridge's fast recipes choose."""
+    use_precision_aware_optimizer: bool = False
+    """Transformer Engine's Adam keeps the main weights and reads gradients as they are: of bf16 weights it
+    keeps the lower 16 bits only (``store_param_remainders``)."""
+    exp_avg_dtype: MomentType = "fp32"
+    """Type of the first moment; another than fp32 needs ``use_precision_aware_optimizer``."""
+    exp_avg_sq_dtype: MomentType = "fp32"
+    """Type of the second."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose kernel a fused loss is: Transformer Engine's writes the gradient over the logits."""
 
     def __post_init__(self) -> None:
         check_degrees(self, "tp", "pp", "vpp", "cp", "ep")
@@ -91,10 +107,36 @@ class MegatronLayout(Layout):
         flag("Layout.distributed_optimizer", self.distributed_optimizer)
         if self.sequence_parallel is not None:
             flag("Layout.sequence_parallel", self.sequence_parallel)
+        self._check_optimizer()
         if self.sequence_parallel and self.tp == 1:
             refuse("Layout.sequence_parallel", True, "False or None while tp=1", "sequence_parallel=None")
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+
+    def _check_optimizer(self) -> None:
+        """What OptimizerConfig asserts (megatron/core/optimizer/optimizer_config.py)."""
+        if self.grad_reduce_in_fp32 is not None:
+            flag("Layout.grad_reduce_in_fp32", self.grad_reduce_in_fp32)
+        flag("Layout.use_precision_aware_optimizer", self.use_precision_aware_optimizer)
+        aware = self.use_precision_aware_optimizer
+        if aware and not self.distributed_optimizer:
+            refuse(
+                "Layout.use_precision_aware_optimizer",
+                True,
+                "False without the distributed optimizer",
+                "distributed_optimizer=True",
+            )
+        one_of("Layout.cross_entropy_fusion_impl", self.cross_entropy_fusion_impl, ("native", "te"))
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            kept = getattr(self, name)
+            one_of(f"Layout.{name}", kept, get_args(MomentType))
+            if kept != "fp32" and not aware:
+                refuse(
+                    f"Layout.{name}",
+                    kept,
+                    "'fp32' unless use_precision_aware_optimizer=True",
+                    "use_precision_aware_optimizer=True",
+                )
 
     @property
     def splits_sequence(self) -> bool:
@@ -151,6 +193,8 @@ class MegatronLayout(Layout):
                 "dot_product_attention.py)",
                 "attention=None",
             )
+        if self.use_precision_aware_optimizer:
+            self._check_precision_aware(recipe)
         biases = architecture.attention_output_bias or architecture.mlp_bias
         if architecture.num_moe_layers and biases and self.expert_tp > 1:
             refuse(
@@ -158,6 +202,23 @@ class MegatronLayout(Layout):
                 self.etp,
                 f"1 with the biases of {architecture.name} (megatron-core's split experts have none)",
                 "etp=1",
+            )
+
+    def _check_precision_aware(self, recipe: Recipe) -> None:
+        if recipe.optimizer != "adamw":
+            refuse(
+                "Recipe.optimizer",
+                recipe.optimizer,
+                "'adamw' with use_precision_aware_optimizer=True",
+                "optimizer='adamw'",
+            )
+        if recipe.precision not in ("bf16-mixed", "bf16", "fp16-mixed"):
+            refuse(
+                "Recipe.precision",
+                recipe.precision,
+                "'bf16-mixed', 'bf16' or 'fp16-mixed' with use_precision_aware_optimizer=True (with fp8 it "
+                "depends on the scaling: no formula)",
+                "precision='bf16-mixed'",
             )
 
     def stage_layers(self, architecture: Architecture, degrees: Degrees) -> list[int]:

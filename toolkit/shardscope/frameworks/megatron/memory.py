@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.megatron import precision_aware
 from shardscope.frameworks.megatron.activations import stage_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
@@ -73,8 +74,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     half = widths[recipe.precision].compute
     main = FP32 if half < FP32 else 0
     kept = main + num_moments[recipe.optimizer] * FP32
-    # Gradients accumulate in fp32 with bf16 only: "fp16 param, fp16 grads" (docs/.../dist_optimizer.md).
-    gradient = half if recipe.precision == "fp16-mixed" else FP32
+    if layout.use_precision_aware_optimizer:
+        kept = precision_aware.kept_bytes(layout, recipe)
+    gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
     replicas = degrees.data_parallel * degrees.cp
     dense_ranks = expert_ranks = 1
     dense, experts = stage.layers + stage.edges, stage.experts
@@ -86,7 +88,8 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         expert_ranks = where(degrees.ep > 1, fewer, replicas)
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
-    updated = ceil_div(dense, dense_ranks) + ceil_div(experts, expert_ranks)
+    dense_updated, experts_updated = ceil_div(dense, dense_ranks), ceil_div(experts, expert_ranks)
+    updated = dense_updated + experts_updated
     optimizer = kept * updated
     dummies, shared = _staging(plan, stage)
     eight_bit = weight_copies(plan, stage)
@@ -110,8 +113,11 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     def optimizer_words() -> str:
         split = f" / {dense_ranks} data- and context-parallel ranks" if layout.distributed_optimizer else ""
         of_experts = f" + {experts:,} of experts / {expert_ranks}" if experts else ""
+        told = f"({dense:,}{split}{of_experts}) × {kept} bytes · "
+        if layout.use_precision_aware_optimizer:
+            return told + precision_aware.words(layout, recipe)
         return (
-            f"({dense:,}{split}{of_experts}) × {kept} bytes · fp32 main copy and {recipe.optimizer} moments "
+            f"{told}fp32 main copy and {recipe.optimizer} moments "
             f"(distributed_optimizer={layout.distributed_optimizer})"
         )
 
@@ -154,7 +160,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
             "gradients": Term(moving * gradient, lambda: "the buffers that have been made by then"),
             "gather_buffers": no_bytes("no collective has run"),
         },
-        optimizer_working=Term(
+        optimizer_working=precision_aware.working(layout, dense_updated, experts_updated)
+        if layout.use_precision_aware_optimizer
+        else Term(
             FP32 * updated if gradient < FP32 else 0,
             lambda: f"{updated:,} × {FP32} bytes · fp32 copies of this rank's gradients for the update",
         ),

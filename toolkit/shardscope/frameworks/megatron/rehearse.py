@@ -33,6 +33,7 @@ from shardscope.frameworks.megatron.fused_modules import (
     softmax_batch_per_block,
 )
 from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.rehearsal.world import fake_ranks, fake_tensors
@@ -200,7 +201,7 @@ class _StageRehearsal:
         with tracker.labelling("parameters"):
             models = [self._chunk(config, chunk) for chunk in range(self.plan.degrees.vpp)]
         buffers = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=self.dtype != torch.float16,
+            grad_reduce_in_fp32=reduces_in_fp32(layout, recipe),
             use_distributed_optimizer=layout.distributed_optimizer,
         )
         with tracker.labelling("gradients"):

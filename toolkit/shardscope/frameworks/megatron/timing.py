@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 from shardscope.memory.precision import FP32, widths
 from shardscope.timing.traffic import StateTraffic, Transfer, weights_of
 
@@ -12,14 +13,18 @@ if TYPE_CHECKING:
 
 
 def state_traffic(plan: Plan) -> StateTraffic:
-    """After the last micro-batch, in fp32; nothing overlaps (``overlap_grad_reduce`` is off by default)."""
+    """After the last micro-batch, in the type of the gradients' buffers.
+
+    Nothing overlaps (``overlap_grad_reduce`` is off by default).
+    """
     layout: Any = plan.layout
     degrees, weights = plan.degrees, weights_of(plan)
     ranks, stride = degrees.data_parallel * degrees.cp, degrees.tp
-    gradients = weights.trained * FP32
+    half = widths[plan.recipe.precision].compute
+    gradients = weights.trained * (FP32 if reduces_in_fp32(layout, plan.recipe) else half)
     if not layout.distributed_optimizer:
         return StateTraffic((Transfer("all_reduce", gradients, ranks, stride, 1),))
-    parameters = weights.trained * widths[plan.recipe.precision].compute
+    parameters = weights.trained * half
     return StateTraffic(
         (
             Transfer("reduce_scatter", gradients, ranks, stride, 1),
