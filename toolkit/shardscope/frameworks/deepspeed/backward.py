@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
-from shardscope.memory.activations import modules_of, unsaved_at_start
+from shardscope.memory.activations import layer_activations, modules_of, unsaved_at_start
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
 from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
 from shardscope.memory.head import loss_in_force
@@ -18,8 +20,10 @@ from shardscope.memory.words import gib
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.frameworks.deepspeed.counted import Counted
     from shardscope.memory.backward import Backward
+    from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
@@ -48,8 +52,10 @@ class Sizes(NamedTuple):
     """Whether a layer is fullest in attention, whose scores are tensors, and not in its feed-forward."""
     has_scores: bool
     """Whether attention's scores are tensors at all."""
+    attention: int
+    """What one layer saves in front of its feed-forward."""
     interval: int
-    """Of layers so many there is one that is recomputed; 1: all or none."""
+    """Of layers so many there is one that is recomputed or offloaded; 1: all or none."""
 
 
 def sizes_of(plan: Plan, stage: Stage) -> Sizes:
@@ -86,11 +92,18 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         num_layers=stage.num_layers,
         in_scores=in_scores,
         has_scores=scores_per_token(arch, modules) > 0,
-        interval=plan.recipe.recompute_interval if recomputes else 1,
+        attention=tokens * looked_up(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
+        interval=plan.recipe.recompute_interval if plan.recipe.recompute != "none" else 1,
         unsaved=recomputes
         * tokens
         * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
     )
+
+
+def _in_attention(arch: Architecture, modules: Modules, tp: int) -> int:
+    """Bytes a token: what attention saves, and the norms before it, which are half of them."""
+    layer = layer_activations(arch, arch.num_moe_layers > 0, modules, "none", tp, 1)
+    return layer.attention + layer.norms // 2
 
 
 class Kept(NamedTuple):
@@ -110,14 +123,17 @@ class Kept(NamedTuple):
     """All gradients while the loss is differentiated."""
     gathers: bool = False
     """Whether parameters are gathered in forward too."""
-    summed: int = 0
-    """What a reduced part takes on its way to the host."""
 
 
 _SAVED = ("saved by the layers", "saved by the final norm and for the head", "autocast's copies of weights")
 _IN_NORM = (*_SAVED, "the final norm's gradients")
 _IN_LAYER = ("saved by the layers that are left", "beside that inside one of them, gradients first")
 _AFTER_LAYER = ("saved by the layers that are left", "gradients of one layer's input and output")
+_BEHIND_ATTENTION = (
+    "saved by the layers that are left",
+    "saved by one layer's attention",
+    "gradients of that attention's output and of the stream",
+)
 _IN_FIRST_NORM = ("saved by the layers that are left", "gradients inside one layer's first norm")
 _IN_EMBEDDING = ("the gradient of the embedding's output",)
 _USED_UP = ("activations: all are used up",)
@@ -176,6 +192,8 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     fullest = shape.find_fullest()
     has_experts = fullest.later != fullest.inside
     met = list(zip(places(num_layers - 1), c.layers, strict=False))
+    if isinstance(c.fullest_at, np.ndarray) or 1 < c.fullest_at < num_layers - 1:
+        met.append((c.fullest_at, c.layers[-1]))
     if sizes.interval > 2:
         # The first that is recomputed may be neither of the first two.
         met.append(((num_layers - 1) % sizes.interval, c.layers[1]))
@@ -207,15 +225,16 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
         left = largest(0, saved - one.saved)
-        reducing = kept.bucket + kept.summed
-        found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak, reducing))
+        found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
+        if kept.trains_all:
+            behind = (left, sizes.attention, 2 * shape.stream)
+            found.append(peak(fraction + 0.008, behind, _BEHIND_ATTENTION, layer.behind))
         # No gradient comes into the first layer's first norm from frozen embeddings.
         gets_there = kept.trains_all | (done + 1 < num_layers)
         leaving = (gets_there * left, gets_there * sizes.leaving)
         found.append(peak(fraction + 0.012, leaving, _IN_FIRST_NORM, layer.following))
-    reducing = kept.bucket + kept.summed
-    found.append(peak(0.97, (shape.stream,), _IN_EMBEDDING, c.embedding, reducing))
-    found += [peak(0.975, (0,), _USED_UP, instant, reducing) for instant in c.end]
+    found.append(peak(0.97, (shape.stream,), _IN_EMBEDDING, c.embedding))
+    found += [peak(0.975, (0,), _USED_UP, instant) for instant in c.end]
     if kept.gathers:
         found.append(_gathering(c, shape, half, num_layers, peak))
     return found

@@ -33,6 +33,8 @@ class Part(NamedTuple):
     """Between the feed-forward's gradients and attention's, where these are told apart."""
     inner: tuple[Instant, ...] = ()
     """While each of the feed-forward's large matrices gets its gradient, where these are told apart."""
+    behind: Instant = Instant(0, 0)
+    """Where it holds most once the feed-forward is through, attention's first gradient included."""
 
 
 class Cut(NamedTuple):
@@ -86,6 +88,7 @@ def early(
         waits = tied if place else 0
         base = peak = middle = Instant(waits + oversized, kept)
         inner: list[Instant] = []
+        behind = Instant(0, 0)
         for left in range(count, 0, -1):
             if left == attention:
                 middle = Instant(waits + oversized, kept)
@@ -107,6 +110,9 @@ def early(
             peak = max(peak, now, key=_total)
             if wide and wide[index]:
                 inner.append(now)
+            if attention - 1 <= left <= attention:
+                # Its last product's matrix, and what stands behind that.
+                behind = max(behind, now, key=_total)
             end -= size
             waiting.append((end, size))
             elements += size
@@ -117,7 +123,7 @@ def early(
                 peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
-        found.append(Part(base, peak, middle, tuple(inner)))
+        found.append(Part(base, peak, middle, tuple(inner), behind))
     last = Instant(oversized + (reduced(waiting, cut) if waiting else 0), kept)
     # What is larger than a bucket is there until it has been copied.
     done = Instant(oversized, whole)

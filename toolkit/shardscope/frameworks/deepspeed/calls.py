@@ -38,7 +38,7 @@ class Call(NamedTuple):
     """Gradients pass through it."""
     feeds_forward: bool = False
     """One of the feed-forward's large matrices."""
-
+    in_attention: bool = False
     is_leaf: bool = False
     """Gathered and released as one with all inside (``DEFAULT_LEAF_MODULE_CLASSES``,
     deepspeed/runtime/zero/leaf_module_config.py); its gradients wait until all are there."""
@@ -65,7 +65,9 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
     names = names_of(arch)
     make = _maker(arch, adapted, moe, modules, is_first)
     norms = [make(path) for path in modules if "." not in path and path != names.attention]
-    attention = [make(path) for path in modules if path.startswith(f"{names.attention}.")]
+    attention = [
+        make(path)._replace(in_attention=True) for path in modules if path.startswith(f"{names.attention}.")
+    ]
     inner = [path for path in modules if path.startswith("mlp.")]
     if moe and arch.model_type in LEAVES:
         return _with_leaf(arch, adapted, norms, attention, [modules[path] for path in inner])

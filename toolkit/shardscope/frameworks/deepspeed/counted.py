@@ -63,6 +63,13 @@ class Layer(NamedTuple):
     """While the last of them does."""
     following: Instant
     """As the next layer's first gradient is made, or the embedding's."""
+    behind: Instant
+    """Where it holds most once the feed-forward is through, attention's first gradient included."""
+
+    @property
+    def most(self) -> int:
+        """Of all these."""
+        return max(instant.total for instant in (self.base, self.peak, self.behind, *self.inner))
 
 
 class Counted(NamedTuple):
@@ -100,7 +107,9 @@ class Counted(NamedTuple):
     head: Layer
     """Backward in the head and the final norm."""
     layers: tuple[Layer, ...]
-    """In the first layer that backward meets, in the second and in its last one."""
+    """In the first layer that backward meets, in the second, in its last one and in the fullest of all."""
+    fullest_at: int
+    """Layers that backward has passed before that fullest one, the first of such."""
     embedding: Instant
     """Where the embedding's part of backward holds most."""
     end: tuple[Instant, Instant]
@@ -151,11 +160,14 @@ def swap_failure(arch: Architecture, recipe: Recipe, layout: Any, ranks: int) ->
 
 
 def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _Kind:
+    half = widths[recipe.precision].compute
+    moves = layout.offload_optimizer == "cpu"
+    norm = FP64 // half if moves else 0
     return _Kind(
         arch,
         recipe if recipe.has_adapters else None,
         layout.stage,
-        widths[recipe.precision].compute,
+        half,
         bool(layout.overlap_comm),
         layout.sub_group_size,
         recipe.recompute_interval if recipe.recompute in ("full", "selective") else 0,
@@ -167,8 +179,10 @@ def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _
             layout.reduce_bucket_size,
             bool(layout.offload_params) and (on_gpu or layout.offload_params == "nvme"),
             swaps_of(layout, recipe),
+            norm,
+            moves and on_gpu,
         ),
-        FP64 // widths[recipe.precision].compute if layout.offload_optimizer == "cpu" else 0,
+        norm,
     )
 
 
@@ -218,6 +232,7 @@ def _counted(
     head, *layers, embedding, end_part = parts
     following = [*(layer.base for layer in layers[1:]), embedding.base]
     told = [_layer(layer, after) for layer, after in zip(layers, following, strict=True)]
+    fullest = max(range(len(told)), key=lambda place: told[place].most)
     return Counted(
         trained=whole,
         frozen=frozen,
@@ -234,7 +249,8 @@ def _counted(
         forward=forward,
         in_forward=_most(in_forward),
         head=_layer(head, layers[0].base),
-        layers=(told[0], told[min(1, len(told) - 1)], told[-1]),
+        layers=(told[0], told[min(1, len(told) - 1)], told[-1], told[fullest]),
+        fullest_at=fullest,
         embedding=embedding.peak,
         end=(end_part.base, end_part.peak),
     )
@@ -279,6 +295,7 @@ def _layer(part: Part, following: Instant) -> Layer:
         inner=(*inner, *inner[-1:] * (_MATRICES - len(inner))),
         last=part.inner[-1] if part.inner else part.peak,
         following=following,
+        behind=part.behind,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.frameworks.deepspeed.buckets import Instant, Part
 from shardscope.frameworks.deepspeed.calls import NOTHING, Call, layer_calls
-from shardscope.frameworks.deepspeed.swapping import SwapFailure, Swapper, Swaps
+from shardscope.frameworks.deepspeed.swapping import NORM_ELEMENTS, SwapFailure, Swapper, Swaps
 from shardscope.frameworks.deepspeed.visits import Event, Node, backward_of, forward_of, with_recomputation
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class Thresholds(NamedTuple):
     """Whether parts are on the host or on NVMe: then one rank alone gathers too, from there."""
     swaps: Swaps | None = None
     """What is on NVMe, if anything is."""
+    norm: int = 0
+    """As of :class:`~shardscope.frameworks.deepspeed.buckets.Cut`."""
+    comes_back: bool = False
+    """Whether a reduced part comes back from the host for its norm."""
 
 
 class Gathered(NamedTuple):
@@ -98,7 +102,7 @@ class _Coordinator:
         self.flights: dict[int, list[int]] = {}
         self.viewed: set[int] = set()
         self.orphans: set[int] = set()
-        self.fill = self.num_filled = self.oversized = 0
+        self.fill = self.num_filled = self.oversized = self.largest = 0
 
     # ---- the order of events
 
@@ -211,7 +215,7 @@ class _Coordinator:
         # The last reduction starts from the hook of the last gradient.
         rest = self.live + self.oversized
         copied = self._copied() if self.trains_all else 0
-        rest += self.swapper.reduce()
+        rest += self._leaving()
         end = Instant(rest + copied, self.swapper.kept)
         return Gathered(
             self.rest, forward, (*found, Part(end, end)), _falling(in_forward), self.swapper.failure
@@ -223,7 +227,9 @@ class _Coordinator:
         waits = self.tied if place and self.trains_all else 0
         inner: list[Instant] = []
         base: Instant | None = None
-        peak = Instant(0, 0)
+        peak = behind = Instant(0, 0)
+        # Between the feed-forward and attention, whose first gradient is the last that counts.
+        between = False
         for kind, node in events:
             self.top = self.live
             if kind != "gradients":
@@ -234,24 +240,30 @@ class _Coordinator:
                 more = waits if place else self._head_waits(node)
                 base = Instant(self.live + self.oversized + more, self.swapper.kept)
             if node.call.is_leaf:
-                peak = self._more(peak, waits + self._leaf(node, inner))
+                most, reduced = self._leaf(node, inner)
+                peak = self._more(peak, waits + most)
+                behind, between = self._more(behind, waits + reduced), True
                 continue
             for index in node.own:
                 now = self._gradient(index, node.call.trained) + waits
                 peak = self._more(peak, now)
                 if node.call.feeds_forward:
                     inner.append(Instant(now, self.swapper.kept))
+                elif between:
+                    behind = self._more(behind, now)
+            between = node.call.feeds_forward or (between and not node.call.in_attention)
         if base is None:
             base = Instant(self.live + self.oversized + waits, self.swapper.kept)
-        return Part(base, peak, inner=tuple(inner))
+        return Part(base, peak, inner=tuple(inner), behind=behind)
 
     def _more(self, peak: Instant, staging: int) -> Instant:
         """The fuller one of an earlier instant and of now."""
         now = Instant(staging, self.swapper.kept)
         return now if now.total > peak.total else peak
 
-    def _leaf(self, node: Node, inner: list[Instant]) -> int:
-        """The most while a leaf goes backward: gradients are reduced one by one, then it is released."""
+    def _leaf(self, node: Node, inner: list[Instant]) -> tuple[int, int]:
+        """The most while a leaf goes backward, and while its gradients are reduced one by one; then it is
+        released."""
         trained = node.call.trained
         waiting = sum(self.sizes[index] for index in node.own) if trained else 0
         behind = node.call.viewed[-1] + 1
@@ -262,13 +274,14 @@ class _Coordinator:
         inner.append(Instant(peak, self.swapper.kept))
         self._let_go(node.own[behind - 2])
         peak = max(peak, self.live + self.oversized + waiting)
+        reduced = 0
         for index in node.own if waiting else ():
             held = self.live + self.oversized + waiting
-            peak = max(peak, held + self._reduce(index))
+            reduced = max(reduced, held + self._reduce(index))
             waiting -= self.sizes[index]
         for index in node.own:
             self._release(index, is_leaf=True)
-        return peak
+        return max(peak, reduced), reduced
 
     def _head_waits(self, node: Node) -> int:
         """The gradient of a head that is the embedding too, once it is made."""
@@ -308,14 +321,23 @@ class _Coordinator:
         """A gradient goes into the bucket; what reducing a full one copies."""
         bucket, size, copy = self.limits.reduce_bucket, self.sizes[index], 0
         if self.fill and self.fill + size > bucket:
-            copy = self._copied() + self.swapper.reduce()
+            copy = self._copied() + self._leaving()
             self.fill = self.num_filled = self.oversized = 0
         self.fill += size
         self.num_filled += 1
         self.swapper.wait(index)
+        self.largest = max(self.largest, -(-size // self.ranks))
         if size > bucket:
             self.oversized = size
         return copy
+
+    def _leaving(self) -> int:
+        """Reduced parts go to the host or to files. Of those for the host each has its norm taken in double
+        precision, so many numbers at a time (``_constant_buffered_norm2``, deepspeed/runtime/zero/stage3.py).
+        """
+        part, self.largest = self.largest, 0
+        norm = self.limits.norm * min(part, NORM_ELEMENTS)
+        return self.limits.comes_back * part + norm + self.swapper.reduce()
 
     def _copied(self) -> int:
         """The interleaved copy of gradients that are reduced together; one that divides evenly has none."""

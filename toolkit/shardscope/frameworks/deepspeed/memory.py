@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
-from shardscope.frameworks.deepspeed.offload import Pieces, offloaded, on_the_way
+from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
 from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
 from shardscope.memory.arithmetic import ceil_div, holds, largest, smallest, where
@@ -289,7 +289,6 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
 
     kept = Kept(
         bucket=bucket,
-        summed=on_the_way(plan, ceil_div(c.largest, n.ranks), half),
         trains_all=n.trains_all,
         forward=bucket + half * c.forward,
         waiting=half * part,

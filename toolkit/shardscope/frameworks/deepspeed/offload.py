@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.counted import is_late
 from shardscope.frameworks.deepspeed.layout import largest_tensor
-from shardscope.frameworks.deepspeed.swapping import NORM_ELEMENTS, Swapped, aligned
-from shardscope.frameworks.deepspeed.tensors import FP64
-from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
+from shardscope.frameworks.deepspeed.swapping import Swapped, aligned
+from shardscope.memory.arithmetic import ceil_div, largest, where
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term, chosen, no_bytes
 from shardscope.memory.words import gib
@@ -173,19 +172,6 @@ def _moved(peak: Peak, extra: Any, stay: Any, gradients: Term) -> Peak:
 
     kept = where(stay, peak.gradients, gradients[0])
     return replace(peak, gather=peak.gather + extra, gradients=kept, find_terms=terms)
-
-
-def on_the_way(plan: Plan, part: Any, half: int) -> Any:
-    """Bytes of stage 3's largest reduced part while the host gets it.
-
-    It comes back at once, and its norm is taken in double precision, so many numbers at a time
-    (``partition_grads`` and ``_constant_buffered_norm2``, deepspeed/runtime/zero/stage3.py).
-    """
-    layout: Any = plan.layout
-    # What goes to files is followed part by part.
-    if layout.offload_optimizer != "cpu":
-        return 0
-    return half * part * plan.on_gpu + FP64 * smallest(part, NORM_ELEMENTS)
 
 
 def params_buffer_elements(plan: Plan) -> Any:

@@ -201,7 +201,8 @@ def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker)
     inside = cuts and arch.mixture_of_experts is None
     with (
         deepspeed.zero.Init(config_dict_or_path=config) if inside else contextlib.nullcontext(),
-        tracker.paused() if cuts and not inside else contextlib.nullcontext(),
+        # AutoTP moves to the device what it has cut, of a model that was made on the host.
+        tracker.paused() if (cuts and not inside) or plan.degrees.tp > 1 else contextlib.nullcontext(),
         _fresh_weights_unset(),
     ):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
@@ -354,6 +355,18 @@ def _labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
 
         return method
 
+    def moved(original: Any) -> Any:
+        """Cut matrices are on the device; so is all that is not cut, now."""
+
+        def method(self: Any, model: Any, *args: Any) -> Any:
+            answer = original(self, model, *args)
+            tracker.label((parameter.data for parameter in model.parameters()), "parameters")
+            return answer
+
+        return method
+
+    if plan.degrees.tp > 1:
+        patch(engine, "_apply_autotp_partitioning", moved)
     patch(importlib.import_module("deepspeed.comm.torch").TorchBackend, "init_device_mesh", of_real_numbers)
     zero_12 = _owner("stage_1_and_2", "DeepSpeedZeroOptimizer")
     patch(zero_12, "copy_grads_in_partition", kept)
