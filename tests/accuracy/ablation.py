@@ -16,12 +16,11 @@ SEEN = (
     *(f"fms-{number:04}" for number in (7, 41, 45, 50, 52, 53, 58, 59, 62, 63, 77, 80)),
     *(f"mbskill-{number:04}" for number in (1, 2, 6)),
 )
-"""Rows of role ``judge`` that checks of pieces once read: for these pieces they are no fresh rows."""
+"""Rows of role ``judge`` that checks of pieces once read: for these pieces they are no fresh rows. Of
+Moonlight's (mbskill) the pieces are options of a plan by now."""
 
 MISSING: dict[OwnCode, str] = {
     "torchtitan_policy": "yes: a selective recomputation that names its operations",
-    "bridge_recipe": "yes: Megatron-core's grad_reduce_in_fp32 and its fused losses",
-    "precision_aware": "yes: Megatron-core's use_precision_aware_optimizer",
     "fp32_adapters": "yes: a frozen base in bf16 under fp32 adapters, peft's own default today",
     "zero2_over_gptq": "yes: a base in 4 bits under ZeRO, which is refused",
     "fsdp1_nf4": "yes: a base in 4 bits that FSDP shards, which is refused",

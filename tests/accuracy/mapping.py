@@ -10,6 +10,7 @@ from tests.accuracy.contradicted import check_not_contradicted
 from tests.accuracy.frameworks import Framework, framework
 from tests.accuracy.layouts import layout
 from tests.accuracy.machines import cluster
+from tests.accuracy.megatron_options import megatron_options, with_options
 from tests.accuracy.models import architecture
 from tests.accuracy.own_code import OwnCode, own_code
 from tests.accuracy.own_rows import planned
@@ -54,10 +55,12 @@ def _mapped(row: Row) -> Mapped:
     row = with_adapters(tidy(row))
     check_not_contradicted(row)
     kind = framework(row)
+    row, options = megatron_options(row, kind)
     arch, about_model = architecture(row)
     machines, about_machines = cluster(row)
     spread, about_layout = layout(row, kind, arch.num_hidden_layers)
     what, about_recipe = recipe(row, kind, arch, _data_parallel(row, kind, machines.num_gpus))
+    what, spread = with_options(what, spread, options)
     plan, about_plan = _plan(arch, machines, what, spread)
     _check_data_parallel(row, plan)
     assumed = (*about_model, *about_machines, *about_layout, *about_recipe, *about_plan)

@@ -29,8 +29,6 @@ OwnCode = Literal[
     "fsdp1_nf4",
     "bf16_optimizer",
     "torchtitan_policy",
-    "bridge_recipe",
-    "precision_aware",
     "fp32_adapters",
     "zero2_over_gptq",
 ]
@@ -57,10 +55,6 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
         found.append("bf16_optimizer")
     if is_torchtitan(row) and "selective" in text(row, "activation_checkpointing"):
         found.append("torchtitan_policy")
-    if "EP overlap" in str(row.get("table")) and is_bridge(row):
-        found.append("bridge_recipe")
-    if is_moonlight_recipe(row):
-        found += ["bridge_recipe", "precision_aware"]
     if "QwenLM/Qwen@" in str(row.get("source_url")) and framework == "one GPU" and recipe.has_adapters:
         found.append("zero2_over_gptq" if recipe.method == "qlora" else "fp32_adapters")
     return tuple(found)
@@ -250,46 +244,6 @@ def _torchtitan_policy(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment,
     )
 
 
-def _bridge_recipe(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """Megatron-Bridge's recipes: gradients in bf16, and Transformer Engine's cross entropy.
-
-    perf_recipes/_common.py, ``_benchmark_common``, and recipes/moonlight/h100/moonlight_16b.py:
-    ``grad_reduce_in_fp32 = False``, and ``cross_entropy_fusion_impl = "te"``, which writes the gradient over
-    the half-precision logits. The canonical recipe of Qwen3 keeps moments and main weights in fp32.
-    """
-    changed_moments = []
-    for moment in moments:
-        smaller = _scaled(moment, "gradients", 1, 2)
-        # Logits and their fp32 softmax, 6 bytes, in the plan; 2 here.
-        changed_moments.append(_scaled(smaller, "logits", 1, 3))
-    return tuple(changed_moments)
-
-
-def _precision_aware(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """Megatron-core's precision-aware optimizer: moments in bf16, and of the fp32 weights the lower half.
-
-    recipes/moonlight/h100/moonlight_16b.py (``exp_avg_dtype``, ``exp_avg_sq_dtype``) and Megatron-core's
-    ``store_param_remainders``, on by default: 6 bytes where the plan has 12. Transformer Engine's step copies
-    both moments of all of its weights to fp32 first (optimizers/fused_adam.py, ``get_unscaled_state``), and
-    the optimizers of experts and of the rest step one after the other. Where the configuration names an fp8
-    recipe, Megatron-core keeps whole fp32 weights and gradients beside (``optimizer_config.py``); the pages
-    do not say, and calibration rows, 13 GB below that, chose.
-    """
-    arch, routed = plan.architecture, plan.architecture.mixture_of_experts
-    each = 3 * arch.hidden_size * routed.moe_intermediate_size if routed else 0
-    # Each of the 8 ranks has experts of its own: no data parallelism is left to split their states.
-    experts = arch.num_moe_layers * (routed.num_experts if routed else 0) // plan.degrees.ep * each
-    found = []
-    for moment in moments:
-        states = moment.components["optimizer"] // 12
-        if moment.phase == "optimizer":
-            copies = 2 * FP32 * max(experts, states - experts)
-            found.append(_with(moment, {"optimizer": 6 * states + copies}))
-        else:
-            found.append(_with(moment, {"optimizer": 6 * states}))
-    return tuple(found)
-
-
 def _scaled(moment: Moment, name: Component, times: int, over: int) -> Moment:
     return _with(moment, {name: moment.components[name] * times // over})
 
@@ -313,8 +267,6 @@ _CHANGES: dict[OwnCode, _Change] = {
     "fsdp1_nf4": _fsdp1_nf4,
     "bf16_optimizer": _bf16_optimizer,
     "torchtitan_policy": _torchtitan_policy,
-    "bridge_recipe": _bridge_recipe,
-    "precision_aware": _precision_aware,
     "fp32_adapters": fp32_adapters,
     "zero2_over_gptq": zero2_over_gptq,
 }

@@ -66,11 +66,9 @@ def test_every_check_reads_calibration_rows_only() -> None:
     ("name", "with_it", "without_it"),
     [
         ("bf16_optimizer", 0.11, 0.2),
-        ("bridge_recipe", 0.04, 0.15),
         ("fsdp1_hooks", 0.02, 0.06),
         ("fsdp1_nf4", 0.02, 0.15),
         ("no_buckets", 0.001, 0.015),
-        ("precision_aware", 0.04, 0.15),
         ("rotary_caches", 0.02, 0.04),
         ("unsloth_loss", 0.01, 0.3),
     ],
@@ -175,6 +173,37 @@ def test_bridges_figures_are_decimal_gigabytes() -> None:
     """Its log divides by 1e9 and keeps five digits; pages that say GiB have the same digits."""
     for name in ("mbskill-0004", "mbskill-0005"):
         assert measured_bytes(ROWS[name]) == pytest.approx(ROWS[name]["peak_memory_gib"] * 1e9)
+
+
+def test_bridges_recipes_are_options_of_a_plan() -> None:
+    """What was code beside the plan once is the product's own word."""
+    found = mapped(ROWS["mbskill-0004"])
+    layout: Any = found.plan.layout
+    assert found.own_code == ()
+    assert (layout.exp_avg_dtype, layout.exp_avg_sq_dtype) == ("bf16", "bf16")
+    assert layout.grad_reduce_in_fp32 is False
+    assert (found.plan.recipe.loss, layout.cross_entropy_fusion_impl) == ("fused", "te")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("Adam (distributed)", (False, "fp32", None)),
+        ("precision-aware Adam", (True, "fp32", None)),
+        ("precision_aware_optimizer, exp_avg_dtype=bf16", (True, "bf16", None)),
+        ("Precision-Aware Optimizer (Adam, bf16 moments)", (True, "bf16", None)),
+        ("Adam, gradients reduced in bf16", (False, "fp32", False)),
+        ("distributed adam, grad_reduce_in_fp32=False", (False, "fp32", False)),
+    ],
+)
+def test_a_rows_own_words_choose_megatrons_options(words: str, expected: tuple[Any, ...]) -> None:
+    row = {**ROWS["mbskill-0004"], "model": "Qwen3-30B-A3B", "source_url": "elsewhere", "optimizer": words}
+    layout: Any = mapped({**row, "activation_checkpointing": "none"}).plan.layout
+    assert expected == (
+        layout.use_precision_aware_optimizer,
+        layout.exp_avg_dtype,
+        layout.grad_reduce_in_fp32,
+    )
 
 
 def test_precision_aware_steps_copy_the_experts_moments_to_fp32() -> None:
