@@ -100,6 +100,10 @@ class _Coordinator:
         self.live = self.rest = sum(self.costs[index] for index in self.available)
         self.top = self.live
         self.flights: dict[int, list[int]] = {}
+        self.held: set[int] = set()
+        """Frozen weights that a recomputation has gathered: nobody releases them but its owner, the module
+        whose backward it began in (``update_recompute_parameters``)."""
+        self.owner: Call | None = None
         self.viewed: set[int] = set()
         self.orphans: set[int] = set()
         self.fill = self.num_filled = self.oversized = self.largest = 0
@@ -230,8 +234,13 @@ class _Coordinator:
         peak = behind = Instant(0, 0)
         # Between the feed-forward and attention, whose first gradient is the last that counts.
         between = False
+        entered: Call | None = None
         for kind, node in events:
             self.top = self.live
+            if kind == "fetch":
+                entered = node.call
+            elif kind == "again" and self.owner is None:
+                self.owner = entered
             if kind != "gradients":
                 self._do(kind, node, keeps_views=kind == "again")
                 peak = self._more(peak, self.top + self.oversized + waits)
@@ -281,7 +290,17 @@ class _Coordinator:
             waiting -= self.sizes[index]
         for index in node.own:
             self._release(index, is_leaf=True)
+        self._let_all_go(node.call)
         return max(peak, reduced), reduced
+
+    def _let_all_go(self, call: Call) -> None:
+        """Backward is through with a module: what was gathered again in it goes, wanted soon or not."""
+        if call is not self.owner:
+            return
+        held, self.owner, self.held = self.held, None, set()
+        for index in held:
+            if index in self.available and not self.persists[index]:
+                self._drop(index)
 
     def _head_waits(self, node: Node) -> int:
         """The gradient of a head that is the embedding too, once it is made."""
@@ -291,8 +310,11 @@ class _Coordinator:
         if kind == "release":
             for index in node.own:
                 self._release(index, node.call.is_leaf)
+            self._let_all_go(node.call)
             return
         self._fetch(node.own)
+        if kind == "again" and not node.call.trained:
+            self.held.update(node.own)
         if keeps_views and node.call.goes_back and (self.ranks > 1 or self.limits.offloads):
             self.viewed.update(node.own[place] for place in node.call.viewed)
 
@@ -422,10 +444,15 @@ class _Coordinator:
     def _release(self, index: int, is_leaf: bool) -> None:
         if self.persists[index] or self.fetched_for[index] > self.step or index not in self.available:
             return
+        if index in self.held and self.owner is not None:
+            return
         later = self._next_use(index, self.uses_inside if is_leaf else self.uses)
         passed = self.passed_inside if is_leaf else self.passed
         if later is not None and passed[later] - passed[self.step] < self.limits.max_reuse_distance:
             return
+        self._drop(index)
+
+    def _drop(self, index: int) -> None:
         self.available.discard(index)
         self.swapper.give_back(index)
         self.num_available -= self.sizes[index]
