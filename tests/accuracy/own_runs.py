@@ -1,8 +1,8 @@
-"""``python -m tests.accuracy.own_runs``: plans drawn by a seed, run on CPU ranks, into tests/measured/own.jsonl.
+"""``python -m tests.accuracy.own_runs``: plans drawn by a seed, run on CPU ranks; writes measured/own.jsonl.
 
-The third proof of a prediction, beside rehearsals and others' figures: the run that follows it. Each plan is
-the tiny twin that the Studio's button launches (``rehearsal_of``), over every family in the catalogue and what
-the engines train of a recipe. The run itself counts its tensors (``training/census.py``).
+The third proof of a prediction, beside rehearsals and others' figures: the run that follows it. Each plan
+is the tiny twin that the Studio's button launches (``rehearsal_of``), over every family in the catalogue and
+what the engines train of a recipe. The run itself counts its tensors (``training/census.py``).
 """
 
 from __future__ import annotations
