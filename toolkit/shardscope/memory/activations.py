@@ -208,6 +208,16 @@ def cast_weights(architecture: Architecture, moe: bool, modules: Modules) -> int
     return sum(count for group, count in matrices.items() if group != "experts") * modules.compute
 
 
+def casts_in_forward(modules: Modules, recompute: str) -> tuple[int, int]:
+    """How often those copies are there once forward is behind a layer, and how often backward finds them.
+
+    Autocast's cache has them until its block ends, and autograd has those that it needs. On a CPU rank what
+    "offload" takes to the host is a second copy in the same memory.
+    """
+    copied = recompute == "offload" and not modules.on_gpu
+    return 1 + copied, int(recompute == "none" or copied)
+
+
 @lru_cache(maxsize=4096)
 def masks_kept(architecture: Architecture, modules: Modules, recompute: str) -> int:
     """Bytes a token leaves in the masks that recomputed layers are called with again, once for all layers.

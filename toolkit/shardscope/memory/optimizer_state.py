@@ -9,7 +9,7 @@ from shardscope.memory.arithmetic import ceil_div, looked_up
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.optimizers import ELEMENTWISE, TensorState, constant_state, tensor_state
 from shardscope.memory.report import Term, no_bytes
-from shardscope.memory.stages import Stage, outer_tensors, rank_shapes
+from shardscope.memory.stages import INPUTS, Stage, outer_tensors, rank_shapes
 from shardscope.memory.words import count, gib
 
 if TYPE_CHECKING:
@@ -209,7 +209,9 @@ def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, 
         ]
         following = inner[1:] + (inner[:1] if layers > 1 else [0])
         most = max(most, *(one + after for one, after in zip(inner, following, strict=True)))
-        most = max(most, sizes.get("embedding", 0) + inner[0], inner[-1] + sizes.get("lm_head", 0))
+        before = [sizes[group] for group in INPUTS if group in sizes]
+        ahead = [one + after for one, after in zip(before, [*before[1:], inner[0]], strict=True)]
+        most = max(most, *ahead, inner[-1] + sizes.get("lm_head", 0))
     return most
 
 
@@ -232,7 +234,7 @@ def _tensor(kind: _Kind, ep: int, num_shards: int, shape: tuple[int, int, int, s
         columns,
         width,
         copies=copies,
-        hidden=columns > 1 and group not in ("experts", "embedding", "lm_head"),
+        hidden=columns > 1 and group not in ("experts", *INPUTS, "lm_head"),
         embedding=group == "embedding",
         library=kind.library,
     )

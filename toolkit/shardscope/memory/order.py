@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardscope.memory.activations import cast_weights
+from shardscope.memory.activations import cast_weights, casts_in_forward
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.modules.instants import Instant, LayerInstants, layer_instants
@@ -39,6 +39,8 @@ class KindOfLayer(NamedTuple):
     """While backward is in one; ``held`` are bytes."""
     casts: Any
     """Half-precision copies of its matrices that autocast makes, again where it is recomputed."""
+    casts_made: Any
+    """Those that there are once forward is behind it."""
     casts_kept: Any
     """Those that forward leaves for backward."""
     weights: Any
@@ -127,6 +129,8 @@ class Order(NamedTuple):
                 forward=there * kind.forward,
                 backward=tuple(empty),
                 casts=there * kind.casts,
+                casts_made=there * kind.casts_made,
+                casts_kept=there * kind.casts_kept,
                 weights=there * kind.weights,
             )
         return Place(kind, index, largest(0, others + self.sum_before(index, "saved")))
@@ -178,6 +182,7 @@ def _kind(
         held = tokens * (each.saved + each.recomputed + stream) + layer_working(arch, moe, tokens)
         backward.append(Instant(held))
     casts = cast_weights(arch, moe, modules)
+    made, kept = casts_in_forward(modules, recompute)
     return KindOfLayer(
         moe=moe,
         num_layers=layers,
@@ -187,7 +192,8 @@ def _kind(
         forward=tokens * instants.forward + extra,
         backward=tuple(backward),
         casts=casts,
-        casts_kept=casts if recompute == "none" else 0,
+        casts_made=made * casts,
+        casts_kept=kept * casts,
         weights=instants.weights,
     )
 

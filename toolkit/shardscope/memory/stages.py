@@ -223,6 +223,10 @@ def outer_shapes(
     return outer_tensors(plan.architecture, plan.degrees.tp, is_first, is_last, vocab_multiple)
 
 
+INPUTS = ("embedding", "positions")
+"""Groups of :func:`outer_tensors` before the first layer."""
+
+
 def outer_tensors(
     arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
 ) -> list[tuple[str, int, int]]:
@@ -233,7 +237,7 @@ def outer_tensors(
         found.append(("embedding", is_first * rows, hidden))
         positions: int = ceil_div(arch.position_embedding_parameters, hidden)
         if positions:
-            found.append(("embedding", is_first * positions, hidden))
+            found.append(("positions", is_first * positions, hidden))
     if _any(is_last):
         found += [("norm", is_last * hidden, 1)] * (arch.final_norm_parameters // hidden)
         # A tied head is the embedding itself, unless pipeline stages lie between them: then it is a copy.

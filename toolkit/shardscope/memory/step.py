@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.memory.activations import (
     LayerActivations,
     cast_weights,
+    casts_in_forward,
     edge_activations,
     head_input,
     layer_activations,
@@ -256,16 +257,14 @@ class StageStep:
             return 0, 0
         arch = self.plan.architecture
         head = modules.trained * arch.embedding_parameters
-        everything = kept = self.stage.is_last * head * modules.compute
+        made = kept = self.stage.is_last * head * modules.compute
         present = layers_by_kind(arch, self.stage)
-        for moe, layers in present:
-            everything = everything + layers * cast_weights(arch, moe, modules)
-        if self.plan.recipe.recompute == "none":
-            return everything, everything - self._unsaved_copies()
         # Kinds beyond those that are recomputed are the same ones, not recomputed.
-        for kind, (moe, _) in zip(self.kinds[len(present) :], present, strict=False):
-            kept = kept + kind.num_layers * cast_weights(arch, moe, modules)
-        return everything, kept
+        for kind, (moe, _) in zip(self.kinds, (*present, *present), strict=False):
+            casts = kind.num_layers * cast_weights(arch, moe, modules)
+            often, often_kept = casts_in_forward(modules, kind.recompute)
+            made, kept = made + often * casts, kept + often_kept * casts
+        return made, kept - self._unsaved_copies()
 
 
 def _first_adapters(arch: Architecture, modules: Modules) -> int:

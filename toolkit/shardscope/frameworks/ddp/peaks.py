@@ -110,7 +110,7 @@ class _Step:
 
     def _forward(self, order: Order, place: Place) -> Peak:
         """Inside one layer, with autocast's copies of all trained weights so far."""
-        casts = order.sum_before(place.index + 1, "casts")
+        casts = order.sum_before(place.index + 1, "casts_made")
         return self._peak(
             0.02 + 0.3 * (place.index + 1) / order.num_layers,
             (place.before, place.kind.forward, casts),

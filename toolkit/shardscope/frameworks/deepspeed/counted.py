@@ -34,7 +34,7 @@ from shardscope.frameworks.deepspeed.tensors import (
 )
 from shardscope.memory.arithmetic import looked_up
 from shardscope.memory.precision import widths
-from shardscope.memory.stages import outer_tensors
+from shardscope.memory.stages import INPUTS, outer_tensors
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -280,8 +280,8 @@ def _with_experts(parts: tuple[Part, ...], experts: int) -> tuple[Part, ...]:
 def _modules(kind: _Kind, dense_layers: int, moe_layers: int) -> Modules:
     outer = outer_tensors(kind.arch, 1, True, True)
     before, norm, head = (
-        tuple(rows * columns for other, rows, columns in outer if other == group)
-        for group in ("embedding", "norm", "lm_head")
+        tuple(rows * columns for group, rows, columns in outer if group in groups)
+        for groups in (INPUTS, ("norm",), ("lm_head",))
     )
     return Modules(kind.arch, kind.adapted, dense_layers, moe_layers, before, norm, head)
 

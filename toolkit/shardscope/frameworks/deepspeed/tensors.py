@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.precision import FP32, widths
-from shardscope.memory.stages import outer_tensors, rank_shapes
+from shardscope.memory.stages import INPUTS, outer_tensors, rank_shapes
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def tensors_on(
     # AutoTP cuts an embedding only where it is the head too.
     first = outer_tensors(arch, tp if cuts_tied_head(arch) else 1, is_first, is_last)
     last = outer_tensors(arch, tp, is_first, is_last)
-    before = tuple(rows * columns for group, rows, columns in first if group == "embedding" and rows)
-    after = tuple(rows * columns for group, rows, columns in last if group != "embedding")
+    before = tuple(rows * columns for group, rows, columns in first if group in INPUTS and rows)
+    after = tuple(rows * columns for group, rows, columns in last if group not in INPUTS)
     return _tensors(arch, adapted, tp, ep, dense_layers, moe_layers, before, after)
 
 
