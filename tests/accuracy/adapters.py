@@ -22,12 +22,10 @@ _FUSED: dict[str, tuple[str, ...]] = {
     "gate_proj": ("gate_up_proj",),
 }
 """A projection, and what models call the matrix that has it."""
-_QUANTISED = re.compile(
+QUANTISED = re.compile(
     r"nf4|fp4|gptq|\b4[- ]?bits?\b|int4|load_in_4bit|\bbnb|bitsandbytes|\bint8\b|\b8[- ]?bits?\b|llm\.int8"
 )
-_FOUR = re.compile(r"nf4|\bfp4|gptq|\b4[- ]?bits?\b|int4|4bit")
 _STRANGE = re.compile(r"\b[12356][- ]?bits?\b|aqlm|\bhqq|quip|loftq|eetq|\bawq|higgs|vptq")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -100,7 +98,7 @@ def adapters(
 def _check_base(row: Row, quantised: str) -> None:
     if _STRANGE.search(quantised):
         raise UnmappedError(f"a base quantised as {row['qlora']!r}")
-    if quantised not in ("yes", "true", "qlora", "1") and not _QUANTISED.search(
+    if quantised not in ("yes", "true", "qlora", "1") and not QUANTISED.search(
         quantised.replace("bnb.", "bnb ")
     ):
         raise UnmappedError(f"a base quantised as {row['qlora']!r}")

@@ -16,7 +16,8 @@ class Software(NamedTuple):
     name: str
     pattern: str
     facts: Mapping[str, Any]
-    """Its defaults of ``recompute``, ``optimizer``, ``loss``, ``rank``, ``targets`` and ``precision``."""
+    """Its defaults of ``recompute``, ``optimizer``, ``loss``, ``rank``, ``targets`` and ``precision``; with
+    ``mixed``, weights that train are in fp32."""
 
 
 _ALL = "all-linear"
@@ -33,9 +34,16 @@ _KNOWN = (
     _software(
         "Unsloth", r"unsloth", **_HUGGING_FACE, rank=16, targets=_ALL, loss="chunked", recompute="unsloth"
     ),
-    # hparams/finetuning_args.py: lora_rank 8, lora_target all; model_args.py: checkpointing unless disabled.
+    # hparams/finetuning_args.py: lora_rank 8, lora_target all; model_args.py: checkpointing unless disabled;
+    # model/adapter.py: what trains is cast to fp32 but for pure_bf16, ZeRO-3 and FSDP.
     _software(
-        "LLaMA-Factory", r"lla?ma[-_ ]?factory", **_HUGGING_FACE, rank=8, targets=_ALL, recompute="full"
+        "LLaMA-Factory",
+        r"lla?ma[-_ ]?factory",
+        **_HUGGING_FACE,
+        rank=8,
+        targets=_ALL,
+        recompute="full",
+        mixed=True,
     ),
     # Its recipes: fused AdamW, CEWithChunkedOutputLoss, adapters of rank 8 on attention and MLP.
     _software(

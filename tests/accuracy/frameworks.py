@@ -23,7 +23,7 @@ _NOT_OURS = (
     (r"\bmics\b", "MiCS"),
     (r"ulysses|\balst\b|arctic long", "Ulysses's sequence parallelism"),
     (r"\bnn\.dataparallel|^(?:py)?(?:torch )?data-?parallel$|^dp$", "nn.DataParallel"),
-    (r"device_map|naive (?:model|pipeline)|pipedream|gpipe", "layers spread without a framework of ours"),
+    (r"device ?map|naive (?:model|pipeline)|pipedream|gpipe", "layers spread without a framework of ours"),
     (r"galore|badam|\blomo\b|\badalomo\b", "a training method of its own"),
     (r"\bqat\b|quantization-aware", "quantisation-aware training"),
     (r"\b(?:ppo|grpo|dpo|rlhf|orpo|kto)\b", "training with several models"),
@@ -91,7 +91,7 @@ def framework(row: Row) -> Framework:
     if not words:
         raise UnmappedError("framework not stated")
     for pattern, what in _NOT_OURS:
-        if re.search(pattern, words):
+        if re.search(pattern, words.replace("_", " ")):
             raise UnmappedError(f"{what} is not modelled")
     return _engine(row, words) or _trainer(row, words) or _refused(row)
 
@@ -143,8 +143,11 @@ def _engine(row: Row, words: str) -> Framework | None:
             return Framework("deepspeed", "DeepSpeed")
         return Framework("megatron", "Megatron-DeepSpeed")
     if is_megatron:
-        if zero_stages(row) & {2, 3} or is_fsdp:
-            raise UnmappedError("Megatron with sharded gradients or parameters is not modelled")
+        if is_fsdp:
+            raise UnmappedError("Megatron with FSDP is not modelled")
+        # The ZeRO papers call their tensor parallelism by the name of Megatron.
+        if zero_stages(row) & {2, 3}:
+            return Framework("deepspeed", "DeepSpeed")
         return Framework("megatron", "Megatron")
     if is_fsdp:
         if re.search(r"no_shard", words):

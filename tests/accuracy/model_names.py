@@ -113,7 +113,7 @@ def by_name(name: str) -> ss.Architecture | None:
                 found = _found(re.sub(rf"^(?:{pattern})$", same, wanted))
         if found is not None:
             return found
-    return _gpt_of_size(plain(name))
+    return _gpt_of_size(name)
 
 
 def plain(name: str, *, with_dates: bool = True) -> str:
@@ -172,12 +172,18 @@ def _architecture(key: str) -> ss.Architecture:
     return llama(key, _LLAMA_SHAPED[key])
 
 
-def _gpt_of_size(wanted: str) -> ss.Architecture | None:
-    """GPT-3 of a size that Brown et al. or Megatron's papers print: "GPT-3 175B", "GPT 18.4B", "GPT-1T"."""
-    match = re.fullmatch(r"(?:megatron(?:lm)?)?gpt3?(\d+(?:p\d+)?[mbt])|(\d+(?:p\d+)?[mbt])gpt3?", wanted)
+def _gpt_of_size(name: str) -> ss.Architecture | None:
+    """GPT of a size that Brown et al. or Megatron's papers print: "GPT-3 175B", "GPT 18.4B", "GPT-1T"."""
+    # "GPT3-13B" has 13 billion, "GPT 3.6B" 3.6.
+    sized = re.sub(r"gpt[-_ ]?[23][-_ :(]+(?=\d)", "gpt-", name.lower())
+    match = re.fullmatch(
+        r"(?:megatron(?:lm)?)?gpt(\d+(?:p\d+)?[mbt])|(\d+(?:p\d+)?[mbt])gpt[23]?", plain(sized)
+    )
     size = _SIZE.fullmatch(match[1] or match[2]) if match else None
-    if not size:
-        return None
+    return _gpt_near(size) if size else None
+
+
+def _gpt_near(size: re.Match[str]) -> ss.Architecture | None:
     stated = _parameters(size)
     for parameters, (layers, hidden, heads) in _GPT3.items():
         if abs(stated / parameters - 1) < 0.01:

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tests.accuracy.adapters import adapters
+from tests.accuracy.adapters import QUANTISED, adapters
 from tests.accuracy.defaults import default, software
 from tests.accuracy.frameworks import Framework
 from tests.accuracy.own_code import is_four_bit, is_moonlight_recipe
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
-from tests.accuracy.words import attention, moved, optimizer, recomputation
+from tests.accuracy.words import attention, interval, moved, optimizer, recomputation
 
 import shardscope as ss
 
@@ -35,37 +35,15 @@ _SCRIPTS: dict[str, dict[str, Any]] = {
     # not said; plain attention is what the calibration rows fit (34 s b h + 5 a s^2 b a layer).
     "2401.10241": {"precision": "fp16", "dropout": 0.1, "flash_attention": False},
 }
-
-
-_HALF = re.compile(
-    r"bf-?16|bfloat|fp-?16|float16|\bamp|half|mixed|(?<!\d)16[- _]?(?:bits?|true)|^16$",
-)
+_HALF = re.compile(r"bf-?16|bfloat|fp-?16|float16|\bamp|half|mixed|(?<!\d)16[- _]?(?:bits?|true)|^16$")
 _SINGLE = re.compile(r"fp-?32|tf32|float32|(?<!\d)32[- _]?(?:bits?|true)|full precision|^(?:32|single|full)$")
-_SELECTIVE = {
-    *(
-        "selective",
-        "sac",
-        "activation",
-        "recompute",
-        "recomputation",
-        "checkpointing",
-        "granularity",
-        "modules",
-    ),
-    *(
-        "core",
-        "attn",
-        "attention",
-        "core_attn",
-        "core_attention",
-        "only",
-        "of",
-        "the",
-        "te",
-        "megatron",
-        "ac",
-    ),
-}
+_SELECTIVE = frozenset(
+    re.findall(
+        r"\w+",
+        "selective sac ac activation recompute recomputation checkpointing granularity modules of the te "
+        "core attn attention core_attn core_attention megatron only",
+    )
+)
 """Words of Megatron's selective recomputation that speak of attention, or of nothing else."""
 
 
@@ -76,7 +54,8 @@ def recipe(
     scripts = next((facts for key, facts in _SCRIPTS.items() if key in str(row.get("source_url"))), {})
     assumed: list[str] = []
     # What the row itself says goes before its source's scripts.
-    row = {**{key: scripts[key] for key in ("precision", "flash_attention") if key in scripts}, **row}
+    stated = {key: value for key, value in row.items() if value is not None}
+    row = {**{key: scripts[key] for key in ("precision", "flash_attention") if key in scripts}, **stated}
     seq_len = number(row, "seq_len")
     if seq_len is None:
         raise UnmappedError("sequence length not stated")
@@ -145,7 +124,7 @@ def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) ->
     half = _HALF.search(said)
     if not half and _SINGLE.search(said):
         return "fp32"
-    if said and not half and not adapters:
+    if said and not half and not (adapters and QUANTISED.search(said)):
         raise UnmappedError(f"precision {row['precision']!r}")
     if not said and kind.family in ("ddp", "fsdp2"):
         own = default(row, "precision", assumed, "precision")
@@ -154,23 +133,36 @@ def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) ->
         if own is None:
             assumed.append("precision not stated: bf16 under adapters")
         said = str(own or "bf16")
+    elif not said:
+        assumed.append("precision not stated: bf16-mixed")
     is_fp16 = re.search(r"(?<!b)fp-?16|(?<!b)float16|(?<![a-z\d-])16[- _]?mixed", said)
     if kind.family in ("megatron", "deepspeed"):
         return "fp16-mixed" if is_fp16 else "bf16-mixed"
-    # Under adapters the frozen base is in half precision, and so is a model on one GPU that is loaded so;
-    # FSDP keeps what it trains in fp32 (Accelerate's own upcast), unless the row says otherwise.
-    if kind.family == "ddp" and text(row, "table") == "baseline-peft-bnb":
-        # peft's prepare_model_for_kbit_training leaves norms, embeddings and head in fp32.
-        return "bf16-mixed"
-    mixed = re.search(r"\bamp|mixed|master", said)
+    # A model on one GPU is in half precision if it is loaded so; FSDP keeps what it trains in fp32
+    # (Accelerate's own upcast), unless the row says otherwise. Adapters are in fp32 over a frozen base in
+    # half: peft's own (autocast_adapter_dtype), and a GradScaler takes no others. Not over int8, which the
+    # product plans without autocast.
+    mixed = bool(re.search(r"\bamp|mixed|master", said))
     known = software(row)
-    pure = (re.search(r"true|pure", said) or (known and known.facts.get("precision") == "bf16")) and not mixed
-    if pure or adapters or (kind.family == "ddp" and not mixed):
+    says_pure = re.search(r"\d[-_ ]true|pure|full bf16", said)
+    if known and known.facts.get("mixed") and not (adapters or mixed or says_pure):
+        assumed.append(f"weights that train in fp32, as {known.name} casts them")
+        mixed = True
+    pure = (says_pure or (known and known.facts.get("precision") == "bf16")) and not mixed
+    is_int8 = adapters and text(row, "qlora") not in ("", "false", "none") and not is_four_bit(row)
+    if pure or is_int8 or (kind.family == "ddp" and not mixed and not adapters):
+        if not adapters and not pure:
+            assumed.append("weights in half precision too")
         return "bf16"
     return "fp16-mixed" if is_fp16 else "bf16-mixed"
 
 
 def _optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: list[str]) -> str:
+    if re.search(
+        r"(?:optim\w*|step)[-_ ](?:in|fused[-_ ]into)[-_ ](?:the[-_ ])?(?:bwd|backward)",
+        text(row, "table", "framework"),
+    ):
+        raise UnmappedError("an optimizer that steps inside backward")
     found, is_stated = optimizer(row, kind.family, str(scripts.get("optimizer", "adamw")))
     known = software(row)
     if is_stated or "optimizer" in scripts or kind.family in ("deepspeed", "megatron") or known is None:
@@ -223,6 +215,9 @@ def _selective(row: Row, kind: Framework, said: str, assumed: list[str]) -> dict
     """Fields for selective recomputation; None where the words speak of another."""
     if not re.search(r"selective|\bsac\b|core[-_ ]att", said) or re.search(r"offload|^no", said):
         return None
+    if every := interval(said):
+        # Whole layers, every so-manieth, go by that name too.
+        return every
     what = set(re.findall(r"[a-z_]+", said)) - _SELECTIVE
     if kind.family == "megatron" and what:
         if not is_moonlight_recipe(row):

@@ -96,6 +96,8 @@ def _number(key: str, value: object) -> object:
     said = _THOUSANDS.sub("", value.strip().lower())
     if product := _TIMES.fullmatch(said):
         return int(product[1]) * int(product[2]) if key in ("n_gpus", "global_batch") else value
+    if key == "peak_memory_gib" and (mib := re.fullmatch(r"([\d.]+)\s*mi?b", said)):
+        return float(mib[1]) / 1024
     match = _NUMBER.fullmatch(said)
     if not match or (match[3] and match[3] not in _UNITS):
         return value

@@ -8,6 +8,11 @@ from typing import Any
 from tests.accuracy.rows import Row
 from tests.accuracy.unmapped import UnmappedError
 
+
+def _tokens(said: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", said.lower()) if word]
+
+
 _NONE = {"", "none", "no", "not", "false", "off", "disabled", "without", "w", "o", "nothing", "never", "0"}
 _MOVED = {
     "optimizer": {
@@ -40,53 +45,13 @@ _MOVED_ALL = {
     "on",
     "enabled",
 }
-_FILLING = {
-    *(
-        "offload",
-        "offloading",
-        "offloaded",
-        "to",
-        "and",
-        "the",
-        "only",
-        "in",
-        "with",
-        "of",
-        "fsdp",
-        "fsdp1",
-        "gpu",
-    ),
-    *(
-        "fsdp2",
-        "zero",
-        "zero2",
-        "zero3",
-        "deepspeed",
-        "ds",
-        "memory",
-        "mem",
-        "pinned",
-        "gradient",
-        "gradients",
-    ),
-    *(
-        "grad",
-        "grads",
-        "fp32",
-        "z2",
-        "z3",
-        "infinity",
-        "policy",
-        "cpuoffloadpolicy",
-        "pin",
-        "offload_optimizer",
-    ),
-    *("offload_param", "stage", "stage3", "stage2"),
-}
-
-
-def _tokens(said: str) -> list[str]:
-    return [word for word in re.split(r"[^a-z0-9]+", said.lower()) if word]
+_FILLING = set(
+    _tokens(
+        "offload offloading offloaded to and the only in with of fsdp fsdp1 gpu fsdp2 zero zero2 zero3 "
+        "deepspeed ds memory mem pinned gradient gradients grad grads fp32 z2 z3 infinity policy "
+        "cpuoffloadpolicy pin stage stage3 stage2"
+    )
+)
 
 
 def moved(row: Row) -> frozenset[str]:
@@ -114,70 +79,21 @@ def moved(row: Row) -> frozenset[str]:
     return frozenset(found)
 
 
-_ADAMW = {
-    *("adam", "adamw", "fusedadam", "fusedadamw", "cpuadam", "deepspeedcpuadam", "distributedfusedadam"),
-    *("adamwscale", "decoupledadamw", "pagedadamw", "adamw8bit", "pagedadamw8bit", "adam8bit"),
-}
+_ADAMW = set(
+    _tokens(
+        "adam adamw fusedadam fusedadamw cpuadam deepspeedcpuadam distributedfusedadam adamwscale "
+        "decoupledadamw pagedadamw adamw8bit pagedadamw8bit adam8bit"
+    )
+)
 _OTHERS = ("adafactor", "muon", "lion", "sgd")
-_PLAIN = {
-    *(
-        "torch",
-        "pytorch",
-        "fused",
-        "foreach",
-        "apex",
-        "te",
-        "bnb",
-        "bitsandbytes",
-        "torchao",
-        "ao",
-        "deepspeed",
-    ),
-    *(
-        "distributed",
-        "dist",
-        "optimizer",
-        "hf",
-        "megatron",
-        "paged",
-        "8bit",
-        "8",
-        "bit",
-        "32bit",
-        "32",
-        "multi",
-    ),
-    *(
-        "tensor",
-        "fp32",
-        "states",
-        "state",
-        "with",
-        "default",
-        "cpu",
-        "mcore",
-        "anyprecision",
-        "and",
-        "the",
-        "for",
-    ),
-    *(
-        "momentum",
-        "0",
-        "9",
-        "moments",
-        "composer",
-        "decoupled",
-        "non",
-        "no",
-        "not",
-        "without",
-        "zero",
-        "zero1",
-        "1",
-    ),
-    *("standard", "in", "master", "weights", "multitensor", "loop", "nn", "optim", "float32"),
-}
+_PLAIN = set(
+    _tokens(
+        "torch pytorch fused foreach apex te bnb bitsandbytes torchao ao deepspeed distributed dist "
+        "optimizer hf megatron paged 8bit 8 bit 32bit 32 multi tensor fp32 states state with default cpu "
+        "mcore anyprecision and the for momentum 0 9 moments composer decoupled non no not without zero "
+        "zero1 1 standard in master weights multitensor loop nn optim float32"
+    )
+)
 
 
 def optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
@@ -191,12 +107,12 @@ def optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
     said = str(stated).lower().replace("-bit", "bit").replace("_bit", "bit").replace(" bit", "bit")
     # Betas and rates are no part of the name.
     words = _tokens(re.sub(r"\([^()]*[=<>][^()]*\)", "", said))
-    glued = {word for word in words if word not in _PLAIN}
     eight = any("8bit" in word for word in words) or re.search(r"\bint8\b", said) is not None
     paged = any("paged" in word for word in words)
     if "1bit" in words or re.search(r"\b0/1\b|4bit|\bfp8\b|bf16|bfloat16|precision", said):
         raise UnmappedError(f"optimizer {stated!r}")
-    glued = {re.sub(r"(?:8|32)bit$|^paged", "", word) for word in glued} - {"", "int8"}
+    names = {re.sub(r"(?:8|32)bit$|^paged|^dist(?:ributed)?", "", word) for word in words}
+    glued = names - _PLAIN - {"", "int8"}
     if "muon" in glued:
         # Muon leaves vectors and embeddings to AdamW.
         glued -= _ADAMW
@@ -249,16 +165,24 @@ def recomputation(stated: object, family: str) -> dict[str, Any]:
         raise UnmappedError("recomputation whose layer inputs are in host memory: no formula")
     if offloads:
         return {"recompute": "offload"}
-    if found := _INTERVAL.search(said):
-        word = next(part for part in found.groups() if part)
-        every = _WORDS_FOR.get(word) or int(word)
-        return {"recompute": "full", **({"recompute_interval": every} if every > 1 else {})}
+    if every := interval(said):
+        return every
     counts = [int(part) for found in _SOME_LAYERS.findall(said) for part in found if part]
     if any(count != 1 for count in counts) or (counts and family == "megatron" and "block" in said):
         raise UnmappedError(f"recomputation of some layers: {stated!r}")
     if _ONLY_SOME.search(said) or not _WHOLE.search(said):
         raise UnmappedError(f"recomputation {stated!r}")
     return {"recompute": "full"}
+
+
+def interval(said: str) -> dict[str, Any] | None:
+    """Fields for whole layers, every so-manieth ("1/2", "every 3 layers"); None if nothing says so."""
+    found = _INTERVAL.search(said)
+    if not found:
+        return None
+    word = next(part for part in found.groups() if part)
+    every = _WORDS_FOR.get(word) or int(word)
+    return {"recompute": "full", **({"recompute_interval": every} if every > 1 else {})}
 
 
 _FUSED = re.compile(

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 from tests.accuracy.__main__ import main
+from tests.accuracy.frameworks import zero_stages
 from tests.accuracy.kinds import compared, kind, measured_bytes
+from tests.accuracy.machines import cluster
 from tests.accuracy.mapping import mapped
-from tests.accuracy.rows import sampled
+from tests.accuracy.model_names import by_name
+from tests.accuracy.rows import sampled, status
 from tests.accuracy.unmapped import UnmappedError
+from tests.accuracy.words import moved, optimizer, recomputation
+
+import shardscope as ss
 
 GIB = 2**30
 LAST_LINE = re.compile(
@@ -165,6 +171,315 @@ def test_each_kind_of_memory_is_compared_with_what_it_counts() -> None:
     assert measured_bytes(row()) == 47 * GIB
     assert measured_bytes(row(memory_kind="unknown (peak, GB)")) == 47e9
     assert measured_bytes(row(memory_kind="printed GB", notes="GB treated as GiB")) == 47 * GIB
+
+
+@pytest.mark.parametrize("spelled", [str, float, lambda value: [value], lambda value: f" {value:,} "])
+def test_numbers_are_read_in_any_form(spelled: Any) -> None:
+    numbers = {key: spelled(ROW[key]) for key in ("n_gpus", "seq_len", "micro_batch", "global_batch")}
+    assert mapped(row(**numbers)).plan == mapped(row()).plan
+
+
+def test_words_and_units_in_numbers_are_read_and_others_refused() -> None:
+    plan = mapped(row(seq_len="4k", n_gpus="8 GPUs", gpu_mem_gb="80 GB", tp="n/a", dp="auto")).plan
+    assert plan == mapped(row()).plan
+    with pytest.raises(UnmappedError, match="tp '2 or 4' is no whole number"):
+        mapped(row(tp="2 or 4"))
+
+
+def test_a_row_in_another_order_with_unknown_keys_is_the_same_row() -> None:
+    turned = dict(reversed(list(row(foo="bar", notes=None, interconnect=[]).items())))
+    assert mapped(turned).plan == mapped(row()).plan
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("LLaMA 2 7B", "llama-2-7b"),
+        ("llama_3_8b", "llama-3-8b"),
+        ("LLAMA3.1_405B", "llama-3.1-405b"),
+        ("Llama-3 (8B)", "llama-3-8b"),
+        ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "llama-3.1-8b"),
+        ("Qwen2.5 7B Instruct", "qwen2.5-7b"),
+        ("Qwen2-72B", "qwen2.5-72b"),
+        ("Qwen3_30B_a3B", "qwen3-30b-a3b"),
+        ("Qwen3-235B", "qwen3-235b-a22b"),
+        ("Qwen/Qwen-1_8B-Chat", "qwen-1.8b"),
+        ("mistral-7b-v0.1", "mistral-7b"),
+        ("Mixtral 8x22B", "mixtral-8x22b"),
+        ("DeepSeek-V3 671B", "deepseek-v3"),
+        ("Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("allenai/OLMo-2-1124-7B", "olmo-2-7b"),
+        ("glm-4-9b-0414", "glm-4-9b-0414"),
+        ("GPT-2 1.5B", "gpt2-xl"),
+        ("GPT-3 175B", "gpt-3-175b"),
+        ("GPT 39.1B", "megatron-gpt-39.1b"),
+        ("GPT-1T", "megatron-gpt-1008b"),
+        ("MT-NLG 530B", "megatron-gpt-529.6b"),
+        ("gpt3-13b", "gpt-3-13b"),
+        ("GPT-3 (175B)", "gpt-3-175b"),
+        ("GPT-2 8.3B", "megatron-gpt-8.3b"),
+        ("1T GPT", "megatron-gpt-1008b"),
+    ],
+)
+def test_models_have_many_names(name: str, found: str) -> None:
+    known = by_name(name)
+    assert known is not None
+    assert known.name == found
+
+
+@pytest.mark.parametrize("name", ["GPT-J 6B", "Qwen2.5-VL-7B", "Llama-70B", "opt-13b", "7B", "gpt-4", ""])
+def test_other_models_are_not_taken_for_known_ones(name: str) -> None:
+    assert by_name(name) is None
+
+
+def test_every_model_of_the_catalogue_is_found_in_every_spelling() -> None:
+    for key in ss.models:
+        for name in (key, key.upper(), key.replace("-", " "), key.replace("-", "_"), f"owner/{key}-hf"):
+            known = by_name(name)
+            assert known is not None, name
+            assert known.name == key
+
+
+def test_a_known_model_may_have_other_layers_and_a_padded_vocabulary() -> None:
+    found = mapped(row(model="DeepSeek-V3", layers=4, framework="megatron-core", ep=8)).plan.architecture
+    assert (found.name, found.num_hidden_layers) == ("deepseek-v3", 4)
+    padded = mapped(row(layers=32, hidden=4096, vocab=128512)).plan.architecture
+    assert (padded.name, padded.vocab_size) == ("llama-3.1-8b", 128512)
+
+
+def test_a_shape_is_held_against_its_parameters() -> None:
+    shape = {"model": "mine", "layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50368}
+    plain_mlp = mapped(row(**shape, n_params=1_315_950_592))
+    assert not plain_mlp.plan.architecture.gated_mlp
+    assert "MLP of two matrices: from the parameters" in plain_mlp.assumed
+    with pytest.raises(UnmappedError, match="other parameters than the row states"):
+        mapped(row(**shape, n_params="7B"))
+    with pytest.raises(UnmappedError, match="experts by a shape"):
+        mapped(row(**shape, num_experts=8))
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "expected"),
+    [
+        ("PyTorch FSDP via accelerate", {}, ("fsdp2", "FSDP2")),
+        ("torchtune", {}, ("fsdp2", "FSDP2")),
+        ("NeMo Automodel", {}, ("fsdp2", "FSDP2")),
+        ("Primus (torchtitan)", {}, ("fsdp2", "FSDP2")),
+        ("Primus (Megatron)", {}, ("megatron", "Megatron")),
+        ("NeMo 2.0", {}, ("megatron", "Megatron")),
+        ("axolotl + deepspeed zero2", {}, ("deepspeed", "DeepSpeed")),
+        ("ds_z3_offload", {"offload": "yes"}, ("deepspeed", "DeepSpeed")),
+        ("DeepSpeed", {"zero_stage": 3}, ("deepspeed", "DeepSpeed")),
+        ("Megatron-DeepSpeed ZeRO stage 3", {}, ("deepspeed", "DeepSpeed")),
+        ("LLaMA-Factory", {"n_gpus": 1, "global_batch": 1}, ("ddp", "one GPU")),
+        (["transformers", "DDP"], {}, ("ddp", "DDP")),
+    ],
+)
+def test_frameworks_are_found_inside_trainers(words: Any, more: dict[str, Any], expected: Any) -> None:
+    found = mapped(row(framework=words, **more))
+    assert (found.plan.layout.framework, found.framework) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("ZeRO-DP stage 1", 1),
+        ("zero_optimizer_stage_2", 2),
+        ("ds_z3_config", 3),
+        ("ZeRO (Pos+g)", 2),
+        ("Z2", 2),
+    ],
+)
+def test_zero_stages_have_many_spellings(words: str, stage: int) -> None:
+    assert zero_stages({"framework": words}) == {stage}
+
+
+def test_what_is_split_between_copies_and_what_is_off_is_the_frameworks_own() -> None:
+    hybrid = mapped(row(framework="FSDP HYBRID_SHARD", n_gpus=32, nodes=4, global_batch=32))
+    assert hybrid.plan.degrees.replicate == 4
+    off = mapped(row(framework="Megatron-LM"))
+    assert not off.plan.layout.distributed_optimizer  # type: ignore[attr-defined]
+    assert "distributed optimizer not stated: off" in off.assumed
+    on = mapped(row(framework="Megatron-LM", optimizer="Adam (distributed)"))
+    assert on.plan.layout.distributed_optimizer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["offload", "activation_checkpointing", "optimizer", "precision"])
+@pytest.mark.parametrize("framework", ["fsdp2", "zero3", "megatron", "ddp"])
+def test_an_unknown_word_is_never_read_as_none(key: str, framework: str) -> None:
+    with pytest.raises(UnmappedError, match="frobnicate"):
+        mapped(row(framework=framework, **{key: "frobnicate"}))
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ("AdamW", ("adamw", False)),
+        ("adamw_torch", ("adamw_foreach", True)),
+        ("FusedAdam (apex)", ("adamw", True)),
+        ("Adam (β1=0.9, β2=0.95)", ("adamw", False)),
+        ("8-bit AdamW (bitsandbytes)", ("adamw_8bit", True)),
+        ("PagedAdamW8bit", ("paged_adamw_8bit", True)),
+        ("paged_adamw_32bit", ("paged_adamw", True)),
+        ("SGD with momentum", ("sgd", True)),
+        ("AdamW + Muon", ("muon", True)),
+    ],
+)
+def test_optimizers_are_read(stated: str, expected: tuple[str, bool]) -> None:
+    assert optimizer({"optimizer": stated}, "ddp", "adamw") == expected
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        "BAdam",
+        "GaLore AdamW 8bit",
+        "Adam-mini",
+        "1-bit Adam",
+        "lion_8bit",
+        "AdamW with bf16 states",
+        "adalomo",
+    ],
+)
+def test_a_name_that_contains_a_known_optimizers_is_another(stated: str) -> None:
+    with pytest.raises(UnmappedError, match=re.escape(stated)):
+        optimizer({"optimizer": stated}, "ddp", "adamw")
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (True, {"recompute": "full"}),
+        ("gradient checkpointing", {"recompute": "full"}),
+        ("full (uniform, 1 layer)", {"recompute": "full"}),
+        ("every other layer", {"recompute": "full", "recompute_interval": 2}),
+        ("offloaded to CPU", {"recompute": "offload"}),
+        ("none (flash attention)", {}),
+        ("not used", {}),
+        ("block, 8 layers", None),
+        ("unsloth", None),
+        ("full + CPU offload", None),
+        ("mlp only", None),
+    ],
+)
+def test_recomputation_is_read_or_refused(stated: object, expected: dict[str, Any] | None) -> None:
+    if expected is None:
+        with pytest.raises(UnmappedError):
+            recomputation(stated, "megatron")
+    else:
+        assert recomputation(stated, "megatron") == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        (None, set()),
+        ("none", set()),
+        (False, set()),
+        ("optimizer states to CPU", {"optimizer"}),
+        ("params + optimizer", {"optimizer", "params"}),
+        ("fsdp cpu offload", {"all"}),
+        (True, {"all"}),
+        ("NVMe", {"nvme"}),
+        ("activation offloading", {"activations"}),
+    ],
+)
+def test_what_is_offloaded_is_read(stated: object, expected: set[str]) -> None:
+    assert moved({"offload": stated}) == expected
+
+
+def test_one_gpu_cannot_offload_and_megatron_has_no_formula_for_it() -> None:
+    for framework in ("single", "megatron"):
+        with pytest.raises(UnmappedError, match="in host memory"):
+            mapped(row(framework=framework, n_gpus=1, global_batch=1, offload="optimizer"))
+
+
+def test_lora_is_read_in_many_forms() -> None:
+    forms: list[Any] = [
+        {"rank": 8, "targets": "q,v"},
+        {"r": "8", "target_modules": ["q_proj", "v_proj"]},
+        "r=8 q,v",
+        "rank 8, q_proj, v_proj",
+    ]
+    plans = [mapped(row(lora=form)).plan for form in forms]
+    assert all(plan == plans[0] for plan in plans)
+    assert (plans[0].recipe.lora_rank, plans[0].recipe.lora_targets) == (8, ("q_proj", "v_proj"))
+    every = mapped(row(model="Phi-3-mini", lora={"rank": 8, "targets": "all linear layers"})).plan.recipe
+    assert every.lora_targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    for off in ("no", False, {}, "none"):
+        assert mapped(row(lora=off)).plan.recipe.method == "full"
+
+
+def test_a_quantised_base_is_found_where_it_is_said_and_strange_ones_are_refused() -> None:
+    lora = {"rank": 8}
+    for said in (
+        {"qlora": "yes"},
+        {"precision": "4-bit"},
+        {"framework": "fsdp2 QLoRA"},
+        {"model": "unsloth/Meta-Llama-3.1-8B-bnb-4bit"},
+    ):
+        assert mapped(row(**{"lora": lora, **said})).plan.recipe.method == "qlora", said
+    for strange in ("aqlm 2-bit", "hqq", "frobnicate"):
+        with pytest.raises(UnmappedError, match="a base quantised as"):
+            mapped(row(lora=lora, qlora=strange))
+
+
+def test_defaults_of_the_software_are_used_and_named() -> None:
+    found = mapped(
+        row(framework="LLaMA-Factory", n_gpus=1, global_batch=1, lora=True, activation_checkpointing=None)
+    )
+    recipe = found.plan.recipe
+    assert (recipe.lora_rank, recipe.recompute, recipe.optimizer) == (8, "full", "adamw_foreach")
+    assert sum("LLaMA-Factory's own" in words for words in found.assumed) == 4
+    chunked = mapped(row(framework="torchtune")).plan.recipe
+    assert (chunked.loss, chunked.precision) == ("chunked", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, "h100-sxm-80gb"),
+        ("H100 PCIe", 80, "h100-pcie-80gb"),
+        ("AMD Instinct MI300X", None, "mi300x-192gb"),
+        ("GeForce RTX 4090", None, "rtx-4090-24gb"),
+        ("3090", None, "rtx-3090-24gb"),
+        ("A10G", None, "a10g-24gb"),
+        ("B200", 192, "b200-sxm-180gb"),
+        ("GH200 480GB", None, "gh200-96gb"),
+        ("Tesla V100-SXM2-16GB", None, "v100-sxm-32gb-with-16gb"),
+        ("RTX 4080", 16, "rtx-4090-24gb-with-16gb"),
+        ("8xA100 80GB", None, "a100-sxm-80gb"),
+    ],
+)
+def test_cards_have_many_names(gpu: str, memory: int | None, found: str) -> None:
+    assert cluster({"gpu": gpu, "gpu_mem_gb": memory, "n_gpus": 8})[0].gpu.name == found
+
+
+@pytest.mark.parametrize("gpu", ["Gaudi2", "P100", "RTX 2080 Ti", "Ascend 910B", "RTX 4080"])
+def test_other_cards_are_refused(gpu: str) -> None:
+    with pytest.raises(UnmappedError, match="is not in the catalogue"):
+        cluster({"gpu": gpu, "n_gpus": 1})
+
+
+def test_memory_that_is_not_stated_is_at_least_what_was_held() -> None:
+    small, words = cluster({"gpu": "A100", "n_gpus": 1, "peak_memory_gib": 30})
+    large, _ = cluster({"gpu": "A100", "n_gpus": 1, "peak_memory_gib": 60})
+    assert (small.gpu.name, large.gpu.name) == ("a100-sxm-40gb", "a100-sxm-80gb")
+    assert words == ["memory of a100 not stated: 40 GB"]
+    with pytest.raises(UnmappedError, match="that was not enough is not stated"):
+        cluster({"gpu": "A100", "n_gpus": 1, "status": "oom"})
+
+
+def test_runs_have_statuses_in_many_words() -> None:
+    assert [
+        status({"status": words}) for words in ("OOM", "CUDA out of memory", "Success", "oom_or_failed")
+    ] == [
+        "oom",
+        "oom",
+        "ok",
+        None,
+    ]
 
 
 def test_large_sources_are_sampled_the_same_way_in_any_order() -> None:
