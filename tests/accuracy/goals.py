@@ -9,6 +9,8 @@ from typing import NamedTuple
 from tests.accuracy.kinds import kind
 from tests.accuracy.scoring import Fit, MemoryScore, Scored, overall_line, summary
 
+from shardscope.memory.overheads import TIGHT_PERCENT
+
 WIDE = 1.5
 """A band whose top is more times its bottom than this says little."""
 KINDS = ("allocated", "reserved", "nvidia-smi", "unknown")
@@ -149,6 +151,13 @@ def _fits(score: MemoryScore) -> str:
     ):
         if fits:
             lines.append(f"| {name} | {_fit_figures(fits)} |")
+    warned = sum(fit.warned and not fit.ran for fit in score.fits)
+    lines += [
+        "",
+        f"Beside that plan.memory() calls a plan tight whose peak is over {TIGHT_PERCENT} % of its card "
+        f"(`is_tight`): of the {out} that ran out it warned of {warned} in one way or the other, and of "
+        f"{sum(fit.warned and fit.ran for fit in score.fits)} of the {len(score.fits) - out} that ran.",
+    ]
     return "\n".join(lines)
 
 

@@ -61,6 +61,8 @@ class Fit(NamedTuple):
     predicted: bool
     alone: bool
     """By ``plan.memory()`` and nothing else."""
+    warned: bool = False
+    """Whether ``plan.memory()`` says that it does not fit, or that it is tight."""
 
 
 class MemoryScore(NamedTuple):
@@ -115,7 +117,8 @@ def score_memory(rows: Iterable[Row]) -> MemoryScore:
             scored.append(Scored(found, measured_bytes(row), with_code, compared(row, product)))
         # A run that is measured twice ran once.
         if status(row) is not None and not row.get("same_run"):
-            fits.append(Fit(found, status(row) == "ok", report.fits, product.fits))
+            warned = product.is_tight or not product.fits
+            fits.append(Fit(found, status(row) == "ok", report.fits, product.fits, warned))
     return MemoryScore(tuple(scored), tuple(fits), tuple(unmapped), len(chosen))
 
 
