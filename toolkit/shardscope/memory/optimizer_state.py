@@ -210,7 +210,7 @@ def _adafactor_working(arch: Architecture, adapted: Recipe | None, kind: _Kind, 
         following = inner[1:] + (inner[:1] if layers > 1 else [0])
         most = max(most, *(one + after for one, after in zip(inner, following, strict=True)))
         before = [sizes[group] for group in INPUTS if group in sizes]
-        ahead = [one + after for one, after in zip(before, [*before[1:], inner[0]], strict=True)]
+        ahead = [one + after for one, after in zip(before, [*before[1:], inner[0]], strict=False)]
         most = max(most, *ahead, inner[-1] + sizes.get("lm_head", 0))
     return most
 
