@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import fused_attention, is_eager, masked
+from shardscope.memory.modules.attention import fused_attention, is_eager, layers_with_windows, masked
 from shardscope.memory.modules.compiled import compiled_again, compiled_layer
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
@@ -219,19 +219,21 @@ def casts_in_forward(modules: Modules, recompute: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def masks_kept(architecture: Architecture, modules: Modules, recompute: str) -> int:
+def masks_kept(architecture: Architecture, modules: Modules, recompute: str, interval: int = 1) -> int:
     """Bytes a token leaves in the masks that recomputed layers are called with again, once for all layers.
 
-    One for layers with a window and one for those without (transformers/masking_utils.py): numbers where
-    attention runs in plain operations, flags for SDPA, which needs none where it is causal only.
+    One for layers with a window and one for those without, if any such layer is among those that are computed
+    again (transformers/masking_utils.py): numbers where attention runs in plain operations, flags for SDPA,
+    which needs none where it is causal only.
     """
     if recompute not in ("full", "selective") or modules.kernels == "megatron":
         return 0
+    windows = layers_with_windows(architecture.num_hidden_layers, architecture.sliding_window_layers)
+    again = windows[::interval]
     if is_eager(architecture, modules):
-        sliding = architecture.sliding_window_layers
-        kinds = (sliding > 0) + (sliding < architecture.num_hidden_layers)
-        return kinds * modules.seq_len * modules.stream
-    return modules.seq_len if masked(architecture, modules) else 0
+        return len(set(again)) * modules.seq_len * modules.stream
+    needed = any(again) or not any(windows)  # Falcon needs one without windows
+    return modules.seq_len if needed and masked(architecture, modules) else 0
 
 
 @lru_cache(maxsize=4096)

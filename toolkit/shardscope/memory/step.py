@@ -208,9 +208,10 @@ class StageStep:
         """Bytes a token leaves in front of the layers: its id, less what the first one need not save.
 
         And the masks that layers are called with again."""
-        arch, modules, recompute = self.plan.architecture, self.modules, self.plan.recipe.recompute
-        if recompute != "none" or not self.plan.recipe.has_adapters:
-            return self.stage.is_first * 8 + masks_kept(arch, modules, recompute)
+        arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
+        if recipe.recompute != "none" or not recipe.has_adapters:
+            masks = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
+            return self.stage.is_first * 8 + masks
         unsaved = looked_up(
             lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardscope.memory.modules.attention import layers_with_windows
 from shardscope.unknown_family import UnknownFamily
 
 OTHER_SPELLINGS = {
@@ -118,12 +119,8 @@ def _special(architecture: Any, family: Any) -> dict[str, Any]:
 
 def _layer_types(num_layers: int, num_sliding: int) -> list[str]:
     """Windows on ``num_sliding`` layers, and layers that attend to everything evenly between them."""
-    full = num_layers - num_sliding
-    kinds = []
-    for index in range(num_layers):
-        is_full = (index + 1) * full // num_layers > index * full // num_layers
-        kinds.append("full_attention" if is_full else "sliding_attention")
-    return kinds
+    windows = layers_with_windows(num_layers, num_sliding)
+    return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def architecture_has_windows(architecture: Any) -> bool:

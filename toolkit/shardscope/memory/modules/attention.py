@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.modules.saved import INT64, Modules, Saved
@@ -53,6 +54,15 @@ def widths(arch: Architecture) -> Widths:
         return Widths(query, query, heads * latent.v_head_dim, heads * latent.v_head_dim)
     kv = arch.num_key_value_heads * arch.head_dim
     return Widths(heads * arch.head_dim, kv, kv, heads * arch.head_dim)
+
+
+@lru_cache(maxsize=1024)
+def layers_with_windows(num_layers: int, num_sliding: int) -> tuple[bool, ...]:
+    """Which layers have a sliding window: those that attend to everything lie evenly between them."""
+    full = num_layers - num_sliding
+    return tuple(
+        (index + 1) * full // num_layers == index * full // num_layers for index in range(num_layers)
+    )
 
 
 def masked(arch: Architecture, modules: Modules) -> bool:
