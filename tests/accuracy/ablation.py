@@ -23,7 +23,6 @@ MISSING: dict[OwnCode, str] = {
     "torchtitan_policy": "yes: a selective recomputation that names its operations",
     "fp32_adapters": "yes: a frozen base in bf16 under fp32 adapters, peft's own default today",
     "zero2_over_gptq": "yes: a base in 4 bits under ZeRO, which is refused",
-    "fsdp1_nf4": "yes: a base in 4 bits that FSDP shards, which is refused",
     "no_buckets": "yes: one GPU without DDP",
 }
 """Pieces that users of the product would say as an option; the others are code of one source or time."""

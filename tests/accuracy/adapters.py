@@ -87,9 +87,8 @@ def adapters(
     if has_base:
         _check_base(row, quantised)
     if has_base and is_four_bit(row):
-        # GPTQ keeps 4 bits and group scales, NF4 with double quantisation 4.13. FSDP2 refuses what FSDP1
-        # sharded as packed numbers: own_code has that.
-        fields["method"] = "lora" if kind.name == "FSDP1" else "qlora"
+        # GPTQ keeps 4 bits and group scales, NF4 with double quantisation 4.13.
+        fields["method"] = "qlora"
     elif has_base:
         fields["quantization"] = "int8"
     return fields

@@ -45,9 +45,8 @@ def _two(score: MemoryScore) -> str:
         "beside the plan **described** from its published code. That is so for "
         f"{described} of the {len(score.scored)} rows: kernels, hooks and optimizers of a source's own "
         "(`tests/accuracy/own_code.py`) and nanotron's own modules (`tests/accuracy/nanotron.py`). No user "
-        "of Shardscope gets the second; it shows how much of an error is foreign code. Where it refuses "
-        "a row's plan (a base in 4 bits that FSDP1 shards), the nearest that it takes is scored as its own "
-        "word. The closing line of this file is the second's, the line above it the first's."
+        "of Shardscope gets the second; it shows how much of an error is foreign code. The closing line of "
+        "this file is the second's, the line above it the first's."
     )
 
 

@@ -61,10 +61,18 @@ def _mapped(row: Row) -> Mapped:
     spread, about_layout = layout(row, kind, arch.num_hidden_layers)
     what, about_recipe = recipe(row, kind, arch, _data_parallel(row, kind, machines.num_gpus))
     what, spread = with_options(what, spread, options)
+    what, about_type = _stored_type(what, spread)
     plan, about_plan = _plan(arch, machines, what, spread)
     _check_data_parallel(row, plan)
-    assumed = (*about_model, *about_machines, *about_layout, *about_recipe, *about_plan)
+    assumed = (*about_model, *about_machines, *about_layout, *about_recipe, *about_type, *about_plan)
     return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe))
+
+
+def _stored_type(what: ss.Recipe, spread: ss.Layout) -> tuple[ss.Recipe, list[str]]:
+    """A packed base that FSDP shards is stored as numbers of the type that it computes in: here bf16."""
+    if what.method == "qlora" and spread.framework == "fsdp2" and what.precision == "fp16-mixed":
+        return replace(what, precision="bf16-mixed"), ["fp16 counted as bf16, which has as many bytes"]
+    return what, []
 
 
 def _plan(

@@ -18,7 +18,6 @@ from shardscope.memory.band import band
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.overheads import Band, communication
 from shardscope.memory.precision import FP32, widths
-from shardscope.memory.quantization import layer_linears
 from shardscope.memory.report import Component, MemoryReport, Moment, StageMemory, Term
 
 OwnCode = Literal[
@@ -26,7 +25,6 @@ OwnCode = Literal[
     "unsloth_loss",
     "rotary_caches",
     "fsdp1_hooks",
-    "fsdp1_nf4",
     "bf16_optimizer",
     "torchtitan_policy",
     "fp32_adapters",
@@ -49,8 +47,6 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
         found.append("rotary_caches")
     if framework == "FSDP1" and recipe.has_adapters and recipe.recompute == "full":
         found.append("fsdp1_hooks")
-    if framework == "FSDP1" and is_four_bit(row):
-        found.append("fsdp1_nf4")
     if framework == "Megatron-DeepSpeed" and recipe.precision == "bf16-mixed":
         found.append("bf16_optimizer")
     if is_torchtitan(row) and "selective" in text(row, "activation_checkpointing"):
@@ -180,38 +176,6 @@ def _fsdp1_hooks(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     return tuple(_with(moment, more) if moment is fullest else moment for moment in moments)
 
 
-def _fsdp1_nf4(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """A base in 4 bits, sharded by FSDP1 as numbers of the compute type (bitsandbytes' ``quant_storage``).
-
-    The plan has it in the compute type: the layers' Linears shrink wherever they are, sharded or gathered.
-    Scales are no parameters, so every rank keeps all of them; products restore one matrix at a time; and
-    FMS-acceleration leaves the adapters whole (fms_acceleration_foak/utils.py,
-    ``lora_adapters_switch_ddp_from_fsdp``), which weighs little and is left out.
-    """
-    arch, c = plan.architecture, widths[plan.recipe.precision].compute
-    numel, quantised, largest = layer_linears(arch, False, "nf4_double")
-    layers, ranks = arch.num_hidden_layers, plan.degrees.shard
-    packed = numel // 2
-    smaller = layers * (numel * c - packed) // ranks - layers * (quantised - packed)
-    found = []
-    for moment in moments:
-        gathered = moment.components["gather_buffers"]
-        # The root group has the embedding and the head; what is beyond it are whole layers.
-        root = 2 * arch.vocab_size * arch.hidden_size * c
-        num_layers = max(0, round((gathered - root) / (numel * c)))
-        restored = largest * c if num_layers else 0
-        found.append(
-            _with(
-                moment,
-                {
-                    "parameters": moment.components["parameters"] - smaller,
-                    "gather_buffers": gathered - num_layers * (numel * c - packed) + restored,
-                },
-            )
-        )
-    return tuple(found)
-
-
 def _bf16_optimizer(plan: Plan, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     """DeepSpeed's BF16_Optimizer under its pipeline: whole fp32 gradients, and the half-precision ones too.
 
@@ -264,7 +228,6 @@ _CHANGES: dict[OwnCode, _Change] = {
     "unsloth_loss": _unsloth_loss,
     "rotary_caches": _rotary_caches,
     "fsdp1_hooks": _fsdp1_hooks,
-    "fsdp1_nf4": _fsdp1_nf4,
     "bf16_optimizer": _bf16_optimizer,
     "torchtitan_policy": _torchtitan_policy,
     "fp32_adapters": fp32_adapters,

@@ -52,7 +52,8 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]
     (modeling_qwen.py: a shifted copy and its logarithms) stays in 2 bytes where the plan counts fp32: half.
     """
     arch = plan.architecture
-    recipe = replace(plan.recipe, method="lora", precision="fp16-mixed", lora_dropout=0.0)
+    fields = {"method": "lora", "precision": "fp16-mixed", "lora_dropout": 0.0, "optimizer": "adamw"}
+    recipe = replace(plan.recipe, **fields)
     layout = Layout.zero(stage=2, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET, overlap_comm=True)
     theirs = Plan(arch, plan.cluster, recipe, layout).memory().worst_stage
     packed = min(moment.components["parameters"] for moment in moments)

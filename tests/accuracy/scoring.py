@@ -126,7 +126,12 @@ def predicted(found: Mapped) -> tuple[MemoryReport, int]:
     """The row's memory by its framework's own model, and what that may keep reserved beside its tensors."""
     if found.framework == "nanotron":
         return nanotron.memory(found.plan), nanotron.held_back_bytes(found.plan)
-    return changed(found.plan, found.plan.memory(), found.own_code), 0
+    product = found.plan.memory()
+    try:
+        return changed(found.plan, product, found.own_code), 0
+    except ValueError:
+        # What was described is code of known runs; a row of other sizes may have no such plan.
+        return product, 0
 
 
 def is_described(found: Mapped) -> bool:

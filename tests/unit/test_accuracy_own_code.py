@@ -67,9 +67,8 @@ def test_every_check_reads_calibration_rows_only() -> None:
     [
         ("bf16_optimizer", 0.11, 0.2),
         ("fsdp1_hooks", 0.02, 0.06),
-        ("fsdp1_nf4", 0.02, 0.15),
         ("no_buckets", 0.001, 0.015),
-        ("rotary_caches", 0.02, 0.04),
+        ("rotary_caches", 0.02, 0.035),
         ("unsloth_loss", 0.01, 0.3),
     ],
 )
