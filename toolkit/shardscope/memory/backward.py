@@ -46,6 +46,9 @@ class LayerBackward(NamedTuple):
     experts had saved. As ``inside`` in a dense layer."""
     earlier: int
     """Where experts' rows are weighted, before any of their weights has a gradient; else as ``inside``."""
+    core: int
+    """In attention's scores behind routed experts, less what the experts had saved; 0 where scores are no
+    tensors, or stand behind a dense feed-forward, whose ``inside`` has them."""
 
 
 class Backward(NamedTuple):
@@ -84,6 +87,8 @@ class FullestLayer(NamedTuple):
     """The same where routed experts' gradients are all there; as ``inside`` in a dense layer."""
     earlier: int
     """The same where their rows are weighted, before any gradient; as ``inside`` in a dense layer."""
+    core: int
+    """The same in attention's scores, once routed experts are through; 0 in a dense layer, or if fused."""
     recomputed: int
     """Of these, what its forward makes again; 0 if it is none of those that are recomputed."""
     again: int
@@ -155,11 +160,12 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
         both = rows * width * (2 * experts.moe_intermediate_size + hidden)
         inside = stream + inner - rows * hidden * width
         # Once the experts and their norm are done with, attention in plain operations may need more.
-        scores = _score_gradients(arch, modules) - hidden * (2 * FP32 + 2 * c)
-        return LayerBackward(inside, stream, stream + max(both, scores) - saved, stream + weighted)
+        scores = _score_gradients(arch, modules)
+        core = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
+        return LayerBackward(inside, stream, stream + both - saved, stream + weighted, core)
     inner = arch.intermediate_size * c * inner_gradients(arch, modules)
     inside = stream + max(inner, _scores(arch, modules))
-    return LayerBackward(inside, stream, inside, inside)
+    return LayerBackward(inside, stream, inside, inside, 0)
 
 
 def inner_gradients(arch: Architecture, modules: Modules) -> int:
@@ -201,6 +207,9 @@ def _score_gradients(arch: Architecture, modules: Modules) -> int:
     if not scores_per_token(arch, modules):
         return 0
     each = arch.num_attention_heads * modules.seq_len
+    if arch.model_type == "gpt_oss":
+        # The softmax's, and with the sink's place again, where the maximum's is added.
+        return 2 * each * modules.stream
     return each * (modules.compute + FP32 if is_eager(arch, modules) else 2 * FP32)
 
 

@@ -127,6 +127,7 @@ class StageStep:
             ),
             later=inside(own.later),
             earlier=inside(own.earlier),
+            core=where(own.core == 0, 0, inside(own.core)),
             recomputed=tokens * layer.recomputed,
             again=tokens * largest(*(kind.each.recomputed for kind in self.kinds)),
         )

@@ -138,6 +138,7 @@ _IN_FIRST_NORM = ("saved by the layers that are left", "gradients inside one lay
 _IN_EMBEDDING = ("the gradient of the embedding's output",)
 _USED_UP = ("activations: all are used up",)
 _IN_FORWARD = ("saved by the layers before",)
+_INSIDE_FORWARD = ("saved by the layers before", "saved, and in use inside one layer")
 
 
 def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> list[Peak]:
@@ -216,14 +217,13 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
             found.append(peak(fraction + 0.002, made, _IN_LAYER, down, allocated))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
         dense = one.inside - drop
-        # Under adapters experts have no gradients: only where attention's scores outweigh them is it known
-        # that they are gone.
-        frozen = largest(one.inside, sizes.has_scores * one.later)
-        experts = where(kept.trains_all, one.later, frozen)
+        experts = one.later if kept.trains_all else one.inside
         # One without experts, after layers that have them, cannot let go of more than is left.
         activations = (saved, largest(where(has_experts, experts, dense), -saved))
         last = where(has_experts & kept.trains_all, layer.last, instant)
         found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
+        if sizes.has_scores:
+            found.append(peak(fraction + 0.006, (saved, largest(one.core, -saved)), _IN_LAYER, layer.middle))
         left = largest(0, saved - one.saved)
         found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
         if kept.trains_all:
@@ -235,6 +235,8 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         found.append(peak(fraction + 0.012, leaving, _IN_FIRST_NORM, layer.following))
     found.append(peak(0.97, (shape.stream,), _IN_EMBEDDING, c.embedding))
     found += [peak(0.975, (0,), _USED_UP, instant) for instant in c.end]
+    if sizes.has_scores:
+        found += _in_scores(c, shape, kept, num_layers, peak)
     if kept.gathers:
         found.append(_gathering(c, shape, half, num_layers, peak))
     return found
@@ -250,6 +252,7 @@ def _between(fullest: FullestLayer, shape: Backward, index: Any, interval: int) 
         saved=with_it - before,
         inside=fullest.inside + change,
         later=fullest.later + change,
+        core=fullest.core + (fullest.core != 0) * change,
         earlier=fullest.earlier + change,
     )
     return one, others + with_it
@@ -268,6 +271,27 @@ def _fullest(inner: Sequence[Instant], drops: Sequence[Any], half: int) -> tuple
         more = half * one.total - other > half * instant.total - drop
         drop, instant = where(more, other, drop), where(more, one, instant)
     return drop, instant
+
+
+def _in_scores(
+    c: Counted, shape: Backward, kept: Kept, num_layers: Any, peak: Callable[..., Peak]
+) -> list[Peak]:
+    """In attention's scores of the last layer of each kind, where forward holds most of all."""
+    elements: Any = 0
+    for passed, gathered in c.in_forward:
+        elements = where(passed >= num_layers - 1, gathered, elements)
+    allocated = (kept.forward > 0) * kept.bucket
+    return [
+        peak(
+            0.02 + 0.3 * (place.index + 1) / num_layers,
+            (place.before, place.kind.forward),
+            _INSIDE_FORWARD,
+            Instant(elements, 0),
+            allocated,
+            phase="forward",
+        )
+        for place in shape.find_order().last_places(shape.layers)
+    ]
 
 
 def _gathering(c: Counted, shape: Backward, half: int, num_layers: Any, peak: Callable[..., Peak]) -> Peak:

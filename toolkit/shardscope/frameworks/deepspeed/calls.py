@@ -39,6 +39,8 @@ class Call(NamedTuple):
     feeds_forward: bool = False
     """One of the feed-forward's large matrices."""
     in_attention: bool = False
+    in_pairs: bool = False
+    """Each matrix of its own is followed by a vector, whose gradient comes behind that matrix's."""
     is_leaf: bool = False
     """Gathered and released as one with all inside (``DEFAULT_LEAF_MODULE_CLASSES``,
     deepspeed/runtime/zero/leaf_module_config.py); its gradients wait until all are there."""
@@ -118,8 +120,9 @@ def _maker(
         large = path.startswith("mlp.") and name not in ("gate", "router", "shared_expert_gate")
         if name == "experts":
             # gpt-oss stores its experts as the products read them; all others through a transposed view.
-            both = (0, 1) if arch.model_type != "gpt_oss" else ()
-            return Call(own, (NOTHING,), adapted is None, both, not waiting, large)
+            in_pairs = arch.model_type == "gpt_oss"
+            both = () if in_pairs else (0, 1)
+            return Call(own, (NOTHING,), adapted is None, both, not waiting, large, in_pairs=in_pairs)
         # Falcon multiplies by a transposed view itself, where others' products are DeepSpeed's own.
         viewed = (0,) if arch.model_type == "falcon" and name in linears else ()
         if adapted is None or name not in targets:

@@ -231,6 +231,7 @@ class _Coordinator:
         waits = self.tied if place and self.trains_all else 0
         inner: list[Instant] = []
         base: Instant | None = None
+        middle: Instant | None = None
         peak = behind = Instant(0, 0)
         # Between the feed-forward and attention, whose first gradient is the last that counts.
         between = False
@@ -253,6 +254,8 @@ class _Coordinator:
                 peak = self._more(peak, waits + most)
                 behind, between = self._more(behind, waits + reduced), True
                 continue
+            if node.call.in_attention and middle is None:
+                middle = Instant(self.live + self.oversized + waits, self.swapper.kept)
             for index in node.own:
                 now = self._gradient(index, node.call.trained) + waits
                 peak = self._more(peak, now)
@@ -263,7 +266,7 @@ class _Coordinator:
             between = node.call.feeds_forward or (between and not node.call.in_attention)
         if base is None:
             base = Instant(self.live + self.oversized + waits, self.swapper.kept)
-        return Part(base, peak, inner=tuple(inner), behind=behind)
+        return Part(base, peak, middle, tuple(inner), behind)
 
     def _more(self, peak: Instant, staging: int) -> Instant:
         """The fuller one of an earlier instant and of now."""

@@ -39,7 +39,11 @@ def backward_of(node: Node) -> Iterator[Event]:
     late = node.own[:1] if node.calls else ()
     if node.own:
         behind = node.own[len(late) :]
-        yield "gradients", node._replace(own=behind if node.call.is_leaf else behind[::-1])
+        order = behind if node.call.is_leaf else behind[::-1]
+        if node.call.in_pairs:
+            pairs = range(len(node.own) - 2, -1, -2)
+            order, late = tuple(index for at in pairs for index in node.own[at : at + 2]), ()
+        yield "gradients", node._replace(own=order)
     for inner in reversed(node.calls):
         yield from backward_of(inner)
     if late:

@@ -232,7 +232,11 @@ class _Layer:
         else:
             branches = 3 if self.arch.gated_mlp else 2
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
-        held: int = self.stream + self.row + inner
+        scores = 0
+        if scores_per_token(self.arch, self.modules):
+            each = self.arch.num_attention_heads * self.modules.seq_len
+            scores = ceil_div(scores_in_forward(self.arch, self.modules, each), tp)
+        held: int = self.stream + self.row + max(inner, scores)
         return held
 
     def backward(self) -> list[Instant]:
