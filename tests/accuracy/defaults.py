@@ -49,6 +49,8 @@ _KNOWN = (
     _software(
         "torchtune", r"torchtune", optimizer="adamw", loss="chunked", rank=8, targets=_ALL, precision="bf16"
     ),
+    # DecoupledAdamW steps tensor by tensor.
+    _software("Composer", r"composer|llm-?foundry|mosaicml", optimizer="adamw"),
     _software("torchtitan", r"torchtitan", optimizer="adamw"),
     # finetune/lora.py: lora_r = 8 on query and value.
     _software("LitGPT", r"lit-?gpt", rank=8, targets="q,v"),

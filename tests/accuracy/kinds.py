@@ -32,7 +32,7 @@ def kind(row: Row) -> Kind:
         return "reserved"
     if "alloc" in said or "active" in said:
         return "allocated"
-    if "nvidia" in said or "smi" in said or "device" in said:
+    if re.search(r"nvidia|smi|device|nvml|nvitop|gpustat|wandb|mem_get_info|process", said):
         return "nvidia-smi"
     return "unknown"
 

@@ -59,6 +59,8 @@ def _num_gpus(row: Row, name: str) -> int | None:
         return stated
     if found := _WORDS_PER_GPU.match(name):
         return int(found[1]) * (number(row, "nodes") or 1)
+    if re.search(r"\bsingle\b|\b(?:1|one)[- ](?:gpu|device|card)", text(row, "framework")):
+        return 1
     if number(row, "dp"):
         return math.prod(number(row, key) or 1 for key in ("dp", "tp", "pp", "cp"))
     return None

@@ -35,6 +35,8 @@ _SCRIPTS: dict[str, dict[str, Any]] = {
     # not said; plain attention is what the calibration rows fit (34 s b h + 5 a s^2 b a layer).
     "2401.10241": {"precision": "fp16", "dropout": 0.1, "flash_attention": False},
 }
+_TOKENS = 100_000
+"""A global batch from here on is one in tokens."""
 _HALF = re.compile(r"bf-?16|bfloat|fp-?16|float16|\bamp|half|mixed|(?<!\d)16[- _]?(?:bits?|true)|^16$")
 _SINGLE = re.compile(r"fp-?32|tf32|float32|(?<!\d)32[- _]?(?:bits?|true)|full precision|^(?:32|single|full)$")
 _SELECTIVE = frozenset(
@@ -100,6 +102,9 @@ def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
         micro = 1
     if micro is None:
         raise UnmappedError("micro-batch not stated")
+    seq_len = number(row, "seq_len")
+    if batch and seq_len and batch >= _TOKENS and batch % seq_len == 0:
+        batch //= seq_len
     if batch is None:
         pp = number(row, "pp") or 1
         if steps is None and pp > 1:
@@ -164,12 +169,14 @@ def _optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: l
     ):
         raise UnmappedError("an optimizer that steps inside backward")
     found, is_stated = optimizer(row, kind.family, str(scripts.get("optimizer", "adamw")))
-    known = software(row)
-    if is_stated or "optimizer" in scripts or kind.family in ("deepspeed", "megatron") or known is None:
+    if is_stated or "optimizer" in scripts or kind.family in ("deepspeed", "megatron"):
         return found
-    own = str(known.facts.get("optimizer", found))
-    if own != "adamw":
-        assumed.append(f"AdamW's kernel not stated: {own}, which is {known.name}'s own")
+    # torch.optim.AdamW without a word takes its multi-tensor operations on a GPU.
+    known = software(row)
+    own = known.facts.get("optimizer") if known else None
+    name = known.name if known and own else "PyTorch"
+    own = str(own or "adamw_foreach")
+    assumed.append(f"AdamW's kernel not stated: {own}, which is {name}'s own")
     return own
 
 

@@ -94,6 +94,8 @@ def _number(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     said = _THOUSANDS.sub("", value.strip().lower())
+    # "2048 (packed)", "max 4096".
+    said = re.sub(r"^(?:max(?:imum)?|up to|<=|≤|about|ca\.?)\s*|\s*\([^()]*\)$", "", said)
     if product := _TIMES.fullmatch(said):
         return int(product[1]) * int(product[2]) if key in ("n_gpus", "global_batch") else value
     if key == "peak_memory_gib" and (mib := re.fullmatch(r"([\d.]+)\s*mi?b", said)):

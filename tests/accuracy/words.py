@@ -126,7 +126,7 @@ def optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
         if "foreach" in words or ("torch" in words and "fused" not in words):
             # transformers' adamw_torch is torch.optim.AdamW as it comes.
             return "adamw_foreach", True
-        return ("adamw", True) if re.search(r"fused|apex|\bte\b|cpu", said) else (default, False)
+        return ("adamw", True) if re.search(r"fused|apex|\bte\b|cpu|decoupled", said) else (default, False)
     if len(glued) == 1 and not eight and not paged:
         name = glued.pop()
         if name in _OTHERS and not re.search(r"(?:no|without|w/o)[- ]momentum", said):
