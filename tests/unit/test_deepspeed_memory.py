@@ -16,9 +16,11 @@ from tests.needs import needs, needs_installed
 import shardscope as ss
 from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
 from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.coordinator import Thresholds
 from shardscope.frameworks.deepspeed.counted import swap_failure
-from shardscope.frameworks.deepspeed.gathers import Modules, Thresholds, gathered
+from shardscope.frameworks.deepspeed.gathers import gathered
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
+from shardscope.frameworks.deepspeed.route import Modules
 from shardscope.frameworks.deepspeed.tensors import cut_each, largest_group, partition, tensors_of
 from shardscope.memory.stages import Stage, shapes_of, stage_of
 from shardscope.plan import Plan

@@ -22,7 +22,9 @@ from shardscope.frameworks.deepspeed.buckets import (
     late,
     parts_of,
 )
-from shardscope.frameworks.deepspeed.gathers import Modules, Thresholds, gathered
+from shardscope.frameworks.deepspeed.coordinator import Thresholds
+from shardscope.frameworks.deepspeed.gathers import gathered
+from shardscope.frameworks.deepspeed.route import Modules
 from shardscope.frameworks.deepspeed.swapping import SwapFailure, swaps_of
 from shardscope.frameworks.deepspeed.tensors import (
     FP64,
