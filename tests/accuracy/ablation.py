@@ -21,7 +21,8 @@ Moonlight's (mbskill) the pieces are options of a plan by now."""
 
 MISSING: dict[OwnCode, str] = {
     "torchtitan_policy": "yes: a selective recomputation that names its operations",
-    "fp32_adapters": "yes: a frozen base in bf16 under fp32 adapters, peft's own default today",
+    "no_ddp": "yes: one GPU without DDP",
+    "kbit_training": "yes: what is not quantised in fp32, as prepare_model_for_kbit_training leaves it",
     "zero2_over_gptq": "yes: a base in 4 bits under ZeRO, which is refused",
     "no_buckets": "yes: one GPU without DDP",
 }

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tests.accuracy.qwen_code import fp32_adapters, zero2_over_gptq
+from tests.accuracy.kbit import kbit_training
+from tests.accuracy.qwen_code import no_ddp, zero2_over_gptq
 from tests.accuracy.rows import Row, number, text
 
 from shardscope import Plan, Recipe
@@ -27,7 +28,8 @@ OwnCode = Literal[
     "fsdp1_hooks",
     "bf16_optimizer",
     "torchtitan_policy",
-    "fp32_adapters",
+    "kbit_training",
+    "no_ddp",
     "zero2_over_gptq",
 ]
 _LATE = 0.9
@@ -39,6 +41,8 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
     """What the row's source ran beside its plan."""
     found: list[OwnCode] = []
     table = text(row, "table")
+    if table == "baseline-peft-bnb" and framework == "one GPU":
+        found.append("kbit_training")
     if framework == "one GPU" and recipe.method == "full" and number(row, "grad_accum") == 1:
         found.append("no_buckets")
     if "foak" in table and "liger" not in table:
@@ -52,7 +56,7 @@ def own_code(row: Row, framework: str, recipe: Recipe) -> tuple[OwnCode, ...]:
     if is_torchtitan(row) and "selective" in text(row, "activation_checkpointing"):
         found.append("torchtitan_policy")
     if "QwenLM/Qwen@" in str(row.get("source_url")) and framework == "one GPU" and recipe.has_adapters:
-        found.append("zero2_over_gptq" if recipe.method == "qlora" else "fp32_adapters")
+        found.append("zero2_over_gptq" if recipe.method == "qlora" else "no_ddp")
     return tuple(found)
 
 
@@ -230,6 +234,7 @@ _CHANGES: dict[OwnCode, _Change] = {
     "fsdp1_hooks": _fsdp1_hooks,
     "bf16_optimizer": _bf16_optimizer,
     "torchtitan_policy": _torchtitan_policy,
-    "fp32_adapters": fp32_adapters,
+    "kbit_training": kbit_training,
+    "no_ddp": no_ddp,
     "zero2_over_gptq": zero2_over_gptq,
 }

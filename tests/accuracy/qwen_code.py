@@ -1,4 +1,4 @@
-"""What QwenLM/Qwen's scripts ran beside a plan: peft's old adapters, DeepSpeed under Q-LoRA, AutoGPTQ.
+"""What QwenLM/Qwen's scripts ran beside a plan: no DDP, DeepSpeed under Q-LoRA, AutoGPTQ.
 
 finetune.py and finetune/finetune_{lora,qlora}_single_gpu.sh of QwenLM/Qwen, whose README has the figures (of
 1.8B and 72B since 2023-11-30, when peft was at 0.6.2 and AutoGPTQ at 0.5.1).
@@ -19,26 +19,16 @@ BUCKET = 200_000_000
 """Numbers in a bucket: finetune/ds_config_zero2.json."""
 
 
-def fp32_adapters(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """peft 0.6: adapters, their gradients and moments in fp32 over a base in half precision; and no DDP.
+def no_ddp(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """One GPU without DDP: gradients have no buckets beside them.
 
-    tuners/lora/layer.py (``update_layer``): adapters take the base's type only where the base's weight is
-    there already, and ``Linear.__init__`` calls it before; 0.7 first casts them. The plan has adapters,
-    gradients, DDP's buckets and both moments in half precision.
+    Of several micro-batches a step they stay from the first backward to the step.
     """
-    found = []
-    for moment in moments:
-        parts = moment.components
-        adapters = _adapters(plan)
-        steps = moment.phase in ("forward", "backward", "optimizer")
-        more: dict[Component, int] = {
-            "parameters": parts["parameters"] + (FP32 - HALF) * adapters,
-            # Several micro-batches a step: gradients stay from the first backward to the step.
-            "gradients": FP32 * adapters if steps else 0,
-            "optimizer": 2 * parts["optimizer"],
-        }
-        found.append(_with(moment, more))
-    return tuple(found)
+    trained = FP32 * _adapters(plan)
+    return tuple(
+        _with(moment, {"gradients": trained * (moment.phase in ("forward", "backward", "optimizer"))})
+        for moment in moments
+    )
 
 
 def zero2_over_gptq(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
@@ -57,6 +47,8 @@ def zero2_over_gptq(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]
     layout = Layout.zero(stage=2, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET, overlap_comm=True)
     theirs = Plan(arch, plan.cluster, recipe, layout).memory().worst_stage
     packed = min(moment.components["parameters"] for moment in moments)
+    # The plan has adapters in fp32, ZeRO beside their fp32 copies in fp16.
+    packed -= (FP32 - HALF) * _adapters(plan)
     smaller = theirs.at("rest").components["parameters"] - packed
     numel, _, _ = layer_linears(arch, False, "nf4_double")
     last = arch.hidden_size * arch.intermediate_size

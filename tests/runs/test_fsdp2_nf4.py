@@ -22,13 +22,13 @@ from shardscope.runs.processes import free_port
 SCRIPT = """
 import json, sys, torch, bitsandbytes as bnb
 import torch.distributed as dist, torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import shardscope as ss
 from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from tests.unit.test_quantization import SMALL
 
-def rank(number, double, port):
+def rank(number, double, mixed, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
     torch.manual_seed(0)
@@ -46,14 +46,15 @@ def rank(number, double, port):
                 )
                 setattr(module, name, linear.to("cpu"))
     recipe = ss.Recipe(method="lora", quantization="nf4", precision="bf16", lora_rank=6)
-    model = add_adapters(model, SMALL, recipe)
+    model = add_adapters(model, SMALL, recipe, in_fp32=mixed)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     ids = torch.arange(32).reshape(1, 32) % SMALL.vocab_size
     whole = model(input_ids=ids, labels=ids).loss.item()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     layers = model.base_model.model.model.layers
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     cut = model(input_ids=ids, labels=ids).loss
     cut.backward()
     kept = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
@@ -65,8 +66,9 @@ def rank(number, double, port):
                 tensor = getattr(owner, name, None)
                 if tensor is not None:
                     scales[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    # What is gathered is in bf16, adapters too.
     padded = sum(
-        parameter._sharded_param_data.numel() * parameter._sharded_param_data.itemsize
+        parameter._sharded_param_data.numel() * 2
         for parameter in layers[0]._get_fsdp_state()._fsdp_param_group.fsdp_params
     )
     trained = sum(p.grad is not None for p in model.parameters())
@@ -75,17 +77,18 @@ def rank(number, double, port):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(rank, (sys.argv[1] == "qlora", int(sys.argv[2])), nprocs=2)
+    mp.spawn(rank, (sys.argv[1] == "qlora", sys.argv[2] == "bf16-mixed", int(sys.argv[3])), nprocs=2)
 """
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, tmp_path: Any) -> None:
+def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, precision: Any, tmp_path: Any) -> None:
     needs("bitsandbytes")
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     ran = subprocess.run(
-        [sys.executable, str(script), method, str(free_port())],
+        [sys.executable, str(script), method, precision, str(free_port())],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -97,7 +100,7 @@ def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, tmp_path: 
     whole, cut, kept, gathered, trained = json.loads(line.removeprefix("FOUND"))
     assert whole == pytest.approx(cut, rel=1e-3)
     assert trained == 2 * 4 * SMALL.num_hidden_layers
-    recipe = ss.Recipe(method=method, precision="bf16", lora_rank=6, seq_len=32)
+    recipe = ss.Recipe(method=method, precision=precision, lora_rank=6, seq_len=32)
     if method == "lora":
         recipe = replace(recipe, quantization="nf4")
     plan = ss.Plan(SMALL, ss.Cluster.parse("2xcpu"), recipe, ss.Layout.fsdp2())

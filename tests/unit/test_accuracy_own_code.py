@@ -223,16 +223,38 @@ def test_precision_aware_steps_copy_the_experts_moments_to_fp32() -> None:
     assert peak(rows[0]) == pytest.approx(floor, rel=0.04)
 
 
-def test_qwens_adapters_are_in_fp32() -> None:
-    """16 bytes an adapter's weight where the plan, in bf16 under DDP, has 10: 2, 2 + 2 of a bucket, 2 + 2."""
+def test_qwens_adapters_have_no_buckets() -> None:
+    """16 bytes an adapter's weight where DDP has 20, and 12 between steps where it has 16."""
     found = mapped(ROWS["qwen-0026"])
-    assert found.own_code == ("fp32_adapters",)
+    assert found.own_code == ("no_ddp",)
+    assert found.plan.recipe.precision == "bf16-mixed"
     theirs, plain = predicted(found)[0].worst_stage, found.plan.memory().worst_stage
     hidden, inner = 4096, 11008
     adapters = 32 * 64 * (4 * 2 * hidden + 3 * (hidden + inner))
-    for phase, more in (("rest", 2 + 4 - 2), ("backward", 2 + 4), ("optimizer", 2 + 4 + 2)):
-        grown = tensors(theirs.at(phase)) - tensors(plain.at(phase))  # type: ignore[arg-type]
-        assert grown == pytest.approx(more * adapters, rel=0.01), phase
+    frozen = 2 * found.plan.architecture.num_parameters
+    for phase, each, more in (("rest", 12, 4), ("backward", 16, 4), ("optimizer", 20, 0)):
+        parts = theirs.at(phase).components  # type: ignore[arg-type]
+        held = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))  # type: ignore[index]
+        assert held == pytest.approx(frozen + each * adapters, rel=0.001), phase
+        fewer = tensors(plain.at(phase)) - tensors(theirs.at(phase))  # type: ignore[arg-type]
+        assert fewer == pytest.approx(more * adapters, rel=0.01), phase
+
+
+def test_kbit_training_has_norms_embeddings_and_head_in_fp32() -> None:
+    """By hand: 2 bytes more for each number that is not quantised; a stream that is twice as wide."""
+    found = mapped(ROWS["fms-0011"])
+    assert found.own_code[0] == "kbit_training"
+    arch, recipe = found.plan.architecture, found.plan.recipe
+    theirs = changed(found.plan, found.plan.memory(), ("kbit_training",)).worst_stage
+    plain = found.plan.memory().worst_stage
+    grown = theirs.at("rest").components["parameters"] - plain.at("rest").components["parameters"]
+    norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
+    assert grown == 2 * (2 * arch.vocab_size * arch.hidden_size + norms)
+    tokens = recipe.micro_batch_size * recipe.seq_len
+    at_loss = [max(at.components["activations"] for at in stage.moments if at.components["logits"])
+               for stage in (theirs, plain)]  # fmt: skip
+    layers = arch.num_hidden_layers * tokens * arch.hidden_size * 2
+    assert at_loss[0] - at_loss[1] > layers
 
 
 def test_qwens_q_lora_ran_under_zero_2() -> None:
@@ -242,7 +264,9 @@ def test_qwens_q_lora_ran_under_zero_2() -> None:
     theirs, plain = predicted(found)[0].worst_stage, found.plan.memory().worst_stage
     hidden, inner, tokens = 4096, 11008, 512
     adapters = 32 * 64 * (4 * 2 * hidden + 3 * (hidden + inner))
-    assert theirs.at("rest").components["parameters"] == plain.at("rest").components["parameters"]
+    # In fp16 beside fp32 copies that are the optimizer's, where the plan has adapters in fp32.
+    wider = plain.at("rest").components["parameters"] - theirs.at("rest").components["parameters"]
+    assert wider == 2 * adapters
     assert theirs.at("rest").components["optimizer"] == pytest.approx(12 * adapters, rel=0.001)
     buckets = {at.components["gather_buffers"] for at in theirs.moments if at.phase == "backward"}
     assert max(buckets) == pytest.approx(2 * 2 * 200_000_000, rel=0.01)
@@ -258,7 +282,8 @@ def test_what_is_left_of_qwens_rows_is_no_constant_of_ours(calibration: list[Sco
     adapted = [row for row in calibration if "Qwen" in row.group[0] and row.is_described]
     assert len(adapted) == 5
     assert all(-0.25 < row.error < 0 for row in adapted)
-    assert all(row.by_product.error < row.error for row in adapted)
+    # DDP's buckets, which one GPU lacks, bring the product nearer, and not above.
+    assert all(row.error < row.by_product.error < 0 for row in adapted)
 
 
 def test_the_report_of_a_plan_alone_is_left_as_it_is() -> None:

@@ -1,9 +1,10 @@
 """A base in NF4 under ``fully_shard``: bitsandbytes' packed weights, stored as bf16, are cut like any tensor.
 
 ``bnb_4bit_quant_storage=torch.bfloat16`` is what accelerate asks for before it shards such weights (1.15,
-``utils/fsdp_utils.py``). Four weights are one stored number, in a column of one. Their scales are no
-parameters: every rank keeps them whole. ``fully_shard`` makes a plain parameter of a quantised Linear's, of
-which bitsandbytes makes a ``Params4bit`` again (``fix_4bit_weight_quant_state_from_module`` in
+``utils/fsdp_utils.py``). Four weights are one stored number, in a column of one; a group that gathers in bf16
+takes them as they are, beside adapters in fp32 that it casts (``FSDPParam.init_dtype_attrs``). Their scales
+are no parameters: every rank keeps them whole. ``fully_shard`` makes a plain parameter of a quantised
+Linear's, of which bitsandbytes makes a ``Params4bit`` again (``fix_4bit_weight_quant_state_from_module`` in
 ``nn/modules.py``); for int8 it does not. Counted on two CPU ranks in ``tests/runs/test_fsdp2_nf4.py``.
 """
 
@@ -76,18 +77,18 @@ def _scales(numel: int, double: bool) -> int:
 
 
 def check_quantized(recipe: Recipe, layout: Any) -> None:
-    """Refuse what was never counted: packed weights beside wider ones, cut by tp, or away on the host."""
+    """Refuse what was never counted: packed weights in a wider group, cut by tp, or away on the host."""
     if recipe.base_quantization is None:
         return
     check_kernels(recipe)
-    if recipe.precision != "bf16":
+    if recipe.precision not in ("bf16", "bf16-mixed"):
         field = "method" if recipe.method == "qlora" else "quantization"
         refuse(
             f"Recipe.{field}",
             getattr(recipe, field),
-            f"another in {recipe.precision}: with FSDP2 a base in NF4 is stored as bf16, in a group with "
-            "others in 'bf16'",
-            "precision='bf16'",
+            f"another in {recipe.precision}: with FSDP2 a base in NF4 is stored as bf16, which a gather in "
+            "another type would cast; 'bf16-mixed' or 'bf16'",
+            "precision='bf16-mixed'",
         )
     for field, plain in (("tp", 1), ("offload", None)):
         value = getattr(layout, field)

@@ -1,0 +1,44 @@
+"""What peft's ``prepare_model_for_kbit_training`` (utils/other.py) does to a base in few bits.
+
+It casts every parameter that is not quantised to fp32: norms, embeddings and the head, though they never
+update. So the residual stream is in fp32 from the embedding on, and products over NF4 give back the type that
+they are given. A plan has these parameters as they are loaded, in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardscope import Plan
+from shardscope.frameworks.registry import frameworks
+from shardscope.memory.activations import modules_of
+from shardscope.memory.moments import moments as moments_of
+from shardscope.memory.precision import FP32, HALF
+from shardscope.memory.quantization import frozen_base_bytes
+from shardscope.memory.report import Component, Moment, Term
+
+
+def kbit_training(plan: Plan, moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """peft's prepare_model_for_kbit_training: norms, embeddings and head in fp32, and so the stream.
+
+    Autograd keeps autocast's copy of the head until that has gone backward.
+    """
+    model = frameworks[plan.layout.framework].memory_model()
+    (shape,) = model.shapes(plan).kinds
+    stage = model.stage(plan, shape)
+    wide = modules_of(plan)._replace(upcasts_norms=True)
+    more = frozen_base_bytes(plan, stage, FP32) - frozen_base_bytes(plan, stage, HALF)
+    copy = HALF * stage.head
+    found = []
+    theirs = moments_of(plan, wide, stage, model.training_state(plan, stage))
+    for moment in sorted(theirs, key=lambda moment: moment.fraction):
+        parts = moment.components
+        changes: dict[Component, int] = {
+            "parameters": parts["parameters"] + more,
+            "activations": parts["activations"] + (copy if parts["logits"] else 0),
+        }
+        terms = dict(moment.terms)
+        for name, size in changes.items():
+            terms[name] = Term(size, lambda: "as prepare_model_for_kbit_training leaves it")
+        found.append(Moment.of(moment.phase, moment.fraction, terms))
+    return tuple(found)
