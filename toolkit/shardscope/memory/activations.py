@@ -9,8 +9,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.memory.arithmetic import holds
 from shardscope.memory.lora import adapter_targets, first_layer
-from shardscope.memory.modules.attention import fused_attention, is_eager, layers_with_windows, masked
+from shardscope.memory.modules.attention import (
+    broadcasts_views,
+    fused_attention,
+    is_eager,
+    layers_with_windows,
+    masked,
+)
 from shardscope.memory.modules.compiled import compiled_again, compiled_layer
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, decoder_layer
 from shardscope.memory.modules.first_layer import unsaved_in_first_layer
@@ -61,6 +68,7 @@ def modules_of(plan: Plan) -> Modules:
         dropout=recipe.dropout,
         attention=recipe.attention,
         fused_attention=fused_attention(plan),
+        broadcasts_views=holds(broadcasts_views(plan.architecture, recipe.micro_batch_size)),
         expert_load=recipe.expert_capacity_factor or recipe.expert_imbalance,
         quantized=recipe.base_quantization is not None,
         int8_base=recipe.base_quantization == "int8",

@@ -11,6 +11,7 @@ import numpy as np
 from shardscope.layout import Degrees
 from shardscope.memory.activations import modules_of
 from shardscope.memory.arithmetic import largest
+from shardscope.memory.modules.attention import broadcasts_views
 from shardscope.memory.moments import moments
 from shardscope.memory.stages import StageShape
 
@@ -81,13 +82,17 @@ class Columns:
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:
-    """What plans must have in common to be computed together: whether there are pipeline stages, too."""
+    """What plans must have in common to be computed together: whether there are pipeline stages, too.
+
+    And whether an expanded key head is a view, which products in plain math save.
+    """
     return (
         plan.architecture,
         plan.on_gpu,
         plan.cluster.usable_bytes_per_gpu,
         plan.cluster.gpu.name,
         plan.degrees.pp > 1,
+        broadcasts_views(plan.architecture, plan.recipe.micro_batch_size),
         type(plan.layout),
         *(getattr(plan.layout, field.name) for field in fields(plan.layout) if field.name not in _SPREAD),
         *(getattr(plan.recipe, field.name) for field in fields(plan.recipe) if field.name not in _SIZES),

@@ -166,7 +166,7 @@ def _attend(
     if grouped or (query.dtype == torch.bfloat16 and not has_flash):
         # The memory-efficient kernel takes no grouped queries, and before Ampere no bf16; nothing else takes
         # fp32 or a mask.
-        return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = None if attn_mask is None else _as_bias(attn_mask, query)
     out = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
@@ -200,6 +200,7 @@ def _plain(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
+    enable_gqa: bool,
 ) -> torch.Tensor:
     # SDPA's own autocast rule is behind us: inside of it there is none.
     with torch.autocast("cpu", enabled=False):
@@ -211,6 +212,6 @@ def _plain(
             dropout_p,
             is_causal,
             scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
+            enable_gqa=enable_gqa,
         )[0]
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.modules.saved import INT64, Modules, Saved
 from shardscope.memory.precision import FP32
@@ -142,6 +142,8 @@ def _plain_operands(arch: Architecture, modules: Modules) -> int:
         return (width.query + 2 * arch.num_attention_heads * arch.head_dim) * c
     if arch.latent_attention is None and modules.dropout:
         return 3 * width.query * FP32
+    if modules.broadcasts_views:
+        return width.inputs * FP32
     repeats = arch.model_type == "falcon" or (modules.on_gpu and only_plain_math(arch, modules))
     if repeats and arch.latent_attention is None:
         return 3 * width.query * FP32
@@ -177,6 +179,14 @@ def has_one_key_head(arch: Architecture) -> bool:
     """Whether SDPA is to broadcast a lone key head, which only plain math does (older Falcons)."""
     older = arch.model_type == "falcon" and not arch.new_decoder_architecture
     return older and arch.num_key_value_heads < arch.num_attention_heads
+
+
+def broadcasts_views(arch: Architecture, micro_batch_size: Any) -> Any:
+    """Whether products with a lone key head read it where it is: ``expand`` copies only between sequences.
+
+    ``torch.matmul`` folds heads into the batch, which strides allow for a batch of one.
+    """
+    return has_one_key_head(arch) and micro_batch_size == 1
 
 
 def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> bool:

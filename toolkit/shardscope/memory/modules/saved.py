@@ -56,6 +56,8 @@ class Modules(NamedTuple):
     fused_attention: str = "flash"
     """The best fused kernel that SDPA has on this card in this type: ``flash``; ``efficient``, which takes no
     grouped queries; or ``none``. In fp32 there is never more than ``efficient``."""
+    broadcasts_views: bool = False
+    """A lone key head meets one sequence at a time: expanded to all heads it is a view of itself."""
     expert_load: float = 1.0
     """Tokens of the fullest rank's experts over an even share."""
 
