@@ -123,6 +123,11 @@ def early(
                 peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
+        if oversized and 0 < place < len(groups) - 1:
+            # A layer's first norm comes last, and finds the bucket full.
+            peak = max(peak, Instant(waits + oversized + reduced(waiting, cut), kept), key=_total)
+            kept = whole if kept or _touches(waiting, cut.mine) else 0
+            waiting, elements, oversized = [], 0, 0
         found.append(Part(base, peak, middle, tuple(inner), behind))
     last = Instant(oversized + (reduced(waiting, cut) if waiting else 0), kept)
     # What is larger than a bucket is there until it has been copied.
@@ -132,7 +137,12 @@ def early(
 
 @lru_cache(maxsize=1024)
 def late(
-    sizes: tuple[int, ...], groups: tuple[int, ...], tied: int, accumulates: bool, attention: int = 0
+    sizes: tuple[int, ...],
+    groups: tuple[int, ...],
+    tied: int,
+    accumulates: bool,
+    attention: int = 0,
+    wide: tuple[bool, ...] = (),
 ) -> tuple[Part, ...]:
     """Parts of a backward that leaves all gradients; the last one is what all of them take."""
     total, done = sum(sizes), 0
@@ -141,6 +151,8 @@ def late(
     for place, count in enumerate(groups):
         waits = tied if place else 0
         base = middle = Instant(waits, total if accumulates else done)
+        inner: list[Instant] = []
+        behind = Instant(0, 0)
         largest = 0
         for left in range(count, 0, -1):
             if left == attention:
@@ -149,10 +161,16 @@ def late(
                 base = Instant(tied, total if accumulates else done)
             index -= 1
             done += sizes[index]
+            # What was there is added to; what was not is kept as it was made.
+            now = Instant(waits + sizes[index], total) if accumulates else Instant(waits, done)
+            if wide and wide[index]:
+                inner.append(now)
+            if attention - 1 <= left <= attention:
+                behind = max(behind, now, key=_total)
             largest = max(largest, 2 * sizes[index] if tied and not index else sizes[index])
-        # What was there is added to; what was not is kept as it was made.
         new = waits + (largest if accumulates else (tied if place and index == 0 and tied else 0))
-        found.append(Part(base, Instant(new, total if accumulates else done), middle))
+        most = Instant(new, total if accumulates else done)
+        found.append(Part(base, most, middle, tuple(inner), behind))
     return (*found, Part(Instant(0, total), Instant(0, total)))
 
 

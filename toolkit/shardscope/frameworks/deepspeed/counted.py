@@ -268,7 +268,9 @@ def _groups(tensors: Tensors) -> tuple[int, ...]:
 
 
 def _late(tensors: Tensors, tied: int, accumulates: bool, end: Instant) -> tuple[Part, ...]:
-    parts = late(tensors.trained, _groups(tensors), tied, accumulates, tensors.num_attention)
+    parts = late(
+        tensors.trained, _groups(tensors), tied, accumulates, tensors.num_attention, tensors.trained_wide
+    )
     return (*parts[:-1], Part(end, end))
 
 
