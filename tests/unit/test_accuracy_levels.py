@@ -21,10 +21,11 @@ REPORT = ROOT / "docs" / "accuracy.md"
 # Source and kind -> the medians of absolute errors that were reached, in percent, and a little room: with
 # what ran beside the plan described, and by plan.memory() alone.
 MEDIANS = {
-    ("FMS-acceleration", "allocated"): (2.0, 16.0),
-    ("FMS-acceleration", "nvidia-smi"): (20.0, 18.0),
+    # Alone: without FSDP1's hooks, which hold a fifth more, and with transformers' loss in Unsloth's place.
+    ("FMS-acceleration", "allocated"): (2.0, 21.0),
+    ("FMS-acceleration", "nvidia-smi"): (20.0, 20.0),
     ("Zero Bubble", "unknown"): (2.5, 2.5),
-    ("Megatron-Bridge", "allocated"): (3.9, 38.0),
+    ("Megatron-Bridge", "allocated"): (3.9, 3.9),
     ("nanotron", "reserved"): (12.5, 30.0),
     ("Qwen", "unknown"): (26.0, 26.0),
     ("BLOOM", "nvidia-smi"): (12.0, 14.5),
