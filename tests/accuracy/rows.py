@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections import defaultdict
@@ -22,6 +21,8 @@ OWN = MEASURED / "own.jsonl"
 SHARED = ROOT.parent / "shared" / "data" / "measured.jsonl"
 _RAN = ("ok", "success", "succeeded", "fits", "passed", "completed", "ran")
 _RAN_OUT = ("oom", "out of memory", "cuda out of memory", "cuda oom", "does not fit")
+_NO_SIZE = 1e18
+"""No parameters, tokens or ranks are so many: what a float holds to the digit, and more."""
 LARGEST_SOURCE = 150
 """Rows of one source that are scored: of more, a fixed sample."""
 
@@ -107,6 +108,6 @@ def number(row: Row, key: str) -> int | None:
     if isinstance(value, str | list | tuple | dict) or value is True:
         # "2 or 4" is not the same as nothing, of which readers make a default.
         raise UnmappedError(f"{key} {value!r} is no whole number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _NO_SIZE:
         return None
-    return int(value) if float(value).is_integer() and value > 0 else None
+    return int(value) if float(value).is_integer() else None

@@ -78,3 +78,10 @@ def test_other_sizes_give_other_predictions() -> None:
         for length in (1024, 2048, 8192)
     ]
     assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("size", [10**400, 1e400, -1, float("nan"), 0, 1e30])
+def test_a_size_that_is_none_is_no_failure_of_ours(size: float) -> None:
+    bloom = read(sorted(MEASURED.glob("bigscience*.jsonl")))
+    rows = [{**row, "layers": size, "id": f"y{number}"} for number, row in enumerate(bloom)]
+    assert not [why for _, why in score_memory(rows).unmapped if why.startswith("failed")]
