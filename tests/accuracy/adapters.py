@@ -15,7 +15,20 @@ from tests.accuracy.unmapped import UnmappedError
 import shardscope as ss
 
 _NOT = ("", "false", "none", "no", "0")
-_LETTERS = {key: f"{key}_proj" for key in ("q", "k", "v", "o", "gate", "up", "down")}
+_LETTERS = {
+    spelled: f"{name}_proj"
+    for name, spellings in {
+        "q": ("q", "query", "wq"),
+        "k": ("k", "key", "wk"),
+        "v": ("v", "value", "wv"),
+        "o": ("o", "output", "output_proj", "wo"),
+        "gate": ("gate", "w1"),
+        "up": ("up", "w3"),
+        "down": ("down", "w2"),
+    }.items()
+    for spelled in spellings
+}
+"""Other names of Llama's projections."""
 _FUSED: dict[str, tuple[str, ...]] = {
     "q_proj": ("qkv_proj", "query_key_value", "c_attn"),
     "o_proj": ("dense", "c_proj"),
@@ -26,6 +39,7 @@ QUANTISED = re.compile(
     r"nf4|fp4|gptq|\b4[- ]?bits?\b|int4|load_in_4bit|\bbnb|bitsandbytes|\bint8\b|\b8[- ]?bits?\b|llm\.int8"
 )
 _STRANGE = re.compile(r"\b[12356][- ]?bits?\b|aqlm|\bhqq|quip|loftq|eetq|\bawq|higgs|vptq")
+_TARGET_KEYS = ("targets", "target_modules", "lora_target", "target", "modules", "layers")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -34,7 +48,11 @@ def with_adapters(row: Row) -> Row:
     said, precision = text(row, "framework"), text(row, "precision")
     more: dict[str, Any] = {}
     if not _stated(row, "qlora"):
-        if re.search(r"\bqlora\b", said) or re.search(r"(?:bnb|nf4)[-_ ]?4?bit$", text(row, "model")):
+        lora = row.get("lora")
+        kind = text(lora, "type", "kind", "method") if isinstance(lora, Mapping) else str(lora).lower()
+        if re.search(r"\bqlora\b", f"{said} {kind}") or re.search(
+            r"(?:bnb|nf4)[-_ ]?4?bit$", text(row, "model")
+        ):
             more["qlora"] = "nf4"
         elif (found := re.search(r"\bnf4\b|\b4[- ]?bit\b|int4", precision)) or (
             row.get("lora") and (found := re.search(r"\b8[- ]?bit\b|\bint8\b", precision))
@@ -74,16 +92,20 @@ def adapters(
     rank = _rank(stated, lora, words) or scripts.get("rank") or default(row, "rank", assumed, "LoRA rank")
     if rank is None:
         raise UnmappedError("LoRA rank not stated")
-    targets = next((lora[key] for key in ("targets", "target_modules", "lora_target") if lora.get(key)), None)
+    targets = next((lora[key] for key in _TARGET_KEYS if lora.get(key)), None)
     targets = targets or _said_targets(words) or scripts.get("targets")
+    targets = None if str(targets).lower() == "default" else targets
     targets = targets or default(row, "targets", assumed, "LoRA targets")
+    if not targets:
+        assumed.append("LoRA targets not stated: all of attention's")
     fields: dict[str, Any] = {
         "method": "lora",
         "lora_rank": rank,
         "lora_targets": target_names(targets, arch, has_letters=not isinstance(targets, list | tuple)),
     }
-    if scripts.get("lora_dropout"):
-        fields["lora_dropout"] = scripts["lora_dropout"]
+    dropout = lora.get("dropout") or lora.get("lora_dropout") or scripts.get("lora_dropout")
+    if isinstance(dropout, int | float) and dropout:
+        fields["lora_dropout"] = dropout
     if has_base:
         _check_base(row, quantised)
     if has_base and is_four_bit(row):
@@ -105,7 +127,7 @@ def _check_base(row: Row, quantised: str) -> None:
 
 def _rank(stated: object, lora: Mapping[str, Any], words: str) -> int | None:
     if isinstance(stated, int | float) and not isinstance(stated, bool):
-        return int(stated)
+        return number({"rank": stated}, "rank")
     for key in ("rank", "r", "lora_r", "lora_rank"):
         value = lora.get(key)
         if isinstance(value, str) and value.strip().isdigit():
@@ -136,7 +158,7 @@ def target_names(
     known = tuple(dict.fromkeys(target for target, _ in arch.lora_shapes))
     said = " ".join(map(str, targets)) if isinstance(targets, list | tuple) else str(targets).split("(")[0]
     said = said.strip().lower()
-    if re.fullmatch(r"\W*all(?:[-_ ]*linears?)?(?:[-_ ]*(?:layers?|modules?|projections?))?\W*", said):
+    if re.fullmatch(r"\W*(?:all|linears?|all\b.*(?:linear|mlp|modules|layers|projections)\w*.*)\W*", said):
         # peft leaves fused experts alone, which are no Linear.
         return tuple(name for name in known if name not in _MLP or not arch.num_moe_layers)
     if said in ("attention", "attn", "all attention", "attention layers"):

@@ -32,38 +32,11 @@ _NOT_OURS = (
 _ZERO_STAGE = re.compile(
     r"(?:zero|\bds|\bz|stage)[-_ ]*(?:dp|optimizer)?[-_ ]*(?:stage|z)?[-_ ]*([0-3])(?![\d.])|/([0-3])\b"
 )
-_TRAINERS = (
-    *(
-        "transformers",
-        "hugging ?face",
-        r"\bhf\b",
-        "trainer",
-        r"\btrl\b",
-        r"\bpeft\b",
-        "accelerate",
-        "axolotl",
-    ),
-    *(
-        "lla?ma[-_ ]?factory",
-        "unsloth",
-        "xtuner",
-        r"ms-?swift|\bswift\b",
-        "torchtune",
-        "lit-?gpt",
-        "lightning",
-    ),
-    *(
-        "torchtitan",
-        "automodel",
-        "composer",
-        "llm-?foundry",
-        r"\btorch\b",
-        "pytorch",
-        "single",
-        "qlora",
-        "lora",
-    ),
-    *(r"\b(?:1|one|single)[- ](?:gpu|device|card)", r"\bmatgpt\b", "fms"),
+_TRAINERS = re.compile(
+    r"transformers|hugging ?face|\bhf\b|trainer|\btrl\b|\bpeft\b|accelerate|axolotl|lla?ma[-_ ]?factory"
+    r"|unsloth|xtuner|\bswift\b|torchtune|lit-?gpt|lit-?llama|lightning|torchtitan|automodel|composer|llm-?foundry"
+    r"|\btorch\b|pytorch|single|q?lora|\b(?:1|one)[- ](?:gpu|device|card)|fms|llama[-_ ](?:recipes|cookbook)"
+    r"|nano-?gpt|baseline|fastchat|autotrain"
 )
 """Trainers over PyTorch, which on one GPU leave nothing to spread."""
 _SHARDING = (
@@ -104,6 +77,22 @@ def said(row: Row) -> str:
     return text(row, "framework")
 
 
+def with_degrees(row: Row) -> Row:
+    """The row with degrees that only its framework's words have: "TP8", "FSDP + PP=4".
+
+    Raises ``UnmappedError`` where those name a parallelism whose degree nobody says.
+    """
+    words, found = said(row), dict[str, int]()
+    for key in ("tp", "pp", "cp", "ep"):
+        if number(row, key) is not None:
+            continue
+        if match := re.search(rf"(?<![a-z]){key}[-_ =:]?(\d+)(?![a-z\d])", words):
+            found[key] = int(match[1])
+        elif re.search(rf"(?<![a-z]){key}(?![a-z])", words):
+            raise UnmappedError(f"degree of {key} not stated")
+    return {**row, **found} if found else row
+
+
 def zero_stages(row: Row) -> set[int]:
     """The ZeRO stages that the row names, in numbers or in the words of the ZeRO papers."""
     words = said(row)
@@ -132,11 +121,12 @@ def _engine(row: Row, words: str) -> Framework | None:
     is_megatron = re.search(r"megatron|\bmcore\b|flagscale", words) or (
         "nemo" in words and not re.search(r"automodel|fsdp", words)
     )
+    is_neox = re.search(r"gpt-?neox", words)
     is_zero = re.search(r"zero|deepspeed|\bds[-_]|\bz[123]\b", words)
     is_fsdp = re.search(r"fsdp|hsdp|fully[-_ ]?shard", words)
     if "nanotron" in words:
         return Framework("megatron", "nanotron")
-    if is_megatron and "deepspeed" in words:
+    if is_neox or (is_megatron and "deepspeed" in words):
         # Megatron's layers and pipeline; ZeRO-1 splits what its distributed optimizer does. Stages 2 and 3
         # are DeepSpeed's engine.
         if zero_stages(row) & {2, 3}:
@@ -162,7 +152,7 @@ def _engine(row: Row, words: str) -> Framework | None:
 
 def _trainer(row: Row, words: str) -> Framework | None:
     """A trainer that names no engine: one GPU, or its own way of sharding."""
-    if not any(re.search(pattern, words) for pattern in _TRAINERS):
+    if not _TRAINERS.search(words):
         return None
     if number(row, "n_gpus") == 1 or re.search(r"single|\b(?:1|one)[- ](?:gpu|device|card)", words):
         return Framework("ddp", "one GPU")

@@ -105,9 +105,9 @@ def _zero(
     if degrees["cp"] > 1:
         raise UnmappedError("ZeRO with context parallelism")
     stage, where = stages.pop(), "nvme" if "nvme" in away else "cpu"
-    if not away and re.search(r"zero[-_ ]?offload|offload", words):
-        away = frozenset({"optimizer"})
-        assumed.append("offload: the optimizer")
+    if not away and re.search(r"offload", words) and not re.search(r"(?:no|without|w/o)[-_ ]*offload", words):
+        # ZeRO-Offload is stage 2, whose parameters stay.
+        away = frozenset({"all"})
     elif not away and "infinity" in words:
         raise UnmappedError("ZeRO-Infinity without what it moves")
     # Whoever says only that ZeRO-3 offloads has the configurations in mind that move both.
@@ -141,7 +141,7 @@ def _distributed_optimizer(row: Row, words: str, kind: Framework, assumed: list[
     optimizer = text(row, "optimizer")
     if re.search(r"(?:no|without|non|w/o)[- ]*dist", f"{words} {optimizer}"):
         return False
-    if "distributed" in f"{words} {optimizer}" or re.search(r"dist[-_ ]?opt|zero", optimizer):
+    if "distributed" in f"{words} {optimizer}" or re.search(r"dist[-_ ]?opt", f"{words} {optimizer}"):
         return True
     # Plain "megatron" in papers before 2023 has none; Megatron-Bridge, NeMo and Primus have it by default.
     on = kind.name == "Megatron-DeepSpeed" or any(

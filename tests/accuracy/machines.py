@@ -19,12 +19,17 @@ _SAME_CHIP = {
     "gb300": "b300",
     "gh200": "gh200",
     "l40": "l40s",
-    "rtx-a6000": "a40",
-    "a6000": "a40",
 }
 """Cards sold under another name with the same chip and memory: only their bandwidths differ."""
-_GENERATION = {"rtx-30": "rtx-3090-24gb", "rtx-40": "rtx-4090-24gb", "rtx-50": "rtx-5090-32gb"}
+_GENERATION = {
+    "rtx-30": "rtx-3090-24gb",
+    "rtx-a6": "rtx-3090-24gb",
+    "rtx-a5": "rtx-3090-24gb",
+    "rtx-40": "rtx-4090-24gb",
+    "rtx-50": "rtx-5090-32gb",
+}
 """Of one generation the largest card: contexts and kernels are the same, the memory is what the row says."""
+_PROFESSIONAL = {"rtx-a6000": 48.0, "rtx-a5000": 24.0}
 _CHIP = re.compile(
     r"\b(?:geforce-)?((?:rtx-?)?(?:pro-?|a)?\d{4}(?:-?(?:ti|super|d|ada))*|gb?[hb]?\d{3}|[a-z]{1,2}\d{2,3}[a-z]?"
     r"|mi\d{3}x?|t4|l4|l40s?)(?=\b|-|\d?gb)"
@@ -72,7 +77,9 @@ def _gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
     if not match:
         raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue")
     chip = match[1]
-    if re.fullmatch(r"[345]0\d0.*|rtx\d.*", chip):
+    if re.search(r"\bmig\b|\b[1-7]g\.\d", name):
+        raise UnmappedError("part of a card (MIG)")
+    if re.fullmatch(r"[345]0\d0.*|a[56]000|rtx\d.*", chip):
         chip = "rtx-" + chip.removeprefix("rtx")
     memory_gb = _memory_gb(row, name)
     if chip == "mi250x" and memory_gb and memory_gb > 64:
@@ -84,7 +91,8 @@ def _gpu(row: Row, name: str) -> tuple[Gpu, list[str]]:
         if cards:
             return _with_memory(row, chip, name, cards, memory_gb)
     largest = _GENERATION.get(chip[:6])
-    if largest and re.fullmatch(r"rtx-[345]0\d0(?:-?(?:ti|super|d))*", chip):
+    if largest and re.fullmatch(r"rtx-(?:[345]0\d0(?:-?(?:ti|super|d))*|a[56]000)", chip):
+        memory_gb = memory_gb or _PROFESSIONAL.get(chip)
         if memory_gb is None:
             raise UnmappedError(f"GPU {row['gpu']!r} is not in the catalogue, and its memory is not stated")
         return _resized(ss.gpus[largest], memory_gb), [f"{row['gpu']}: {largest} with its own memory"]

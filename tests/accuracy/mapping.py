@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tests.accuracy.adapters import with_adapters
 from tests.accuracy.contradicted import check_not_contradicted
-from tests.accuracy.frameworks import Framework, framework
+from tests.accuracy.frameworks import Framework, framework, with_degrees
 from tests.accuracy.layouts import layout
 from tests.accuracy.machines import cluster
 from tests.accuracy.megatron_options import megatron_options, with_options
@@ -52,7 +52,7 @@ def _mapped(row: Row) -> Mapped:
     plan = planned(row)
     if plan is not None:
         return Mapped(row, plan, plan.layout.framework, (), ())
-    row = with_adapters(tidy(row))
+    row = with_degrees(with_adapters(tidy(row)))
     check_not_contradicted(row)
     kind = framework(row)
     row, options = megatron_options(row, kind)

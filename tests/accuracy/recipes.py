@@ -43,7 +43,7 @@ _SELECTIVE = frozenset(
     re.findall(
         r"\w+",
         "selective sac ac activation recompute recomputation checkpointing granularity modules of the te "
-        "core attn attention core_attn core_attention megatron only",
+        "core attn attention megatron only",
     )
 )
 """Words of Megatron's selective recomputation that speak of attention, or of nothing else."""
@@ -149,7 +149,7 @@ def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) ->
     # product plans without autocast.
     mixed = bool(re.search(r"\bamp|mixed|master", said))
     known = software(row)
-    says_pure = re.search(r"\d[-_ ]true|pure|full bf16", said)
+    says_pure = re.search(r"\d[-_ ]true|pure|full bf16|stochastic", said)
     if known and known.facts.get("mixed") and not (adapters or mixed or says_pure):
         assumed.append(f"weights that train in fp32, as {known.name} casts them")
         mixed = True
@@ -220,12 +220,13 @@ def _recompute(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: l
 
 def _selective(row: Row, kind: Framework, said: str, assumed: list[str]) -> dict[str, Any] | None:
     """Fields for selective recomputation; None where the words speak of another."""
-    if not re.search(r"selective|\bsac\b|core[-_ ]att", said) or re.search(r"offload|^no", said):
+    plain = r"|^(?:recompute[-_ ]|core[-_ ])*att(?:n|ention)\b" if kind.family == "megatron" else ""
+    if not re.search(rf"selective|\bsac\b|core[-_ ]att{plain}", said) or re.search(r"offload|^no", said):
         return None
     if every := interval(said):
         # Whole layers, every so-manieth, go by that name too.
         return every
-    what = set(re.findall(r"[a-z_]+", said)) - _SELECTIVE
+    what = set(re.findall(r"[a-z]+", said)) - _SELECTIVE
     if kind.family == "megatron" and what:
         if not is_moonlight_recipe(row):
             raise UnmappedError("selective recomputation of other parts than attention")

@@ -88,7 +88,7 @@ _ADAMW = set(
 _OTHERS = ("adafactor", "muon", "lion", "sgd")
 _PLAIN = set(
     _tokens(
-        "torch pytorch fused foreach apex te bnb bitsandbytes torchao ao deepspeed distributed dist "
+        "w torch pytorch fused foreach apex te bnb bitsandbytes torchao ao deepspeed distributed dist "
         "optimizer hf megatron paged 8bit 8 bit 32bit 32 multi tensor fp32 states state with default cpu "
         "mcore anyprecision and the for momentum 0 9 moments composer decoupled non no not without zero "
         "zero1 1 standard in master weights multitensor loop nn optim float32"
@@ -106,6 +106,8 @@ def optimizer(row: Row, family: str, default: str) -> tuple[str, bool]:
         return default, False
     said = str(stated).lower().replace("-bit", "bit").replace("_bit", "bit").replace(" bit", "bit")
     # Betas and rates are no part of the name.
+    said = re.sub(r"(fused|foreach)\s*[=:]\s*true", r"\1", said)
+    said = re.sub(r"(?:\b(?:lr|beta|b[12]|eps|weight[-_ ]?decay|wd|learning[-_ ]rate)|β)[^,;)]*", "", said)
     words = _tokens(re.sub(r"\([^()]*[=<>][^()]*\)", "", said))
     eight = any("8bit" in word for word in words) or re.search(r"\bint8\b", said) is not None
     paged = any("paged" in word for word in words)
@@ -142,11 +144,14 @@ _NEGATED = re.compile(
     r"(?:none|no|false|off|disabled|0|not used|without|w/o|n)\b"
     r"(?! ?(?:selective|full))|.*\b(?:not used|disabled|: ?(?:none|off|no|false))$"
 )
-_INTERVAL = re.compile(r"every[-_ ]+(\d+|other|second|third)|1/(\d)\b|(\d)(?:nd|rd|th)[-_ ]+layer")
+_INTERVAL = re.compile(
+    r"every[-_ ]+(\d+|other|second|third)|1/(\d)\b|selective\D*\b(\d)\b(?!/)|(\d)(?:nd|rd|th)[-_ ]+layer"
+)
 _WORDS_FOR = {"other": 2, "second": 2, "third": 3}
 _SOME_LAYERS = re.compile(
     r"(\d+)[-_ ]*(?:of[-_ ]*\d+[-_ ]*)?layers?|layers?[ :=]+(\d+)|(?:block|uniform|first)[ ,:=]+(\d+)"
 )
+_PARTS = re.compile(r"att(?:entio)?n\b|mlp|moe|expert|norm|softmax|_proj|\bffn")
 _ONLY_SOME = re.compile(
     r"\bhalf\b|partial|\bsome\b|%|\b(?:mlp|moe|experts?|norms?|attn|attention)[-_ ]*only|dynamic"
 )
@@ -170,7 +175,8 @@ def recomputation(stated: object, family: str) -> dict[str, Any]:
     counts = [int(part) for found in _SOME_LAYERS.findall(said) for part in found if part]
     if any(count != 1 for count in counts) or (counts and family == "megatron" and "block" in said):
         raise UnmappedError(f"recomputation of some layers: {stated!r}")
-    if _ONLY_SOME.search(said) or not _WHOLE.search(said):
+    in_parts = _PARTS.search(said) and not re.search(r"full|\ball\b|layers?\b", said)
+    if in_parts or _ONLY_SOME.search(said) or not _WHOLE.search(said):
         raise UnmappedError(f"recomputation {stated!r}")
     return {"recompute": "full"}
 

@@ -336,3 +336,42 @@ def test_optimizers_kernels_are_pytorchs_own_where_nothing_is_said() -> None:
     assert "AdamW's kernel not stated: adamw_foreach, which is PyTorch's own" in found.assumed
     assert mapped(row(optimizer="AdamW (fused)")).plan.recipe.optimizer == "adamw"
     assert mapped(row(optimizer="AdamW", framework="zero3")).plan.recipe.optimizer == "adamw"
+
+
+def test_degrees_that_only_the_framework_names_are_read_and_bare_ones_refused() -> None:
+    degrees = mapped(row(framework="Megatron-LM TP2 PP=2", grad_accum=4, global_batch=16)).plan.degrees
+    assert (degrees.tp, degrees.pp, degrees.data_parallel) == (2, 2, 2)
+    assert mapped(row(framework="fsdp2 + TP", tp=2, global_batch=4)).plan.degrees.tp == 2
+    with pytest.raises(UnmappedError, match="degree of ep not stated"):
+        mapped(row(framework="fsdp2 + EP"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("ZeRO-3 Offload", ("cpu", "cpu")),
+        ("ds_z2_offload", ("cpu", None)),
+        ("ZeRO-Offload", ("cpu", None)),
+        ("DeepSpeed ZeRO-2 (no offload)", (None, None)),
+    ],
+)
+def test_offload_may_be_in_the_frameworks_name(words: str, expected: tuple[str | None, str | None]) -> None:
+    layout: Any = mapped(row(framework=words)).plan.layout
+    assert (layout.offload_optimizer, layout.offload_params) == expected
+
+
+def test_adapters_own_dropout_and_quantised_kind_are_read() -> None:
+    found = mapped(row(framework="ddp", lora={"rank": 8, "type": "qlora", "dropout": 0.05})).plan.recipe
+    assert (found.method, found.lora_dropout) == ("qlora", 0.05)
+    open_targets = mapped(row(lora={"rank": 8, "targets": "default"}))
+    assert "LoRA targets not stated: all of attention's" in open_targets.assumed
+
+
+def test_parts_of_layers_are_not_taken_for_whole_ones() -> None:
+    megatron = mapped(row(framework="megatron", activation_checkpointing="attention recompute")).plan.recipe
+    assert megatron.recompute == "selective"
+    second = mapped(row(activation_checkpointing="selective (1/2)")).plan.recipe
+    assert (second.recompute, second.recompute_interval) == ("full", 2)
+    for words in ("selective: mlp", "mlp recompute"):
+        with pytest.raises(UnmappedError):
+            mapped(row(framework="megatron", activation_checkpointing=words))

@@ -92,6 +92,8 @@ def test_zero_stages_have_many_spellings(words: str, stage: int) -> None:
         ("paged_adamw_32bit", ("paged_adamw", True)),
         ("SGD with momentum", ("sgd", True)),
         ("AdamW + Muon", ("muon", True)),
+        ("AdamW, lr 2e-5, weight decay 0.1", ("adamw", False)),
+        ("AdamW, fused=True", ("adamw", True)),
     ],
 )
 def test_optimizers_are_read(stated: str, expected: tuple[str, bool]) -> None:
@@ -170,6 +172,7 @@ def test_what_is_offloaded_is_read(stated: object, expected: set[str]) -> None:
         ("GH200 480GB", None, "gh200-96gb"),
         ("Tesla V100-SXM2-16GB", None, "v100-sxm-32gb-with-16gb"),
         ("RTX 4080", 16, "rtx-4090-24gb-with-16gb"),
+        ("RTX A6000", None, "rtx-3090-24gb-with-48gb"),
         ("8xA100 80GB", None, "a100-sxm-80gb"),
     ],
 )
@@ -181,6 +184,11 @@ def test_cards_have_many_names(gpu: str, memory: int | None, found: str) -> None
 def test_other_cards_are_refused(gpu: str) -> None:
     with pytest.raises(UnmappedError, match="is not in the catalogue"):
         cluster({"gpu": gpu, "n_gpus": 1})
+
+
+def test_a_part_of_a_card_is_no_card() -> None:
+    with pytest.raises(UnmappedError, match="part of a card"):
+        cluster({"gpu": "A100 MIG 3g.40gb", "n_gpus": 1})
 
 
 def test_memory_that_is_not_stated_is_at_least_what_was_held() -> None:
