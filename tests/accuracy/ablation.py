@@ -21,6 +21,7 @@ Moonlight's (mbskill) the pieces are options of a plan by now."""
 
 MISSING: dict[OwnCode, str] = {
     "torchtitan_policy": "yes: a selective recomputation that names its operations",
+    "bf16_optimizer": "in part: ZeRO's stage 0 in a pipeline has it, over transformers' modules",
     "no_ddp": "yes: one GPU without DDP",
     "kbit_training": "yes: what is not quantised in fp32, as prepare_model_for_kbit_training leaves it",
     "zero2_over_gptq": "yes: a base in 4 bits under ZeRO, which is refused",
