@@ -18,6 +18,7 @@ from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest,
 from shardscope.memory.backward import Backward, FullestLayer, final_norm, layer_backward, norm_before_head
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import head_terms, loss_in_force
+from shardscope.memory.modules.attention import is_eager
 from shardscope.memory.order import order_of
 from shardscope.memory.quantization import largest_matrix
 from shardscope.memory.report import Term
@@ -211,7 +212,10 @@ class StageStep:
         And the masks that layers are called with again."""
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
         if recipe.recompute != "none" or not recipe.has_adapters:
-            masks = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
+            masks: Any = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
+            if not is_eager(arch, modules):
+                # Flags are the same for all sequences, and there once.
+                masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * 8 + masks
         unsaved = looked_up(
             lambda tp, cut: unsaved_at_start(arch, modules, tp, cut), self.plan.degrees.tp, self.cut
