@@ -17,7 +17,7 @@ from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
 from shardscope.frameworks.megatron.schedule import chunk_layers
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
+from shardscope.memory.arithmetic import ceil_div, fullest, largest, looked_up, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
@@ -30,6 +30,7 @@ from shardscope.memory.words import gib
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.report import Component
     from shardscope.plan import Plan
 
 _DUMMIES = (
@@ -138,6 +139,9 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         lambda: f"{weights:,} × {gradient} bytes · gradients in one contiguous buffer, kept all along",
     )
 
+    # A precision-aware optimizer makes its copies at its first step (te.optimizers.FusedAdam).
+    main_copies = 0 if layout.use_precision_aware_optimizer else main * updated
+
     def peaks(stage: Stage, modules: Modules) -> list[Peak]:
         found = stage_activations(plan, stage, modules)
         with_embedding = summed((embedding, "half-precision gradient of an embedding"), *buffers)
@@ -152,14 +156,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         parameters=Term(weights * half + eight_bit, parameter_words),
         gradients=gradients,
         optimizer=Term(optimizer, optimizer_words),
-        initialisation={
-            "parameters": Term(
-                (weights + (moved if layout.distributed_optimizer else 0)) * half,
-                lambda: "the module's own weights beside the buffer that they move to",
-            ),
-            "gradients": Term(moving * gradient, lambda: "the buffers that have been made by then"),
-            "gather_buffers": no_bytes("no collective has run"),
-        },
+        initialisation=_initialising(
+            ((weights + (moved if layout.distributed_optimizer else 0)) * half, moving * gradient, 0),
+            (weights * half, weights * gradient, main_copies),
+        ),
         optimizer_working=precision_aware.working(layout, dense_updated, experts_updated)
         if layout.use_precision_aware_optimizer
         else Term(
@@ -171,6 +171,22 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         gradients_stay=True,
         find_peaks=peaks,
     )
+
+
+def _initialising(wrapped: tuple[Any, ...], optimized: tuple[Any, ...]) -> dict[Component, Term]:
+    """The fuller of two moments, each as bytes of parameters, gradients and main copies.
+
+    While modules are wrapped (``DistributedDataParallel``), and when the optimizer has copied what it updates
+    to fp32 (``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``), before it has any moments.
+    """
+    rows = [(sum(found), *found) for found in (wrapped, optimized)]
+    _, parameters, gradients, copies = fullest(rows)
+    return {
+        "parameters": Term(parameters, lambda: "the module's own weights, and the buffer that they move to"),
+        "gradients": Term(gradients, lambda: "the buffers that have been made by then"),
+        "optimizer": Term(copies, lambda: "fp32 copies of this rank's weights"),
+        "gather_buffers": no_bytes("no collective has run"),
+    }
 
 
 def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
