@@ -45,9 +45,15 @@ _KNOWN = (
         recompute="full",
         mixed=True,
     ),
-    # Its recipes: fused AdamW, CEWithChunkedOutputLoss, adapters of rank 8 on attention and MLP.
+    # Its recipes: fused AdamW, CEWithChunkedOutputLoss, adapters of rank 8 on query, value, output and MLP.
     _software(
-        "torchtune", r"torchtune", optimizer="adamw", loss="chunked", rank=8, targets=_ALL, precision="bf16"
+        "torchtune",
+        r"torchtune",
+        optimizer="adamw",
+        loss="chunked",
+        rank=8,
+        targets="q,v,o,gate,up,down",
+        precision="bf16",
     ),
     # DecoupledAdamW steps tensor by tensor.
     _software("Composer", r"composer|llm-?foundry|mosaicml", optimizer="adamw"),
@@ -59,6 +65,8 @@ _KNOWN = (
     _software("Axolotl", r"axolotl", recompute="none"),
     # LoraConfig: r = 8, for Llama on query and value.
     _software("peft", r"\bpeft\b", **_HUGGING_FACE, rank=8, targets="q,v"),
+    # Whether SFTTrainer checkpoints by itself depends on its version.
+    _software("TRL", r"\btrl\b|sfttrainer", **_HUGGING_FACE),
     # TrainingArguments.gradient_checkpointing is False.
     _software(
         "transformers' Trainer",

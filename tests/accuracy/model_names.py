@@ -12,7 +12,7 @@ import shardscope as ss
 _NOISE = re.compile(
     r"^(?:meta|instruct|chat|base|hf|it|pt|sft|dpo|bnb|gptq|awq|int[48]|[48]-?bit|fp16|bf16|fp8|lora|qlora|full|model"
     r"|dense|pretrain(?:ing|ed)?|finetun(?:e|ed|ing)|fine|tuning|preview|thinking|hybrid|text|decoder|dynamic|only"
-    r"|coder|math|\d{1,3}k|1m|mtp|lm|unsloth|nvidia|google|microsoft|models?|parameters?|params?)$"
+    r"|coder|math|deduped|\d{1,3}k|1m|mtp|lm|unsloth|nvidia|google|microsoft|models?|parameters?|params?)$"
 )
 _DATE = re.compile(r"^(?:1[12]|2[345]|0[1-9])(?:0[1-9]|1[0-2]|[0-3]\d)$")
 """Months of releases: 2407, 2507, 1124, 0425."""
@@ -74,6 +74,9 @@ _SAME = (
     (r"llama1?(?:30|33)b", "llama33b"),
     (r"llama1?65b", "llama65b"),
     (r"llama8b", "llama38b"),
+    (r"llama3?405b", "llama3p1405b"),
+    (r"llama3(1|3)b", r"llama3p2\1b"),
+    (r"yi1p5(6|34)b", r"yi\1b"),
     (r"llama370b", "llama3p170b"),
     (r"l(?=\d)(.*)", r"llama\1"),
     (r"codellama34b.*", "codellama34b"),
