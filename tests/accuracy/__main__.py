@@ -6,10 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from tests.accuracy.own_writing import own_report
 from tests.accuracy.rehearsals import read_rehearsals, rehearsal_report, stored_files
 from tests.accuracy.rows import OWN, ROOT, default_files, read
 from tests.accuracy.scoring import MemoryScore, score_memory
-from tests.accuracy.writing import memory_report, own_report
+from tests.accuracy.writing import memory_report
 
 
 def main(arguments: list[str] | None = None) -> int:

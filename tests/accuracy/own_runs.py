@@ -66,16 +66,15 @@ def drawn(draw: random.Random) -> ss.Plan | None:
     return plan
 
 
-def run(plan: ss.Plan) -> dict[str, Any]:
-    """The row of one real run. Raises ``RuntimeError`` if it did not finish."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = ss.launch(plan, ss.Pretrain(num_steps=NUM_STEPS), folder=Path(folder))
-        if started.wait(timeout=240) != "finished":
-            raise RuntimeError(f"{started.status}: {started.reason}\n{started.error}")
-        report = started.memory()
-        versions = {name: version(name) for name in ("torch", "transformers")}
-        date = time.strftime("%Y-%m-%d", time.gmtime())
-        (row, *_) = own_rows(plan, report.tensor_bytes, {}, date=date, versions=versions)
+def run(plan: ss.Plan, folder: Path) -> dict[str, Any]:
+    """The row of one real run, in ``folder``. Raises ``RuntimeError`` if it did not finish."""
+    started = ss.launch(plan, ss.Pretrain(num_steps=NUM_STEPS), folder=folder)
+    if started.wait(timeout=240) != "finished":
+        raise RuntimeError(f"{started.status}: {started.reason}\n{started.error}")
+    report = started.memory()
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    (row, *_) = own_rows(plan, report.tensor_bytes, {}, date=date, versions=versions)
     print(
         f"{report.error:+.2%}  {plan.architecture.name}, {plan.layout.description}, {plan.recipe}", flush=True
     )
@@ -95,7 +94,8 @@ def main() -> int:
         if plan is None:
             refused += 1
             continue
-        row = run(plan)
+        with tempfile.TemporaryDirectory() as folder:
+            row = run(plan, Path(folder))
         row["id"] = f"own-cpu-{chosen.seed}-{len(rows)}"
         rows.append(row)
         append(chosen.write, [row])

@@ -7,7 +7,6 @@ from statistics import correlation, median
 
 from tests.accuracy.ablation import ablation_report
 from tests.accuracy.goals import alone_line, goals_report
-from tests.accuracy.kinds import kind
 from tests.accuracy.pairs import pairs_report
 from tests.accuracy.reasons import reason
 from tests.accuracy.rows import source
@@ -61,25 +60,6 @@ def memory_report(score: MemoryScore, *sections: str) -> str:
         overall_line(score),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def own_report(score: MemoryScore) -> str:
-    """The section about our own runs: what was measured, and how far the prediction was off."""
-    if not score.scored and not score.unmapped:
-        return ""
-    lines = [
-        "## Against our own runs",
-        "",
-        "| run | what | kind | measured | predicted | error |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in sorted(score.scored, key=lambda row: -abs(row.error)):
-        lines.append(
-            f"| {row.mapped.row.get('id')} | {_what(row)} | {kind(row.mapped.row)} | {gib(row.measured)} | "
-            f"{gib(row.predicted.point)} | {100 * row.error:+.1f} % |"
-        )
-    lines += [f"- without a plan: {row.get('id')}: {why}" for row, why in score.unmapped]
-    return "\n".join(lines)
 
 
 def _by_source(score: MemoryScore) -> str:

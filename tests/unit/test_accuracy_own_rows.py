@@ -11,9 +11,9 @@ from tests.accuracy.__main__ import main
 from tests.accuracy.kinds import GIB, kind
 from tests.accuracy.mapping import mapped
 from tests.accuracy.own_rows import append, own_rows
+from tests.accuracy.own_writing import own_report
 from tests.accuracy.rows import MEASURED, read
 from tests.accuracy.scoring import score_memory
-from tests.accuracy.writing import own_report
 
 import shardscope as ss
 

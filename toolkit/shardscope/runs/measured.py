@@ -51,6 +51,7 @@ _WORDS = {
     "gather_buffers": "tensors that collectives of the framework filled or read, whole parameters among them",
     "activations": "all other tensors alive: kept for backward, or in an operator's hands",
     "logits": "tensors as wide as the vocabulary",
+    "communication": "copies that the communication library made for itself (gloo's, of what it reduces)",
 }
 
 

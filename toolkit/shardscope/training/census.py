@@ -29,6 +29,10 @@ _STAGING = ("all_gather", "allgather", "reduce_scatter", "chunk_cat", "split_wit
 _BUCKETS = "buckets"
 """Kind of storages that a framework made itself and operators only write to: ``bucket_bytes`` counts them."""
 
+_LIBRARY = "communication"
+"""Component of storages that no operator made, and operators look at: a library's own copies. gloo clones
+what it reduces and scatters (ProcessGroupGloo.cpp); NCCL reads it in place."""
+
 Weighed = dict[str, int]
 """Component -> bytes."""
 
@@ -50,6 +54,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
         self._parameters = list(model.parameters())
         self._optimizer = optimizer
+        self._buffers = list(model.buffers())
         self._vocab_sizes = frozenset(vocab_sizes)
         self._gathered = gathered
         self._bucket_bytes = bucket_bytes
@@ -58,32 +63,43 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         self._sizes: dict[int, int] = {}
         self._at_most = 0
         """What is alive if nothing was freed since the last look."""
+        for buffer in self._buffers:
+            self._remember(local(buffer), "activations")
         self.look("rest")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and remember, without holding them, the tensors that it made."""
         out = function(*args, **(kwargs or {}))
+        kind = self._kind_of_unknown(function)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._remember(local(leaf), is_new=leaf is not (kwargs or {}).get("out"))
+                self._remember(local(leaf), kind)
         if any(part in str(function) for part in _STAGING):
             for leaf in tree_leaves((args, kwargs, out)):
                 if isinstance(leaf, torch.Tensor):
                     storage = local(leaf).untyped_storage()
                     self._made[storage._cdata] = (StorageWeakRef(storage), "gather_buffers")
-        if self._at_most > NEWS * sum(self.phases.get(self._phase, {}).values()):
+        if self._at_most > NEWS * _of_torch(self.phases.get(self._phase, {})):
             self.look(self._phase)
         return out
 
-    def _remember(self, tensor: torch.Tensor, is_new: bool) -> None:
+    def _kind_of_unknown(self, function: Any) -> str | None:
+        """What a storage is that ``function`` gives and nobody saw being made; None: it makes its own."""
+        returns = getattr(getattr(function, "_schema", None), "returns", ())
+        aliases = [found.alias_info for found in returns if found.alias_info is not None]
+        if not aliases:
+            return None
+        if self._bucket_bytes:
+            return _BUCKETS
+        return None if any(alias.is_write for alias in aliases) else _LIBRARY
+
+    def _remember(self, tensor: torch.Tensor, unknown: str | None) -> None:
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         known = self._made.get(storage._cdata)
         # A view is what it is a view of; only the address of a freed storage may be used again.
         if known is None or known[0].expired():
-            kind = "logits" if self._is_logits(tensor) else "activations"
-            if self._bucket_bytes and not is_new:
-                kind = _BUCKETS
+            kind = unknown or ("logits" if self._is_logits(tensor) else "activations")
             self._made[storage._cdata] = (StorageWeakRef(storage), kind)
             self._sizes[storage._cdata] = 0
         # A framework may fill again what it had emptied.
@@ -97,8 +113,8 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
     def look(self, phase: str) -> None:
         """Weigh what is alive; keep it if it is the most that this phase has shown."""
         weighed = self._weigh()
-        self._at_most = sum(weighed.values())
-        if self._at_most > sum(self.phases.get(phase, {}).values()):
+        self._at_most = _of_torch(weighed)
+        if self._at_most > _of_torch(self.phases.get(phase, {})):
             self.phases[phase] = weighed
 
     def _is_logits(self, tensor: torch.Tensor) -> bool:
@@ -124,7 +140,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                     num_bytes += storage.nbytes()
             weighed[component] = num_bytes
         weighed["gradients"] += self._unseen_buckets()
-        weighed["activations"] = weighed["logits"] = 0
+        weighed["activations"] = weighed["logits"] = weighed[_LIBRARY] = 0
         for key, (weak, kind) in list(self._made.items()):
             alive = _alive_bytes(weak)
             if alive is None:
@@ -151,6 +167,11 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                 if storage.nbytes() > gradient.numel() * gradient.element_size():
                     seen[storage._cdata] = storage.nbytes()
         return max(0, self._bucket_bytes - sum(seen.values()))
+
+
+def _of_torch(weighed: Weighed) -> int:
+    """What operators hold: a library's copies come and go beside it, and no formula is about them."""
+    return sum(weighed.values()) - weighed.get(_LIBRARY, 0)
 
 
 def _alive_bytes(weak: StorageWeakRef) -> int | None:
