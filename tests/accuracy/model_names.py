@@ -75,7 +75,6 @@ _SAME = (
     (r"llama1?65b", "llama65b"),
     (r"llama8b", "llama38b"),
     (r"llama3?405b", "llama3p1405b"),
-    (r"llama3(1|3)b", r"llama3p2\1b"),
     (r"yi1p5(6|34)b", r"yi\1b"),
     (r"llama370b", "llama3p170b"),
     (r"l(?=\d)(.*)", r"llama\1"),
@@ -124,6 +123,8 @@ def plain(name: str, *, with_dates: bool = True) -> str:
     name = name.lower().split("/")[-1] if re.match(r"[\w.-]+/[\w.-]+", name) else name.lower()
     # Qwen-1_8B has 1.8 billion, LLAMA3_8B eight.
     name = re.sub(r"(?<=[- ])(\d)_(\d)(?=b\b)", r"\1.\2", name)
+    # Only Llama 3.2 has these sizes; "LLaMA-33B" is another.
+    name = re.sub(r"llama[-_ ]?3[-_ ]+(?=[13]b)", "llama-3.2-", name)
     # "Llama 3 (8B)" keeps what is in brackets; "(tokendrop)" does not.
     name = re.sub(r"\(\s*([\d.]+\s?[mbt])\s*\)", r" \1", name)
     name = re.sub(r"\(.*?\)|\[.*?\]|, .*$", "", name)

@@ -26,6 +26,7 @@ import shardscope as ss
         ("Llama-3 (8B)", "llama-3-8b"),
         ("Llama 405B", "llama-3.1-405b"),
         ("Llama3-3B", "llama-3.2-3b"),
+        ("LLaMA-33B", "llama-33b"),
         ("pythia-12b-deduped", "pythia-12b"),
         ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", "llama-3.1-8b"),
         ("Qwen2.5 7B Instruct", "qwen2.5-7b"),
