@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.precision import widths
+from shardscope.memory.precision import base_width, widths
 from shardscope.timing.traffic import StateTraffic, Transfer, weights_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,6 @@ def state_traffic(plan: Plan) -> StateTraffic:
     if layout.offload is None or not plan.on_gpu:
         return StateTraffic(tuple(transfers))
     gathers = 2 if reshard else 1
-    down = micro_batches * gathers * weights.base / ranks * width.original
+    down = micro_batches * gathers * weights.base / ranks * base_width(plan.recipe)
     up = micro_batches * weights.trained / ranks * width.reduce
     return StateTraffic(tuple(transfers), host_bytes=max(down, up), updated_on_host=weights.trained / ranks)
