@@ -105,10 +105,7 @@ def _zero(
     if degrees["cp"] > 1:
         raise UnmappedError("ZeRO with context parallelism")
     stage, where = stages.pop(), "nvme" if "nvme" in away else "cpu"
-    if not away and re.search(r"offload", words) and not re.search(r"(?:no|without|w/o)[-_ ]*offload", words):
-        # ZeRO-Offload is stage 2, whose parameters stay.
-        away = frozenset({"all"})
-    elif not away and "infinity" in words:
+    if not away and "infinity" in words:
         raise UnmappedError("ZeRO-Infinity without what it moves")
     # Whoever says only that ZeRO-3 offloads has the configurations in mind that move both.
     if away - {"nvme"} == {"all"} or away == {"nvme"}:

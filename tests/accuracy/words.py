@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.accuracy.rows import Row
+from tests.accuracy.rows import Row, text
 from tests.accuracy.unmapped import UnmappedError
 
 
@@ -54,12 +54,21 @@ _FILLING = set(
 )
 
 
+def _in_framework(words: str) -> str | None:
+    """What a framework's name says of offload: "ds_z3_offload", "FSDP + CPU offload"."""
+    if "offload" not in words or re.search(r"(?:\bno|without|w/o)[-_ ]*(?:cpu[-_ ]*)?offload", words):
+        return None
+    return "activations" if "activation" in words else "cpu"
+
+
 def moved(row: Row) -> frozenset[str]:
     """What lives in host memory: ``optimizer``, ``params``, ``activations``; ``all`` where only that it does.
 
     With ``nvme`` where it is on a disk. Raises ``UnmappedError`` for a word that is not known.
     """
     stated = row.get("offload")
+    if stated is None:
+        stated = _in_framework(text(row, "framework"))
     if stated is None or stated is False:
         return frozenset()
     if isinstance(stated, dict):

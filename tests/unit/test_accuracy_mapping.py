@@ -260,7 +260,8 @@ def test_lora_is_read_in_many_forms() -> None:
     assert (plans[0].recipe.lora_rank, plans[0].recipe.lora_targets) == (8, ("q_proj", "v_proj"))
     every = mapped(row(model="Phi-3-mini", lora={"rank": 8, "targets": "all linear layers"})).plan.recipe
     assert every.lora_targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    for off in ("no", False, {}, "none"):
+    nothing: tuple[Any, ...] = ("no", False, {}, "none")
+    for off in nothing:
         assert mapped(row(lora=off)).plan.recipe.method == "full"
 
 
@@ -358,6 +359,15 @@ def test_degrees_that_only_the_framework_names_are_read_and_bare_ones_refused() 
 def test_offload_may_be_in_the_frameworks_name(words: str, expected: tuple[str | None, str | None]) -> None:
     layout: Any = mapped(row(framework=words)).plan.layout
     assert (layout.offload_optimizer, layout.offload_params) == expected
+    stated: Any = mapped(row(framework=words, offload="none")).plan.layout
+    assert (stated.offload_optimizer, stated.offload_params) == (None, None)
+
+
+def test_offload_in_the_name_counts_for_every_framework() -> None:
+    fsdp: Any = mapped(row(framework="FSDP + CPU offload")).plan.layout
+    assert fsdp.offload == "cpu"
+    with pytest.raises(UnmappedError, match="Megatron with its optimizer in host memory"):
+        mapped(row(framework="Megatron-LM, optimizer offload"))
 
 
 def test_adapters_own_dropout_and_quantised_kind_are_read() -> None:
