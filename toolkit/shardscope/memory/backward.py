@@ -176,7 +176,7 @@ def inner_gradients(arch: Architecture, modules: Modules) -> int:
             # CUDA's autocast takes its cube in fp32, and so the gradients of both factors.
             return (6 if modules.autocast and modules.on_gpu else 3) - product
         # One kernel's gradients of its output and input; Nemotron's square has a factor more.
-        return (3 if arch.model_type == "nemotron" else 2) - product
+        return (4 if arch.model_type == "nemotron" else 2) - product
     if modules.kernels == "liger":
         # Both branches' gradients take the branches' own place (liger-kernel, ops/swiglu.py).
         return 1
