@@ -14,6 +14,12 @@ import shardscope as ss
 from shardscope.architecture import LatentAttention, MixtureOfExperts
 
 _HYBRID = ("nemotron-3", "nemotron-h", "mamba", "jamba", "zamba", "falcon-h1", "qwen3-next", "qwen3.8", "lfm")
+_GPT_LIKE = re.compile(r"\bopt[-_ ]?\d|bloom|\bmpt\b|turing|cerebras|galactica|gopher")
+"""Decoders of GPT-2's layers: an MLP of two matrices, of four times the width if nothing else is said."""
+_NO_DECODER = re.compile(
+    r"\bvit\b|vision|\bvl\b|bert\b|bert[-_ ]|electra|\bt5\b|t5[-_ ]|\bbart\b|clip\b|whisper|wav2vec|swin"
+    r"|u-?net|diffusion|\bdit\b|sdxl|flux|rwkv|resnet|\bswitch\b|pegasus|gpt-?j\b"
+)
 _GPT_VOCAB = 50_304
 """GPT-2's 50,257 words, padded to 128."""
 _FAR = 0.2
@@ -108,7 +114,9 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
         vocab = _GPT_VOCAB
         assumed.append(f"vocabulary not stated: {vocab:,}")
     name, stated = str(row.get("model")), number(row, "n_params")
-    if _is_gpt(row):
+    if _is_gpt(row) or _GPT_LIKE.search(name.lower()):
+        if not _is_gpt(row):
+            assumed.append("modules like GPT-2's")
         shape = Shape(layers, hidden, heads, heads, ffn or 4 * hidden, vocab)
         made = gpt(name, shape, number(row, "seq_len") or 2048)
         _check_size(made, stated)
@@ -152,7 +160,11 @@ def _by_size(row: Row) -> tuple[ss.Architecture, list[str]]:
 
 
 def _check_dense(row: Row) -> None:
-    """A shape that the row's keys give is a dense model's."""
+    """A shape that the row's keys give is a dense decoder's."""
+    if any(part in text(row, "model_ref", "model") for part in _HYBRID):
+        raise UnmappedError("hybrid model with state-space layers")
+    if _NO_DECODER.search(text(row, "model_ref", "model")):
+        raise UnmappedError(f"model of another kind: {row.get('model') or row.get('model_ref')}")
     experts = re.compile(r"experts?|moe")
     said = [
         key for key, value in row.items() if experts.search(key) and value not in (None, 0, 1, False, "1")

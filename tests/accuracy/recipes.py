@@ -117,6 +117,9 @@ def _batches(row: Row, data_parallel: int) -> tuple[int, int]:
 
 def _precision(row: Row, kind: Framework, adapters: bool, assumed: list[str]) -> str:
     said = text(row, "precision")
+    if re.search(r"float8|fp8", text(row, "framework")) and not re.search(r"8|fp4", said):
+        # "FSDP2 + Float8".
+        said = f"fp8 {said}"
     if refused := re.search(r"fp4|int8[- ](?:train|mixed)|fp6|1[- ]?bit|ternary|\bqat\b", said):
         raise UnmappedError("4-bit training" if refused[0] == "fp4" else f"precision {row['precision']!r}")
     if re.search(r"fp8[-_ ]?(?:param|weight|primary|optim|lm\b)|ms-?amp|\bcoat\b", said) or (

@@ -199,6 +199,13 @@ def test_a_shape_is_held_against_its_parameters() -> None:
     assert "MLP of two matrices: from the parameters" in plain_mlp.assumed
     with pytest.raises(UnmappedError, match="other parameters than the row states"):
         mapped(row(**shape, n_params="7B"))
+    for other in ("ViT-22B", "T5-11B", "bert-large"):
+        with pytest.raises(UnmappedError, match="model of another kind"):
+            mapped(row(**{**shape, "model": other}))
+    with pytest.raises(UnmappedError, match="state-space"):
+        mapped(row(**{**shape, "model": "Nemotron-H 8B"}))
+    bloom = mapped(row(model="bloom-3b", layers=30, hidden=2560, heads=32, vocab=250880)).plan.architecture
+    assert (bloom.gated_mlp, bloom.intermediate_size) == (False, 10240)
     with pytest.raises(UnmappedError, match="experts by a shape"):
         mapped(row(**shape, num_experts=8))
 
@@ -324,6 +331,10 @@ def test_no_row_at_all_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_step_time_is_not_scored_before_there_is_a_step_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--kind", "time"]) != 0
     assert "no step model yet" in capsys.readouterr().err
+
+
+def test_eight_bits_may_be_in_the_frameworks_name() -> None:
+    assert mapped(row(framework="FSDP2 + Float8")).plan.recipe.precision == "fp8-mixed"
 
 
 def test_a_global_batch_may_be_in_tokens() -> None:
