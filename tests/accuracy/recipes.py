@@ -172,6 +172,8 @@ def _optimizer(row: Row, kind: Framework, scripts: Mapping[str, Any], assumed: l
     ):
         raise UnmappedError("an optimizer that steps inside backward")
     found, is_stated = optimizer(row, kind.family, str(scripts.get("optimizer", "adamw")))
+    if row.get("optimizer") is None and "optimizer" not in scripts:
+        assumed.append("optimizer not stated: AdamW")
     if is_stated or "optimizer" in scripts or kind.family in ("deepspeed", "megatron"):
         return found
     # torch.optim.AdamW without a word takes its multi-tensor operations on a GPU.

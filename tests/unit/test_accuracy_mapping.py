@@ -346,6 +346,7 @@ def test_optimizers_kernels_are_pytorchs_own_where_nothing_is_said() -> None:
     found = mapped(row(optimizer="AdamW"))
     assert found.plan.recipe.optimizer == "adamw_foreach"
     assert "AdamW's kernel not stated: adamw_foreach, which is PyTorch's own" in found.assumed
+    assert "optimizer not stated: AdamW" in mapped(row(framework="megatron")).assumed
     assert mapped(row(optimizer="AdamW (fused)")).plan.recipe.optimizer == "adamw"
     assert mapped(row(optimizer="AdamW", framework="zero3")).plan.recipe.optimizer == "adamw"
 
