@@ -213,8 +213,8 @@ class StageStep:
         arch, modules, recipe = self.plan.architecture, self.modules, self.plan.recipe
         if recipe.recompute != "none" or not recipe.has_adapters:
             masks: Any = masks_kept(arch, modules, recipe.recompute, recipe.recompute_interval)
-            if not is_eager(arch, modules):
-                # Flags are the same for all sequences, and there once.
+            if not is_eager(arch, modules) and arch.model_type != "falcon":
+                # Flags of a window are the same for all sequences, and there once.
                 masks = ceil_div(masks, recipe.micro_batch_size)
             return self.stage.is_first * 8 + masks
         unsaved = looked_up(

@@ -96,6 +96,9 @@ def _with_leaf(
     inner: list[list[int]],
 ) -> Call:
     """A layer whose feed-forward has no hooks inside."""
+    if arch.model_type == "qwen3_moe":
+        # Its router is made behind its experts, and so gathered.
+        inner = [*inner[1:], *inner[:1]]
     own = tuple(size for sizes in inner for size in sizes)
     place = max(range(len(own)), key=own.__getitem__)
     leaf = Call(own, (), adapted is None, (place, place + 1), feeds_forward=True, is_leaf=True)
