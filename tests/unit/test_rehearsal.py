@@ -15,6 +15,7 @@ import torch
 
 import shardscope as ss
 from shardscope.architecture import Architecture
+from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.fsdp2.rehearse import rehearse
 from shardscope.memory.report import COMPONENTS
 from shardscope.plan import Plan
@@ -206,3 +207,12 @@ def test_the_trace_of_issue_3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_micro_batches_stand_for_more() -> None:
     assert "the others are alike" in torch_step._note(small(ss.Layout.ddp(), global_batch_size=64))
     assert torch_step._note(small(ss.Layout.ddp(), global_batch_size=16)) == ""
+
+
+def test_experts_in_fp32_are_rehearsed_on_cpu_ranks_too() -> None:
+    """Of fake tensors torch's own product of routed experts takes bf16 only."""
+    large = Plan(ss.models["mixtral-8x7b"], EIGHT, ss.Recipe(precision="fp32"), ss.Layout.ddp())
+    plan = rehearsal_of(large).plan
+    assert tensors_of(plan.rehearse().components) == pytest.approx(
+        tensors_of(plan.memory().components), rel=0.01
+    )

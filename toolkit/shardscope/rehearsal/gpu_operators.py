@@ -32,10 +32,16 @@ def gpu_operators(*, has_flash: bool = True) -> Iterator[None]:
         (F, "dropout", _dropout),
         (F, "layer_norm", _normalised_in_fp32(F.layer_norm)),
         *((owner, name, _in_fp32(getattr(owner, name))) for owner, name in _POWERS),
-        (F, "grouped_mm", _grouped_products(F.grouped_mm)),
         (torch, "is_autocast_enabled", _asks_for_cuda(torch.is_autocast_enabled)),
     ]
-    with replaced(stand_ins):
+    with replaced(stand_ins), grouped_products():
+        yield
+
+
+@contextlib.contextmanager
+def grouped_products() -> Iterator[None]:
+    """The products of routed experts in any type, on any device: of fake tensors torch takes bf16 only."""
+    with replaced([(F, "grouped_mm", _grouped_products(F.grouped_mm))]):
         yield
 
 
@@ -86,8 +92,6 @@ def _normalised_in_fp32(layer_norm: Any) -> Any:
 
 
 def _grouped_products(grouped_mm: Any) -> Any:
-    """The products of routed experts: on fake tensors torch's own knows bf16 only, on real ones fp32 too."""
-
     def products(rows: torch.Tensor, weights: torch.Tensor, *, offs: Any = None, **kwargs: Any) -> Any:
         if rows.dtype == torch.bfloat16:
             return grouped_mm(rows, weights, offs=offs, **kwargs)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.rehearsal.conversion import converting_by_replacing
-from shardscope.rehearsal.gpu_operators import gpu_operators
+from shardscope.rehearsal.gpu_operators import gpu_operators, grouped_products
 from shardscope.rehearsal.replacing import replaced
 from shardscope.rehearsal.tracker import Tracker
 
@@ -62,7 +62,7 @@ def fake_tensors(
         converting_by_replacing(),
         _transformers_as_on_real_tensors(),
         _shapes_of_dtensors_unseen(tracker),
-        gpu_operators(has_flash=has_flash) if on_gpu else contextlib.nullcontext(),
+        gpu_operators(has_flash=has_flash) if on_gpu else grouped_products(),
         tracker,
     ):
         yield tracker
