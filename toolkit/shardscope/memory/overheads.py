@@ -43,7 +43,7 @@ FRAGMENTATION_PERCENT = 3
 """Share of what a step allocates and frees that the caching allocator cannot hand out again (an assumption:
 blocks round up to 2 MiB; published reserved/allocated pairs range from 0 to over 30 %)."""
 
-FRAGMENTATION_HIGH_PERCENT = 49
+FRAGMENTATION_HIGH_PERCENT = 48
 """The most that the allocator holds beyond tensors, as a share of what a step allocates and frees
 (:func:`shardscope.memory.band.allocated_and_freed`).
 
