@@ -48,6 +48,9 @@ class Cut(NamedTuple):
     """Elements of all tensors that its part touches."""
     bucket: int
     """``reduce_bucket_size``."""
+    drops: bool = True
+    """Whether gradients of other ranks' parts are dropped once reduced: stage 1 leaves them, and so those
+    that fit into no bucket stay."""
     norm: int = 0
     """Where reduced gradients go to the host one by one: how many of their elements weigh as much as one in
     double precision, in which a norm is taken of each; 0: they stay on the device."""
@@ -80,7 +83,7 @@ def early(
     one's large matrices.
     """
     waiting: list[tuple[int, int]] = []
-    kept = oversized = elements = 0
+    kept = oversized = elements = stays = 0
     whole = 0 if cut.norm else cut.whole
     found: list[Part] = []
     index, end = len(sizes), sum(sizes)
@@ -106,7 +109,8 @@ def early(
                 now = max(now, Instant(held + reduced(waiting, cut), kept), key=_total)
                 kept = whole if kept or _touches(waiting, cut.mine) else 0
                 now = max(now, Instant(held, kept), key=_total)
-                waiting, elements, oversized = [], 0, 0
+                stays = oversized if not (cut.drops or _touches(waiting, cut.mine)) else stays
+                waiting, elements, oversized = [], 0, stays
             peak = max(peak, now, key=_total)
             if wide and wide[index]:
                 inner.append(now)
@@ -117,17 +121,18 @@ def early(
             waiting.append((end, size))
             elements += size
             if size > cut.bucket:
-                oversized = size
+                oversized = stays + size
                 # What goes to the host is no view of what autograd made.
-                cloned = Instant(waits + size + (cut.norm > 0) * size, kept)
+                cloned = Instant(waits + oversized + (cut.norm > 0) * size, kept)
                 peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
-        if oversized and 0 < place < len(groups) - 1:
+        if oversized > stays and 0 < place < len(groups) - 1:
             # A layer's first norm comes last, and finds the bucket full.
             peak = max(peak, Instant(waits + oversized + reduced(waiting, cut), kept), key=_total)
             kept = whole if kept or _touches(waiting, cut.mine) else 0
-            waiting, elements, oversized = [], 0, 0
+            stays = oversized if not (cut.drops or _touches(waiting, cut.mine)) else stays
+            waiting, elements, oversized = [], 0, stays
         found.append(Part(base, peak, middle, tuple(inner), behind))
     last = Instant(oversized + (reduced(waiting, cut) if waiting else 0), kept)
     # What is larger than a bucket is there until it has been copied.

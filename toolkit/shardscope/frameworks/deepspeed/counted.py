@@ -222,11 +222,12 @@ def _counted(
         flattened = max(all_reduce_bucket(tensors.trained), all_reduce_bucket(tensors.experts))
         parts = _late(tensors, tied, bool(accumulates), Instant(flattened, whole))
     elif is_late(kind.stage, kind.overlaps, accumulates):
-        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket, kind.norm)
+        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket, norm=kind.norm)
         end = Instant(beyond(tensors.trained, cut), sum(tensors.trained))
         parts = _with_experts(_late(tensors, tied, bool(accumulates), end), experts.whole)
     else:
-        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket, kind.norm)
+        bucket, drops = kind.limits.reduce_bucket, kind.stage > 1
+        cut = Cut(dense.part, dense.rank, dense.whole, bucket, drops, kind.norm)
         parts = early(
             tensors.trained, _groups(tensors), cut, tied, tensors.num_attention, tensors.trained_wide
         )
