@@ -80,9 +80,11 @@ class StagedStep(Step):
         fullest: dict[int, tuple[Any, Any]] = {}
         for place in order.places(self.shape.layers, self._growth):
             kind = id(place.kind)
+            is_other_end = kind in fullest and place.index == place.kind.lowest
             if kind not in fullest:
                 fullest[kind] = self._fullest(place, self.adds)
-            elif isinstance(place.index, np.ndarray) or place.index == place.kind.lowest:
+            # Of arrays each place has a kind of its own.
+            if isinstance(place.index, np.ndarray) or is_other_end:
                 # The other end of a kind, where most of its layers are gathered.
                 found += self._where(waits.repeats, self._forward_again, place)
             found += self._layer(place, *fullest[kind])
