@@ -348,13 +348,25 @@ def test_experts_that_ep_has_cut_are_not_cut_again_by_those_ranks() -> None:
 LEVELS = {
     "deepspeed": (1.0, 1.0, 60),
     "deepspeed-offload": (1.0, 1.0, 30),
-    "deepspeed-nvme": (0.85, 0.9, 30),
-    "deepspeed-held-out": (0.9, 1.0, 40),
-    "deepspeed-tp": (0.7, 1.0, 15),
+    "deepspeed-nvme": (1.0, 1.0, 30),
+    "deepspeed-held-out": (0.95, 1.0, 40),
+    "deepspeed-tp": (0.85, 1.0, 15),
+    "deepspeed-held-out-3": (0.95, 0.95, 30),
+    "deepspeed-nvme-held-out-3": (1.0, 1.0, 30),
+    "deepspeed-offload-held-out-3": (0.93, 1.0, 30),
+    "deepspeed-tp-held-out-3": (1.0, 1.0, 30),
+    "deepspeed-recipes-held-out-3": (0.93, 0.96, 30),
+    "deepspeed-held-out-4": (1.0, 1.0, 30),
+    "deepspeed-nvme-held-out-4": (0.96, 1.0, 26),
+    "deepspeed-offload-held-out-4": (1.0, 1.0, 18),
+    "deepspeed-tp-held-out-4": (1.0, 1.0, 30),
+    "deepspeed-recipes-held-out-4": (1.0, 1.0, 30),
 }
 """Shares within 1 % and within 3 % that are reached, and stored plans; the goal is 0.95 and 1.
 
-Of the held-out sample 68 % and 89 % were as close before any formula had seen it."""
+Before any formula had seen them, of the first held-out sample 68 % and 89 % were as close, of the third (seed
+78801 of ``tests/accuracy/wide_sampling.py`` and ``recipe_sampling.py``) 74 % and 79 %, of the fourth (seed
+78802, drawn when formulas had been mended by the third) 96 % and 97 %, its worst -12.9 %."""
 
 
 @pytest.mark.parametrize("name", LEVELS)

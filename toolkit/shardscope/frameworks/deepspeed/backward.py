@@ -21,7 +21,7 @@ from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
-    from shardscope.frameworks.deepspeed.counted import Counted
+    from shardscope.frameworks.deepspeed.counted import Counted, Layer
     from shardscope.memory.backward import Backward
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
@@ -52,6 +52,8 @@ class Sizes(NamedTuple):
     """Whether a layer is fullest in attention, whose scores are tensors, and not in its feed-forward."""
     has_scores: bool
     """Whether attention's scores are tensors at all."""
+    away: bool
+    """Whether activations come back one by one: of dense layers, all trained; of others all are counted."""
     attention: int
     """What one layer saves in front of its feed-forward."""
     interval: int
@@ -92,6 +94,10 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         num_layers=stage.num_layers,
         in_scores=in_scores,
         has_scores=scores_per_token(arch, modules) > 0,
+        away=plan.recipe.recompute == "offload"
+        and plan.on_gpu
+        and modules.trained
+        and not arch.num_moe_layers,
         attention=tokens * looked_up(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
         interval=plan.recipe.recompute_interval if plan.recipe.recompute != "none" else 1,
         unsaved=recomputes
@@ -207,6 +213,12 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         # The bucket comes with the first gradient, mostly of adapters after the last layer's feed-forward.
         comes = kept.trains_all or sizes.adapts_down
         allocated = kept.bucket if comes else where((done > 0) | kept.first_hook, kept.bucket, already)
+        left = largest(0, saved - one.saved)
+        if sizes.away:
+            for before, held, instant in _coming_back(shape, layer, num_layers - 1 - done):
+                found.append(peak(fraction, (before, held), _IN_LAYER, instant, allocated))
+            found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
+            continue
         inside = (saved, largest(one.inside, one.earlier) - is_last * sizes.unsaved)
         base = layer.middle if sizes.in_scores else layer.base
         found.append(peak(fraction, inside, _IN_LAYER, base, allocated))
@@ -224,7 +236,6 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
         found.append(peak(fraction + 0.004, activations, _IN_LAYER, last, allocated))
         if sizes.has_scores:
             found.append(peak(fraction + 0.006, (saved, largest(one.core, -saved)), _IN_LAYER, layer.middle))
-        left = largest(0, saved - one.saved)
         found.append(peak(fraction + 0.01, (left, 2 * shape.stream), _AFTER_LAYER, layer.peak))
         if kept.trains_all:
             behind = (left, sizes.attention, 2 * shape.stream)
@@ -240,6 +251,26 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     if kept.gathers:
         found.append(_gathering(c, shape, half, num_layers, peak))
     return found
+
+
+def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, Any, Instant]]:
+    """A dense layer whose activations come back one by one: (bytes before it, in it, elements beside).
+
+    Instants as ``memory/modules/instants.py`` has them: the feed-forward's four, the norm behind attention,
+    its output's matrix, its core, its inputs' matrix, and its first norm.
+    """
+    order = shape.find_order()
+    others = shape.layers - order.sum_before(order.num_layers, "saved")
+    before = largest(0, others + order.sum_before(index, "saved"))
+    first, second = layer.inner[0], layer.inner[min(1, len(layer.inner) - 1)]
+    behind, middle, peak = layer.behind, layer.middle, layer.peak
+    beside = (layer.base, first, first, second, behind, behind, middle, peak, layer.following)
+    away, here = order.kinds[0], order.kinds[-1]
+    chosen = index % order.interval == 0
+    return [
+        (before, where(chosen, one.held, other.held), instant)
+        for one, other, instant in zip(away.backward, here.backward, beside, strict=True)
+    ]
 
 
 def _between(fullest: FullestLayer, shape: Backward, index: Any, interval: int) -> tuple[FullestLayer, Any]:
