@@ -94,16 +94,19 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         num_layers=stage.num_layers,
         in_scores=in_scores,
         has_scores=scores_per_token(arch, modules) > 0,
-        away=plan.recipe.recompute == "offload"
-        and plan.on_gpu
-        and modules.trained
-        and not arch.num_moe_layers,
+        away=_comes_back(plan, modules),
         attention=tokens * looked_up(lambda tp: _in_attention(arch, modules, tp), plan.degrees.tp),
         interval=plan.recipe.recompute_interval if plan.recipe.recompute != "none" else 1,
         unsaved=recomputes
         * tokens
         * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
     )
+
+
+def _comes_back(plan: Plan, modules: Modules) -> bool:
+    """Whether offloaded activations are told one by one: of transformers' own dense layers, all trained."""
+    plain = modules.kernels == "transformers" and modules.trained and not plan.architecture.num_moe_layers
+    return plan.recipe.recompute == "offload" and plan.on_gpu and plain
 
 
 def _in_attention(arch: Architecture, modules: Modules, tp: int) -> int:
@@ -267,8 +270,9 @@ def _coming_back(shape: Backward, layer: Layer, index: Any) -> list[tuple[Any, A
     beside = (layer.base, first, first, second, behind, behind, middle, peak, layer.following)
     away, here = order.kinds[0], order.kinds[-1]
     chosen = index % order.interval == 0
+    # An instant that has let go of more than is left holds nothing: short sequences, cut over many ranks.
     return [
-        (before, where(chosen, one.held, other.held), instant)
+        (before, largest(where(chosen, one.held, other.held), -before), instant)
         for one, other, instant in zip(away.backward, here.backward, beside, strict=True)
     ]
 
