@@ -76,6 +76,8 @@ def test_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> None:
     assume(getattr(a_plan.layout, "reshard_after_forward", True) != degrees.shard * degrees.cp)
     # Shards of less than 4,096 elements, or no whole blocks, have moments of 32 bits (torchao).
     assume(recipe.optimizer != "adamw_8bit" or a_plan.layout.framework != "fsdp2")
+    # Of more ranks parts are too small for files, and others are gathered ahead.
+    assume(getattr(a_plan.layout, "offload_params", None) != "nvme")
     wider = replace(
         a_plan,
         cluster=replace(cluster, num_nodes=2 * cluster.num_nodes),
