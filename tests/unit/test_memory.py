@@ -67,6 +67,15 @@ def each_stage(a_plan: Plan) -> list[Stage]:
         recompute="offload",
     )
 )
+@example(
+    plan(
+        ss.models["llama-3-8b"],
+        ss.Layout.zero(0, tp=8),
+        seq_len=256,
+        recompute="offload",
+        global_batch_size=8,
+    )
+)
 def test_components_sum_everywhere(a_plan: Plan) -> None:
     report = a_plan.memory()
     assert tuple(report.components) == NAMES
