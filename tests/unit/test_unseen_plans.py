@@ -16,7 +16,8 @@ from shardscope.memory.many import peak_bytes
 from shardscope.plan import Plan
 
 UNSEEN = sorted(STORED.glob("*-unseen.jsonl"))
-"""Of :mod:`wide_sampling` and :mod:`recipe_sampling`, seeds 78811 and, for ``-2``, 78812."""
+"""Of :mod:`wide_sampling` and :mod:`recipe_sampling`, seed 78811; ``mixed`` is 78812, drawn once formulas had
+been mended by the other, of which 68 of 69 plans were within 1 % when first seen, and the worst 1.3 % off."""
 
 
 def test_there_are_unseen_plans_of_each_framework() -> None:
