@@ -103,9 +103,9 @@ def layer_instants(
         # Forward runs again, beside the gradient that has arrived; the first time it saved nothing.
         waiting = layer.waiting_for_recomputation()
         backward.append(Instant(stream + beside + forward + waiting, whole=0 if moe else layer.weights.up))
-        forward = kept + layer.in_passing()
+        forward = kept + layer.in_passing(recompute)
     elif layer.away:
-        forward = layer.in_passing()
+        forward = layer.in_passing(recompute)
     else:
         forward = max(forward, layer.product_of_few_bits())
     return LayerInstants(max(kept, forward), tuple(backward), max(one.done for one in backward))
@@ -222,7 +222,7 @@ class _Layer:
         rows = experts.num_experts_per_tok * self.arch.hidden_size
         return self.everything + rows * (2 * weighted + (0 if self.trained else width))
 
-    def in_passing(self) -> int:
+    def in_passing(self, recompute: str) -> int:
         """The most that forward holds in the layer while autograd saves nothing of it."""
         experts, tp = self.arch.mixture_of_experts, self.parts.tp
         if self.moe and experts is not None:
@@ -232,12 +232,23 @@ class _Layer:
         else:
             branches = 3 if self.arch.gated_mlp else 2
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
-        scores = 0
-        if scores_per_token(self.arch, self.modules):
-            each = self.arch.num_attention_heads * self.modules.seq_len
-            scores = ceil_div(scores_in_forward(self.arch, self.modules, each), tp)
-        held: int = self.stream + self.row + max(inner, scores)
+        held: int = self.stream + self.row + max(inner, self._scores_in_passing(recompute))
         return held
+
+    def _scores_in_passing(self, recompute: str) -> int:
+        """Attention in plain operations, less what is kept of later ones, and of the scores themselves."""
+        if not scores_per_token(self.arch, self.modules):
+            return 0
+        each = self.arch.num_attention_heads * self.modules.seq_len
+        scores: int = scores_in_forward(self.arch, self.modules, each)
+        later = 0
+        if recompute == "selective":
+            kept = kept_by_selective(self.arch, self.moe, self.modules)
+            later = self.parts.part([one for one in kept if one.operator in ("mlp", "experts")])
+            if self.arch.model_type != "gpt_oss":  # whose sinks make three more of the product that is kept
+                scores -= each * self.modules.compute
+        on_rank: int = ceil_div(scores, self.parts.tp) - later
+        return on_rank
 
     def backward(self) -> list[Instant]:
         """While backward is in the layer, from its end to its beginning."""
