@@ -29,9 +29,15 @@ def takes_no_less(more: Plan, less: Plan) -> bool:
     return tensors(more) >= tensors(less) and more.memory().peak_bytes >= less.memory().peak_bytes
 
 
+def picks_its_softmax(a_plan: Plan) -> bool:
+    """Megatron's fused softmax takes scores of some sizes only, and torch's own holds more for others."""
+    return a_plan.layout.framework == "megatron" and a_plan.recipe.attention == "eager"
+
+
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
+    assume(not picks_its_softmax(a_plan))
     longer = replace(a_plan, recipe=replace(a_plan.recipe, seq_len=2 * a_plan.recipe.seq_len))
     assert takes_no_less(longer, a_plan)
 
@@ -39,6 +45,7 @@ def test_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
+    assume(not picks_its_softmax(a_plan))
     recipe = a_plan.recipe
     larger = replace(
         recipe,
