@@ -158,6 +158,19 @@ def test_another_framework_is_one_difference() -> None:
     ]
 
 
+def test_what_follows_from_another_change_is_no_difference() -> None:
+    before = plan_of(layout=ss.Layout.zero(3))
+    after = plan_of(layout=ss.Layout.zero(3, offload_params="nvme"))
+    assert after.layout.offload_params_buffer_count is not None  # type: ignore[attr-defined]
+    for one, other in ((before, after), (after, before)):
+        assert [difference.field for difference in differences(one, other)] == ["offload_params"]
+    chosen = plan_of(layout=ss.Layout.zero(3, offload_params="nvme", offload_params_buffer_count=99))
+    assert {difference.field for difference in differences(before, chosen)} == {
+        "offload_params",
+        "offload_params_buffer_count",
+    }
+
+
 def test_the_course_of_a_kept_plan_stays_on_the_axis_and_says_what_it_is() -> None:
     small, large = plan_of(), plan_of(micro_batch_size=4)
     view = MemoryView(large, small)

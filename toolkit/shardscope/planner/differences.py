@@ -37,18 +37,20 @@ def differences(before: Plan, after: Plan) -> list[Difference]:
     if type(before.layout) is not type(after.layout):
         found.append(Difference("framework", before.layout.description, after.layout.description))
     else:
-        found += _fields(_as_chosen(before), _as_chosen(after))
+        found += _fields(_chosen(before, after), _chosen(after, before))
     return found
 
 
-def _as_chosen(plan: Plan) -> Layout:
-    """The layout without the numbers that follow from the rest of the plan where they are left open."""
+def _chosen(plan: Plan, other: Plan) -> Layout:
+    """The layout of ``plan`` but for numbers that ``other`` leaves open and that follow here."""
     chosen = plan.layout
-    for field in fields(chosen):
-        if field.default is None and getattr(chosen, field.name) is not None:
-            left_open = replace(chosen, **{field.name: None})
-            if left_open.settled(plan.architecture, plan.cluster, plan.recipe) == plan.layout:
-                chosen = left_open
+    names = [field.name for field in fields(chosen) if field.name not in chosen.choices]
+    open_there = [name for name in names if getattr(other.layout, name) is None]
+    # One number may follow only once another is left open as well.
+    for name in open_there * 2:
+        left_open = replace(chosen, **{name: None})
+        if left_open.settled(plan.architecture, plan.cluster, plan.recipe) == plan.layout:
+            chosen = left_open
     return chosen
 
 
