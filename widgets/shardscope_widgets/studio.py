@@ -124,8 +124,9 @@ class Studio(widgets.VBox):
         self.headline.value = (
             f"{sentence(self.plan)}<div class='ss-verdict {kind}'>{escape(verdict(self.plan, report))}</div>"
         )
-        self.repairs.offer(self.plan, report)
+        # The browser draws the chart while repairs, which take longest, are still looked for.
         self.memory.show(self.plan, report)
+        self.repairs.offer(self.plan, report)
         self.launch_panel.offer(self.plan, report)
 
     def _show_error(self, error: ValueError) -> None:
