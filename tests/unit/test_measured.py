@@ -98,6 +98,9 @@ def test_the_error_is_of_tensors_and_in_one_sentence() -> None:
     assert report.sentence.count(".") - report.sentence.count(" %") <= 3
     side = "above" if predicted > 19 * MIB else "below"
     assert report.sentence.endswith(f" % {side} it.")
+    rest = predicted - 14 * MIB  # beside parameters, optimizer and logits
+    hit = measured_memory(plan, {0: cpu_record(activations=rest)}, [])
+    assert hit.error == 0 and hit.sentence.endswith(" MiB, the same to 0.1 %.")
 
 
 def test_a_task_of_ones_own_has_a_total_without_names() -> None:

@@ -135,11 +135,11 @@ class MeasuredMemory(MemoryReport):
         peak = f"Measured {_amount(self.tensor_bytes)} of tensors at the peak ({self._tensor_phase})"
         if self.predicted is None or self.error is None:
             return f"{peak}; the plan of this run cannot be read, so there is no prediction beside it."
+        beside = f"{peak}; predicted {_amount(predicted_tensors(self.predicted))}"
+        if abs(self.error) < 0.0005:
+            return f"{beside}, the same to 0.1 %."
         side = "above" if self.error > 0 else "below"
-        return (
-            f"{peak}; predicted {_amount(predicted_tensors(self.predicted))}, "
-            f"{abs(self.error):.1%} {side} it.".replace("%", " %")
-        )
+        return f"{beside}, {abs(self.error):.1%} {side} it.".replace("%", " %")
 
     @property
     def _tensor_phase(self) -> str:
