@@ -195,7 +195,7 @@ def test_repairs_are_there_only_while_the_plan_does_not_fit(studio: Studio) -> N
     studio.recipe.micro.value = "2"
     assert not studio.plan.memory().fits
     told = [button.description for button in studio.repairs.buttons.children]
-    assert told == [in_words(studio.plan, repair) for repair in studio.plan.repairs()][: len(told)] and told
+    assert told == in_words(studio.plan, studio.plan.repairs())[: len(told)] and told
     studio.recipe.micro.value = "1"
     assert studio.repairs.layout.display == "none"
 

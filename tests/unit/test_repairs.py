@@ -157,7 +157,7 @@ def test_pages_beside_offloaded_activations_of_every_other_layer() -> None:
 
 def test_the_words_of_a_button() -> None:
     plan = plan_of(micro_batch_size=2)
-    words = [in_words(plan, repair) for repair in plan.repairs()]
+    words = in_words(plan, plan.repairs())
     selective = next(text for text in words if text.startswith("Recompute selectively: saves "))
     assert selective.endswith(("slower", "as fast")) and " GiB, about " in selective
 
@@ -183,7 +183,7 @@ def test_repairs_of_any_plan_are_all_enough_or_none_is(plan: ss.Plan) -> None:
     enough = {fits(repair.plan, repair.plan.memory()) for repair in found}
     assert len(enough) <= 1
     assert all(repair.bytes_won > 0 for repair in found)
-    assert all(": saves " in in_words(plan, repair) for repair in found)
+    assert all(": saves " in words for words in in_words(plan, found))
 
 
 # ------------------------------------------------------------------------------ the first-order time
@@ -231,7 +231,7 @@ def test_what_is_not_known_is_no_number() -> None:
     assert math.isnan(estimate(plan_of("llama-3.1-8b", "2xcpu")).seconds)
     plan = plan_of("llama-3.1-8b", "2xcpu")
     assert all(math.isnan(repair.seconds_lost) for repair in plan.repairs())
-    assert "time unknown" in in_words(plan, plan.repairs()[0])
+    assert "time unknown" in in_words(plan, plan.repairs())[0]
 
 
 def test_published_runs_are_within_a_sixth() -> None:

@@ -124,7 +124,7 @@ def test_repairs_mend_what_is_short(too_much_for_the_host: ss.Plan) -> None:
     for repair in repairs:
         (host,) = (p for p in places(repair.plan, repair.plan.memory()) if p.name == "host memory")
         assert repair.bytes_won == 8 * report.host_bytes - host.needed_bytes > 0
-        assert " GiB a node of host memory, " in in_words(plan, repair)
+        assert " GiB a node of host memory, " in in_words(plan, [repair])[0]
     # With a third of the model, state that need not be on the host may come back.
     smaller = with_host(plan_of("llama-3.1-8b", "8xh100-sxm-80gb", BOTH_OFFLOADS), 100 * GIB)
     changes = {repair.change for repair in smaller.repairs()}
@@ -211,5 +211,5 @@ def test_paging_is_never_sold_as_faster() -> None:
     repairs = {repair.plan.recipe.optimizer: repair for repair in plan.repairs()}
     mend = repairs["paged_adamw"]
     assert mend.seconds_lost > 0
-    said = in_words(plan, mend)
+    [said] = in_words(plan, [mend])
     assert said.endswith(", while it pages") and "faster" not in said

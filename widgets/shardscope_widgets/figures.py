@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import anywidget
 import plotly.graph_objects as go
@@ -33,12 +35,30 @@ class Chart(go.FigureWidget):
 
     _esm = (files(__package__) / "front_end" / "chart.js").read_text(encoding="utf-8")
     _source = traitlets.Instance(PlotlySource).tag(sync=True, **widget_serialization)
+    _drawn = traitlets.List(help="Properties as redraw last set them: the layout's, then each trace's.")
 
     @traitlets.default("_source")
     def _shared_source(self) -> PlotlySource:
         if _source().comm is None:  # closed with all widgets: Widget.close_all()
             _source.cache_clear()
         return _source()
+
+    @traitlets.default("_drawn")
+    def _nothing_drawn(self) -> list[dict[str, Any]]:
+        return [{} for _ in range(len(self.data) + 1)]
+
+    def redraw(self, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
+        """Give each trace and the layout these properties, in one update.
+
+        Only what differs from the last redraw reaches plotly, which takes a tenth of a millisecond for each
+        property whether it changes or not.
+        """
+        with self.batch_update():
+            nodes = (self.layout, *self.data)
+            for node, drawn, wanted in zip(nodes, self._drawn, (layout, *traces), strict=True):
+                for name, value in wanted.items():
+                    if name not in drawn or drawn[name] != value:
+                        node[name] = drawn[name] = value
 
 
 def survive_reload(figure: Chart) -> Chart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import plotly.graph_objects as go
@@ -108,32 +109,50 @@ def _layout() -> dict[str, Any]:
 def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
     """Show it: one update, in place."""
     rows = bars_of(shown)
+    at_peak = mode == "peak"
+    layout: dict[str, Any] = {
+        # Of bars and course alike: nothing below them moves.
+        "height": max(LEAST_PIXELS, BAR_PIXELS * len(rows)) + TOP_PIXELS + BOTTOM_PIXELS,
+        "xaxis.visible": at_peak,
+        "yaxis.visible": at_peak,
+        "xaxis2.visible": not at_peak,
+        "yaxis2.visible": not at_peak,
+    }
+    # What is out of sight is not filled: half of a redraw's time otherwise.
+    if at_peak:
+        courses: list[dict[str, Any]] = [{"visible": False}] * (len(COMPONENTS) + len(OTHER_COURSES))
+        figure.redraw([*_bars(rows), *courses], {**layout, **_bars_layout(rows)})
+    else:
+        others = {**shown.reports, **({"A": shown.kept.memory()} if shown.kept else {})}
+        lines = _lines(others)
+        bars: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
+        courses = [*_areas(shown.report), *lines]
+        figure.redraw([*bars, *courses], {**layout, **_course_layout(shown.report, lines)})
+
+
+def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
+    """Each component's part of every bar that has any."""
     filled = [row for row in rows if row.components]
-    labels = [row.label for row in rows]
-    inner = max(LEAST_PIXELS, BAR_PIXELS * len(rows))
-    with figure.batch_update():
-        for bar, name in zip(figure.data[: len(NAMES)], NAMES, strict=True):
-            bar.y = [row.label for row in filled]
-            bar.x = [row.components.get(name, 0) / GIB for row in filled]
-            bar.customdata = [row.explain(name) for row in filled]
-            bar.visible = mode == "peak"
-        others = _draw_courses(figure, shown, mode)
-        layout = figure.layout
-        layout.height = inner + TOP_PIXELS + BOTTOM_PIXELS
-        layout.xaxis.visible = layout.yaxis.visible = mode == "peak"
-        layout.xaxis2.visible = layout.yaxis2.visible = mode == "step"
-        layout.yaxis.categoryorder = "array"
-        layout.yaxis.categoryarray = labels
-        layout.yaxis.range = [len(labels) - 0.5, -0.5]
-        layout.xaxis.range = [0, _widest(rows)]
-        if mode == "peak":
-            layout.shapes = _marks(rows)
-            layout.annotations = [_total(index, row) for index, row in enumerate(rows)]
-        else:
-            capacity = shown.report.usable_bytes / GIB
-            layout.shapes = [_capacity_across(capacity), *_phase_lines()]
-            notes = _line_notes([name for name in OTHER_COURSES if name in others])
-            layout.annotations = [_course_note(capacity), _peak_note(shown.report), *notes]
+    return [
+        {
+            "visible": True,
+            "y": [row.label for row in filled],
+            "x": [row.components.get(name, 0) / GIB for row in filled],
+            "customdata": [row.explain(name) for row in filled],
+        }
+        for name in NAMES
+    ]
+
+
+def _bars_layout(rows: list[Bar]) -> dict[str, Any]:
+    return {
+        "xaxis.range": [0, _widest(rows)],
+        "yaxis.range": [len(rows) - 0.5, -0.5],
+        "yaxis.categoryorder": "array",
+        "yaxis.categoryarray": [row.label for row in rows],
+        "shapes": _marks(rows),
+        "annotations": [_total(index, row) for index, row in enumerate(rows)],
+    }
 
 
 def _widest(rows: list[Bar]) -> float:
@@ -144,26 +163,36 @@ def _widest(rows: list[Bar]) -> float:
     return max((*ends, *capacities, *shares)) / GIB
 
 
-def _draw_courses(figure: Chart, shown: Shown, mode: Mode) -> set[str]:
-    """Areas of the prediction, and lines of whatever else there is; gives the names of these lines."""
-    times, course = _course(shown.report)
-    first = len(NAMES)
-    for area, name in zip(figure.data[first : first + len(COMPONENTS)], COMPONENTS, strict=True):
-        area.x = times
-        area.y = [components[name] / GIB for components in course]
-        area.visible = mode == "step"
-    others = {**shown.reports, **({"A": shown.kept.memory()} if shown.kept else {})}
-    fullest = [max(sum(components.values()) for components in course) / GIB]
-    for line, name in zip(figure.data[first + len(COMPONENTS) :], OTHER_COURSES, strict=True):
-        report = others.get(name)
-        line.visible = mode == "step" and report is not None
-        times, parts = _course(report) if report is not None else ([], [])
+def _areas(report: MemoryReport) -> list[dict[str, Any]]:
+    """The prediction's components over one step."""
+    times, course = _course(report)
+    return [
+        {"visible": True, "x": times, "y": [components[name] / GIB for components in course]}
+        for name in COMPONENTS
+    ]
+
+
+def _lines(reports: Mapping[str, MemoryReport]) -> list[dict[str, Any]]:
+    """A line for whatever else there is of :data:`OTHER_COURSES`."""
+    lines = []
+    for name in OTHER_COURSES:
+        times, parts = _course(reports[name]) if name in reports else ([], [])
         heights = [sum(components.values()) / GIB for components in parts]
-        # Once each: during an update plotly compares with what stood before it, and reads back just that.
-        line.x, line.y = times, heights
-        fullest.append(max(heights, default=0))
-    figure.layout.yaxis2.range = [0, max(*fullest, shown.report.usable_bytes / GIB) * 1.12]
-    return others.keys() & set(OTHER_COURSES)
+        lines.append({"visible": name in reports, "x": times, "y": heights})
+    return lines
+
+
+def _course_layout(report: MemoryReport, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    capacity = report.usable_bytes / GIB
+    _, course = _course(report)
+    predicted = [sum(components.values()) / GIB for components in course]
+    highest = max(capacity, *predicted, *(height for line in lines for height in line["y"]))
+    notes = _line_notes([name for name, line in zip(OTHER_COURSES, lines, strict=True) if line["visible"]])
+    return {
+        "yaxis2.range": [0, highest * 1.12],
+        "shapes": [_capacity_across(capacity), *_phase_lines()],
+        "annotations": [_course_note(capacity), _peak_note(report), *notes],
+    }
 
 
 def _course(report: MemoryReport) -> tuple[list[float], list[Any]]:

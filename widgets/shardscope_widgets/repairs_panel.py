@@ -38,14 +38,15 @@ class RepairsPanel(widgets.VBox):
         while len(self._pool) < len(self._offered):
             self._pool.append(self._button(len(self._pool)))
         shown = self._pool[: len(self._offered)]
-        for button, repair in zip(shown, self._offered, strict=True):
-            button.description = button.tooltip = in_words(plan, repair)
+        if self._offered:
+            for button, words in zip(shown, in_words(plan, self._offered), strict=True):
+                button.description = button.tooltip = words
         if list(self.buttons.children) != shown:
             self.buttons.children = shown
         self.layout.display = "none" if enough else ""
         if not self._offered:
             words = "no single change does: fewer parameters, or more GPUs"
-        elif any(fits(repair.plan, repair.plan.memory()) for repair in self._offered):
+        elif _is_enough(self._offered[0]):  # and so are all others
             words = "one of these makes it fit"
         else:
             most = "these win" if len(self._offered) > 1 else "this wins"
@@ -61,3 +62,7 @@ class RepairsPanel(widgets.VBox):
         # Two quick clicks: after the first, there may be fewer on offer.
         if index < len(self._offered):
             self._on_apply(self._offered[index].plan)
+
+
+def _is_enough(repair: Repair) -> bool:
+    return fits(repair.plan, repair.plan.memory())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.memory.words import gib
@@ -12,6 +13,7 @@ from shardscope.timing.estimate import estimate
 from shardscope.timing.paging import travelling_bytes
 
 if TYPE_CHECKING:
+    from shardscope.memory.report import MemoryReport
     from shardscope.plan import Plan
 
 MAX_HALF_WAY = 6
@@ -35,6 +37,7 @@ class Repair(NamedTuple):
 
 class _Tried(NamedTuple):
     change: Change
+    report: MemoryReport
     won: int
     is_enough: bool
 
@@ -45,7 +48,8 @@ def repairs(plan: Plan) -> list[Repair]:
     Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough is told. Where
     no single change is enough, those that win most are told, the best first.
     """
-    short = shortages(plan, plan.memory())
+    report = plan.memory()
+    short = shortages(plan, report)
     if not short:
         return []
     enough: list[_Tried] = []
@@ -54,10 +58,11 @@ def repairs(plan: Plan) -> list[Repair]:
         best = _best(ladder, short[0])
         if best is not None:
             (enough if best.is_enough else half_way).append(best)
+    seconds = estimate(plan, report).seconds
     if not enough:
         half_way.sort(key=lambda tried: -tried.won)
-        return [_priced(plan, tried) for tried in half_way[:MAX_HALF_WAY]]
-    return sorted((_priced(plan, tried) for tried in enough), key=_cheapest_first)
+        return [_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
+    return sorted((_priced(tried, seconds) for tried in enough), key=_cheapest_first)
 
 
 def _best(ladder: Ladder, short: Place) -> _Tried | None:
@@ -73,9 +78,9 @@ def _best(ladder: Ladder, short: Place) -> _Tried | None:
         if won <= 0:
             continue
         if fits(change.plan, report):
-            return _Tried(change, won, True)
+            return _Tried(change, report, won, True)
         if best is None or won > best.won:
-            best = _Tried(change, won, False)
+            best = _Tried(change, report, won, False)
     return best
 
 
@@ -84,16 +89,20 @@ def _cheapest_first(repair: Repair) -> tuple[bool, float, int]:
     return unknown, 0.0 if unknown else repair.seconds_lost, -repair.bytes_won
 
 
-def in_words(plan: Plan, repair: Repair) -> str:
-    """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it."""
-    short = shortages(plan, plan.memory())
+def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
+    """``Recompute selectively: saves 12.3 GiB, about 4 % slower``, as a button says it, for each of them."""
+    report = plan.memory()
+    short = shortages(plan, report)
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
-    pages = ", while it pages" if travelling_bytes(repair.plan, repair.plan.memory()) else ""
-    return f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, {_cost_words(plan, repair)}{pages}"
+    seconds = estimate(plan, report).seconds
+    return [
+        f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, "
+        f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
+        for repair in repairs
+    ]
 
 
-def _cost_words(plan: Plan, repair: Repair) -> str:
-    whole = estimate(plan).seconds
+def _cost_words(repair: Repair, whole: float) -> str:
     if math.isnan(repair.seconds_lost) or math.isnan(whole):
         return "time unknown"
     share = repair.seconds_lost / whole
@@ -104,6 +113,11 @@ def _cost_words(plan: Plan, repair: Repair) -> str:
     return f"about {abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
 
 
-def _priced(plan: Plan, tried: _Tried) -> Repair:
-    lost = estimate(tried.change.plan).seconds - estimate(plan).seconds
-    return Repair(tried.change.words, tried.change.plan, tried.won, lost)
+def _paging_words(repair: Repair) -> str:
+    return ", while it pages" if travelling_bytes(repair.plan, repair.plan.memory()) else ""
+
+
+def _priced(tried: _Tried, seconds: float) -> Repair:
+    """``tried`` with its time beside the ``seconds`` of the plan as it is."""
+    changed = estimate(tried.change.plan, tried.report).seconds
+    return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)

@@ -20,6 +20,7 @@ from shardscope.timing.paging import paged_bytes, travelling_bytes
 from shardscope.timing.parallel import parallel_transfers
 
 if TYPE_CHECKING:
+    from shardscope.memory.report import MemoryReport
     from shardscope.plan import Plan
     from shardscope.timing.traffic import StateTraffic
 
@@ -47,13 +48,17 @@ class Estimate(NamedTuple):
         return sum(self)
 
 
-def estimate(plan: Plan) -> Estimate:
-    """The first-order step time of ``plan``; see this module's own words for what that is worth."""
+def estimate(plan: Plan, report: MemoryReport | None = None) -> Estimate:
+    """The first-order step time of ``plan``; see this module's own words for what that is worth.
+
+    ``report`` is the plan's predicted memory, and saves asking the plan again.
+    """
     from shardscope.frameworks.registry import frameworks
 
+    report = report or plan.memory()
     traffic = frameworks[plan.layout.framework].timing_model().state_traffic(plan)
     matrices = _matrices(plan)
-    held = _HeldBytes.of(plan)
+    held = _HeldBytes.of(plan, report)
     memory = _memory(plan, held)
     parallel = sum(seconds(transfer, plan.cluster) for transfer in parallel_transfers(plan))
     degrees = plan.degrees
@@ -69,7 +74,7 @@ def estimate(plan: Plan) -> Estimate:
         parallel=parallel,
         bubble=share * busy,
         state=state,
-        offload=_offload(plan, traffic, held, matrices),
+        offload=_offload(plan, report, traffic, held, matrices),
     )
 
 
@@ -117,25 +122,24 @@ class _HeldBytes(NamedTuple):
     """Parameters, gradients and moments, paged ones too, that the optimizer's step reads and writes."""
 
     @classmethod
-    def of(cls, plan: Plan) -> _HeldBytes:
-        open_plan = plan
+    def of(cls, plan: Plan, report: MemoryReport) -> _HeldBytes:
+        kept = everything = _activations(plan, report)
         if plan.recipe.recompute != "none":
             recipe = replace(plan.recipe, recompute="none", recompute_interval=1)
             open_plan = replace(plan, recipe=recipe)
-        report = plan.memory()
+            everything = _activations(open_plan, open_plan.memory())
         last = report.at("optimizer")
         moments = last["optimizer"] + paged_bytes(plan, report)
         return cls(
-            everything=_activations(open_plan),
-            kept=_activations(plan),
+            everything=everything,
+            kept=kept,
             logits=report.by_stage[-1].at("backward").components["logits"],
             updated=last["gradients"] + moments + (last["parameters"] if moments else 0),
         )
 
 
-def _activations(plan: Plan) -> float:
+def _activations(plan: Plan, report: MemoryReport) -> float:
     chunks, held = in_flight(plan, 0)
-    report = plan.memory()
     return float(report.by_stage[0].at("forward").components["activations"] * chunks / held)
 
 
@@ -164,7 +168,9 @@ def _dequantised(plan: Plan) -> float:
     return passes * 2 * widths[plan.recipe.precision].compute * weights
 
 
-def _offload(plan: Plan, traffic: StateTraffic, held: _HeldBytes, matrices: float) -> float:
+def _offload(
+    plan: Plan, report: MemoryReport, traffic: StateTraffic, held: _HeldBytes, matrices: float
+) -> float:
     """Seconds that the host link, the NVMe and the host's own optimizer add."""
     cluster = plan.cluster
     link = cluster.host_link.bandwidth_bytes_per_second * _share("link")
@@ -180,7 +186,7 @@ def _offload(plan: Plan, traffic: StateTraffic, held: _HeldBytes, matrices: floa
         speed = cluster.nvme_bandwidth_bytes_per_second
         drives = math.nan if speed is None else traffic.nvme_bytes * cluster.gpus_per_node / speed
     # A page leaves before another has its place: out and in, one after the other, and nothing runs beneath.
-    paging = 2 * travelling_bytes(plan, plan.memory()) / link
+    paging = 2 * travelling_bytes(plan, report) / link
     return float(spilled + traffic.host_bytes / link + paging + updating + drives)
 
 

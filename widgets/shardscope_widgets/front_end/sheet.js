@@ -35,6 +35,16 @@ function offerAll(root, signal) {
   listen("blur", restore);
 }
 
+/** Let Enter report a change once. ipywidgets tells the kernel "submit" first, which nobody here waits for, and the
+ * kernel answers messages one by one: the change itself would come a fifth of the whole wait later.
+ * @param {Element} root @param {AbortSignal} signal */
+function reportOnce(root, signal) {
+  const keepFromIpywidgets = (event) => {
+    if (event.key === "Enter" && event.target instanceof HTMLInputElement) event.stopPropagation();
+  };
+  root.addEventListener("keypress", keepFromIpywidgets, { capture: true, signal });
+}
+
 /** Bring the top of the view into sight if it is above: what a button further down started is seen there.
  * @param {Element} root */
 function show(root) {
@@ -60,6 +70,7 @@ function render({ model, el }) {
     if (!root) return;
     observer.observe(root);
     offerAll(root, ended.signal);
+    reportOnce(root, ended.signal);
     setTimeout(() => refit(root), 300);
   });
   const onMessage = (message) => root && message === "show" && show(root);
