@@ -114,7 +114,7 @@ def test_stage_3_mends_it(crowded: ss.Plan) -> None:
     (repair,) = crowded.repairs()
     assert repair.plan.layout.stage == 3  # type: ignore[attr-defined]
     assert repair.bytes_won == 8 * 4 * LLAMA.num_parameters
-    assert f"saves 239 GiB a node of {MAKING}, " in in_words(crowded, repair)
+    assert f"saves 239 GiB a node of {MAKING}, " in in_words(crowded, [repair])[0]
     assert fits(repair.plan, repair.plan.memory())
 
 
