@@ -1,0 +1,33 @@
+"""``Finding``: one thing about a plan, a task or a script that runs, but badly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+Severity = Literal["danger", "warning", "hint"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""The worst first: what spoils the run or its result, what wastes much of it, what is good to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One result of the preflight. What cannot run at all is no finding: the Plan refuses it."""
+
+    name: str
+    """What was found, in kebab-case; a name is found at most once for one plan, task or line of a script."""
+    severity: Severity
+    """How bad it is."""
+    why: str
+    """One or two sentences, with the number behind it."""
+    number: float | None
+    """That number by itself, in the unit that :attr:`why` says; None where a pattern was found, not a size."""
+    change: str
+    """What mends it, in words."""
+    plan: Plan | None = None
+    """The mended plan; None where the change is one of a task, a script or the machine."""
+    line: int | None = None
+    """The line of the script that it is about, from 1; None: about no script."""
