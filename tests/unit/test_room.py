@@ -11,7 +11,6 @@ import pytest
 import shardscope as ss
 from shardscope.planner.repairs import in_words
 from shardscope.planner.room import beside_the_card, fits, places, shortages
-from shardscope.timing.estimate import estimate
 from shardscope.timing.paging import evicted_bytes, paged_bytes, travelling_bytes
 from shardscope_widgets import Studio
 from shardscope_widgets.launch_panel import offer_for
@@ -170,7 +169,7 @@ def test_pages_that_the_gpu_has_room_for_cost_nothing() -> None:
     assert beside_the_card(plan, report) == ()
     assert "host" not in verdict(plan, report)
     plain = paged("h200-sxm-141gb", optimizer="adamw")
-    assert estimate(plan).seconds == pytest.approx(estimate(plain).seconds, rel=0.01)
+    assert plan.step().seconds == pytest.approx(plain.step().seconds, rel=0.01)
 
 
 def test_pages_that_it_has_no_room_for_travel() -> None:
@@ -184,7 +183,7 @@ def test_pages_that_it_has_no_room_for_travel() -> None:
     # Weights, gradients and moments of 7B are 108 GB: not even the update has room for all.
     assert travelling_bytes(plan, report) == moments
     link = plan.cluster.host_link.bandwidth_bytes_per_second * 0.8
-    assert estimate(plan).offload == pytest.approx(2 * moments / link)
+    assert plan.step().parts["offload"] == pytest.approx(2 * moments / link)
 
 
 def test_what_only_the_peak_pushes_out_travels_once() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
     from shardscope.planner.repairs import Repair
     from shardscope.rehearsal.process import Progress
+    from shardscope.timing.report import StepReport
 
 
 FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -97,6 +98,16 @@ class Plan(JsonNoun):
         from shardscope.memory.predict import predict
 
         return predict(self)
+
+    def step(self) -> StepReport:
+        """Predicted seconds of one optimizer step, by what they go to, and tokens/s, MFU, days and cost.
+
+        Raises ``ValueError`` naming the figure that is not known: the GPU's peak in this precision, the
+        bandwidth of its memory, the speed of an NVMe.
+        """
+        from shardscope.timing.step import step
+
+        return step(self)
 
     def repairs(self) -> list[Repair]:
         """Single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.memory.words import gib
 from shardscope.planner.changes import Change, Ladder, ladders
 from shardscope.planner.room import Place, fits, places, shortages
-from shardscope.timing.estimate import estimate
 from shardscope.timing.paging import travelling_bytes
+from shardscope.timing.step import step
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
@@ -31,8 +31,8 @@ class Repair(NamedTuple):
     """By how much the need falls where it was too much: the peak of the worst rank, or what a node needs of
     host memory or NVMe where only that is short."""
     seconds_lost: float
-    """Predicted seconds that an optimizer step takes longer (negative: shorter), to first order
-    (``timing/estimate.py``); NaN where something that decides it is not known."""
+    """Predicted seconds that an optimizer step takes longer (negative: shorter); NaN where something that
+    decides it is not known, for which ``plan.step()`` raises."""
 
 
 class _Tried(NamedTuple):
@@ -58,7 +58,7 @@ def repairs(plan: Plan) -> list[Repair]:
         best = _best(ladder, short[0])
         if best is not None:
             (enough if best.is_enough else half_way).append(best)
-    seconds = estimate(plan, report).seconds
+    seconds = _seconds(plan, report)
     if not enough:
         half_way.sort(key=lambda tried: -tried.won)
         return [_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
@@ -94,7 +94,7 @@ def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     report = plan.memory()
     short = shortages(plan, report)
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
-    seconds = estimate(plan, report).seconds
+    seconds = _seconds(plan, report)
     return [
         f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, "
         f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
@@ -119,5 +119,13 @@ def _paging_words(repair: Repair) -> str:
 
 def _priced(tried: _Tried, seconds: float) -> Repair:
     """``tried`` with its time beside the ``seconds`` of the plan as it is."""
-    changed = estimate(tried.change.plan, tried.report).seconds
+    changed = _seconds(tried.change.plan, tried.report)
     return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)
+
+
+def _seconds(plan: Plan, report: MemoryReport) -> float:
+    """Of one step; NaN where a figure is missing."""
+    try:
+        return step(plan, report).seconds
+    except ValueError:
+        return math.nan

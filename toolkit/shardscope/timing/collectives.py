@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.catalog import entries
+from shardscope.timing.rates import LinkRate, rates_of
 
 if TYPE_CHECKING:
     from shardscope.cluster import Cluster
@@ -15,23 +15,33 @@ _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 
 
 
 def seconds(transfer: Transfer, cluster: Cluster) -> float:
-    """All calls of ``transfer`` in one step, as if nothing else ran.
-
-    A group inside a node uses the node's own link. One that spans nodes crosses between them through the
-    network cards of all its members on a node, and is no faster than its link inside of it.
-    """
+    """All calls of ``transfer`` in one step, as if nothing else ran."""
     ranks = transfer.ranks
     if ranks <= 1 or transfer.num_bytes <= 0 or transfer.times <= 0:
         return 0.0
-    inside, between = cluster.intra_node_link, cluster.inter_node_link
-    bandwidth, latency = inside.bandwidth_bytes_per_second, inside.latency_seconds
-    if (ranks - 1) * transfer.stride >= cluster.gpus_per_node:
-        members = max(1, cluster.gpus_per_node // transfer.stride)
-        across = between.bandwidth_bytes_per_second * members
-        bandwidth = across if members == 1 else min(bandwidth, across)
-        latency = between.latency_seconds
-    share: float = entries("efficiency")["link"]["share_of_peak"]
-    bandwidth *= share
+    link = _link(transfer, cluster)
     rounds = _ROUNDS[transfer.collective]
-    moved = rounds * (ranks - 1) / ranks * transfer.num_bytes / bandwidth
-    return transfer.times * (moved + rounds * transfer.num_messages * (ranks - 1) * latency)
+    moved = rounds * (ranks - 1) / ranks * transfer.num_bytes / link.bytes_per_second
+    return transfer.times * (moved + rounds * transfer.num_messages * (ranks - 1) * link.latency_seconds)
+
+
+def bounding_link(transfer: Transfer, cluster: Cluster) -> str:
+    """The name of the link that bounds it."""
+    return _link(transfer, cluster).name
+
+
+def _link(transfer: Transfer, cluster: Cluster) -> LinkRate:
+    """A group inside a node uses the node's own link.
+
+    One that spans nodes crosses between them through the network cards of all its members on a node, and is
+    no faster than its link inside of it.
+    """
+    rates = rates_of(cluster)
+    inside, between = rates.inside, rates.between
+    if (transfer.ranks - 1) * transfer.stride < cluster.gpus_per_node:
+        return inside
+    members = max(1, cluster.gpus_per_node // transfer.stride)
+    across = between.bytes_per_second * members
+    if members > 1 and inside.bytes_per_second < across:
+        return inside._replace(latency_seconds=between.latency_seconds)
+    return between._replace(bytes_per_second=across)

@@ -30,24 +30,25 @@ def parallel_transfers(plan: Plan) -> list[Transfer]:
     found = []
     if degrees.tp > 1:
         times = micro_batches * layers * 2 * (forwards + 1)
-        found.append(Transfer("all_reduce", stream, degrees.tp, 1, times))
+        found.append(Transfer("all_reduce", stream, degrees.tp, 1, times, part="tensor_parallel"))
     if degrees.cp > 1:
         latent = arch.latent_attention
         heads = arch.num_attention_heads if latent else arch.num_key_value_heads
         each = latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim
         keys = tokens * degrees.cp * heads * each * width / min(degrees.tp, heads)
         times = micro_batches * layers * (forwards + 2)
-        found.append(Transfer("all_gather", keys, degrees.cp, degrees.tp, times))
+        found.append(Transfer("all_gather", keys, degrees.cp, degrees.tp, times, part="context_parallel"))
     moe = arch.mixture_of_experts
     if degrees.ep > 1 and moe is not None:
         share = arch.num_moe_layers / arch.num_hidden_layers
         routed = stream * moe.num_experts_per_tok / (degrees.tp if plan.layout.splits_sequence else 1)
         times = micro_batches * layers * share * 2 * (forwards + 1)
-        found.append(Transfer("all_to_all", routed, degrees.ep, degrees.tp * degrees.cp, times))
+        stride = degrees.tp * degrees.cp
+        found.append(Transfer("all_to_all", routed, degrees.ep, stride, times, part="expert_parallel"))
     if degrees.pp > 1:
         inner = plan.world_size // degrees.pp
         cut = degrees.tp if plan.layout.splits_sequence else 1
         # Point to point, twice a micro-batch and chunk: written as the half of a two-rank gather that it is.
         times = 2 * micro_batches * degrees.vpp
-        found.append(Transfer("all_gather", 2 * stream / cut, 2, inner, times))
+        found.append(Transfer("all_gather", 2 * stream / cut, 2, inner, times, part="pipeline_transfers"))
     return found

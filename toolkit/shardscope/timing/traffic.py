@@ -26,6 +26,8 @@ class Transfer(NamedTuple):
     """Into how many calls the vector is cut (layers, buckets): each has its latency."""
     hidden_by: float = 0.0
     """The share of the step's arithmetic that it may run beneath."""
+    part: str = "gathers"
+    """Which part of the step it is (:data:`shardscope.timing.report.PARTS`)."""
 
 
 class StateTraffic(NamedTuple):

@@ -20,4 +20,4 @@ def state_traffic(plan: Plan) -> StateTraffic:
     # Backward is two thirds of a micro-batch, and only the last one's is left to hide in.
     hidden = 2 / 3 / max(1, plan.num_micro_batches)
     messages = max(1.0, num_bytes / BUCKET_BYTES)
-    return StateTraffic((Transfer("all_reduce", num_bytes, ranks, 1, 1, messages, hidden),))
+    return StateTraffic((Transfer("all_reduce", num_bytes, ranks, 1, 1, messages, hidden, part="gradients"),))

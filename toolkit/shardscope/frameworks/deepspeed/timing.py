@@ -21,7 +21,9 @@ def state_traffic(plan: Plan) -> StateTraffic:
     # Below stage 2 gradients are reduced at the boundary of accumulation, else with every micro-batch.
     times = micro_batches if layout.stage >= 2 else 1
     hidden = 0.4 if layout.stage >= 2 else 0.4 / max(1, micro_batches)
-    transfers = [Transfer(gradients, reduced, ranks, stride, times, calls, hidden)]  # type: ignore[arg-type]
+    transfers = [
+        Transfer(gradients, reduced, ranks, stride, times, calls, hidden, part="gradients")  # type: ignore[arg-type]
+    ]
     if layout.stage in (1, 2):
         transfers.append(Transfer("all_gather", weights.trained * half, ranks, stride, 1, calls))
     elif layout.stage == 3:

@@ -25,14 +25,16 @@ def state_traffic(plan: Plan) -> StateTraffic:
     reshard = layout.reshard_after_forward
     transfers = [
         Transfer("all_gather", gathered, ranks, stride, micro_batches, calls, 0.3),
-        Transfer("reduce_scatter", reduced, ranks, stride, micro_batches, calls, 0.4),
+        Transfer("reduce_scatter", reduced, ranks, stride, micro_batches, calls, 0.4, part="gradients"),
     ]
     if reshard:
         few = ranks if reshard is True else int(reshard)
         transfers.append(Transfer("all_gather", gathered, few, stride, micro_batches, calls, 0.3))
     if degrees.replicate > 1:
-        copies = Transfer("all_reduce", reduced / ranks, degrees.replicate, stride * ranks, 1, calls, 0.0)
-        transfers.append(copies)
+        each, outer = reduced / ranks, stride * ranks
+        transfers.append(
+            Transfer("all_reduce", each, degrees.replicate, outer, 1, calls, 0.0, part="gradients")
+        )
     if layout.offload is None or not plan.on_gpu:
         return StateTraffic(tuple(transfers))
     gathers = 2 if reshard else 1

@@ -23,11 +23,11 @@ def state_traffic(plan: Plan) -> StateTraffic:
     half = widths[plan.recipe.precision].compute
     gradients = weights.trained * (FP32 if reduces_in_fp32(layout, plan.recipe) else half)
     if not layout.distributed_optimizer:
-        return StateTraffic((Transfer("all_reduce", gradients, ranks, stride, 1),))
+        return StateTraffic((Transfer("all_reduce", gradients, ranks, stride, 1, part="gradients"),))
     parameters = weights.trained * half
     return StateTraffic(
         (
-            Transfer("reduce_scatter", gradients, ranks, stride, 1),
+            Transfer("reduce_scatter", gradients, ranks, stride, 1, part="gradients"),
             Transfer("all_gather", parameters, ranks, stride, 1),
         )
     )

@@ -1,0 +1,155 @@
+"""How fast this machine is: matrix products by size and precision, memory, links.
+
+One small type, made from the catalogue (catalog/efficiency.toml, by GPU generation) or from curves that were
+measured on the machine itself. Every formula of the step's time reads its speeds here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.catalog import entries
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.cluster import Cluster, Link
+
+
+class MatrixRate(NamedTuple):
+    """How fast products of two matrices are in one precision."""
+
+    flops_per_second: float
+    """What large ones reach."""
+    half_size: float
+    """Where 1 / (1/m + 1/k + 1/n) is this, half of it is reached: a product moves bytes, too."""
+    peak_flops: float | None
+    """The datasheet's; None: not known (a measured machine)."""
+
+    def seconds(self, multiplied: Any, moved: Any) -> Any:
+        """Seconds of products that multiply ``multiplied`` pairs of numbers and move ``moved`` numbers.
+
+        Of one m x k by k x n that is m k n and m k + k n + m n (a roofline whose two times add: Williams et
+        al. 2009). Sums over several products give the sum of their seconds; arrays give arrays.
+        """
+        return 2 * (multiplied + self.half_size * moved) / self.flops_per_second
+
+
+class AttentionRate(NamedTuple):
+    """How fast fused attention is in one precision, by the FLOPs that a causal mask leaves."""
+
+    forward: float
+    """FLOP/s of its two products."""
+    backward: float
+    """FLOP/s of its five: scores are computed again."""
+
+
+class LinkRate(NamedTuple):
+    """How fast one link is, as collectives meet it."""
+
+    name: str
+    bytes_per_second: float
+    """What one GPU sends, one way."""
+    latency_seconds: float
+    """One step of a ring with a small message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The speeds of one cluster."""
+
+    matrices: Mapping[str, MatrixRate]
+    """By precision: "bf16", "fp16", "fp8", "fp32", "tf32", as far as they are known."""
+    attention: Mapping[str, AttentionRate]
+    """Fused attention, by precision."""
+    memory_bytes_per_second: float | None
+    """What operators reach that only read and write; None: not known."""
+    kernel_seconds: float
+    """What one kernel costs beside its work."""
+    inside: LinkRate
+    """Between the GPUs of a node."""
+    between: LinkRate
+    """Between nodes, per GPU."""
+    host: LinkRate
+    """Between a GPU and its host."""
+    host_updates_per_second: float
+    """Parameters that one node's host updates in a second, all its ranks together."""
+    source: str
+    """Where these come from, in words."""
+
+    def matrix(self, precision: str) -> MatrixRate:
+        """Products in ``precision``. Raises ``ValueError`` where their speed is not known."""
+        found = self.matrices.get(precision)
+        if found is None:
+            refuse(
+                f"Gpu.peak_flops[{precision!r}]",
+                None,
+                "the GPU's dense FLOP/s in this precision, or a calibration of the machine",
+                "ss.calibrate()",
+            )
+        return found
+
+    def memory(self) -> float:
+        """Bytes a second of memory-bound operators. Raises ``ValueError`` where that is not known."""
+        if self.memory_bytes_per_second is None:
+            refuse(
+                "Gpu.memory_bandwidth_bytes_per_second",
+                None,
+                "the bandwidth between the GPU and its memory, or a calibration of the machine",
+                "ss.calibrate()",
+            )
+        return self.memory_bytes_per_second
+
+
+@lru_cache(maxsize=64)
+def rates_of(cluster: Cluster) -> Rates:
+    """The speeds of ``cluster`` by the catalogue."""
+    table, gpu = entries("efficiency"), cluster.gpu
+    generation = gpu.architecture or "default"
+    products = _of(table["matrices"], generation)
+    attention = _of(table["attention"], generation)
+    bandwidth = gpu.memory_bandwidth_bytes_per_second
+    # A narrower type multiplies faster while it moves its bytes no faster: its products must be larger.
+    known = generation if generation in table["matrices"] else "generations without figures of their own"
+    half_peak = gpu.peak_flops.get("bf16") or gpu.peak_flops.get("fp16")
+    return Rates(
+        matrices=MappingProxyType(
+            {
+                precision: MatrixRate(
+                    peak * products["share"],
+                    products["half_size"] * (max(1.0, peak / half_peak) if half_peak else 1.0),
+                    peak,
+                )
+                for precision, peak in gpu.peak_flops.items()
+            }
+        ),
+        attention=MappingProxyType(
+            {
+                precision: AttentionRate(peak * attention["forward"], peak * attention["backward"])
+                for precision, peak in gpu.peak_flops.items()
+            }
+        ),
+        memory_bytes_per_second=bandwidth and bandwidth * _of(table["memory"], generation)["share"],
+        kernel_seconds=_of(table["launch"], generation)["seconds_per_kernel"],
+        inside=_link(cluster.intra_node_link, table["link"]["inside"]),
+        between=_link(cluster.inter_node_link, table["link"]["between"]),
+        host=_link(cluster.host_link, table["link"]["host"]),
+        host_updates_per_second=table["host_update"]["parameters_per_second"],
+        source=f"the catalogue's constants for {known}",
+    )
+
+
+def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:
+    return LinkRate(
+        link.name,
+        link.bandwidth_bytes_per_second * reached["share"],
+        link.latency_seconds * reached["latency_factor"],
+    )
+
+
+def _of(table: Mapping[str, Any], generation: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = table.get(generation, table["default"])
+    return found

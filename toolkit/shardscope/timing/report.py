@@ -1,0 +1,225 @@
+"""The answer of a tier about time: seconds of one optimizer step by what they go to, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from shardscope.validation import one_of, real_number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Part = Literal[
+    "matrices",
+    "attention",
+    "elementwise",
+    "loss",
+    "recomputation",
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_transfers",
+    "gathers",
+    "gradients",
+    "bubble",
+    "optimizer",
+    "offload",
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+DAY_SECONDS = 86_400
+HOUR_SECONDS = 3_600
+
+
+class Communication(NamedTuple):
+    """All calls of one collective over one group in one step, on one rank of the slowest stage."""
+
+    part: str
+    """Which of :data:`PARTS` its exposed seconds are in."""
+    collective: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``send``."""
+    link: str
+    """The name of the link that bounds it."""
+    ranks: int
+    """Ranks in the group."""
+    num_bytes: float
+    """Bytes of the whole vectors, all calls together: what each rank has after a gather, or before a
+    reduction."""
+    seconds: float
+    """As if nothing else ran."""
+    hidden_seconds: float
+    """What of it arithmetic covers."""
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What the step waits for."""
+        return self.seconds - self.hidden_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """Seconds of one optimizer step on the slowest pipeline stage, and what follows from them.
+
+    TFLOP/s and MFU count model FLOPs with causal attention, recomputation excluded.
+    """
+
+    parts: Mapping[str, float]
+    """Exposed seconds by name, every name of :data:`PARTS`; they sum to :attr:`seconds`."""
+    hidden: Mapping[str, float]
+    """Seconds that arithmetic covers, by the same names."""
+    communication: tuple[Communication, ...]
+    """Every kind of collective of the step."""
+    num_gpus: int
+    """GPUs that share the work."""
+    num_tokens: int
+    """Tokens of one step over all ranks."""
+    model_flops: float
+    """Model FLOPs of one step over all ranks: causal attention, no recomputation."""
+    model_flops_full_attention: float
+    """The same where attention counts every key, as Megatron's and PaLM's papers do."""
+    hardware_flops: float
+    """FLOPs that all GPUs execute in one step, recomputed ones included."""
+    peak_flops: float | None
+    """The datasheet's peak of one GPU for what MFU is said against; None: not known."""
+    watts: float | None = None
+    """Power limit of one GPU; None: not known."""
+    price_per_hour_usd: float | None = None
+    """US dollars for an hour of all GPUs; None: not known."""
+    calibration: str = ""
+    """Which constants the seconds come from."""
+    explanations: Mapping[str, Callable[[], str]] = field(default_factory=dict, repr=False)
+    """The words of :meth:`explain`, made when somebody asks."""
+    tier: Literal["predicted", "measured"] = "predicted"
+
+    @cached_property
+    def seconds(self) -> float:
+        """One optimizer step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second, all GPUs together."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens a second of one GPU."""
+        return self.tokens_per_second / self.num_gpus
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s of one GPU: causal attention, no recomputation."""
+        return self._tflops(self.model_flops)
+
+    @property
+    def tflops_per_gpu_full_attention(self) -> float:
+        """Model TFLOP/s of one GPU where attention counts every key (Narayanan et al. 2021, eq. 3)."""
+        return self._tflops(self.model_flops_full_attention)
+
+    @property
+    def hardware_tflops_per_gpu(self) -> float:
+        """TFLOP/s that one GPU executes, recomputed ones included."""
+        return self._tflops(self.hardware_flops)
+
+    @property
+    def mfu(self) -> float | None:
+        """:attr:`tflops_per_gpu` as a share of the datasheet's peak (Chowdhery et al. 2022, appendix B).
+
+        None where no peak is known.
+        """
+        return None if self.peak_flops is None else self.tflops_per_gpu * 1e12 / self.peak_flops
+
+    @property
+    def cost_per_token(self) -> float | None:
+        """US dollars for one token; None where no price is known."""
+        if self.price_per_hour_usd is None:
+            return None
+        return self.price_per_hour_usd / HOUR_SECONDS / self.tokens_per_second
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Energy of the GPUs for one token, at their power limit; None where that is not known."""
+        if self.watts is None:
+            return None
+        return self.watts * self.num_gpus / self.tokens_per_second
+
+    def days(self, num_tokens: float) -> float:
+        """Days for ``num_tokens`` tokens, if nothing fails. Raises ``ValueError`` for what is no number."""
+        return self._budget(num_tokens) / self.tokens_per_second / DAY_SECONDS
+
+    def cost(self, num_tokens: float) -> float | None:
+        """US dollars for ``num_tokens`` tokens; None where no price is known."""
+        each = self.cost_per_token
+        return None if each is None else self._budget(num_tokens) * each
+
+    def explain(self, name: str) -> str:
+        """The formula of a part, with its numbers and its source.
+
+        Raises ``ValueError`` for a name that is not in ``PARTS``.
+        """
+        one_of("part", name, PARTS)
+        exposed, hidden = self.parts[name], self.hidden[name]
+        beneath = f", {seconds_words(hidden)} more beneath arithmetic" if hidden else ""
+        why = self.explanations.get(name)
+        words = f" = {why()}" if why else ""
+        return f"{name}, {seconds_words(exposed)}{beneath}{words}"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a part: exposed and hidden seconds, and the share of the step."""
+        import pandas as pd
+
+        rows = [
+            {
+                "part": name,
+                "seconds": self.parts[name],
+                "hidden_seconds": self.hidden[name],
+                "share": self.parts[name] / self.seconds,
+            }
+            for name in PARTS
+        ]
+        return pd.DataFrame(rows).set_index("part")
+
+    def to_html(self) -> str:
+        """The parts as a plain HTML table, without scripts."""
+        rows = "".join(
+            f"<tr><th scope='row' style='text-align:left'>{name.replace('_', ' ')}</th>"
+            f"<td style='text-align:right'>{seconds_words(self.parts[name])}</td>"
+            f"<td style='text-align:right'>{seconds_words(self.hidden[name])}</td>"
+            f"<td style='text-align:right'>{100 * self.parts[name] / self.seconds:.0f} %</td></tr>"
+            for name in PARTS
+        )
+        return (
+            f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th><th>exposed</th>"
+            f"<th>hidden</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def __repr__(self) -> str:
+        return f"<StepReport {self._summary()}>"
+
+    def _summary(self) -> str:
+        mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.0f} %"
+        return (
+            f"{self.tier} step: {seconds_words(self.seconds)}, {self.tokens_per_second_per_gpu:,.0f} "
+            f"tokens/s a GPU, {self.tflops_per_gpu:.0f} TFLOP/s{mfu}"
+        )
+
+    def _tflops(self, flops: float) -> float:
+        return flops / self.seconds / self.num_gpus / 1e12
+
+    def _budget(self, num_tokens: float) -> float:
+        return real_number("num_tokens", num_tokens, low=1, high=1e18)
+
+
+def seconds_words(seconds: float) -> str:
+    """``12.3 s``, ``45.6 ms``, ``7.9 µs``: three significant digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        value = seconds * factor
+        if value >= 0.9995 or unit == "µs":
+            digits = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2
+            return f"{value:,.{digits}f} {unit}"
+    raise AssertionError("unreachable")
