@@ -1,0 +1,43 @@
+"""What of a layout Accelerate hands on to the framework that it starts: each field, and its own name for it.
+
+Accelerate trains nothing itself. One script, ``accelerator.prepare(...)`` and another configuration file make
+DDP, FSDP2, DeepSpeed or Megatron-LM of it; a field that is not listed here cannot be said in that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+TITLE = "Accelerate"
+
+CARRIED: Mapping[str, Mapping[str, str]] = MappingProxyType({
+    "ddp": MappingProxyType({}),
+    "fsdp2": MappingProxyType({
+        "shard": "ParallelismConfig.dp_shard_size",
+        "replicate": "ParallelismConfig.dp_replicate_size",
+        "tp": "ParallelismConfig.tp_size",
+        "cp": "ParallelismConfig.cp_size",
+        "reshard_after_forward": "FullyShardedDataParallelPlugin.reshard_after_forward",
+        "offload": "FullyShardedDataParallelPlugin.cpu_offload",
+    }),
+    "deepspeed": MappingProxyType({
+        "stage": "DeepSpeedPlugin.zero_stage",
+        "tp": "DeepSpeedPlugin.hf_ds_config",  # ``tensor_parallel.autotp_size`` in that file
+        "offload_optimizer": "DeepSpeedPlugin.offload_optimizer_device",
+        "offload_params": "DeepSpeedPlugin.offload_param_device",
+    }),
+    "megatron": MappingProxyType({
+        "tp": "MegatronLMPlugin.tp_degree",
+        "pp": "MegatronLMPlugin.pp_degree",
+        "vpp": "MegatronLMPlugin.num_layers_per_virtual_pipeline_stage",
+        "cp": "MegatronLMPlugin.context_parallel_size",
+        "ep": "MegatronLMPlugin.expert_model_parallel_size",
+        "etp": "MegatronLMPlugin.expert_tensor_parallel_size",
+        "sequence_parallel": "MegatronLMPlugin.sequence_parallelism",
+        "distributed_optimizer": "MegatronLMPlugin.use_distributed_optimizer",
+        "use_precision_aware_optimizer": "MegatronLMPlugin.use_precision_aware_optimizer",
+    }),
+})  # fmt: skip
+"""Framework of the registry -> field of its layout -> class and field of Accelerate 1.15
+(``accelerate/parallelism_config.py``, ``accelerate/utils/dataclasses.py``)."""
