@@ -28,9 +28,19 @@ from shardscope.training.lora import add_adapters
 from shardscope.training.model import build_model
 from tests.unit.test_quantization import SMALL
 
-def rank(number, double, mixed, port):
+def rank(number, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    found = {
+        f"{method} {precision}": train(double=method == "qlora", mixed=precision == "bf16-mixed")
+        for method in ("lora", "qlora")
+        for precision in ("bf16", "bf16-mixed")
+    }
+    if number == 0:
+        print("FOUND", json.dumps(found))
+    dist.destroy_process_group()
+
+def train(double, mixed):
     torch.manual_seed(0)
     model = build_model(SMALL).to(torch.bfloat16)
     for module in list(model.modules()):
@@ -72,23 +82,21 @@ def rank(number, double, mixed, port):
         for parameter in layers[0]._get_fsdp_state()._fsdp_param_group.fsdp_params
     )
     trained = sum(p.grad is not None for p in model.parameters())
-    if number == 0:
-        print("FOUND", json.dumps([whole, cut.item(), kept + sum(scales.values()), 2 * padded, trained]))
-    dist.destroy_process_group()
+    return whole, cut.item(), kept + sum(scales.values()), 2 * padded, trained
 
 if __name__ == "__main__":
-    mp.spawn(rank, (sys.argv[1] == "qlora", sys.argv[2] == "bf16-mixed", int(sys.argv[3])), nprocs=2)
+    mp.spawn(rank, (int(sys.argv[1]),), nprocs=2)
 """
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, precision: Any, tmp_path: Any) -> None:
+@pytest.fixture(scope="module")
+def trained_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What both ranks saw of every case, one after another in one process group."""
     needs("bitsandbytes")
-    script = tmp_path / "ranks.py"
+    script = tmp_path_factory.mktemp("nf4") / "ranks.py"
     script.write_text(SCRIPT)
     ran = subprocess.run(
-        [sys.executable, str(script), method, precision, str(free_port())],
+        [sys.executable, str(script), str(free_port())],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -97,7 +105,16 @@ def test_packed_weights_are_cut_and_their_scales_are_not(method: Any, precision:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     line = next(line for line in ran.stdout.splitlines() if line.startswith("FOUND"))
-    whole, cut, kept, gathered, trained = json.loads(line.removeprefix("FOUND"))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_packed_weights_are_cut_and_their_scales_are_not(
+    method: Any, precision: Any, trained_on_two_ranks: dict[str, Any]
+) -> None:
+    whole, cut, kept, gathered, trained = trained_on_two_ranks[f"{method} {precision}"]
     assert whole == pytest.approx(cut, rel=1e-3)
     assert trained == 2 * 4 * SMALL.num_hidden_layers
     recipe = ss.Recipe(method=method, precision=precision, lora_rank=6, seq_len=32)
