@@ -46,6 +46,7 @@ bench: $(STAMP) browser
 
 accuracy: $(STAMP)
 	$(BIN)/python -m tests.accuracy --kind memory
+	$(BIN)/python -m tests.accuracy --kind time
 
 env: $(STAMP)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,8 +38,13 @@ class Mapped(NamedTuple):
 
 def mapped(row: Row) -> Mapped:
     """The plan that the row describes. Raises ``UnmappedError`` with the reason where there is none."""
+    return guarded(_mapped, row)
+
+
+def guarded(make: Callable[[Row], Mapped], row: Row) -> Mapped:
+    """``make(row)``, whose every failure is a reason that the report counts."""
     try:
-        return _mapped(row)
+        return make(row)
     except UnmappedError:
         raise
     except ValueError as error:
@@ -59,16 +65,16 @@ def _mapped(row: Row) -> Mapped:
     arch, about_model = architecture(row)
     machines, about_machines = cluster(row)
     spread, about_layout = layout(row, kind, arch.num_hidden_layers)
-    what, about_recipe = recipe(row, kind, arch, _data_parallel(row, kind, machines.num_gpus))
+    what, about_recipe = recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
     what, spread = with_options(what, spread, options)
-    what, about_type = _stored_type(what, spread)
+    what, about_type = stored_type(what, spread)
     plan, about_plan = _plan(arch, machines, what, spread)
-    _check_data_parallel(row, plan)
+    checked_data_parallel(row, plan)
     assumed = (*about_model, *about_machines, *about_layout, *about_recipe, *about_type, *about_plan)
     return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe))
 
 
-def _stored_type(what: ss.Recipe, spread: ss.Layout) -> tuple[ss.Recipe, list[str]]:
+def stored_type(what: ss.Recipe, spread: ss.Layout) -> tuple[ss.Recipe, list[str]]:
     """A packed base that FSDP shards is stored as numbers of the type that it computes in: here bf16."""
     if what.method == "qlora" and spread.framework == "fsdp2" and what.precision == "fp16-mixed":
         return replace(what, precision="bf16-mixed"), ["fp16 counted as bf16, which has as many bytes"]
@@ -100,7 +106,8 @@ def _plan(
             return plan, left_out
 
 
-def _data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:
+def data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:
+    """Ranks that tp, pp and cp leave."""
     taken = 1
     for key in ("tp", "pp", "cp"):
         taken *= number(row, key) or 1
@@ -109,7 +116,8 @@ def _data_parallel(row: Row, kind: Framework, num_gpus: int) -> int:
     return num_gpus // taken
 
 
-def _check_data_parallel(row: Row, plan: ss.Plan) -> None:
+def checked_data_parallel(row: Row, plan: ss.Plan) -> None:
+    """Raises ``UnmappedError`` where the row states other data-parallel ranks than the plan has."""
     stated = number(row, "dp")
     # FSDP's tables count context-parallel ranks among those that shard, or not.
     if stated is not None and stated not in (

@@ -27,7 +27,20 @@ _FAR = 0.2
 
 
 def architecture(row: Row) -> tuple[ss.Architecture, list[str]]:
-    """The model and what had to be assumed about it. Raises ``UnmappedError`` where too little is known."""
+    """The model and what had to be assumed about it. Raises ``UnmappedError`` where too little is known.
+
+    Of nanotron's models all stages are like the first, of which alone its rows tell the memory.
+    """
+    found, assumed = whole_architecture(row)
+    pp = number(row, "pp") or 1
+    if "nanotron" in text(row, "framework") and pp > 1:
+        found = replace(found, num_hidden_layers=first_stage_layers(found, pp) * pp)
+        assumed = [*assumed, "stages split by cost, as nanotron does: all like the first"]
+    return found, assumed
+
+
+def whole_architecture(row: Row) -> tuple[ss.Architecture, list[str]]:
+    """The model with all its layers, however they are spread."""
     known = _named(row)
     if number(row, "layers") and number(row, "hidden"):
         same = _as_stated(row, known) if known and not _is_gpt(row) else None
@@ -137,12 +150,6 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
     if not found.gated_mlp:
         assumed.append("MLP of two matrices: from the parameters")
     _check_size(found, stated)
-    pp = number(row, "pp") or 1
-    if "nanotron" in text(row, "framework") and pp > 1:
-        first = first_stage_layers(found, pp)
-        # Its rows speak of rank 0 only, so that every stage may have as many layers as the first.
-        found = replace(found, num_hidden_layers=first * pp)
-        assumed.append("stages split by cost, as nanotron does: all like the first")
     return found, assumed
 
 

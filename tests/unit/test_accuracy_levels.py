@@ -6,17 +6,16 @@ from statistics import median
 
 import pytest
 from tests.accuracy.__main__ import full_report
+from tests.accuracy.document import DOCUMENT, parts
 from tests.accuracy.gaps import chosen_share, held_share, of_calibration
 from tests.accuracy.goals import alone_line, exact_goals, goals_report
 from tests.accuracy.kinds import kind
 from tests.accuracy.pairs import pairs
-from tests.accuracy.rows import MEASURED, ROOT, read
+from tests.accuracy.rows import MEASURED, read
 from tests.accuracy.scoring import MemoryScore, absolute, overall_line, percentile, score_memory
 from tests.accuracy.writing import memory_report
 
 from shardscope.memory import overheads
-
-REPORT = ROOT / "docs" / "accuracy.md"
 
 # Source and kind -> the medians of absolute errors that were reached, in percent, and a little room: with
 # what ran beside the plan described, and by plan.memory() alone.
@@ -177,7 +176,7 @@ def test_each_run_that_was_measured_twice_has_one_role(score: MemoryScore) -> No
 def test_the_report_has_the_figures_of_a_fresh_run(score: MemoryScore) -> None:
     """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
     fresh = full_report(score)
-    stored = REPORT.read_text(encoding="utf-8")
+    stored = parts(DOCUMENT.read_text(encoding="utf-8"))["memory"]
     changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
     assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"
     assert fresh == stored

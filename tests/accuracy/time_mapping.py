@@ -1,0 +1,128 @@
+"""One row -> one Plan whose step is timed, or the reason why there is none.
+
+A step's time hangs on other details than a peak of memory: what moves bytes but hardly seconds (8-bit
+copies of weights, recomputed norms, the optimizer's words) is left out and said so, where
+:mod:`tests.accuracy.mapping` refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from tests.accuracy.adapters import with_adapters
+from tests.accuracy.frameworks import Framework, framework, with_degrees
+from tests.accuracy.layouts import layout
+from tests.accuracy.mapping import Mapped, checked_data_parallel, data_parallel, guarded, stored_type
+from tests.accuracy.megatron_options import megatron_options, with_options
+from tests.accuracy.models import whole_architecture
+from tests.accuracy.own_rows import planned
+from tests.accuracy.recipes import recipe
+from tests.accuracy.rows import Row, number, text
+from tests.accuracy.tidying import tidy
+from tests.accuracy.time_machines import timed_cluster
+from tests.accuracy.unmapped import UnmappedError
+
+import shardscope as ss
+
+_LIGHT = frozenset(["mla_up_proj", "layernorm", "norm", "moe_act", "core_attn", "shared_experts", "act"])
+"""Modules whose recomputation Megatron-core offers because it costs hardly any time."""
+
+
+def timed(row: Row) -> Mapped:
+    """The plan whose step the row measured. Raises ``UnmappedError`` with the reason where there is none."""
+    return guarded(_timed, row)
+
+
+def _timed(row: Row) -> Mapped:
+    plan = planned(row)
+    if plan is not None:
+        plan.step()
+        return Mapped(row, plan, plan.layout.framework, (), ())
+    row = with_degrees(with_adapters(tidy(row)))
+    kind = framework(row)
+    row, left_out = _without_what_weighs_little(row, kind)
+    row, options = megatron_options(row, kind)
+    arch, about_model = whole_architecture(row)
+    machines, about_machines = timed_cluster(row)
+    row, about_batch = _whole_batches(row, kind, machines.num_gpus)
+    spread, about_layout = layout(row, kind, arch.num_hidden_layers)
+    what, about_recipe = recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
+    what, spread = with_options(what, spread, options)
+    what, about_type = stored_type(what, spread)
+    plan, about_plan = _plan(arch, machines, what, spread)
+    checked_data_parallel(row, plan)
+    assumed = (
+        *left_out,
+        *about_model,
+        *about_machines,
+        *about_batch,
+        *about_layout,
+        *about_recipe,
+        *about_type,
+        *about_plan,
+    )
+    return Mapped(row, plan, kind.name, assumed, ())
+
+
+def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[str]]:
+    """The row in words that a plan has, where the rest costs a step next to no time."""
+    changed: dict[str, Any] = {}
+    assumed: list[str] = []
+    said = text(row, "precision")
+    if re.search(r"fp8|mxfp8|float8", said) and kind.family == "megatron":
+        # Delayed, current, blockwise and MX scaling multiply at the same speed; their casts differ.
+        changed["precision"] = "fp8"
+    again = text(row, "activation_checkpointing")
+    modules = set(re.findall(r"[a-z_]+", again)) - {"selective", "and", "recompute", "modules"}
+    if kind.family == "megatron" and modules and modules <= _LIGHT and modules != {"core_attn"}:
+        changed["activation_checkpointing"] = "none"
+        assumed.append(f"recomputation left out: {again}")
+    if not again and kind.family == "fsdp2" and "automodel" in text(row, "framework", "source"):
+        changed["activation_checkpointing"] = "none"
+        assumed.append("recomputation not stated: none")
+    if row.get("optimizer") is None and kind.family == "megatron":
+        changed["optimizer"] = "Adam (distributed)" if _has_distributed_optimizer(row) else None
+    if number(row, "cp") == 16 and number(row, "dp") == 4 and "llama 3" in text(row, "source", "model"):
+        # Its table prints 4 where 16,384 GPUs in tp 8, cp 16, pp 16 leave 8.
+        changed["dp"] = None
+    return {**row, **changed}, assumed
+
+
+def _has_distributed_optimizer(row: Row) -> bool:
+    # NeMo's recipes: distributed_fused_adam_with_cosine_annealing, and DistributedOptimizer in mcore's.
+    return "nemo" in text(row, "framework", "source") or "dgxc" in text(row, "source")
+
+
+def _whole_batches(row: Row, kind: Framework, num_gpus: int) -> tuple[Row, list[str]]:
+    """The row with a global batch of whole micro-batches: the last one of a rank may have been smaller."""
+    micro, batch = number(row, "micro_batch"), number(row, "global_batch")
+    if micro is None or batch is None or batch >= 100_000:
+        return row, []
+    each = micro * data_parallel(row, kind, num_gpus)
+    whole = max(1, round(batch / each)) * each
+    if whole == batch:
+        return row, []
+    return {**row, "global_batch": whole, "grad_accum": None}, ["global batch rounded to whole micro-batches"]
+
+
+def _plan(
+    arch: ss.Architecture, machines: ss.Cluster, what: ss.Recipe, spread: ss.Layout
+) -> tuple[ss.Plan, list[str]]:
+    """The plan; without details for which the framework's model has no formula and which cost little time."""
+    left_out: list[str] = []
+    details: dict[str, object] = {"lora_dropout": 0.0, "dropout": 0.0}
+    while True:
+        try:
+            plan = ss.Plan(arch, machines, what, spread)
+            plan.step()
+        except ValueError as error:
+            said = str(error)
+            field = next((name for name in details if f"Recipe.{name} is" in said), "")
+            if field and getattr(what, field) != details[field]:
+                left_out.append(f"without {field}={getattr(what, field)!r}, for which there is no formula")
+                what = replace(what, **{field: details[field]})
+                continue
+            raise UnmappedError(f"refused: {said.split('; allowed')[0][:90]}") from None
+        return plan, left_out
