@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.timing.rates import LinkRate, rates_of
+from shardscope.timing.calibration import rates_for
+from shardscope.timing.rates import LinkRate
 
 if TYPE_CHECKING:
     from shardscope.cluster import Cluster
     from shardscope.timing.traffic import Transfer
 
-_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 """How often (ranks - 1) / ranks of the vector passes each rank."""
 
 
@@ -20,7 +21,7 @@ def seconds(transfer: Transfer, cluster: Cluster) -> float:
     if ranks <= 1 or transfer.num_bytes <= 0 or transfer.times <= 0:
         return 0.0
     link = _link(transfer, cluster)
-    rounds = _ROUNDS[transfer.collective]
+    rounds = ROUNDS[transfer.collective]
     moved = rounds * (ranks - 1) / ranks * transfer.num_bytes / link.bytes_per_second
     return transfer.times * (moved + rounds * transfer.num_messages * (ranks - 1) * link.latency_seconds)
 
@@ -36,7 +37,7 @@ def _link(transfer: Transfer, cluster: Cluster) -> LinkRate:
     One that spans nodes crosses between them through the network cards of all its members on a node, and is
     no faster than its link inside of it.
     """
-    rates = rates_of(cluster)
+    rates = rates_for(cluster)
     inside, between = rates.inside, rates.between
     if (transfer.ranks - 1) * transfer.stride < cluster.gpus_per_node:
         return inside

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.precision import widths
 from shardscope.memory.step import in_flight
+from shardscope.timing.calibration import rates_for
 from shardscope.timing.collectives import bounding_link, seconds
 from shardscope.timing.paging import paged_bytes, travelling_bytes
 from shardscope.timing.parallel import parallel_transfers
-from shardscope.timing.rates import Rates, rates_of
+from shardscope.timing.rates import Rates
 from shardscope.timing.report import PARTS, Communication, StepReport
 from shardscope.validation import refuse
 
@@ -32,7 +33,7 @@ def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
     from shardscope.frameworks.registry import frameworks
 
     report = report or plan.memory()
-    rates = rates_of(plan.cluster)
+    rates = rates_for(plan.cluster)
     traffic = frameworks[plan.layout.framework].timing_model().state_traffic(plan)
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     hidden: dict[str, float] = dict.fromkeys(PARTS, 0.0)

@@ -1,0 +1,141 @@
+"""From measured curves to the few rates that the step's formulas read.
+
+Every fit is least squares of relative errors, so that small calls count as much as large ones, over the very
+formula that the prediction then uses (``MatrixRate.seconds``, a ring's terms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import median
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.timing.collectives import ROUNDS
+from shardscope.timing.rates import LinkRate, MatrixRate, Rates, rates_of
+
+if TYPE_CHECKING:
+    from shardscope.cluster import Cluster
+    from shardscope.timing.calibration import Calibration, CollectiveCall, MatrixProduct
+
+WORTH_KERNELS = 5.0
+"""A product that takes less than so many times a kernel's own cost says little about multiplying."""
+
+
+class Term(NamedTuple):
+    """One measured time and what it is taken to be a sum of: ``first * x + second * y``."""
+
+    x: float
+    y: float
+    seconds: float
+
+
+def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
+    """The catalogue's rates of ``cluster`` with everything replaced that ``calibration`` measured."""
+    known = rates_of(cluster)
+    matrices = dict(known.matrices)
+    precisions = {product.precision for product in calibration.matrix_products}
+    for precision in sorted(precisions):
+        products = [one for one in calibration.matrix_products if one.precision == precision]
+        peak = cluster.gpu.peak_flops.get(precision)
+        matrices[precision] = fitted_matrices(products, calibration.kernel_seconds, peak)
+    _, per_byte = two_terms(Term(1.0, one.num_bytes, one.seconds) for one in calibration.memory_passes)
+    largest = max(calibration.memory_passes, key=lambda one: one.num_bytes)
+    memory = 1 / per_byte if per_byte else largest.num_bytes / largest.seconds
+    forward, backward = _attention(calibration, matrices, known)
+    inside = known.inside
+    if ring := [call for call in calibration.collectives if call.collective in RINGS]:
+        inside = fitted_link(known.inside.name, ring, calibration.num_ranks)
+    return replace(
+        known,
+        matrices=MappingProxyType(matrices),
+        attention_forward=forward,
+        attention_backward=backward,
+        memory_bytes_per_second=memory,
+        kernel_seconds=calibration.kernel_seconds,
+        inside=inside,
+        host=_host(calibration, known.host, memory),
+        host_updates_per_second=calibration.host_updates_per_second,
+        source=calibration.source,
+    )
+
+
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+"""What training state travels by; a link's rate is fitted on these together."""
+
+
+def fitted_matrices(products: list[MatrixProduct], kernel_seconds: float, peak: float | None) -> MatrixRate:
+    """The rate and the half size of products of one precision."""
+    worth = [one for one in products if one.seconds >= WORTH_KERNELS * kernel_seconds] or products
+    terms = []
+    for one in worth:
+        multiplied = float(one.rows) * one.inner * one.columns
+        moved = one.rows * one.inner + one.inner * one.columns + one.rows * one.columns
+        terms.append(Term(2 * multiplied, 2.0 * moved, max(one.seconds - kernel_seconds, 0.5 * one.seconds)))
+    per_flop, per_moved = two_terms(terms)
+    if not per_flop:
+        # Nothing measured was large enough to be bound by multiplying.
+        return MatrixRate(max(one.flops_per_second for one in worth), 0.0, peak)
+    return MatrixRate(1 / per_flop, per_moved / per_flop, peak)
+
+
+def fitted_link(name: str, calls: Iterable[CollectiveCall], ranks: int) -> LinkRate:
+    """Bandwidth and latency of a ring over ``ranks`` (timing/collectives.py's formula)."""
+    terms = []
+    for call in calls:
+        rounds = ROUNDS[call.collective]
+        terms.append(Term(rounds * (ranks - 1) / ranks * call.num_bytes, rounds * (ranks - 1), call.seconds))
+    per_byte, latency = two_terms(terms)
+    if not per_byte:
+        per_byte = min(one.seconds / one.x for one in terms)
+    return LinkRate(name, 1 / per_byte, latency)
+
+
+def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
+    """The ``first`` and ``second``, neither below 0, that make the relative errors' squares least."""
+    scaled = [(x / t, y / t) for x, y, t in terms]
+    xx = sum(x * x for x, _ in scaled)
+    yy = sum(y * y for _, y in scaled)
+    xy = sum(x * y for x, y in scaled)
+    x1, y1 = sum(x for x, _ in scaled), sum(y for _, y in scaled)
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-12 * xx * yy:
+        first, second = (x1 * yy - y1 * xy) / determinant, (y1 * xx - x1 * xy) / determinant
+        if first >= 0 and second >= 0:
+            return first, second
+    # On the edge of what is allowed one of them is 0: the better of the two.
+    edges = [(x1 / xx, 0.0)] if xx else []
+    edges += [(0.0, y1 / yy)] if yy else []
+    return min(edges, key=lambda edge: sum((edge[0] * x + edge[1] * y - 1) ** 2 for x, y in scaled))
+
+
+def _attention(
+    calibration: Calibration, matrices: dict[str, MatrixRate], known: Rates
+) -> tuple[float, float]:
+    """Shares of the datasheet's peak, or of what large products reach where there is none."""
+    forward, backward = [], []
+    for one in calibration.attention:
+        rate = matrices.get(one.precision)
+        if rate is not None:
+            reference = rate.peak_flops or rate.flops_per_second
+            forward.append(one.flops_forward / one.forward_seconds / reference)
+            backward.append(one.flops_backward / one.backward_seconds / reference)
+    if not forward:
+        return known.attention_forward, known.attention_backward
+    return median(forward), median(backward)
+
+
+def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
+    """The slower direction of copies between GPU and host; of CPU ranks a copy in memory."""
+    if calibration.gpu == "cpu":
+        return LinkRate(known.name, memory / 2, calibration.kernel_seconds)
+    slowest = known
+    for direction in ("to_gpu", "to_host"):
+        copies = [one for one in calibration.host_copies if one.direction == direction]
+        if not copies:
+            continue
+        per_byte, latency = two_terms(Term(one.num_bytes, 1.0, one.seconds) for one in copies)
+        if per_byte and (slowest is known or 1 / per_byte < slowest.bytes_per_second):
+            slowest = LinkRate(known.name, 1 / per_byte, latency)
+    return slowest
