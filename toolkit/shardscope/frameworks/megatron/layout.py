@@ -99,6 +99,13 @@ class MegatronLayout(Layout):
     """Type of the second."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     """Whose kernel a fused loss is: Transformer Engine's writes the gradient over the logits."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the last backward goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward goes on; needs ``overlap_grad_reduce``."""
+    tp_comm_overlap: bool = False
+    """Transformer Engine's user buffers: collectives of tp in pieces beneath the products beside them; needs
+    sequence parallelism."""
 
     def __post_init__(self) -> None:
         check_degrees(self, "tp", "pp", "vpp", "cp", "ep")
@@ -112,6 +119,26 @@ class MegatronLayout(Layout):
             refuse("Layout.sequence_parallel", True, "False or None while tp=1", "sequence_parallel=None")
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        """What megatron-core asserts (model_parallel_config.py, distributed_data_parallel_config.py)."""
+        for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"):
+            flag(f"Layout.{name}", getattr(self, name))
+        if self.overlap_param_gather and not (self.overlap_grad_reduce and self.distributed_optimizer):
+            refuse(
+                "Layout.overlap_param_gather",
+                True,
+                "False unless overlap_grad_reduce=True and distributed_optimizer=True",
+                "overlap_grad_reduce=True",
+            )
+        if self.tp_comm_overlap and not self.splits_sequence:
+            refuse(
+                "Layout.tp_comm_overlap",
+                True,
+                "False without sequence parallelism (tp > 1)",
+                "tp_comm_overlap=False",
+            )
 
     def _check_optimizer(self) -> None:
         """What OptimizerConfig asserts (megatron/core/optimizer/optimizer_config.py)."""
