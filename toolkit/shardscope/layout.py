@@ -123,6 +123,10 @@ class Layout(JsonNoun):
         """All degrees on this cluster. Raises ``ValueError`` where they cannot run."""
         raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
 
+    def spread(self, left: Any) -> Degrees:
+        """All degrees, once ``left`` ranks are left to those that were not given; numbers or arrays."""
+        raise TypeError(f"{type(self).__name__} is not a layout of its own: use Layout.ddp(), .fsdp2(), ...")
+
     def settled(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Layout:
         """This layout with numbers for options that were left open, where the framework needs them."""
         return self
@@ -219,6 +223,9 @@ class Layout(JsonNoun):
         exp_avg_dtype: str = "fp32",
         exp_avg_sq_dtype: str = "fp32",
         cross_entropy_fusion_impl: str = "native",
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        tp_comm_overlap: bool = False,
     ) -> Layout:
         """Megatron-core: tensor, pipeline, context, expert parallel. ``sequence_parallel=None``: tp > 1.
 
@@ -239,6 +246,9 @@ class Layout(JsonNoun):
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             cross_entropy_fusion_impl=cross_entropy_fusion_impl,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            tp_comm_overlap=tp_comm_overlap,
         )
 
     def to_dict(self) -> dict[str, Any]:
