@@ -13,6 +13,7 @@ from shardscope.runs.run import runs
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
+    from shardscope.calibration.process import calibrate
     from shardscope.catalog import gpus, models
     from shardscope.cluster import Cluster
     from shardscope.layout import Layout
@@ -34,6 +35,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Trace",
+    "calibrate",
     "gpus",
     "launch",
     "models",
@@ -49,6 +51,7 @@ _rooms = {
     "Recipe": "recipe",
     "Run": "runs.run",
     "Trace": "trace",
+    "calibrate": "calibration.process",
     "gpus": "catalog",
     "launch": "runs.launch",
     "models": "catalog",

@@ -106,7 +106,7 @@ def _check_machine(plan: Plan) -> str:
             "a plan for one node",
         )
     if cluster.gpu.name == "cpu":
-        most = _most_cpu_ranks()
+        most = most_cpu_ranks()
         if world_size > most:
             refuse(
                 "plan.world_size", world_size, f"1 to {most} CPU ranks on {num_cores()} cores here", f"{most}"
@@ -118,7 +118,7 @@ def _check_machine(plan: Plan) -> str:
     shown = f"{here.gpus_per_node}x{here.gpu.name}"
     if here.gpu.name != cluster.gpu.name:
         if here.gpu.name == "cpu":
-            most, allowed = _most_cpu_ranks(), "what is here: no GPU, and CPU ranks"
+            most, allowed = most_cpu_ranks(), "what is here: no GPU, and CPU ranks"
         else:
             most, allowed = here.gpus_per_node, f"what is here: {shown}"
         fix = f'cluster=Cluster.parse("{min(world_size, most)}x{here.gpu.name}")'
@@ -133,7 +133,7 @@ def _check_machine(plan: Plan) -> str:
     return "cuda"
 
 
-def _most_cpu_ranks() -> int:
+def most_cpu_ranks() -> int:
     """Ranks that share cores still end; far more of them would not within a person's patience."""
     return max(16, 4 * num_cores())
 

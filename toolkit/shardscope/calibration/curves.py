@@ -1,0 +1,277 @@
+"""What ranks measure: the operators and collectives that a training step is made of, from small to large.
+
+Sizes grow as far as the time goes. Outputs are allocated anew by each call, as in a training step: page
+faults of fresh host memory are a part of what an operator costs there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from shardscope.calibration.stopwatch import MIN_CALLS, Stopwatch
+
+Said = Callable[[str, float], None]
+"""Called with words and the share of the whole that is done."""
+
+TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARES = {
+    "matrix_products": 0.4,
+    "attention": 0.15,
+    "memory_passes": 0.1,
+    "kernels": 0.05,
+    "updates": 0.05,
+    "host_copies": 0.05,
+    "collectives": 0.2,
+}
+"""Of the time, what each curve gets."""
+GROWTH = 4
+"""How much longer the next case of a curve may take than the last one."""
+FEWEST_CALLS = MIN_CALLS + 2
+"""Calls that each case makes: a first one, one that tells how long it takes, and those of the median."""
+MIB = 2**20
+
+
+class Curves:
+    """Measures all curves on this rank, together with the others."""
+
+    def __init__(self, device: torch.device, seconds: float, most_bytes: int, said: Said) -> None:
+        self.device, self.seconds, self.most_bytes, self.said = device, seconds, most_bytes, said
+        self.watch = Stopwatch(device)
+        self.on_gpu = device.type == "cuda"
+        self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.done = 0.0
+
+    def measured(self) -> dict[str, Any]:
+        """Every curve as the fields of a ``Calibration``."""
+        found: dict[str, Any] = {}
+        found["matrix_products"] = self._told("matrix products", "matrix_products", self._products)
+        found["attention"] = self._told("attention", "attention", self._attention)
+        found["memory_passes"] = self._told("memory", "memory_passes", self._passes)
+        found["kernel_seconds"] = self._told("small operators", "kernels", self._kernel)
+        found["host_updates_per_second"] = self._told("the host's optimizer", "updates", self._updates)
+        found["host_copies"] = self._told("copies to the host", "host_copies", self._copies)
+        found["collectives"] = self._told("collectives", "collectives", self._collectives)
+        return found
+
+    def _told(self, words: str, name: str, measure: Callable[[float], Any]) -> Any:
+        self.said(f"measuring {words}", self.done)
+        result = measure(SHARES[name] * self.seconds)
+        self.done += SHARES[name]
+        return result
+
+    # ---- arithmetic
+
+    def precisions(self) -> list[str]:
+        """Those whose products this device has kernels for."""
+        if not self.on_gpu:
+            return ["fp32", "bf16"]
+        # Before Ampere bf16 is emulated, and tf32 is not there.
+        newer = torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return ["fp32", "tf32", "bf16", "fp16"] if newer else ["fp32", "fp16"]
+
+    def _products(self, seconds: float) -> list[dict[str, Any]]:
+        precisions, found = self.precisions(), []
+        for precision in precisions:
+            kind = TYPES[precision]
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+            for rows, inner, columns, took in self._growing(
+                self._shapes(), lambda shape, kind=kind: self._product(shape, kind), seconds / len(precisions)
+            ):
+                found.append({
+                    "precision": precision, "rows": rows, "inner": inner, "columns": columns, "seconds": took
+                })  # fmt: skip
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return found
+
+    def _shapes(self) -> list[tuple[int, int, int]]:
+        """Squares, and the flat products of few tokens with wide weights, by FLOPs."""
+        sizes = [512, 1024, 2048, 4096, 8192, 16384] if self.on_gpu else [64, 128, 256, 512, 1024, 2048]
+        shapes = [(size, size, size) for size in sizes]
+        shapes += [(size, 4 * size, size) for size in sizes[:-1]]
+        shapes += [(sizes[1], size, size) for size in sizes[2:]]
+        return sorted(set(shapes), key=lambda shape: shape[0] * shape[1] * shape[2])
+
+    def _product(self, shape: Sequence[int], kind: torch.dtype) -> Callable[[], Any] | None:
+        rows, inner, columns = shape
+        if 4 * (rows * inner + inner * columns + rows * columns) > self.most_bytes:
+            return None
+        tokens, weight = self._random(kind, rows, inner), self._random(kind, columns, inner)
+        return lambda: F.linear(tokens, weight)
+
+    def _attention(self, seconds: float) -> list[dict[str, Any]]:
+        # Fused attention has no fp32 kernel on a GPU.
+        kinds = [name for name in self.precisions() if not self.on_gpu or name in ("bf16", "fp16")]
+        lengths = [512, 1024, 2048, 4096, 8192] if self.on_gpu else [64, 128, 256, 512, 1024]
+        heads, dim = (32, 128) if self.on_gpu else (8, 64)
+        found = []
+        for precision in kinds:
+            # Half of the time each way; the same lengths, for a share is of one pass.
+            forward = self._scores(precision, lengths, heads, dim, seconds / 2 / len(kinds), backward=False)
+            backward = self._scores(precision, lengths, heads, dim, seconds / 2 / len(kinds), backward=True)
+            for length in lengths:
+                if length in forward and length in backward:
+                    found.append({
+                        "precision": precision, "seq_len": length, "num_heads": heads, "head_dim": dim,
+                        "forward_seconds": forward[length],
+                        "backward_seconds": max(backward[length] - forward[length], 1e-8),
+                    })  # fmt: skip
+        return found
+
+    def _scores(
+        self, precision: str, lengths: list[int], heads: int, dim: int, seconds: float, *, backward: bool
+    ) -> dict[int, float]:
+        """Seconds of a pass by sequence length: forward alone, or forward and backward."""
+
+        def made(case: Sequence[int]) -> Callable[[], Any]:
+            q, k, v = (self._random(TYPES[precision], 1, heads, case[0], dim) for _ in range(3))
+            for tensor in (q, k, v):
+                tensor.requires_grad_(True)
+
+            def call() -> None:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), out)
+
+            return call
+
+        return dict(self._growing([(length,) for length in lengths], made, seconds))
+
+    # ---- memory
+
+    def _passes(self, seconds: float) -> list[dict[str, Any]]:
+        sizes = [MIB * 4**power for power in (range(6) if self.on_gpu else range(-2, 4))]
+        sizes = [int(size) for size in sizes if 3 * size <= self.most_bytes]
+
+        def made(case: Sequence[int]) -> Callable[[], Any]:
+            a, b = (self._random(torch.float32, case[0] // 4) for _ in range(2))
+            return lambda: a + b
+
+        return [
+            {"num_bytes": 3 * size, "seconds": took}
+            for size, took in self._growing([(size,) for size in sizes], made, seconds)
+        ]
+
+    def _kernel(self, seconds: float) -> float:
+        """Of one small operator in a chain of them, forward and backward, each with a gradient of its own."""
+        num_links = 50
+        start = self._random(torch.float32, 64)
+        factor = torch.full((64,), 0.99, device=self.device, requires_grad=True)
+
+        def chain() -> None:
+            value = start
+            for _ in range(num_links):
+                value = value * factor
+            value.sum().backward()
+            factor.grad = None
+
+        took = self.watch.seconds(chain, seconds)
+        # A multiplication forward; backward one for each factor and the sum of the factor's gradients.
+        return took / (4 * num_links)
+
+    def _updates(self, seconds: float) -> float:
+        """Parameters a second that torch's fused AdamW updates in host memory, all ranks together."""
+        parameter = torch.zeros(MIB, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        took = Stopwatch(torch.device("cpu")).seconds(optimizer.step, seconds)
+        return self.watch.total(parameter.numel() / took)
+
+    def _copies(self, seconds: float) -> list[dict[str, Any]]:
+        if not self.on_gpu:
+            return []
+        found = []
+        for direction in ("to_gpu", "to_host"):
+
+            def made(case: Sequence[int], direction: str = direction) -> Callable[[], Any]:
+                host = torch.empty(case[0], dtype=torch.uint8, pin_memory=True)
+                there = torch.empty(case[0], dtype=torch.uint8, device=self.device)
+                target, source = (there, host) if direction == "to_gpu" else (host, there)
+                return lambda: target.copy_(source, non_blocking=True)
+
+            sizes = [(MIB // 16 * 4**power,) for power in range(7)]
+            for size, took in self._growing(sizes, made, seconds / 2):
+                found.append({"direction": direction, "num_bytes": size, "seconds": took})
+        return found
+
+    # ---- collectives
+
+    def _collectives(self, seconds: float) -> list[dict[str, Any]]:
+        if self.num_ranks == 1:
+            return []
+        powers = range(1, 9) if self.on_gpu else range(1, 7)
+        sizes = [(4096 * 4**power,) for power in powers if 4096 * 4**power * 4 <= self.most_bytes]
+        found = []
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+            made = getattr(self, f"_{name}")
+            for size, took in self._growing(sizes, made, seconds / 5):
+                # There and back.
+                each = took / 2 if name == "send" else took
+                found.append({"collective": name, "num_bytes": self._whole(size), "seconds": each})
+        return found
+
+    def _whole(self, size: int) -> int:
+        """``size`` rounded so that every rank has an equal part."""
+        return size // (4 * self.num_ranks) * 4 * self.num_ranks
+
+    def _vector(self, num_bytes: int) -> torch.Tensor:
+        # fp32 for CPU ranks, which reduce in it; bf16 where reductions usually are.
+        kind = torch.bfloat16 if self.on_gpu else torch.float32
+        return torch.ones(num_bytes // kind.itemsize, dtype=kind, device=self.device)
+
+    def _all_reduce(self, case: Sequence[int]) -> Callable[[], Any]:
+        whole = self._vector(self._whole(case[0]))
+        return lambda: dist.all_reduce(whole)
+
+    def _all_gather(self, case: Sequence[int]) -> Callable[[], Any]:
+        whole = self._vector(self._whole(case[0]))
+        part = self._vector(self._whole(case[0]) // self.num_ranks)
+        return lambda: dist.all_gather_into_tensor(whole, part)
+
+    def _reduce_scatter(self, case: Sequence[int]) -> Callable[[], Any]:
+        whole = self._vector(self._whole(case[0]))
+        part = self._vector(self._whole(case[0]) // self.num_ranks)
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+
+    def _all_to_all(self, case: Sequence[int]) -> Callable[[], Any]:
+        whole = self._vector(self._whole(case[0]))
+        target = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(target, whole)
+
+    def _send(self, case: Sequence[int]) -> Callable[[], Any]:
+        """To the neighbour and back; of an odd number of ranks the last one watches."""
+        rank, whole = dist.get_rank(), self._vector(self._whole(case[0]))
+        peer = rank ^ 1
+        if peer >= self.num_ranks:
+            return lambda: None
+        if rank < peer:
+            return lambda: (dist.send(whole, peer), dist.recv(whole, peer))
+        return lambda: (dist.recv(whole, peer), dist.send(whole, peer))
+
+    # ---- shared
+
+    def _growing(
+        self,
+        cases: Sequence[tuple[int, ...]],
+        made: Callable[[Sequence[int]], Callable[[], Any] | None],
+        seconds: float,
+    ) -> Iterator[tuple[Any, ...]]:
+        """``(*case, seconds)`` of each case, smallest first, as far as the time goes; at least the first."""
+        began, last = time.monotonic(), 0.0
+        for number, case in enumerate(cases):
+            left = self.watch.slowest(seconds - (time.monotonic() - began))
+            if number and GROWTH * FEWEST_CALLS * last > left:
+                return
+            call = made(case)
+            if call is None:
+                return
+            last = self.watch.seconds(call, max(left, 0.0) / (len(cases) - number))
+            yield (*case, last)
+
+    def _random(self, kind: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(kind)

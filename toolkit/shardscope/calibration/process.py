@@ -1,0 +1,270 @@
+"""``ss.calibrate()``: starts the ranks that measure, listens, ends them, and keeps what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from shardscope.cluster import Cluster
+from shardscope.host import host_cores
+from shardscope.runs.environment import launcher_environment
+from shardscope.timing.calibration import Calibration
+from shardscope.timing.calibration_store import (
+    check_writable,
+    data_folder,
+    file_for,
+    locked,
+    machine_name,
+    store_calibration,
+)
+from shardscope.validation import real_number, refuse
+
+Progress = Callable[[str, float], Any]
+"""Called with words and the share that is done, 0 to 1."""
+
+NEEDED = ("torch",)
+START_SECONDS = 60.0
+"""What ranks may take beside measuring: importing torch, meeting each other."""
+LOOK_SECONDS = 0.05
+REPEAT_SECONDS = 0.25
+"""How often progress is said again while nothing is new: whoever listens may end it, by an exception."""
+MEMORY_SHARE = 1 / 16
+"""Of what a rank may use, the most that one measured call may hold."""
+
+
+class CalibrationError(RuntimeError):
+    """The ranks could not measure; the message ends with what they said."""
+
+
+def calibrate(
+    cluster: Cluster | None = None,
+    *,
+    seconds: float = 60.0,
+    progress: Progress | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Calibration:
+    """Measure this machine, in processes of its own, and keep the result for predictions.
+
+    Matrix products by size and precision, attention, memory, small operators, the host's optimizer, copies
+    between GPU and host, and collectives over all ranks (NCCL on GPUs, gloo on CPU ranks), all ranks at the
+    same time and with the threads that launched ranks get. ``cluster`` is this machine as
+    ``Cluster.detect()`` finds it, or fewer GPUs of it, or any number of its CPU ranks ("2xcpu"). It measures
+    for about ``seconds`` (5 to 3,600). ``progress(words, fraction)`` is called on this thread; an exception
+    in it, KeyboardInterrupt included, ends the processes and is passed on.
+
+    Kept in ``folder``, by default this user's data folder (``timing/calibration_store.py``), where
+    ``plan.step()`` finds it; another folder is read if ``SHARDSCOPE_DATA_HOME`` names it.
+
+    Raises ``ValueError`` for what is not this machine, ``ImportError`` without the extra "train",
+    ``RuntimeError`` while another calibration of it is under way, ``OSError`` naming a folder that cannot be
+    written, ``TimeoutError``, and ``CalibrationError`` with the words of the rank that failed.
+    """
+    real_number("calibrate.seconds", seconds, low=5.0, high=3_600.0)
+    place = data_folder(folder)
+    _check_extra()
+    cluster = _this_machine(cluster)
+    check_writable(place)
+    with _alone(file_for(cluster.gpu.name, place)):
+        began, load = time.monotonic(), _load()
+        moment = datetime.now(UTC).isoformat(timespec="seconds")
+        measured = _measured(cluster, float(seconds), progress)
+        calibration = Calibration.from_dict(
+            {
+                **measured,
+                "machine": machine_name(),
+                "processor": _processor(),
+                "num_cores": host_cores(),
+                "gpu": cluster.gpu.name,
+                "num_ranks": cluster.num_gpus,
+                "measured_at": moment,
+                "measuring_seconds": round(time.monotonic() - began, 1),
+                "load": load,
+            }
+        )
+    store_calibration(calibration, place)
+    if progress is not None:
+        progress("done", 1.0)
+    return calibration
+
+
+def _check_extra() -> None:
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ImportError(
+            f'Calibrating needs {", ".join(missing)}: pip install "shardscope[train]". Planning does not.'
+        )
+    if not hasattr(os, "fork"):
+        raise ValueError("Calibrating needs Linux, macOS or WSL 2, as launching does.")
+
+
+def _this_machine(cluster: Cluster | None) -> Cluster:
+    """``cluster`` if it is this machine, or a part of it. Raises ``ValueError``."""
+    from shardscope.runs.launch import most_cpu_ranks
+
+    if cluster is None:
+        return Cluster.detect()
+    if not isinstance(cluster, Cluster):
+        refuse("calibrate.cluster", cluster, "a Cluster, or None for this machine", "Cluster.detect()")
+    if cluster.num_nodes > 1:
+        fix = f"Cluster.parse('{cluster.gpus_per_node}x{cluster.gpu.name}')"
+        refuse("calibrate.cluster", str(cluster), "one node: this machine", fix)
+    if cluster.gpu.name == "cpu":
+        most = most_cpu_ranks()
+        if cluster.num_gpus > most:
+            allowed = f"1 to {most} CPU ranks on {host_cores()} cores here"
+            refuse("calibrate.cluster", str(cluster), allowed, f"Cluster.parse('{most}xcpu')")
+        return cluster
+    here = Cluster.detect()
+    if here.gpu.name != cluster.gpu.name or cluster.num_gpus > here.num_gpus:
+        what = "no GPU, and CPU ranks" if here.gpu.name == "cpu" else str(here)
+        refuse("calibrate.cluster", str(cluster), f"what is here: {what}", f"Cluster.parse('{here}')")
+    return cluster
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Two at once would measure each other."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(path.with_name(f"measuring-{path.name}"), wait=False))
+        except BlockingIOError:
+            raise RuntimeError(
+                f"a calibration of {path.stem.replace('--', ', ')} is under way already; "
+                "wait for it, for two at once would measure each other."
+            ) from None
+        yield
+
+
+def _measured(cluster: Cluster, seconds: float, progress: Progress | None) -> dict[str, Any]:
+    """What the first rank answers. Whatever happens, no process is left."""
+    limit = 1.5 * seconds + START_SECONDS
+    ranks: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as held:
+        held.callback(_end, ranks)
+        listening = held.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        complaints = [held.enter_context(tempfile.TemporaryFile()) for _ in range(cluster.num_gpus)]
+        for rank, complaint in enumerate(complaints):
+            ranks.append(_start(cluster, rank, seconds, limit, listening, complaint))
+        return _listen(ranks, complaints, limit, progress)
+
+
+def _start(
+    cluster: Cluster, rank: int, seconds: float, limit: float, listening: socket.socket, complaint: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    device = "cpu" if cluster.gpu.vendor == "cpu" else "cuda"
+    settings = {
+        "rank": rank,
+        "num_ranks": cluster.num_gpus,
+        "device": device,
+        "seconds": seconds,
+        "timeout_seconds": limit,
+        "most_bytes": int(cluster.usable_bytes_per_gpu * MEMORY_SHARE),
+        "port": listening.getsockname()[1],
+        "listening": listening.fileno(),
+    }
+    # The environment of launched ranks: as many threads each, and gloo on the loopback interface.
+    environment = launcher_environment(dict(os.environ), {"world_size": cluster.num_gpus, "device": device})
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "shardscope.calibration.rank",
+            str(os.getpid()),
+            json.dumps(settings),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if rank == 0 else complaint,
+        stderr=complaint,
+        env=environment,
+        pass_fds=(listening.fileno(),) if rank == 0 else (),
+        start_new_session=True,  # An interrupt is the kernel's: it ends the ranks itself.
+    )
+
+
+def _listen(
+    ranks: list[subprocess.Popen[bytes]],
+    complaints: list[IO[bytes]],
+    limit: float,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    first = ranks[0].stdout
+    assert first is not None
+    os.set_blocking(first.fileno(), False)
+    deadline, repeat = time.monotonic() + limit, 0.0
+    latest, pending = ("starting", 0.0), b""
+    while True:
+        ended = ranks[0].poll() is not None
+        pending += first.read() or b""
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "measured" in said:
+                return dict(said["measured"])
+            if "error" in said:
+                raise CalibrationError(_words(said, ranks, complaints))
+            latest, repeat = (str(said["progress"][0]), float(said["progress"][1])), 0.0
+        if progress is not None and time.monotonic() >= repeat:
+            repeat = time.monotonic() + REPEAT_SECONDS
+            progress(*latest)
+        for rank, process in enumerate(ranks):
+            # The others leave when the first has answered; before that, they failed.
+            if process.poll() not in (None, 0) or (rank == 0 and ended):
+                raise CalibrationError(
+                    f"rank {rank} ended with {process.returncode} and no answer\n{_tail(complaints[rank])}"
+                )
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the calibration took longer than {limit:.0f} seconds")
+        time.sleep(LOOK_SECONDS)
+
+
+def _words(said: dict[str, Any], ranks: list[subprocess.Popen[bytes]], complaints: list[IO[bytes]]) -> str:
+    """What the first rank says and, where others had failed before it, what they said: that is the cause."""
+    time.sleep(LOOK_SECONDS)
+    failed = [rank for rank, process in enumerate(ranks) if rank and process.poll() not in (None, 0)]
+    others = "".join(f"\nrank {rank}: {_tail(complaints[rank])}" for rank in failed)
+    return f"{said['error']}\n{said['traceback']}{others}"
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+    for process in ranks:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _tail(complaint: IO[bytes]) -> str:
+    complaint.seek(0)
+    return complaint.read()[-4_000:].decode(errors="replace")
+
+
+def _load() -> float:
+    """Runnable processes for each core over the last minute."""
+    return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else 0.0
+
+
+def _processor() -> str:
+    """As the system names it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()[:200] or platform.machine()
+    return platform.processor() or platform.machine() or "unknown"

@@ -1,0 +1,82 @@
+"""One rank that measures. Settings come as an argument, JSON lines go out by standard output.
+
+``python -m shardscope.calibration.rank <pid of the kernel> <settings as JSON>`` is started by ``process.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from typing import Any
+
+
+def main() -> None:
+    """Measure together with the other ranks. Lines have ``progress``, ``measured`` or ``error``."""
+    from shardscope.runs.processes import die_with_parent
+
+    die_with_parent(int(sys.argv[1]))
+    settings = json.loads(sys.argv[2])
+    # What libraries print must not get between the lines of the answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(**line: Any) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    try:
+        say(progress=["starting PyTorch", 0.0])
+        measured = _measure(settings, lambda words, fraction: say(progress=[words, fraction]))
+        say(measured=measured)
+    except BaseException as problem:
+        say(error=f"{type(problem).__name__}: {problem}", traceback=traceback.format_exc())
+        raise SystemExit(1) from problem
+    answers.close()
+    os._exit(0)  # Interpreter shutdown with torch loaded costs up to a second.
+
+
+def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from shardscope.calibration.curves import Curves
+
+    rank, num_ranks = int(settings["rank"]), int(settings["num_ranks"])
+    if settings["device"] == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if num_ranks > 1:
+        patience = timedelta(seconds=settings["timeout_seconds"])
+        store = dist.TCPStore(
+            "127.0.0.1",
+            settings["port"],
+            num_ranks,
+            is_master=rank == 0,
+            timeout=patience,
+            wait_for_workers=False,
+            # A socket that the kernel bound: no port can be lost between choosing and taking it.
+            **({"master_listen_fd": settings["listening"]} if rank == 0 else {}),
+        )
+        # gloo beside NCCL: ranks agree on times by small tensors of the host.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=patience)
+    torch.manual_seed(rank)
+    curves = Curves(device, settings["seconds"], settings["most_bytes"], said)
+    measured = curves.measured()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return {
+        **measured,
+        "backend": "nccl" if device.type == "cuda" else "gloo",
+        "torch_version": torch.__version__,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+if __name__ == "__main__":
+    main()
