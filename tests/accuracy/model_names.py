@@ -12,7 +12,8 @@ import shardscope as ss
 _NOISE = re.compile(
     r"^(?:meta|instruct|chat|base|hf|it|pt|sft|dpo|bnb|gptq|awq|int[48]|[48]-?bit|fp16|bf16|fp8|lora|qlora|full|model"
     r"|dense|pretrain(?:ing|ed)?|finetun(?:e|ed|ing)|fine|tuning|preview|thinking|hybrid|text|decoder|dynamic|only"
-    r"|coder|math|deduped|\d{1,3}k|1m|mtp|lm|unsloth|nvidia|google|microsoft|models?|parameters?|params?)$"
+    r"|coder|math|deduped|\d{1,3}k|1m|mtp|lm|unsloth|nvidia|google|microsoft|models?|parameters?|params?"
+    r"|proxy|\d{1,2}l|nodes?)$"
 )
 _DATE = re.compile(r"^(?:1[12]|2[345]|0[1-9])(?:0[1-9]|1[0-2]|[0-3]\d)$")
 """Months of releases: 2407, 2507, 1124, 0425."""
@@ -127,7 +128,7 @@ def plain(name: str, *, with_dates: bool = True) -> str:
     name = re.sub(r"llama[-_ ]?3[-_ ]+(?=[13]b)", "llama-3.2-", name)
     # "Llama 3 (8B)" keeps what is in brackets; "(tokendrop)" does not.
     name = re.sub(r"\(\s*([\d.]+\s?[mbt])\s*\)", r" \1", name)
-    name = re.sub(r"\(.*?\)|\[.*?\]|, .*$", "", name)
+    name = re.sub(r"\(.*?\)|\[.*?\]|, .*$|\b\d+-nodes?\b", "", name)
     name = re.sub(r"(\d)\s+(?=(?:b|m|t|billion|million|trillion)\b)", r"\1", name)
     name = re.sub(
         r"(?<=\d)(b|m|t)illion\b|(?<=\d)(tr)illion\b", lambda found: "t" if found[2] else found[1], name

@@ -5,15 +5,27 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tests.accuracy.model_names import Shape, by_name, gpt, llama, plain, with_layers
+from tests.accuracy.known_models import beyond_the_catalogue
+from tests.accuracy.model_names import Shape, by_name, gpt, llama, with_layers
 from tests.accuracy.nanotron import first_stage_layers
 from tests.accuracy.rows import Row, number, text
 from tests.accuracy.unmapped import UnmappedError
 
 import shardscope as ss
-from shardscope.architecture import LatentAttention, MixtureOfExperts
 
-_HYBRID = ("nemotron-3", "nemotron-h", "mamba", "jamba", "zamba", "falcon-h1", "qwen3-next", "qwen3.8", "lfm")
+_HYBRID = (
+    "nemotron-3",
+    "nemotron_3",
+    "nemotron v3",
+    "nemotron-h",
+    "mamba",
+    "jamba",
+    "zamba",
+    "falcon-h1",
+    "qwen3-next",
+    "qwen3.8",
+    "lfm",
+)
 _GPT_LIKE = re.compile(r"\bopt[-_ ]?\d|bloom|\bmpt\b|turing|cerebras|galactica|gopher")
 """Decoders of GPT-2's layers: an MLP of two matrices, of four times the width if nothing else is said."""
 _NO_DECODER = re.compile(
@@ -64,7 +76,7 @@ def _named(row: Row) -> ss.Architecture | None:
     for field in ("model_ref", "model"):
         if row.get(field):
             name = str(row[field])
-            found = _moonlight() if "moonlight16b" in plain(name) else by_name(name)
+            found = beyond_the_catalogue(name) or by_name(name)
             if found is not None:
                 return found
     return None
@@ -85,32 +97,6 @@ def _as_stated(row: Row, known: ss.Architecture) -> ss.Architecture | None:
     layers, vocab = number(row, "layers"), number(row, "vocab")
     found = known if layers in (None, known.num_hidden_layers) else with_layers(known, layers)
     return found if vocab in (None, known.vocab_size) else replace(found, vocab_size=vocab)
-
-
-def _moonlight() -> ss.Architecture:
-    # huggingface.co/moonshotai/Moonlight-16B-A3B config.json: DeepSeek-V3's layers without a query rank.
-    return ss.Architecture(
-        name="moonlight-16b-a3b",
-        model_type="deepseek_v3",
-        hidden_size=2048,
-        intermediate_size=11264,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=64,
-        vocab_size=163840,
-        max_position_embeddings=8192,
-        latent_attention=LatentAttention(
-            q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-        ),
-        mixture_of_experts=MixtureOfExperts(
-            num_experts=64,
-            num_experts_per_tok=6,
-            moe_intermediate_size=1408,
-            shared_expert_intermediate_size=2816,
-            first_k_dense_replace=1,
-        ),
-    )
 
 
 def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:

@@ -51,6 +51,7 @@ def _timed(row: Row) -> Mapped:
     what, about_recipe = recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
     what, spread = with_options(what, spread, options)
     what, about_type = stored_type(what, spread)
+    spread, about_overlap = _with_overlap(row, kind, machines, spread)
     plan, about_plan = _plan(arch, machines, what, spread)
     checked_data_parallel(row, plan)
     assumed = (
@@ -59,6 +60,7 @@ def _timed(row: Row) -> Mapped:
         *about_machines,
         *about_batch,
         *about_layout,
+        *about_overlap,
         *about_recipe,
         *about_type,
         *about_plan,
@@ -70,7 +72,7 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
     """The row in words that a plan has, where the rest costs a step next to no time."""
     changed: dict[str, Any] = {}
     assumed: list[str] = []
-    said = text(row, "precision")
+    said, about = text(row, "precision"), text(row, "framework", "source")
     if re.search(r"fp8|mxfp8|float8", said) and kind.family == "megatron":
         # Delayed, current, blockwise and MX scaling multiply at the same speed; their casts differ.
         changed["precision"] = "fp8"
@@ -79,7 +81,11 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
     if kind.family == "megatron" and modules and modules <= _LIGHT and modules != {"core_attn"}:
         changed["activation_checkpointing"] = "none"
         assumed.append(f"recomputation left out: {again}")
-    if not again and kind.family == "fsdp2" and "automodel" in text(row, "framework", "source"):
+    if isinstance(row.get("lora"), dict) and not row["lora"].get("rank") and "automodel" in about:
+        # Its examples' match_all_linear with dim 8; a few ranks more are no time.
+        changed["lora"] = {"rank": 8, "targets": "q,k,v,o,gate,up,down"}
+        assumed.append("LoRA rank not stated: 8 on all projections, as its examples have")
+    if not again and kind.family == "fsdp2" and "automodel" in about:
         changed["activation_checkpointing"] = "none"
         assumed.append("recomputation not stated: none")
     if row.get("optimizer") is None and kind.family == "megatron":
@@ -107,22 +113,65 @@ def _whole_batches(row: Row, kind: Framework, num_gpus: int) -> tuple[Row, list[
     return {**row, "global_batch": whole, "grad_accum": None}, ["global batch rounded to whole micro-batches"]
 
 
+def _with_overlap(
+    row: Row, kind: Framework, machines: ss.Cluster, spread: ss.Layout
+) -> tuple[ss.Layout, list[str]]:
+    """Megatron's flags for collectives beneath arithmetic, as its own scripts for Hopper and later have them.
+
+    Megatron-LM's README (its H100 scaling runs) and Megatron-Bridge's CommOverlapConfig: gradients, weights
+    and tensor parallelism overlap. Runs on A100 of 2021 and 2022 had none of it.
+    """
+    old = machines.gpu.architecture in (None, "volta", "turing", "ampere")
+    if kind.family != "megatron" or kind.name != "Megatron" or old:
+        return spread, []
+    shards = bool(getattr(spread, "distributed_optimizer", False))
+    flags = {"overlap_grad_reduce": True, "overlap_param_gather": shards}
+    return replace(spread, **flags, tp_comm_overlap=spread.splits_sequence), [
+        "overlap of collectives not stated: on, as in Megatron's own scripts for this GPU"
+    ]
+
+
 def _plan(
     arch: ss.Architecture, machines: ss.Cluster, what: ss.Recipe, spread: ss.Layout
 ) -> tuple[ss.Plan, list[str]]:
     """The plan; without details for which the framework's model has no formula and which cost little time."""
     left_out: list[str] = []
-    details: dict[str, object] = {"lora_dropout": 0.0, "dropout": 0.0}
     while True:
         try:
             plan = ss.Plan(arch, machines, what, spread)
             plan.step()
         except ValueError as error:
             said = str(error)
-            field = next((name for name in details if f"Recipe.{name} is" in said), "")
-            if field and getattr(what, field) != details[field]:
-                left_out.append(f"without {field}={getattr(what, field)!r}, for which there is no formula")
-                what = replace(what, **{field: details[field]})
-                continue
-            raise UnmappedError(f"refused: {said.split('; allowed')[0][:90]}") from None
-        return plan, left_out
+            changed = _relative(arch, what, spread, said)
+            if changed is None:
+                raise UnmappedError(f"refused: {said.split('; allowed')[0][:90]}") from None
+            arch, what, words = changed
+            left_out.append(words)
+        else:
+            return plan, left_out
+
+
+def _relative(
+    arch: ss.Architecture, what: ss.Recipe, spread: ss.Layout, refusal: str
+) -> tuple[ss.Architecture, ss.Recipe, str] | None:
+    """The nearest model and recipe that are not refused for this, and how they differ; None: too far."""
+    for field in ("lora_dropout", "dropout"):
+        if f"Recipe.{field} is" in refusal and getattr(what, field):
+            words = f"without {field}={getattr(what, field)!r}, for which there is no formula"
+            return arch, replace(what, **{field: 0.0}), words
+    if what.kernels == "compiled" and "kernels='compiled'" in refusal:
+        return arch, replace(what, kernels="liger"), "compiled kernels counted as Liger's, which fuse as much"
+    if arch.model_type == "gpt_oss" and "Architecture.model_type" in refusal:
+        relative = replace(arch, model_type="qwen3_moe", attention_bias=False, attention_output_bias=False)
+        return replace(relative, mlp_bias=False), what, "without GPT-OSS's biases and sinks"
+    pp, vpp = getattr(spread, "pp", 1), getattr(spread, "vpp", 1)
+    if (
+        ("Layout.pp is" in refusal or "Layout.vpp is" in refusal)
+        and spread.framework == "megatron"
+        and pp > 1
+    ):
+        for more in range(1, pp * vpp):
+            if any((arch.num_hidden_layers + more + ends) % (pp * vpp) == 0 for ends in (0, 1, 2)):
+                words = f"{more} layers more, for all stages take as long as the fullest"
+                return replace(arch, num_hidden_layers=arch.num_hidden_layers + more), what, words
+    return None
