@@ -43,7 +43,7 @@ DESIGNED = {
 }
 """The public names. A new one is added here when it is designed, not before."""
 
-DESIGNED_WIDGETS = {"Studio", "MemoryView", "RunView", "TraceView"}
+DESIGNED_WIDGETS = {"Studio", "AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "TraceView"}
 
 MAY_NAME_A_FRAMEWORK = {
     "layout.py": "Layout.ddp(), .fsdp2(), .zero() and .megatron() are the public constructors: each "

@@ -5,26 +5,50 @@ State flows one way: pickers -> ``studio.plan`` -> views.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from html import escape
+from typing import TypeVar
 
 import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.memory.report import MemoryReport
+from shardscope.planner.preflight import Finding
 from shardscope.planner.room import fits
 from shardscope_widgets import shared
+from shardscope_widgets.checks_view import ChecksView, summary
 from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+from shardscope_widgets.plans_page import PlansPage
+from shardscope_widgets.rates import rates
 from shardscope_widgets.repairs_panel import RepairsPanel
 from shardscope_widgets.run_view import RunView
 from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.step_rows import MeasuredStep, shown_step
+from shardscope_widgets.step_view import StepView
+from shardscope_widgets.tabs import Tabs
 from shardscope_widgets.trace_view import TraceView
 from shardscope_widgets.words import sentence, verdict
 
-TABS = ("Memory", "Run", "Trace")
+TABS = tuple(
+    name
+    for name, is_there in (
+        ("Memory", True),
+        ("Time", True),
+        ("Plans", hasattr(ss, "search") and hasattr(ss, "recommend")),
+        ("Checks", hasattr(ss.Plan, "findings")),
+        ("Run", True),
+        ("Trace", True),
+    )
+    if is_there
+)
 TRACE_PIXELS = 640
 NO_TRACE = "No trace yet: a run that records one shows it here."
+
+View = TypeVar("View", bound=widgets.Widget)
 
 
 class Studio(widgets.VBox):
@@ -42,17 +66,34 @@ class Studio(widgets.VBox):
         self.run_view = RunView(on_end=self._run_ended)
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.headline = shared.html()
+        self.rates = shared.html()
         self.repairs = RepairsPanel(on_apply=self.apply)
-        head = widgets.VBox([self.headline], layout=shared.layout())
+        head = widgets.Box([self.headline, self.rates], layout=shared.layout())
         head.add_class("ss-head")
-        self.tabs = widgets.ToggleButtons(options=TABS, tooltips=[f"Show {name.lower()}" for name in TABS])
-        self.tabs.style.button_width = "auto"
-        self.tabs.add_class("ss-tabs")
+        self.tabs = Tabs(TABS)
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self.trace_holder.add_class("ss-trace-tab")
         # Under the chart and its table, which stay where they are while buttons come and go.
         memory_page = widgets.VBox([self.memory, self.repairs])
-        self._pages = dict(zip(TABS, (memory_page, self.run_view, self.trace_holder), strict=True))
+        # What is behind a tab is made when it is first shown: a page that is loaded anew has less to get.
+        self._pages: dict[str, widgets.Box] = {
+            "Memory": memory_page,
+            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
+            "Run": self.run_view,
+            "Trace": self.trace_holder,
+        }
+        self._drawers: dict[str, Callable[[], None]] = {
+            "Memory": self._draw_memory,
+            "Time": self._draw_time,
+            "Plans": self._draw_plans,
+            "Checks": self._draw_checks,
+        }
+        self._drawn: dict[str, ss.Plan] = {}
+        """Tab -> the plan that its page shows."""
+        self._repaired: ss.Plan | None = None
+        """The plan whose repairs are offered."""
+        self._measured: list[tuple[ss.Plan, MeasuredStep]] = []
+        """Steps of runs, until there is a view to show them."""
         side = widgets.VBox([*self._pickers, self.launch_panel], layout=shared.layout())
         side.add_class("ss-side")
         main = widgets.VBox([self.tabs, *self._pages.values()], layout=shared.layout())
@@ -69,8 +110,32 @@ class Studio(widgets.VBox):
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(self._launch)
         self._planning = False
+        self._report: MemoryReport | None = None
+        self._found: tuple[ss.Plan, list[Finding]] | None = None
         self._show_page()
         self._replan()
+
+    @cached_property
+    def time(self) -> StepView:
+        """The Time tab's view."""
+        view = StepView()
+        for plan, steps in self._measured:
+            view.add(plan, steps)
+        return self._put("Time", view)
+
+    @cached_property
+    def plans(self) -> PlansPage:
+        """The Plans tab's page."""
+        return self._put("Plans", PlansPage(on_apply=self.apply))
+
+    @cached_property
+    def checks(self) -> ChecksView:
+        """The Checks tab's view."""
+        return self._put("Checks", ChecksView(on_apply=self.apply))
+
+    def _put(self, tab: str, view: View) -> View:
+        self._pages[tab].children = [view]
+        return view
 
     @property
     def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
@@ -102,9 +167,11 @@ class Studio(widgets.VBox):
         self.plan = plan
 
     def apply(self, plan: ss.Plan) -> None:
-        """Set the inputs to what ``plan`` trains and how it is spread: all changes go through them."""
+        """Set the inputs to what ``plan`` trains, on what, and how: all changes go through them."""
         self._planning = True
         try:
+            if plan.cluster != self.plan.cluster:
+                self.cluster.fill(plan.cluster)
             self.recipe.take(plan.recipe)
             self.layout_picker.take(plan.layout)
         finally:
@@ -119,15 +186,54 @@ class Studio(widgets.VBox):
 
     @traitlets.observe("plan")
     def _draw(self, change: object) -> None:
-        report = self.plan.memory()
-        kind = "ss-fits" if fits(self.plan, report) else "ss-lacks"
+        plan, report = self.plan, self.plan.memory()
+        self._report = report
+        kind = "ss-fits" if fits(plan, report) else "ss-lacks"
         self.headline.value = (
-            f"{sentence(self.plan)}<div class='ss-verdict {kind}'>{escape(verdict(self.plan, report))}</div>"
+            f"{sentence(plan)}<div class='ss-verdict {kind}'>{escape(verdict(plan, report))}</div>"
         )
-        # The browser draws the chart while repairs, which take longest, are still looked for.
-        self.memory.show(self.plan, report)
-        self.repairs.offer(self.plan, report)
-        self.launch_panel.offer(self.plan, report)
+        # The browser draws what is in sight while the rest, which takes longer, is still computed.
+        self._draw_shown()
+        self.rates.value = rates(shown_step(plan))
+        self._offer_repairs()
+        self.launch_panel.offer(plan, report)
+        self._count_findings()
+
+    def _draw_shown(self) -> None:
+        """Bring the page in sight up to date; all others wait until they are shown."""
+        name = self.tabs.value
+        if name in self._drawers and self._report is not None and self._drawn.get(name) is not self.plan:
+            self._drawn[name] = self.plan
+            self._drawers[name]()
+
+    def _offer_repairs(self) -> None:
+        if self.tabs.value == "Memory" and self._report is not None and self._repaired is not self.plan:
+            self._repaired = self.plan
+            self.repairs.offer(self.plan, self._report)
+
+    def _draw_memory(self) -> None:
+        self.memory.show(self.plan, self._report)
+
+    def _draw_time(self) -> None:
+        self.time.show(self.plan)
+
+    def _draw_plans(self) -> None:
+        self.plans.offer(self.plan)
+
+    def _draw_checks(self) -> None:
+        self.checks.show(self.findings)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the preflight has against :attr:`plan`."""
+        if self._found is None or self._found[0] is not self.plan:
+            self._found = (self.plan, list(self.plan.findings()))
+        return self._found[1]
+
+    def _count_findings(self) -> None:
+        if "Checks" not in TABS:
+            return
+        self.tabs.mark("Checks", len(self.findings), summary(self.findings))
 
     def _show_error(self, error: ValueError) -> None:
         # What is no FieldError begins with its field as well: "Architecture.model_type is ...".
@@ -142,6 +248,8 @@ class Studio(widgets.VBox):
     def _show_page(self, change: object = None) -> None:
         for name, page in self._pages.items():
             page.layout.display = "" if name == self.tabs.value else "none"
+        self._draw_shown()
+        self._offer_repairs()
 
     def _launch(self, _: object) -> None:
         offer = self.launch_panel.current
@@ -179,6 +287,13 @@ class Studio(widgets.VBox):
         measured = run.memory()
         if measured.tensor_bytes:
             self.memory.add(plan, measured)
+        steps = MeasuredStep.of(run.metrics())
+        if steps is None:
+            return
+        if "time" in vars(self):
+            self.time.add(plan, steps)
+        else:
+            self._measured.append((plan, steps))
 
     def _show_trace(self, view: widgets.Widget) -> None:
         """Put ``view`` into the Trace tab and let go of what was there, a whole trace perhaps."""

@@ -29,3 +29,43 @@ RANK_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"
 """Lines of the first ranks; line dashes tell the others apart."""
 
 RANK_DASHES = ("solid", "dash", "dot", "dashdot")
+
+PART_COLOURS: Mapping[str, str] = MappingProxyType({
+    "matrices": "#4477aa",
+    "attention": "#ccbb44",
+    "elementwise": "#77aadd",
+    "loss": "#ee6677",
+    "recomputation": "#4477aa",
+    "tensor_parallel": "#8b6b4a",
+    "context_parallel": "#8b6b4a",
+    "expert_parallel": "#8b6b4a",
+    "pipeline_transfers": "#8b6b4a",
+    "gathers": "#aa3377",
+    "gradients": "#66ccee",
+    "bubble": "#9aa3ad",
+    "optimizer": "#228833",
+    "offload": "#6f7b8f",
+})  # fmt: skip
+"""One colour a part of a step: that of the component whose bytes it moves or makes, where there is one; all
+talk between parallel ranks is communication."""
+
+PART_PATTERNS: Mapping[str, str] = MappingProxyType({
+    "recomputation": "/",
+    "context_parallel": "/",
+    "expert_parallel": "x",
+    "pipeline_transfers": ".",
+    "bubble": "/",
+    "offload": "x",
+})  # fmt: skip
+"""plotly's pattern of the parts that share a colour, or stand for waiting; all others are plain."""
+
+PATTERN_CLASSES: Mapping[str, str] = MappingProxyType({"/": "ss-lines", "x": "ss-cross", ".": "ss-dots"})
+"""The same patterns in ``front_end/style.css``, for the tables' swatches."""
+
+MEASURED_COLOUR = "#b4bac2"
+"""A whole that nothing divided."""
+
+FRAMEWORK_COLOURS = ("#ee6677", "#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee")
+FRAMEWORK_SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "x")
+FRAMEWORK_SIGNS = ("◆", "●", "■", "▲", "✚", "✖")
+"""Of the frameworks, in the order of the registry: a colour, plotly's symbol, and the same in text."""

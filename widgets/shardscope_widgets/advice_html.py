@@ -1,0 +1,83 @@
+"""Advice in words and lines: the path through the questions, what else there is, what frameworks support."""
+
+from __future__ import annotations
+
+from html import escape
+
+from shardscope.planner.abilities import COLUMNS, Abilities
+from shardscope.planner.advice import Advice, Turn
+from shardscope_widgets.words import sentence
+
+DECIDED, TAKEN, PASSED = "decides", "taken", "not taken"
+
+
+def advised(advice: Advice) -> str:
+    """The plan to start with and a button that applies it, or that nothing fits."""
+    why = f"<p>{escape(advice.why)}</p>"
+    if advice.plan is None:
+        return f"<h2>What to start with</h2><div class='ss-advised'>{why}</div>"
+    button = "<button type='button' class='ss-act ss-first' data-act='plan'>Apply this plan</button>"
+    disagrees = (
+        f"<div class='ss-note'><b>The search disagrees.</b> {escape(advice.disagreement)}</div>"
+        if advice.disagreement
+        else ""
+    )
+    return (
+        f"<h2>What to start with</h2><div class='ss-advised'>{sentence(advice.plan)}{why}{button}</div>"
+        f"{disagrees}"
+    )
+
+
+def path(advice: Advice) -> str:
+    """Every question in order; those whose answer the plan does not have are pale."""
+    last = max((index for index, turn in enumerate(advice.path) if turn.taken), default=-1)
+    steps = "".join(_turn(turn, index == last) for index, turn in enumerate(advice.path))
+    hint = "<span class='ss-hint'>filled: the plan has it; hollow and pale: it does not</span>"
+    return f"<h2>The questions on the way {hint}</h2><ol class='ss-path'>{steps}</ol>"
+
+
+def _turn(turn: Turn, decides: bool) -> str:
+    state = DECIDED if decides else TAKEN if turn.taken else PASSED
+    kind = {DECIDED: "ss-taken ss-decides", TAKEN: "ss-taken", PASSED: "ss-passed"}[state]
+    number = f"<div class='ss-number'>{escape(turn.number)}</div>" if turn.number else ""
+    return (
+        f"<li class='{kind}'><span class='ss-off-screen'>{state}: </span>"
+        f"<div class='ss-question'>{escape(turn.question)} <b>{escape(turn.answer)}</b></div>{number}"
+        f"<div class='ss-hint'>{escape(turn.why)}</div></li>"
+    )
+
+
+def otherwise(advice: Advice) -> str:
+    """Other plans, each with what it gives and costs, or lacks, and a button that applies it."""
+    if not advice.alternatives:
+        return ""
+    rows = "".join(
+        f"<li><div>{escape(words)}</div><button type='button' class='ss-act' data-act='{index}'"
+        f" aria-label='{escape(f'Apply {plan.layout.description}', quote=True)}'>Apply</button></li>"
+        for index, (plan, words) in enumerate(advice.alternatives)
+    )
+    title = "Otherwise" if advice.plan is not None else "Nearest to it"
+    return f"<h2>{title}</h2><ul class='ss-offers'>{rows}</ul>"
+
+
+def matrix(table: Abilities) -> str:
+    """Abilities down, frameworks across; what asks for an ability stands behind its mark, on hover."""
+    head = "".join(f"<th scope='col'>{escape(title)}</th>" for title in table.titles.values())
+    rows = "".join(
+        f"<tr><th scope='row' title='{escape(column.words, quote=True)}'>{escape(column.title)}</th>"
+        + "".join(_cell(row[key].supported, row[key].how) for row in table.cells.values())
+        + "</tr>"
+        for key, column in COLUMNS.items()
+    )
+    ways = "".join(f"<td>{escape(words)}</td>" for words in table.ergonomics.values())
+    return (
+        "<h2>What each supports <span class='ss-hint'>hover a mark for what asks for it</span></h2>"
+        "<div class='ss-scroll' tabindex='0'><table class='ss-table ss-matrix'><thead><tr><td></td>"
+        f"{head}</tr></thead><tbody>{rows}<tr class='ss-ways'><th scope='row'>in use</th>{ways}</tr></tbody>"
+        "</table></div>"
+    )
+
+
+def _cell(supported: bool, how: str) -> str:
+    mark, words, kind = ("✓", "yes", "ss-yes") if supported else ("–", "no", "ss-no")
+    return f"<td class='{kind}' title='{escape(how, quote=True)}' aria-label='{words}'>{mark}</td>"

@@ -1,0 +1,93 @@
+"""What of a plan runs, but badly: ``plan.findings()`` as a list, with the button that mends each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope.planner.preflight import SEVERITIES, Finding
+from shardscope_widgets import shared
+from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.sheet import Sheet
+
+SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
+"""A shape for each severity beside its word: its colour says nothing that these do not."""
+
+NOTHING = "Nothing to mend: no check has anything against this plan."
+
+
+class ChecksView(widgets.VBox):
+    """Findings, the worst first: how bad, why with the number behind it, and what mends it.
+
+    A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it.
+    """
+
+    plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
+
+    def __init__(
+        self, plan: ss.Plan | None = None, *, on_apply: Callable[[ss.Plan], None] | None = None
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._on_apply = on_apply
+        self.list = Clickable(self._act)
+        super().__init__([Sheet(), self.list], layout=shared.layout())
+        for name in ("ss-root", "ss-view", "ss-checks"):
+            self.add_class(name)
+        if plan is not None:
+            self.show(plan.findings())
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Draw findings."""
+        self.findings = worst_first(findings)
+        self.list.value = in_html(self.findings)
+
+    def _act(self, act: str) -> None:
+        # By name: the list may have changed since it was drawn where the click came from.
+        found = next((finding for finding in self.findings if finding.name == act), None)
+        if found is None or found.plan is None:
+            return
+        self.plan = found.plan
+        if self._on_apply is not None:
+            self._on_apply(found.plan)
+
+
+def worst_first(findings: Sequence[Finding]) -> list[Finding]:
+    """By severity; within one, as they were found."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """``1 danger, 2 warnings, 1 hint``."""
+    counts = [(name, sum(finding.severity == name for finding in findings)) for name in SEVERITIES]
+    return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for name, number in counts if number)
+
+
+def in_html(findings: Sequence[Finding]) -> str:
+    """The list, or that there is nothing to mend."""
+    if not findings:
+        return f"<p class='ss-hint'>{NOTHING}</p>"
+    rows = "".join(_row(finding) for finding in findings)
+    return (
+        f"<h2>{summary(findings)} <span class='ss-hint'>what runs, but badly</span></h2>"
+        f"<ul class='ss-findings'>{rows}</ul>"
+    )
+
+
+def _row(finding: Finding) -> str:
+    title = finding.name.replace("-", " ")
+    mend = f"<span>{escape(finding.change)}</span>"
+    if finding.plan is not None:
+        label = escape(f"Apply: {finding.change}", quote=True)
+        mend += (
+            f"<button type='button' class='ss-act' data-act='{escape(finding.name, quote=True)}'"
+            f" aria-label='{label}'>Apply</button>"
+        )
+    return (
+        f"<li class='ss-is-{finding.severity}'><div class='ss-severity'><i>{SIGNS[finding.severity]}</i> "
+        f"{finding.severity}</div><div><b>{escape(title)}</b><p>{escape(finding.why)}</p>"
+        f"<div class='ss-mend'>{mend}</div></div></li>"
+    )

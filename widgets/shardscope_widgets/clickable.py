@@ -1,0 +1,41 @@
+"""HTML that a person presses: tables whose headings sort, whose rows and buttons do something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from shardscope_widgets import shared
+from shardscope_widgets.front_end_text import front_end_text
+
+
+class Clickable(anywidget.AnyWidget):
+    """Shows ``value``; pressing an element with ``data-act='...'`` calls ``on_act`` with these words.
+
+    One model for a whole table: a widget for each of its buttons would cost a reloaded page its time.
+    """
+
+    _esm = front_end_text("clickable.js")
+    value = traitlets.Unicode(help="HTML. Whatever comes from outside is escaped by who writes it.").tag(
+        sync=True
+    )
+
+    def __init__(self, on_act: Callable[[str], None], *classes: str) -> None:
+        super().__init__(layout=shared.layout())
+        self._on_act = on_act
+        self.add_class("ss-clickable")
+        for name in classes:
+            self.add_class(name)
+        self.on_msg(self._heard)
+
+    def press(self, act: str) -> None:
+        """What a person's click on the element with this ``data-act`` does."""
+        self._on_act(act)
+
+    def _heard(self, _: object, content: Any, __: object) -> None:
+        act = content.get("act") if isinstance(content, dict) else None
+        if isinstance(act, str):
+            self.press(act)

@@ -1,0 +1,31 @@
+// HTML that Python writes and a person presses: tables whose rows, headings and buttons do something.
+
+/** Write the HTML anew; what had the keyboard keeps it, and what was opened stays open.
+ * @param {HTMLElement} el @param {string} html */
+function write(el, html) {
+  const focused = el.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
+  const open = new Set([...el.querySelectorAll("details[open][data-key]")].map((row) => row.dataset.key));
+  el.innerHTML = html;
+  for (const row of el.querySelectorAll("details[data-key]")) row.open = open.has(row.dataset.key);
+  if (focused === undefined) return;
+  [...el.querySelectorAll("[data-act]")].find((other) => other.dataset.act === focused)?.focus();
+}
+
+function render({ model, el }) {
+  const ended = new AbortController();
+  const draw = () => write(el, model.get("value"));
+  const press = ({ target }) => {
+    // A selection that ends on a row is no press.
+    if (String(getSelection()) !== "" && !target.closest("button")) return;
+    const pressed = target.closest("[data-act]");
+    if (pressed && el.contains(pressed)) model.send({ act: pressed.dataset.act });
+  };
+  el.addEventListener("click", press, { signal: ended.signal });
+  model.on("change:value", draw);
+  draw();
+  return () => {
+    ended.abort();
+    model.off("change:value", draw);
+  };
+}
+export default { render };

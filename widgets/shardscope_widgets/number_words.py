@@ -1,0 +1,80 @@
+"""Rates, prices and durations as people read them: three significant digits, the unit once."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+from shardscope.validation import real_number, refuse
+
+LARGE = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+MOST_TOKENS = 1e18
+BUDGET = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)(?:\s*tokens?)?", re.IGNORECASE)
+
+
+def three(value: float) -> str:
+    """``412``, ``41.2``, ``4.12``, ``0.41``, ``0.0041``."""
+    for least, digits in ((99.95, 0), (9.995, 1), (0.995, 2)):
+        if value >= least:
+            return f"{value:,.{digits}f}"
+    return f"{value:.2g}" if value else "0"
+
+
+def short(value: float) -> str:
+    """``7.94k``, ``1.2M``, ``412``."""
+    for letter, size in LARGE:
+        if value >= 0.9995 * size:
+            return three(value / size) + letter
+    return three(value)
+
+
+def dollars(value: float) -> str:
+    """``$0.09``, ``$1.23``, ``$412``, ``$1.20M``."""
+    if value >= 0.995 or not value:
+        return f"${short(value)}" if value >= 999_500 else f"${three(value)}"
+    # Two digits that mean something, and two decimals at least: a price has cents.
+    return f"${value:.{max(2, 1 - math.floor(math.log10(value)))}f}"
+
+
+def duration(days: float) -> str:
+    """``41.2 minutes``, ``7.94 hours``, ``41.2 days``, ``4.12 years``."""
+    for unit, size in (("years", 365.0), ("days", 1.0), ("hours", 1 / 24)):
+        if days >= 2 * size:
+            return f"{three(days / size)} {unit}"
+    return f"{three(days * 24 * 60)} minutes"
+
+
+def typed_tokens(text: str) -> float:
+    """Tokens as a person types them: ``15T``, ``300B``, ``1.5e12``. Raises ``ValueError``."""
+    cleaned = text.strip().replace(",", "").replace("_", "")
+    match = BUDGET.fullmatch(cleaned)
+    try:
+        number = float(match[1]) if match else None
+    except ValueError:  # "1.2.3"
+        number = None
+    if match is None or number is None:
+        refuse("num_tokens", text, "a number of tokens, as 15T, 300B or 1.5e12", "'15T'")
+    factor = dict(LARGE).get("k" if match[2] in "kK" else match[2].upper(), 1.0) if match[2] else 1.0
+    return real_number("num_tokens", number * factor, low=1, high=MOST_TOKENS)
+
+
+class Scale(NamedTuple):
+    """The unit in which all times of one report are told, so that their numbers line up."""
+
+    unit: str
+    factor: float
+
+    @classmethod
+    def of(cls, seconds: float) -> Scale:
+        """The unit in which a step of ``seconds`` reads well."""
+        for unit, factor, least in (("s", 1.0, 10.0), ("ms", 1e3, 0.01)):
+            if seconds >= least:
+                return cls(unit, factor)
+        return cls("µs", 1e6)
+
+    def show(self, seconds: float) -> str:
+        """``seconds`` without the unit: three significant digits, at most two decimals."""
+        value = seconds * self.factor
+        digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+        return f"{value:,.{digits}f}"

@@ -1,0 +1,141 @@
+"""The Plans tab: what to start with and why, and every layout that there is; both asked in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope_widgets import shared
+from shardscope_widgets.advice_view import AdviceView
+from shardscope_widgets.ranking_view import RankingView
+from shardscope_widgets.words import device_count, title
+from shardscope_widgets.work_panel import Progress, WorkPanel
+
+if TYPE_CHECKING:
+    from shardscope.planner.search import Ranking
+
+    from shardscope.planner.advice import Advice
+
+
+class Question(NamedTuple):
+    """What an answer is to: without what the answer itself chooses."""
+
+    architecture: ss.Architecture
+    cluster: ss.Cluster
+    recipe: ss.Recipe
+
+    @classmethod
+    def of(cls, plan: ss.Plan) -> Question:
+        """The question whose answers ``plan`` may be one of."""
+        chosen = replace(plan.recipe, micro_batch_size=1, recompute="none")
+        return cls(plan.architecture, plan.cluster, chosen)
+
+    def __str__(self) -> str:
+        return f"{title(self.architecture.name)} on {device_count(self.cluster)}"
+
+
+class PlansPage(widgets.VBox):
+    """Advice and search for the plan that is offered. Nothing is asked anew while a person moves an input.
+
+    The first look at a page asks its question; after that, what was answered for another question stays,
+    pale, until the button is pressed.
+    """
+
+    def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
+        self._plan: ss.Plan | None = None
+        self._answered: dict[str, Question] = {}
+        self.mode = shared.segments([("what to start with", "advice"), ("every layout", "search")], "Plans")
+        self.mode.observe(self._look, "value")
+        self.ask = WorkPanel(
+            "Ask again", "Go through the questions with this model, these GPUs, this training", self._ask
+        )
+        self.search = WorkPanel(
+            "Search again",
+            "Evaluate every layout, micro-batch and recomputation of every framework",
+            self._search,
+        )
+        self.advice = AdviceView(on_apply=on_apply)
+        self.ranking = RankingView(on_apply=on_apply)
+        self._panels = {"advice": self.ask, "search": self.search}
+        self._views: dict[str, widgets.VBox] = {"advice": self.advice, "search": self.ranking}
+        bar = widgets.HBox([self.mode, *self._panels.values()], layout=shared.layout())
+        bar.add_class("ss-toolbar")
+        self._about = shared.html("", "ss-hint")
+        words = [panel.words for panel in self._panels.values()]
+        super().__init__([bar, self._about, *words, *self._views.values()], layout=shared.layout())
+        for view in self._views.values():
+            view.layout = widgets.Layout()
+        for panel in self._panels.values():
+            panel.layout = widgets.Layout()
+            panel.words.layout = widgets.Layout()
+        self.add_class("ss-plans")
+
+    def offer(self, plan: ss.Plan) -> None:
+        """Say which plan is applied; what was answered for other nouns is shown as that."""
+        self._plan = plan
+        self.ranking.mark(plan)
+        self._look()
+
+    def _look(self, change: object = None) -> None:
+        """Show the chosen page, and ask its question if nobody has yet."""
+        mode = self.mode.value
+        for name, panel in self._panels.items():
+            for widget in (panel, panel.words, self._views[name]):
+                widget.layout.display = "" if name == mode else "none"
+        if self._plan is None:
+            return
+        if mode not in self._answered and not self._panels[mode].is_busy:
+            (self._ask if mode == "advice" else self._search)()
+        self._say_whose()
+
+    def _say_whose(self) -> None:
+        """Mark an answer to another question as that."""
+        mode = self.mode.value
+        answered = self._answered.get(mode)
+        is_old = answered is not None and self._plan is not None and answered != Question.of(self._plan)
+        view = self._views[mode]
+        (view.add_class if is_old else view.remove_class)("ss-old")
+        self._about.value = f"This was found for {answered}, before something was changed." if is_old else ""
+
+    def _ask(self) -> None:
+        plan = self._plan
+        if plan is None:
+            return
+
+        def work(progress: Progress) -> Advice:
+            progress("asking", 0.0)
+            return ss.recommend(plan.architecture, plan.cluster, plan.recipe)
+
+        self.ask.start(
+            work,
+            lambda advice: self._got("advice", plan, lambda: self.advice.show(advice)),
+            lambda _, seconds: "",
+        )
+
+    def _search(self) -> None:
+        plan = self._plan
+        if plan is None:
+            return
+
+        def work(progress: Progress) -> Ranking:
+            return ss.search(plan.architecture, plan.cluster, plan.recipe, progress=progress)
+
+        self.search.start(
+            work,
+            lambda ranking: self._got("search", plan, lambda: self._show_ranking(ranking)),
+            lambda _, seconds: "",
+        )
+
+    def _show_ranking(self, ranking: Ranking) -> None:
+        self.ranking.show(ranking)
+        if self._plan is not None:
+            self.ranking.mark(self._plan)
+
+    def _got(self, mode: str, plan: ss.Plan, show: Callable[[], None]) -> None:
+        self._answered[mode] = Question.of(plan)
+        show()
+        self._say_whose()

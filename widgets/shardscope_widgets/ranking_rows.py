@@ -1,0 +1,85 @@
+"""A search's results as rows that are sorted and paged, and as marks that a chart can carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardscope.frameworks.registry import frameworks
+from shardscope_widgets.theme import FRAMEWORK_COLOURS, FRAMEWORK_SIGNS, FRAMEWORK_SYMBOLS
+
+if TYPE_CHECKING:
+    from shardscope.planner.search import Ranking
+
+Column = Literal["tokens_per_second_per_gpu", "step_seconds", "peak_bytes", "headroom_bytes", "framework"]
+ASCENDING: dict[str, bool] = {
+    "tokens_per_second_per_gpu": False,
+    "step_seconds": True,
+    "peak_bytes": True,
+    "headroom_bytes": False,
+    "framework": True,
+}
+"""Columns that sort, and which end a first click brings to the top: the better one."""
+GRID = (240, 120)
+"""Places that a chart of usual width can tell apart, across and upwards: two plans in one are one mark."""
+
+Indices = npt.NDArray[np.int64]
+
+
+class Sign(NamedTuple):
+    """How a framework looks in chart and table: never by its colour alone."""
+
+    title: str
+    colour: str
+    symbol: str
+    text: str
+
+
+def signs() -> dict[str, Sign]:
+    """Framework's name -> its sign, in the order of the registry."""
+    return {
+        name: Sign(
+            framework.title,
+            FRAMEWORK_COLOURS[index % len(FRAMEWORK_COLOURS)],
+            FRAMEWORK_SYMBOLS[index % len(FRAMEWORK_SYMBOLS)],
+            FRAMEWORK_SIGNS[index % len(FRAMEWORK_SIGNS)],
+        )
+        for index, (name, framework) in enumerate(frameworks.items())
+    }
+
+
+def feasible(ranking: Ranking) -> Indices:
+    """Rows whose memory is enough, in the ranking's own order."""
+    return np.flatnonzero(np.asarray(ranking.headroom_bytes) >= 0)
+
+
+def ordered(ranking: Ranking, column: str, ascending: bool) -> Indices:
+    """Feasible rows by a column; equals stay in the ranking's order, the faster first."""
+    rows = feasible(ranking)
+    values = np.asarray(getattr(ranking, column))[rows]
+    if not ascending:
+        # Stable in both directions: a reversed stable sort would turn equals around.
+        _, codes = np.unique(values, return_inverse=True)
+        values = -codes
+    return rows[np.argsort(values, kind="stable")]
+
+
+def marks(
+    ranking: Ranking, rows: Indices, x_range: tuple[float, float], y_range: tuple[float, float]
+) -> Indices:
+    """The first of ``rows`` in each place that a chart can tell apart, for each framework."""
+    memory = np.asarray(ranking.peak_bytes, dtype=float)[rows]
+    speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)[rows]
+    _, codes = np.unique(np.asarray(ranking.framework)[rows], return_inverse=True)
+    across = _place(memory, x_range, GRID[0])
+    upwards = _place(speed, y_range, GRID[1])
+    _, first = np.unique((codes * GRID[1] + upwards) * GRID[0] + across, return_index=True)
+    return rows[np.sort(first)]
+
+
+def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number: int) -> Indices:
+    low, high = bounds
+    share = (values - low) / max(high - low, 1e-300)
+    return np.clip((share * number).astype(np.int64), 0, number - 1)

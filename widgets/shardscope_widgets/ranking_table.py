@@ -1,0 +1,114 @@
+"""The best plans of a search as rows that are sorted, paged and pressed."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import shardscope as ss
+from shardscope.memory.words import gib
+from shardscope.timing.report import HOUR_SECONDS
+from shardscope_widgets.number_words import Scale, dollars, short
+from shardscope_widgets.ranking_rows import Indices, signs
+
+if TYPE_CHECKING:
+    from shardscope.planner.search import Ranking
+
+ROWS_ON_A_PAGE = 12
+HEADINGS = {
+    "tokens_per_second_per_gpu": "tokens/s per GPU",
+    "step_seconds": "step, {unit}",
+    "peak_bytes": "peak, GiB",
+    "headroom_bytes": "room left, GiB",
+}
+
+
+def page_of(
+    ranking: Ranking, order: Indices, first: int, column: str, ascending: bool, chosen: ss.Plan | None
+) -> str:
+    """Twelve rows from ``first`` on, with headings that sort and rows that apply."""
+    shown = order[first : first + ROWS_ON_A_PAGE]
+    steps = np.asarray(ranking.step_seconds, dtype=float)
+    scale = Scale.of(float(steps[order[0]]))
+    head = _heading("framework", "plan", column, ascending) + "<th class='ss-text'>micro-batch</th>"
+    head += "<th class='ss-text'>recompute</th>"
+    head += "".join(
+        _heading(name, words.format(unit=scale.unit), column, ascending) for name, words in HEADINGS.items()
+    )
+    rows = "".join(_row(ranking, int(index), scale, chosen) for index in shown)
+    return (
+        f"<div class='ss-scroll'><table class='ss-table ss-ranked'><thead><tr>{head}<th>$ per M tokens</th>"
+        f"</tr></thead><tbody>{rows}</tbody></table></div>{_pager(first, len(order))}"
+    )
+
+
+def _heading(name: str, words: str, column: str, ascending: bool) -> str:
+    sorts, arrow = "", ""
+    if name == column:
+        sorts = f" aria-sort='{'ascending' if ascending else 'descending'}'"
+        arrow = " ▴" if ascending else " ▾"
+    kind = " class='ss-text'" if name == "framework" else ""
+    button = f"<button type='button' data-act='sort:{name}'>{words}{arrow}</button>"
+    return f"<th scope='col'{kind}{sorts}>{button}</th>"
+
+
+def _row(ranking: Ranking, index: int, scale: Scale, chosen: ss.Plan | None) -> str:
+    plan = ranking.plan(index)
+    sign = signs()[plan.layout.framework]
+    rate = float(ranking.tokens_per_second_per_gpu[index])
+    price = plan.cluster.gpu.price_per_hour_usd
+    cost = "–" if price is None else dollars(1e6 * price / HOUR_SECONDS / rate)
+    current = plan == chosen
+    kind = " class='ss-current'" if current else ""
+    name = escape(layout_words(plan))
+    note = " · this plan" if current else ""
+    mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
+    return (
+        f"<tr data-act='apply:{index}'{kind}><td>{mark}"
+        f"<button type='button' data-act='apply:{index}'>{name}</button>{note}</td>"
+        f"<td class='ss-text'>{plan.recipe.micro_batch_size}</td>"
+        f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{short(rate)}</td>"
+        f"<td>{scale.show(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
+        f"<td>{gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
+    )
+
+
+def layout_words(plan: ss.Plan) -> str:
+    """``Megatron, tensor 8, pipeline 4``: the framework and the degrees above one."""
+    degrees = plan.degrees
+    named = (
+        ("shard", degrees.shard),
+        ("replicate", degrees.replicate),
+        ("tensor", degrees.tp),
+        ("pipeline", degrees.pp),
+        ("context", degrees.cp),
+    )
+    return ", ".join([plan.layout.description, *(f"{name} {number}" for name, number in named if number > 1)])
+
+
+def _pager(first: int, number: int) -> str:
+    if number <= ROWS_ON_A_PAGE:
+        return ""
+    last = min(first + ROWS_ON_A_PAGE, number)
+    back = " disabled" if first == 0 else ""
+    on = " disabled" if last == number else ""
+    return (
+        f"<div class='ss-pager'><button type='button' class='ss-act' data-act='page:-1'{back}>Back</button>"
+        f"<button type='button' class='ss-act' data-act='page:1'{on}>More</button>"
+        f"<span>{first + 1:,} to {last:,} of {number:,} that fit</span></div>"
+    )
+
+
+def misses(ranking: Ranking) -> str:
+    """Where nothing fits: the nearest misses, and what each lacks."""
+    rows = "".join(
+        f"<li><div><b>{escape(layout_words(miss.plan))}</b> {escape(miss.words)}</div>"
+        f"<button type='button' class='ss-act' data-act='miss:{index}'>Apply</button></li>"
+        for index, miss in enumerate(ranking.misses)
+    )
+    return (
+        "<h2>Nothing fits <span class='ss-hint'>these come nearest</span></h2>"
+        f"<ul class='ss-offers'>{rows}</ul>"
+    )

@@ -1,0 +1,128 @@
+"""What a search found: every plan in one chart, the best of them in a table whose rows apply."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope_widgets import shared
+from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.figures import Chart
+from shardscope_widgets.ranking_figure import counted, draw, empty_figure, key
+from shardscope_widgets.ranking_rows import ASCENDING, Indices, ordered
+from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, misses, page_of
+from shardscope_widgets.sheet import Sheet
+
+if TYPE_CHECKING:
+    from shardscope.planner.search import Ranking
+
+BEST_FIRST = "tokens_per_second_per_gpu"
+
+
+class RankingView(widgets.VBox):
+    """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it."""
+
+    plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
+
+    def __init__(
+        self, ranking: Ranking | None = None, *, on_apply: Callable[[ss.Plan], None] | None = None
+    ) -> None:
+        self.ranking: Ranking | None = None
+        self._on_apply = on_apply
+        self._current: ss.Plan | None = None
+        # A search ends in a thread of its own, while a person may sort what is there.
+        self._lock = threading.RLock()
+        self._column, self._ascending, self._first = BEST_FIRST, ASCENDING[BEST_FIRST], 0
+        self._order: Indices | None = None
+        self.figure: Chart | None = None
+        self._place = widgets.VBox(layout=shared.layout())
+        self.caption = shared.html("", "ss-hint")
+        self.table = Clickable(self._act)
+        super().__init__([Sheet(), self._place, self.caption, self.table])
+        for name in ("ss-root", "ss-view", "ss-ranking"):
+            self.add_class(name)
+        if ranking is not None:
+            self.show(ranking)
+
+    def show(self, ranking: Ranking) -> None:
+        """Draw what a search found, the fastest first."""
+        with self._lock:
+            self.ranking = ranking
+            self._column, self._ascending, self._first = BEST_FIRST, ASCENDING[BEST_FIRST], 0
+            self._order = ordered(ranking, self._column, self._ascending)
+            if self.figure is None:
+                self.figure = empty_figure()
+                self._place.children = [self.figure]
+            self._draw()
+
+    def mark(self, plan: ss.Plan) -> None:
+        """Say which plan is applied already: its row and its place in the chart are marked."""
+        with self._lock:
+            if plan != self._current:
+                self._current = plan
+                self._draw()
+
+    def _draw(self) -> None:
+        ranking = self.ranking
+        if ranking is None or self.figure is None:
+            return
+        num_marks = draw(self.figure, ranking, self._chosen())
+        self.caption.value = f"{key()}{counted(ranking, num_marks)}"
+        self._write()
+
+    def _chosen(self) -> tuple[float, float] | None:
+        """Peak bytes and tokens a second of the plan that is applied; None where its time is not known."""
+        if self._current is None:
+            return None
+        try:
+            return self._current.memory().peak_bytes, self._current.step().tokens_per_second_per_gpu
+        except ValueError:
+            return None
+
+    def _write(self) -> None:
+        ranking, order = self.ranking, self._order
+        if ranking is None or order is None:
+            return
+        if not len(order):
+            self.table.value = misses(ranking)
+            return
+        self.table.value = page_of(ranking, order, self._first, self._column, self._ascending, self._current)
+
+    def _act(self, act: str) -> None:
+        kind, _, what = act.partition(":")
+        with self._lock:
+            ranking, order = self.ranking, self._order
+            if ranking is None or order is None:
+                return
+            if kind == "sort" and what in ASCENDING:
+                self._ascending = not self._ascending if what == self._column else ASCENDING[what]
+                self._column, self._first = what, 0
+                self._order = ordered(ranking, self._column, self._ascending)
+                self._write()
+                return
+            if kind == "page" and what in ("1", "-1"):
+                first = self._first + int(what) * ROWS_ON_A_PAGE
+                self._first = first if 0 <= first < len(order) else self._first
+                self._write()
+                return
+            # By the plan's own number: the table may have been sorted since the click was sent.
+            plan = self._plan_of(kind, what, ranking)
+        if plan is None:
+            return
+        self.plan = plan
+        if self._on_apply is not None:
+            self._on_apply(plan)
+        self.mark(plan)
+
+    @staticmethod
+    def _plan_of(kind: str, what: str, ranking: Ranking) -> ss.Plan | None:
+        if kind == "apply" and what.isdigit() and int(what) < len(ranking.peak_bytes):
+            return ranking.plan(int(what))
+        if kind == "miss" and what.isdigit() and int(what) < len(ranking.misses):
+            return ranking.misses[int(what)].plan
+        return None

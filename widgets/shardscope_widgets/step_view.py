@@ -1,0 +1,84 @@
+"""Where every millisecond goes: what a step waits for, what is hidden, what runs measured, what it costs."""
+
+from __future__ import annotations
+
+from html import escape
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.timing.report import StepReport
+from shardscope_widgets import shared
+from shardscope_widgets.number_words import dollars, duration, short, typed_tokens
+from shardscope_widgets.pickers.base import Row
+from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.step_figure import draw, empty_figure
+from shardscope_widgets.step_rows import MeasuredStep, ShownStep, shown_step
+from shardscope_widgets.step_table import caption, figures, table
+
+MAX_REMEMBERED = 32
+"""Measured steps that come back when their plan does."""
+
+
+class StepView(widgets.VBox):
+    """A plan's step, predicted and measured, redrawn in place when ``show`` gets another plan."""
+
+    def __init__(self, plan: ss.Plan | None = None) -> None:
+        self.shown: ShownStep | None = None
+        self._measured: list[tuple[ss.Plan, MeasuredStep]] = []
+        self.figure = empty_figure()
+        self.caption = shared.html("", "ss-hint")
+        self.figures = shared.html()
+        self.budget = shared.text("15B", "Tokens to train on, as 15T, 300B or 1.5e12", "72px")
+        self.budget.observe(self._show_budget, "value")
+        self.budget_words = shared.html("", "ss-budget")
+        self.budget_row = Row("For tokens", self.budget, self.budget_words)
+        self.table = shared.html()
+        super().__init__([Sheet(), self.figure, self.caption, self.figures, self.budget_row, self.table])
+        for name in ("ss-root", "ss-view", "ss-step"):
+            self.add_class(name)
+        if plan is not None:
+            self.show(plan)
+
+    @property
+    def report(self) -> StepReport | None:
+        """The prediction that is shown; None while there is none."""
+        return self.shown.report if self.shown else None
+
+    def show(self, plan: ss.Plan) -> None:
+        """Draw a plan's step; where it cannot be predicted, say why."""
+        measured = next((step for known, step in self._measured if known == plan), None)
+        self.shown = shown_step(plan, measured)
+        draw(self.figure, self.shown)
+        self.caption.value = caption(self.shown)
+        self.figures.value = figures(self.shown)
+        self.table.value = table(self.shown)
+        self._show_budget()
+
+    def add(self, plan: ss.Plan, measured: MeasuredStep) -> None:
+        """Remember steps that a run of ``plan`` measured; they are shown whenever that plan is."""
+        others = [(known, step) for known, step in self._measured if known != plan]
+        self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
+        if self.shown is not None and self.shown.plan == plan:
+            self.show(plan)
+
+    def _show_budget(self, change: object = None) -> None:
+        """Days, price and energy of the tokens that are typed; what is no number is said at the input."""
+        report = self.report
+        self.budget_row.layout.display = "none" if report is None else ""
+        self.budget_row.show_error("")
+        if report is None:
+            return
+        try:
+            num_tokens = typed_tokens(self.budget.value)
+        except ValueError as error:
+            self.budget_row.show_error(str(error))
+            self.budget_words.value = ""
+            return
+        steps = num_tokens / report.num_tokens
+        parts = [f"<b>{escape(duration(report.days(num_tokens)))}</b> if nothing fails"]
+        cost = report.cost(num_tokens)
+        if cost is not None:
+            parts.append(f"<b>{dollars(cost)}</b>")
+        parts.append(f"{short(steps)} steps")
+        self.budget_words.value = " · ".join(parts)

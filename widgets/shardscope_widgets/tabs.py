@@ -1,0 +1,35 @@
+"""The row of tabs above the answers, with a number beside a name where there is something to see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anywidget
+import traitlets
+
+from shardscope_widgets import shared
+from shardscope_widgets.front_end_text import front_end_text
+
+
+class Tabs(anywidget.AnyWidget):
+    """``value`` is the name that is chosen; ipywidgets' own buttons have neither roles nor arrow keys."""
+
+    _esm = front_end_text("tabs.js")
+    names = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    value = traitlets.Unicode().tag(sync=True)
+    badges = traitlets.Dict(help="Name -> the number beside it, and what it counts.").tag(sync=True)
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names=list(names), value=names[0], layout=shared.layout())
+        self.add_class("ss-tabs")
+
+    @traitlets.validate("value")
+    def _known(self, proposal: dict[str, str]) -> str:
+        if proposal["value"] not in self.names:
+            raise traitlets.TraitError(f"{proposal['value']!r} is no tab; there are {', '.join(self.names)}")
+        return proposal["value"]
+
+    def mark(self, name: str, count: int, words: str) -> None:
+        """Put ``count`` beside a name, and what it counts into its tooltip; 0 takes it away."""
+        others = {key: value for key, value in self.badges.items() if key != name}
+        self.badges = {**others, name: [str(count), words]} if count else others

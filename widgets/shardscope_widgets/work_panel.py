@@ -1,0 +1,112 @@
+"""A button that starts long work in the background, how far that is, and the way to stop it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from html import escape
+from typing import TypeVar
+
+import ipywidgets as widgets
+
+from shardscope_widgets import shared
+
+SHOWN_WORDS = 300
+LEAST_SECONDS_BETWEEN_WORDS = 0.1
+"""A browser that gets a thousand messages shows the last of them long after it was true."""
+
+Answer = TypeVar("Answer")
+Progress = Callable[[str, float], None]
+
+
+class CancelledError(Exception):
+    """Somebody pressed Cancel."""
+
+
+class WorkPanel(widgets.HBox):
+    """Does one piece of work at a time, in a thread: the kernel stays free, and so does the notebook."""
+
+    def __init__(self, label: str, tooltip: str, on_press: Callable[[], None]) -> None:
+        self._cancel = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.button = shared.button(label, "ss-ghost", "ss-small", tooltip=tooltip)
+        self.button.on_click(lambda _: on_press())
+        self.progress = widgets.FloatProgress(
+            min=0, max=1, layout=widgets.Layout(width="120px", display="none"), tooltip=label
+        )
+        self.cancel = shared.button("Cancel", "ss-link", layout=widgets.Layout(display="none"))
+        self.cancel.on_click(lambda _: self._cancel.set())
+        self.words = shared.html("", "ss-hint", "ss-words")
+        """Stands apart, where the view puts it: these words can be long."""
+        super().__init__([self.button, self.progress, self.cancel])
+        self.add_class("ss-work")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(
+        self,
+        work: Callable[[Progress], Answer],
+        on_done: Callable[[Answer], None],
+        done_words: Callable[[Answer, float], str],
+    ) -> None:
+        """Do ``work`` unless other work is under way; ``on_done`` gets what it returns, in the same thread.
+
+        ``work`` is given ``progress(words, fraction)``, which raises :class:`CancelledError` once somebody
+        pressed Cancel. ``done_words`` says, of the answer and its seconds, what stands beside the button.
+        """
+        if self.is_busy:
+            return
+        self._cancel.clear()
+        self._show_busy(True)
+        self._thread = threading.Thread(
+            target=self._do, args=(work, on_done, done_words), daemon=True, name="shardscope-work"
+        )
+        self._thread.start()
+
+    def _do(
+        self,
+        work: Callable[[Progress], Answer],
+        on_done: Callable[[Answer], None],
+        done_words: Callable[[Answer, float], str],
+    ) -> None:
+        started = time.monotonic()
+        told = -1.0
+
+        def progress(words: str, fraction: float) -> None:
+            nonlocal told
+            if self._cancel.is_set():
+                raise CancelledError
+            now = time.monotonic()
+            if now - told >= LEAST_SECONDS_BETWEEN_WORDS:
+                told = now
+                self.progress.value = fraction
+                self.say(f"{words} · {now - started:.0f} s")
+
+        try:
+            answer = work(progress)
+            seconds = time.monotonic() - started
+            on_done(answer)
+            self.say(done_words(answer, seconds))
+        except CancelledError:
+            self.say("cancelled")
+        except Exception as error:  # a notebook shows nobody what is raised in a thread
+            self.say(str(error) or type(error).__name__, is_error=True)
+        finally:
+            self._show_busy(False)
+
+    def _show_busy(self, busy: bool) -> None:
+        self.button.disabled = busy
+        self.progress.value = 0
+        for widget in (self.progress, self.cancel):
+            widget.layout.display = "" if busy else "none"
+
+    def say(self, words: str, is_error: bool = False) -> None:
+        """Words under the button."""
+        first = words.partition("\nTraceback")[0].partition("\n")[0]
+        shown = first if len(first) <= SHOWN_WORDS else first[:SHOWN_WORDS] + " …"
+        role = " class='ss-error' role='alert'" if is_error else ""
+        self.words.value = f"<span{role}>{escape(shown)}</span>"
