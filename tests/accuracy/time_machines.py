@@ -14,8 +14,11 @@ from shardscope.cluster import Gpu, Link
 
 _DOMAINS = (("gb200", 72), ("gb300", 72))
 """Chip -> GPUs that one NVLink switch joins, where those are more than a host's: NVL72."""
-_TRAY = 4
-_PLAIN_DOMAIN = 8
+_NETWORKS = {
+    # BLOOM (arXiv:2211.05100), section 3.4.1: four Omni-Path links of 100 Gb/s in each node of eight.
+    "bloom": "400 Gb/s a node",
+}
+"""Networks that a source describes elsewhere than in its tables."""
 
 
 def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
@@ -28,13 +31,14 @@ def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
         # Whole trays of four, and as many racks as the GPUs come in: 64 of 72, for 256.
         per_node = num_gpus if num_gpus <= domain else gcd(num_gpus, 64)
         assumed = [*assumed, f"NVLink joins {per_node} GPUs"] if num_gpus > domain else assumed
-    gpu = _gpu(name, found.gpu)
+    gpu = _gpu(name, found.gpu, "torchtitan" in text(row, "source"))
     made = replace(ss.Cluster.of(gpu, per_node, num_gpus // per_node), gpu=gpu)
-    stated = _network(text(row, "interconnect"), made)
+    known = next((words for name, words in _NETWORKS.items() if name in text(row, "source")), "")
+    stated = _network(text(row, "interconnect") or known, made)
     return (replace(made, inter_node_link=stated) if stated else made), assumed
 
 
-def _gpu(name: str, gpu: Gpu) -> Gpu:
+def _gpu(name: str, gpu: Gpu, is_torchtitan: bool) -> Gpu:
     """The card by its own datasheet where the catalogue has a relative's."""
     if "gb300" in name:
         # GB300 NVL72 (nvidia.com/en-us/data-center/gb300-nvl72), a 72nd: FP8 10 and BF16 5 PFLOP/s with
@@ -49,9 +53,19 @@ def _gpu(name: str, gpu: Gpu) -> Gpu:
             price_per_hour_usd=None,
             price_date=None,
         )
-    if "500w" in name:
-        # torchtitan's own words on its H100: 96 GB of HBM2e, 500 W; 2.4 TB/s.
-        return replace(gpu, memory_bandwidth_bytes_per_second=2400e9, tdp_watts=500)
+    if "500w" in name or (is_torchtitan and "h100" in name and "h100-sxm" not in gpu.name):
+        # torchtitan's own words (benchmarks/llama3_h100_202412_torchtitan.md): an SXM chip with 96 GB of
+        # HBM2e at 2.4 TB/s, held at 500 W.
+        return replace(
+            ss.gpus["h100-sxm-80gb"],
+            name="h100-sxm-96gb-500w",
+            memory_bytes=gpu.memory_bytes,
+            usable_bytes=gpu.usable_bytes,
+            memory_bandwidth_bytes_per_second=2400e9,
+            tdp_watts=500,
+            price_per_hour_usd=None,
+            price_date=None,
+        )
     return gpu
 
 

@@ -1,0 +1,194 @@
+"""``python -m tests.accuracy.fitting``: fits the constants of catalog/efficiency.toml on calibration rows.
+
+Every constant belongs to a GPU generation, or to links; none to a model or a source. What is made small is
+the sum over sources of their mean absolute log errors, a source of many rows weighing as its square root
+does, so that one sweep does not outweigh every other source, by a search along one constant after another.
+Judge rows are never looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from tests.accuracy.mapping import Mapped
+from tests.accuracy.rows import read, source
+from tests.accuracy.time_mapping import timed
+from tests.accuracy.time_rows import configurations, step_seconds, time_files, tokens_rate
+from tests.accuracy.unmapped import UnmappedError
+
+from shardscope.catalog import entries
+from shardscope.memory.report import MemoryReport
+from shardscope.timing.rates import rates_of
+from shardscope.timing.step import step
+
+# Group of tables and key -> the least and the most that it may be.
+BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
+    ("matrices", "share"): (0.3, 0.98),
+    ("matrices", "half_size"): (1.0, 600.0),
+    ("attention", "forward"): (0.1, 0.9),
+    ("attention", "backward"): (0.1, 0.9),
+    ("memory", "share"): (0.3, 0.98),
+    ("launch", "seconds_per_kernel"): (0.2e-6, 30e-6),
+    ("link", "share"): (0.1, 0.98),
+    ("link", "latency_factor"): (0.1, 20.0),
+}
+
+
+class Constant(NamedTuple):
+    """One number of the catalogue."""
+
+    table: str
+    name: str
+    key: str
+
+    @property
+    def value(self) -> float:
+        """What it is now."""
+        return float(_table(self)[self.key])
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most that it may be."""
+        return BOUNDS[self.table, self.key]
+
+    def __str__(self) -> str:
+        return f"{self.table}.{self.name}.{self.key}"
+
+
+class Fitted(NamedTuple):
+    """One calibration row, ready to be timed with other constants."""
+
+    mapped: Mapped
+    memory: MemoryReport
+    log_seconds: float
+    source: str
+
+
+def constants() -> list[Constant]:
+    """All that are fitted: those that the catalogue has for a generation of its own, and its links."""
+    found = []
+    for table, key in BOUNDS:
+        for name, fields in entries("efficiency")[table].items():
+            if isinstance(fields, dict) and key in fields and (table == "link" or name != "default"):
+                found.append(Constant(table, name, key))
+    return found
+
+
+def calibration_rows() -> list[Fitted]:
+    """Every configuration of grade A and role ``calibration`` that has a plan."""
+    found = []
+    for one in configurations(read(time_files())):
+        if one.row.get("role") != "calibration":
+            continue
+        try:
+            mapped = timed(one.measured)
+        except UnmappedError:
+            continue
+        rate, seconds = tokens_rate(one.measured), step_seconds(one.measured)
+        recipe = mapped.plan.recipe
+        if rate is not None:
+            seconds = recipe.global_batch_size * recipe.seq_len / mapped.plan.world_size / rate
+        assert seconds is not None
+        found.append(Fitted(mapped, mapped.plan.memory(), math.log(seconds), source(one.row)))
+    return found
+
+
+def log_errors(rows: Sequence[Fitted]) -> list[float]:
+    """log(predicted / measured) of each row, with the constants as they are now."""
+    rates_of.cache_clear()
+    return [math.log(step(row.mapped.plan, row.memory).seconds) - row.log_seconds for row in rows]
+
+
+def loss(rows: Sequence[Fitted]) -> float:
+    """What is made small."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for row, error in zip(rows, log_errors(rows), strict=True):
+        by_source[row.source].append(abs(error))
+    weights = {name: math.sqrt(len(errors)) for name, errors in by_source.items()}
+    total = sum(weights[name] * sum(errors) / len(errors) for name, errors in by_source.items())
+    return total / sum(weights.values())
+
+
+def fit(rows: Sequence[Fitted], chosen: Sequence[Constant], rounds: int = 4) -> dict[Constant, float]:
+    """The values that make the loss smallest, found along one constant after another."""
+    with restored():
+        best, factor = loss(rows), 1.3
+        for _ in range(rounds):
+            for constant in chosen:
+                best = _along(rows, constant, best, factor)
+            factor = 1 + (factor - 1) / 2
+        return {constant: constant.value for constant in chosen}
+
+
+def _along(rows: Sequence[Fitted], constant: Constant, best: float, factor: float) -> float:
+    """Steps up or down while that helps."""
+    low, high = constant.bounds
+    for step_factor in (factor, 1 / factor):
+        moved = False
+        while True:
+            was = constant.value
+            _table(constant)[constant.key] = min(high, max(low, was * step_factor))
+            found = loss(rows)
+            if found >= best - 1e-6:
+                _table(constant)[constant.key] = was
+                break
+            best, moved = found, True
+        if moved:
+            break
+    return best
+
+
+def matters(rows: Sequence[Fitted], constant: Constant) -> int:
+    """Rows whose step changes by a thousandth or more if the constant changes by a tenth."""
+    with restored():
+        before = log_errors(rows)
+        _table(constant)[constant.key] = constant.value * 0.9
+        after = log_errors(rows)
+    return sum(abs(a - b) > 1e-3 for a, b in zip(before, after, strict=True))
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Puts every constant back at the end."""
+    kept = {constant: constant.value for constant in constants()}
+    try:
+        yield
+    finally:
+        for constant, value in kept.items():
+            _table(constant)[constant.key] = value
+        rates_of.cache_clear()
+
+
+def _table(constant: Constant) -> dict[str, Any]:
+    found: dict[str, Any] = entries("efficiency")[constant.table][constant.name]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints every constant, what it was fitted to, and on how many rows."""
+    parser = argparse.ArgumentParser(prog="python -m tests.accuracy.fitting", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="*", default=[], help="constants whose names contain one of these")
+    chosen = parser.parse_args(arguments)
+    rows = calibration_rows()
+    wanted = [one for one in constants() if not chosen.only or any(word in str(one) for word in chosen.only)]
+    known = [(constant, matters(rows, constant)) for constant in wanted]
+    print(f"{len(rows)} calibration rows, loss {loss(rows):.4f}")
+    found = fit(rows, [constant for constant, count in known if count], chosen.rounds)
+    for constant, count in known:
+        print(
+            f"{constant} = {found.get(constant, constant.value):.4g} (was {constant.value:.4g}), {count} rows"
+        )
+    with restored():
+        for constant, value in found.items():
+            _table(constant)[constant.key] = value
+        print(f"loss {loss(rows):.4f}")
+
+
+if __name__ == "__main__":
+    main()
