@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardscope.cluster import Cluster
     from shardscope.layout import Layout
     from shardscope.plan import Plan
+    from shardscope.planner.advice import recommend
     from shardscope.recipe import Recipe
     from shardscope.runs.launch import launch
     from shardscope.runs.run import Run
@@ -39,6 +40,7 @@ __all__ = [
     "gpus",
     "launch",
     "models",
+    "recommend",
     "runs",
 ]
 
@@ -55,6 +57,7 @@ _rooms = {
     "gpus": "catalog",
     "launch": "runs.launch",
     "models": "catalog",
+    "recommend": "planner.advice",
 }
 
 

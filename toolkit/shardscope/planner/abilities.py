@@ -21,6 +21,7 @@ from shardscope.fixes import read_fix
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.registry import frameworks
 from shardscope.layout import Layout
+from shardscope.memory.report import COMPONENTS
 from shardscope.plan import Plan
 from shardscope.planner.changes import OFFLOADS
 from shardscope.recipe import Recipe
@@ -194,7 +195,7 @@ def _splits(component: str) -> Callable[[Framework], Iterator[Layout]]:
 
     def find(framework: Framework) -> Iterator[Layout]:
         # Those that keep most first: what splits no more than it is asked for.
-        for layout in sorted(_switched(framework), key=lambda each: -sum(_kept(each, 2).values())):
+        for layout in sorted(_switched(framework), key=_kept_of_all):
             if 4 * _kept(layout, 2)[component] < 3 * _kept(layout, 1)[component]:
                 yield layout
 
@@ -220,11 +221,18 @@ def _switched(framework: Framework) -> list[Layout]:
     return found
 
 
+def _kept_of_all(layout: Layout) -> int:
+    """Bytes of training state that stay on one of two ranks, as a negative number: most of them first."""
+    kept = _kept(layout, 2)
+    return -(kept["parameters"] + kept["gradients"] + kept["optimizer"])
+
+
 @cache
 def _kept(layout: Layout, ranks: int) -> Mapping[str, int]:
-    """Bytes by component that stay on one of some data-parallel ranks until the optimizer's step."""
+    """The most bytes of each component that one of some data-parallel ranks ever holds in a step."""
     plan = Plan(_DENSE, replace(_GPUS, gpus_per_node=ranks), Recipe(seq_len=512), layout)
-    return plan.memory().at("optimizer")
+    instants = [components for _, _, components in plan.memory().timeline]
+    return {name: max(each[name] for each in instants) for name in COMPONENTS}
 
 
 _DENSE = Architecture.of_size("350m")

@@ -1,13 +1,27 @@
-"""What advice is: the plan, the questions on the way to it, and what else there was."""
+"""``ss.recommend``: the questions a good engineer asks, in order, and the plan that they lead to.
+
+Start with the simplest that fits; escalate only where a measurement, or until then a clear prediction,
+says so. What a search over all layouts finds beside that is told, not followed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from shardscope.plan import Plan
+from shardscope.architecture import Architecture
+from shardscope.cluster import Cluster
+from shardscope.frameworks.registry import frameworks, why_not_trained
+from shardscope.plan import Plan
+from shardscope.planner.advising import large, last, otherwise, questions, words
+from shardscope.planner.advising.bench import Bench, Tried
+from shardscope.planner.advising.path import Path
+from shardscope.recipe import Recipe
+from shardscope.validation import one_of, refuse
+
+TOKENS_PER_PARAMETER = 20
+"""Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +86,136 @@ class Advice:
             f"<p>{escape(self.why)}</p><table><thead><tr><th>question</th><th>answer</th><th>number</th></tr>"
             f"</thead><tbody>{rows}</tbody></table>{disagrees}<ul>{otherwise}</ul>"
         )
+
+
+def recommend(
+    architecture: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    familiar_with: Iterable[str] = (),
+) -> Advice:
+    """Which plan to start with for this model on these GPUs, and why.
+
+    The questions are asked in the order of :attr:`Advice.path` and answered by ``plan.memory()`` and
+    ``plan.step()``: does everything fit on one GPU at the wanted micro-batch (DDP), with a smaller one or
+    recomputation, with gradients and optimizer split (ZeRO-2), with weights split as well (FSDP2), with
+    matrices or sequences split inside a node, with offload to the host (ZeRO-3), to NVMe; is it large enough
+    for Megatron-core, has it experts, are links slow, is there room left. What fits first is advised. A later
+    question replaces it only where its plan is predicted to be 10 % faster at least; where size is the reason
+    (over 70B, hundreds of GPUs, experts), unless its plan is as much slower.
+
+    ``familiar_with``: what the team already runs well, of ``ddp``, ``fsdp2``, ``deepspeed``, ``megatron`` and
+    ``accelerate``; it decides between frameworks that do the same about as fast. The recipe's micro-batch,
+    recomputation and loss may give way to what fits; what is learnt stays the same.
+
+    Raises ``ValueError`` for what is no noun, and for unknown names in ``familiar_with``. That nothing
+    fits is no error but advice: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` says what lacks
+    how much.
+    """
+    for name, noun, kind in (
+        ("architecture", architecture, Architecture),
+        ("cluster", cluster, Cluster),
+        ("recipe", recipe, Recipe),
+    ):
+        if not isinstance(noun, kind):
+            refuse(name, noun, f"a {kind.__name__}", _HOW_TO_MAKE[name])
+    bench = Bench(architecture, cluster, recipe)
+    path = Path(bench, _checked_names(familiar_with))
+    for ask in _questions(cluster):
+        ask(path)
+    best = path.current
+    turns = tuple(
+        Turn(
+            question=draft.question,
+            answer=draft.answer,
+            number=draft.number,
+            why=draft.why,
+            taken=draft.taken or bool(best and draft.key and draft.key == path.rung),
+            plan=None if draft.tried is None else draft.tried.plan,
+        )
+        for draft in path.drafts
+    )
+    if best is None:
+        missed = (*otherwise.misses(path), *otherwise.instead(bench))
+        return Advice(plan=None, path=turns, alternatives=missed, why=_nothing_fits(path), disagreement=None)
+    return Advice(
+        plan=best.plan,
+        path=turns,
+        alternatives=tuple(otherwise.others(path)),
+        why=_why(path, best),
+        disagreement=None,
+    )
+
+
+def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
+    """In the order in which they are asked; some are for several GPUs only."""
+    spread = (questions.gathered_once, questions.sharded, questions.split_inside_a_node)
+    of_size = (large.megatron, large.experts, large.links)
+    several = cluster.num_gpus > 1
+    return (
+        questions.what_trains,
+        questions.one_gpu,
+        *(spread if several else ()),
+        questions.offload,
+        *(of_size if several else ()),
+        last.room,
+        last.one_script,
+        last.what_the_team_knows,
+    )
+
+
+_HOW_TO_MAKE = {
+    "architecture": 'ss.models["llama-3.1-8b"]',
+    "cluster": 'ss.Cluster.parse("8xh100-sxm-80gb")',
+    "recipe": "ss.Recipe()",
+}
+
+
+def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
+    names = (*frameworks, "accelerate")
+    if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
+        refuse("familiar_with", familiar_with, f"several of {', '.join(names)}", "('fsdp2',)")
+    return tuple(
+        one_of("familiar_with", name.lower() if isinstance(name, str) else name, names)
+        for name in familiar_with
+    )
+
+
+def _why(path: Path, best: Tried) -> str:
+    plan, report = best.plan, best.report
+    said = [f"Start with {words.named(plan)}: the simplest plan that fits here."]
+    if path.rung in ("megatron", "experts"):
+        said = [f"Start with {words.named(plan)}."]
+    said.append(f"It {words.needs(best)}" + (", which is tight." if report.is_tight else "."))
+    if best.timed is not None:
+        mfu = best.timed.mfu
+        share = "" if mfu is None else f", {100 * mfu:.0f} % of the datasheet's peak"
+        said.append(f"Predicted: {words.pace(best.timed)}{share}.")
+        if not plan.recipe.has_adapters:
+            tokens = TOKENS_PER_PARAMETER * plan.architecture.num_parameters
+            budget = (
+                f"{words.billions(tokens)} tokens ({TOKENS_PER_PARAMETER} a parameter, Hoffmann et al. 2022)"
+            )
+            said.append(f"Pretraining on {budget} would take {words.duration(best.timed.days(tokens))}.")
+    else:
+        said.append(f"No time is told: {words.why_no_time(plan)}")
+    if words.unsaid(best):
+        said.append(words.unsaid(best))
+    if why_not_trained(plan) is not None:
+        said.append("Shardscope plans and exports it, and has no engine yet that trains it.")
+    said.append("Escalate only when a measured run says so.")
+    return " ".join(said)
+
+
+def _nothing_fits(path: Path) -> str:
+    bench = path.bench
+    near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
+    model = f"{bench.architecture.name} on {bench.cluster}"
+    if not near:
+        refusals = [outcome.refusal for outcome in path.seen.values() if outcome.refusal]
+        return f"No plan of {model} can be made. {refusals[0] if refusals else ''}".strip()
+    nearest = min(near, key=lambda tried: tried.short_bytes)
+    return (
+        f"Nothing fits {model} with this recipe. The nearest is {words.named(nearest.plan)}: "
+        f"{words.lacks(nearest)}."
+    )

@@ -1,0 +1,1 @@
+"""How advice is found: plans tried, questions asked, words for both. ``advice.py`` puts them in order."""

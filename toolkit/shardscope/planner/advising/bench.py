@@ -1,0 +1,237 @@
+"""Plans tried for advice: each is asked once what it needs and how long its step takes.
+
+Where the recipe as it is wanted does not fit, what a person tries next in the same layout: a smaller
+micro-batch, which more accumulation makes up for, layers computed again in backward, the loss in chunks.
+None of these changes what is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.fixes import as_it_is
+from shardscope.layout import Layout, divisors
+from shardscope.plan import Plan
+from shardscope.planner.room import Place, shortages
+from shardscope.support import supported
+from shardscope.timing.step import step
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.memory.report import MemoryReport
+    from shardscope.recipe import Loss, Recipe, Recompute
+    from shardscope.timing.report import StepReport
+
+PAYS = 1.10
+"""How many times faster something less simple must be predicted to be before it is advised: predictions of
+time are about that far from what is measured, and a smaller gain may be none."""
+
+WORTH_A_SETTING = 1.02
+"""The same for a setting that costs nobody anything: the micro-batch, or layers not computed again."""
+
+LARGEST_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tried:
+    """A plan that can run, what it needs, and what of that there is not."""
+
+    plan: Plan
+    report: MemoryReport
+    short: tuple[Place, ...]
+    """Where there is too little, the card first; empty: it fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything has room that is known."""
+        return not self.short
+
+    @property
+    def short_bytes(self) -> int:
+        """What is missing, of all kinds of memory together."""
+        return sum(place.short_bytes for place in self.short)
+
+    @cached_property
+    def timed(self) -> StepReport | None:
+        """The predicted step; None where a figure that decides it is not known."""
+        try:
+            return step(self.plan, self.report)
+        except ValueError:
+            return None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of one optimizer step; None where that cannot be told."""
+        return None if self.timed is None else self.timed.seconds
+
+
+class Outcome(NamedTuple):
+    """What became of one layout."""
+
+    wanted: Tried | None
+    """With the recipe as it is; None where that cannot run."""
+    best: Tried | None
+    """What fits: the fastest, as far as times are known; None where nothing does."""
+    nearest: Tried | None
+    """What lacks least, where nothing fits."""
+    refusal: str | None
+    """Why no plan could be made or predicted at all."""
+
+    @property
+    def is_eased(self) -> bool:
+        """Whether it fits, but not as wanted."""
+        return self.best is not None and self.best is not self.wanted
+
+
+class Bench:
+    """One model, one cluster and one recipe, on which layouts are tried."""
+
+    def __init__(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
+        self.architecture, self.cluster, self.recipe = architecture, cluster, recipe
+        self._outcomes: dict[Layout, Outcome] = {}
+
+    def tried(self, layout: Layout, recipe: Recipe) -> Tried | str:
+        """The plan of a layout, or why there is none."""
+        try:
+            with as_it_is():
+                plan = Plan(self.architecture, self.cluster, recipe, layout)
+                report = plan.memory()
+                return Tried(plan=plan, report=report, short=tuple(shortages(plan, report)))
+        except ValueError as refusal:
+            return str(refusal)
+
+    def outcome(self, layout: Layout) -> Outcome:
+        """The layout as wanted, or else with what eases it."""
+        if layout not in self._outcomes:
+            self._outcomes[layout] = self._found(layout)
+        return self._outcomes[layout]
+
+    def outcomes(self) -> list[Outcome]:
+        """Of all layouts that were asked for so far."""
+        return list(self._outcomes.values())
+
+    def _found(self, layout: Layout) -> Outcome:
+        wanted = self.tried(layout, self.recipe)
+        if isinstance(wanted, Tried) and wanted.fits and not wanted.report.is_tight:
+            return Outcome(wanted, wanted, None, None)
+        runs = [wanted] if isinstance(wanted, Tried) else []
+        ladders = list(self._eased(layout))
+        if isinstance(wanted, Tried) and _state_is_too_much(wanted) and ladders[-1]:
+            # No easing helps: the last one tells how much is missing at the least.
+            ladders = [ladders[-1][-1:]]
+        for ladder in ladders:
+            for recipe in ladder:
+                found = self.tried(layout, recipe)
+                if isinstance(found, str):
+                    continue
+                runs.append(found)
+                if found.fits and not found.report.is_tight:
+                    break  # A still smaller micro-batch fits as well, and is no faster.
+        refusal = wanted if isinstance(wanted, str) else None
+        as_wanted = wanted if isinstance(wanted, Tried) else None
+        if not runs:
+            return Outcome(None, None, None, refusal)
+        best = fastest(runs)
+        nearest = None if best else min(runs, key=lambda tried: tried.short_bytes)
+        return Outcome(as_wanted, best, nearest, refusal)
+
+    def _eased(self, layout: Layout) -> Iterator[list[Recipe]]:
+        """Ladders of smaller micro-batches: without and with recomputation, the loss whole and in chunks."""
+        recipe = self.recipe
+        sizes = list(reversed(divisors(recipe.micro_batch_size)))
+        for again in _more_recomputed(recipe, layout):
+            for loss in _losses(recipe, layout):
+                changed = replace(recipe, recompute=again, loss=loss)
+                found = [replace(changed, micro_batch_size=size) for size in sizes]
+                yield [one for one in found if one != recipe]
+
+    def with_room(self, tried: Tried) -> Tried:
+        """The same layout with what room there is used: the fastest of larger micro-batches, and of less
+        recomputation, that is not tight; ``tried`` itself where that gains next to nothing."""
+        recipe, layout = tried.plan.recipe, tried.plan.layout
+        found = [tried]
+        for again in _less_recomputed(recipe, layout):
+            lighter = (
+                recipe
+                if again == recipe.recompute
+                else replace(recipe, recompute=again, recompute_interval=1)
+            )
+            for size in _powers_of_two(recipe.micro_batch_size, recipe.global_batch_size):
+                changed = replace(lighter, micro_batch_size=size)
+                if changed == recipe:
+                    continue
+                larger = self.tried(layout, changed)
+                if isinstance(larger, str) or not larger.fits or larger.report.is_tight:
+                    break
+                found.append(larger)
+        best = fastest(found)
+        return best if best and is_faster(best, tried, WORTH_A_SETTING) else tried
+
+
+def _state_is_too_much(tried: Tried) -> bool:
+    """Whether what stays on the card between two steps has no room there, whatever the batch is."""
+    return sum(tried.report.at("rest").values()) > tried.report.usable_bytes
+
+
+def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
+    """Micro-batches from ``size`` on, each twice as large."""
+    while size <= min(LARGEST_MICRO_BATCH, global_batch_size):
+        yield size
+        size *= 2
+
+
+RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
+"""How much is computed again in backward, the least first; offloaded activations are another matter."""
+
+
+def _more_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
+    yield recipe.recompute
+    if recipe.recompute in RECOMPUTED:
+        yield from _recomputed(layout, RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :])
+
+
+def _less_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
+    yield recipe.recompute
+    if recipe.recompute in RECOMPUTED:
+        yield from _recomputed(layout, RECOMPUTED[: RECOMPUTED.index(recipe.recompute)])
+
+
+def _recomputed(layout: Layout, values: Iterable[Recompute]) -> Iterator[Recompute]:
+    return (value for value in values if value in supported(layout, "recompute"))
+
+
+def _losses(recipe: Recipe, layout: Layout) -> Iterator[Loss | None]:
+    yield recipe.loss
+    if recipe.loss is None and recipe.kernels is None and "chunked" in supported(layout, "loss"):
+        yield "chunked"
+
+
+def fastest(runs: Iterable[Tried]) -> Tried | None:
+    """Of those that fit the fastest; one that is not tight comes first unless that costs too much.
+
+    Where times are not known, the first; None where none fits.
+    """
+    fitting = [tried for tried in runs if tried.fits]
+    if not fitting:
+        return None
+    easy = [tried for tried in fitting if not tried.report.is_tight]
+    first = min(fitting, key=_known_seconds)
+    if not easy:
+        return first
+    first_easy = min(easy, key=_known_seconds)
+    return first if is_faster(first, first_easy, PAYS) else first_easy
+
+
+def _known_seconds(tried: Tried) -> float:
+    return float("inf") if tried.seconds is None else tried.seconds
+
+
+def is_faster(tried: Tried, other: Tried, times: float = PAYS) -> bool:
+    """Whether ``tried`` is predicted to be that many times faster; False where a time is not known."""
+    if tried.seconds is None or other.seconds is None:
+        return False
+    return tried.seconds * times < other.seconds

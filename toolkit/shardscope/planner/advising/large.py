@@ -1,0 +1,156 @@
+"""The questions about size: Megatron-core, experts, and links between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardscope.layout import divisors
+from shardscope.memory.words import count
+from shardscope.planner.advising import rungs, words
+from shardscope.planner.advising.bench import Tried, is_faster
+from shardscope.planner.advising.path import figures
+from shardscope.planner.advising.questions import LARGE_FROM
+from shardscope.planner.changes import OFFLOADS
+
+if TYPE_CHECKING:
+    from shardscope.planner.advising.path import Path
+
+MANY_GPUS = 200
+""""Hundreds of GPUs"."""
+SLOWER = 1.5
+"""How many times slower than inside a node links are that tensor parallelism should not cross."""
+
+
+def megatron(path: Path) -> None:
+    """Over 70B, hundreds of GPUs or experts: tensor parallel inside a node, pipeline across.
+
+    Where size is the reason, the rule stands unless the numbers clearly speak against it; elsewhere they must
+    speak for it.
+    """
+    arch, cluster = path.bench.architecture, path.bench.cluster
+    is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
+    has_experts = arch.num_moe_layers > 0
+    is_offloaded = path.current is not None and is_offloading(path.current)
+    knows = "megatron" in path.familiar
+    size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, 'GPU')}"
+    question = "Over 70B, or hundreds of GPUs?"
+    why = (
+        "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
+        "to gather than with sharding, for a model rebuilt in its own modules."
+    )
+    if not (is_large or has_experts or is_offloaded or knows or path.current is None):
+        path.told("", question, "No: sharding is simpler.", size, why)
+        return
+    reasons = [
+        reason
+        for holds, reason in (
+            (has_experts, "it has experts"),
+            (knows, "the team runs Megatron-core"),
+            (is_offloaded, "offload is slow"),
+            (path.current is None, "nothing fitted so far"),
+        )
+        if holds
+    ]
+    yes = "Yes" if is_large else f"No, but {reasons[0]}"
+    outcome = path.seen["megatron"] = rungs.megatron(path.bench)
+    best = outcome.best
+    if best is None:
+        number = path.needs(outcome) or size
+        told = path.no(outcome).removeprefix("No: ")
+        path.told(
+            "", question, f"{yes}. But Megatron-core does not fit: {told}", number, why, outcome.nearest
+        )
+        return
+    answer = f"{yes}: {words.named(best.plan, path.bench.recipe)}"
+    if path.current is None:
+        answer += ", and nothing simpler fits."
+        wins = True
+    else:
+        by_rule = is_large or has_experts or is_offloaded
+        wins = is_faster(best, path.current) or (by_rule and not is_faster(path.current, best))
+        answer += f", {path.beside(best)}"
+        answer += "." if wins else ": not worth it."
+    if wins:
+        path.take("megatron", best)
+    path.told("megatron", question, answer, f"{size}; {figures(best)}", why, best)
+
+
+def experts(path: Path) -> None:
+    """Experts go to ranks of their own where the plan so far does that."""
+    moe = path.bench.architecture.mixture_of_experts
+    if moe is None or not path.bench.architecture.num_moe_layers:
+        return
+    number = f"{moe.num_experts} experts in a layer, {moe.num_experts_per_tok} for each token"
+    why = (
+        "With expert parallelism (ep) a rank keeps some experts and tokens travel to them; with sharding "
+        "every rank gathers all experts, of which each token uses few."
+    )
+    outcome, current = path.seen.get("megatron"), path.current
+    ep = current.plan.degrees.ep if current else 1
+    if current is not None and ep > 1:
+        answer = f"Yes: ep {ep}, {moe.num_experts // ep} of them on each rank."
+        if current.timed:
+            number += f"; {_waiting(current, 'expert_parallel')} for tokens"
+    elif outcome is None or outcome.best is None:
+        told = path.no(outcome).removeprefix("No: ") if outcome else "none was tried."
+        answer = f"Yes, but no plan with expert parallelism fits: {told}"
+    else:
+        answer = f"Yes, but {words.named(outcome.best.plan, path.bench.recipe)} is no faster."
+    path.told("", "Does it have experts?", answer, number, why, current, taken=ep > 1)
+
+
+def links(path: Path) -> None:
+    """Slow links: no tensor parallelism across nodes, and perhaps a copy of the state in each."""
+    cluster, current = path.bench.cluster, path.current
+    if cluster.num_nodes == 1:
+        return
+    inside = cluster.intra_node_link.bandwidth_bytes_per_second / 1e9
+    across = cluster.inter_node_link.bandwidth_bytes_per_second / 1e9
+    question = "Are links between nodes slower than inside?"
+    number = f"{inside:,.0f} GB/s a GPU inside, {across:,.0f} between"
+    why = (
+        "Tensor parallelism waits for a transfer in every layer, so it belongs inside a node; sharding and "
+        "pipelines move less often, and can hide it."
+    )
+    if inside < SLOWER * across:
+        path.told("", question, "No: degrees may cross nodes.", number, why)
+        return
+    answer = f"Yes, {inside / across:.0f} times: no tensor parallelism across nodes"
+    degrees = current.plan.degrees if current else None
+    copies = degrees is not None and degrees.replicate > 1 and degrees.shard > 1
+    if copies:
+        answer += "; each node shards a copy of its own, and only gradients cross (HSDP)"
+    wider = _wider_than_a_node(path)
+    if wider is not None and current is not None:
+        number += (
+            f"; with tp {wider.plan.degrees.tp} {_waiting(wider, 'tensor_parallel')} for it, "
+            f"with tp {current.plan.degrees.tp} {_waiting(current, 'tensor_parallel')}"
+        )
+    is_split = degrees is not None and degrees.tp > 1
+    path.told("", question, f"{answer}.", number, why, wider, taken=copies or is_split)
+
+
+def is_offloading(tried: Tried) -> bool:
+    """Whether training state is kept outside of the GPU."""
+    return any(getattr(tried.plan.layout, field, None) for field in OFFLOADS)
+
+
+def _wider_than_a_node(path: Path) -> Tried | None:
+    """The plan so far with tensor parallelism across nodes; None where that cannot run."""
+    current = path.current
+    if current is None or current.plan.degrees.tp == 1 or current.timed is None:
+        return None
+    for tp in divisors(current.plan.world_size):
+        if tp > path.bench.cluster.gpus_per_node:
+            fields: dict[str, Any] = {"tp": tp}
+            if hasattr(current.plan.layout, "shard"):
+                fields["shard"] = None
+            found = path.bench.tried(replace(current.plan.layout, **fields), current.plan.recipe)
+            return found if isinstance(found, Tried) and found.timed else None
+    return None
+
+
+def _waiting(tried: Tried, part: str) -> str:
+    assert tried.timed is not None
+    return f"{tried.timed.parts[part] / tried.timed.seconds:.0%} of a step waits".replace("%", " %")
