@@ -30,11 +30,12 @@ def short(value: float) -> str:
 
 
 def dollars(value: float) -> str:
-    """``$0.09``, ``$1.23``, ``$412``, ``$1.20M``."""
+    """``$0.094``, ``$1.23``, ``$412``, ``$1.20M``."""
     if value >= 0.995 or not value:
         return f"${short(value)}" if value >= 999_500 else f"${three(value)}"
     # Two digits that mean something, and two decimals at least: a price has cents.
-    return f"${value:.{max(2, 1 - math.floor(math.log10(value)))}f}"
+    rounded = float(f"{value:.1e}")
+    return f"${rounded:.{max(2, 1 - math.floor(math.log10(rounded)))}f}"
 
 
 def duration(days: float) -> str:
@@ -75,6 +76,8 @@ class Scale(NamedTuple):
 
     def show(self, seconds: float) -> str:
         """``seconds`` without the unit: three significant digits, at most two decimals."""
+        if not seconds:
+            return "0"
         value = seconds * self.factor
         digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
         return f"{value:,.{digits}f}"

@@ -115,7 +115,7 @@ def draw(figure: Chart, shown: ShownStep) -> None:
 def _bar(report: StepReport, name: Any, scale: Scale) -> dict[str, Any]:
     """One part of the predicted row and, as far as arithmetic covers it, of the hidden one."""
     spoken = name.replace("_", " ") + report.explain(name).removeprefix(name)
-    words = "<br>".join(wrap(escape(spoken), 72))
+    words = "<br>".join(wrap(escape(spoken), 72, break_on_hyphens=False))
     return {
         "y": ["predicted", "hidden"],
         "x": [report.parts[name] * scale.factor, report.hidden[name] * scale.factor],

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 from shardscope.memory.words import gib
-from shardscope.timing.report import PARTS, StepReport
+from shardscope.timing.report import PARTS, Communication, StepReport
 from shardscope_widgets.number_words import Scale, dollars, short, three
 from shardscope_widgets.step_rows import ShownStep
 from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
@@ -88,10 +88,10 @@ def _or_words(value: float | None, known: str, unknown: str) -> str:
 
 def _grid(entries: Iterable[tuple[str, str, str]]) -> str:
     cells = "".join(
-        f"<div title='{escape(why, quote=True)}'><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        f"<div title='{escape(why, quote=True)}'><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
         for name, value, why in entries
     )
-    return f"<dl class='ss-figures'>{cells}</dl>"
+    return f"<div class='ss-figures'>{cells}</div>"
 
 
 def table(shown: ShownStep) -> str:
@@ -116,7 +116,7 @@ def _row(report: StepReport, name: str, scale: Scale) -> str:
     exposed, hidden = report.parts[name], report.hidden[name]
     why = report.explain(name).partition(" = ")[2]
     numbers = f"<em>{scale.show(exposed)}</em><em>{100 * exposed / report.seconds:.0f} %</em>"
-    numbers += f"<em>{scale.show(hidden) if hidden else '–'}</em>"
+    numbers += f"<em>{scale.show(hidden)}</em>"
     return (
         f"<details name='ss-step-why'><summary>{swatch(name)}<span>{name.replace('_', ' ')}</span>"
         f"{numbers}</summary><p>{escape(why)}</p></details>"
@@ -133,12 +133,17 @@ def _collectives(report: StepReport, scale: Scale) -> str:
     """What is sent, over which link, and how much of it the step waits for."""
     if not report.communication:
         return ""
+    # The gathers of forward and of backward are calls of one kind.
+    calls: dict[tuple[str, str, int, str], Communication] = {}
+    for call in report.communication:
+        kind = (call.part, call.collective, call.ranks, call.link)
+        calls[kind] = _together(calls[kind], call) if kind in calls else call
     rows = "".join(
         f"<tr><td>{escape(call.part.replace('_', ' '))}</td>"
         f"<td class='ss-text'>{escape(call.collective.replace('_', '-'))}</td><td>{call.ranks:,}</td>"
         f"<td class='ss-text'>{escape(title(call.link))}</td><td>{gib(call.num_bytes)}</td>"
         f"<td>{scale.show(call.seconds)}</td><td>{scale.show(call.exposed_seconds)}</td></tr>"
-        for call in report.communication
+        for call in calls.values()
     )
     return (
         "<h2>What is sent <span class='ss-hint'>in one step, by one rank</span></h2>"
@@ -146,4 +151,12 @@ def _collectives(report: StepReport, scale: Scale) -> str:
         "<th class='ss-text'>collective</th><th>ranks</th><th class='ss-text'>over</th><th>GiB</th>"
         f"<th>takes, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead><tbody>{rows}</tbody>"
         "</table></div>"
+    )
+
+
+def _together(one: Communication, other: Communication) -> Communication:
+    return one._replace(
+        num_bytes=one.num_bytes + other.num_bytes,
+        seconds=one.seconds + other.seconds,
+        hidden_seconds=one.hidden_seconds + other.hidden_seconds,
     )

@@ -1,0 +1,90 @@
+"""Rates, prices, durations and token budgets, as people read and type them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardscope_widgets.number_words import Scale, dollars, duration, short, three, typed_tokens
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(412.4, "412"), (41.24, "41.2"), (4.124, "4.12"), (0.4124, "0.41"), (0, "0")]
+)
+def test_three_digits(value: float, said: str) -> None:
+    assert three(value) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (7_940, "7.94k"),
+        (999.6, "1.00k"),
+        (1.2e6, "1.20M"),
+        (412, "412"),
+        (15e12, "15.0T"),
+        (999_600, "1.00M"),
+    ],
+)
+def test_large_numbers_have_a_letter(value: float, said: str) -> None:
+    assert short(value) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0996, "$0.10"),
+        (0.094, "$0.094"),
+        (0.0041, "$0.0041"),
+        (1.234, "$1.23"),
+        (1493, "$1,493"),
+        (2e6, "$2.00M"),
+    ],
+)
+def test_prices_have_cents(value: float, said: str) -> None:
+    assert dollars(value) == said
+
+
+@pytest.mark.parametrize(
+    ("days", "said"),
+    [(0.01, "14.4 minutes"), (0.5, "12.0 hours"), (3, "3.00 days"), (1460, "4.00 years")],
+)
+def test_durations_have_the_unit_that_reads_well(days: float, said: str) -> None:
+    assert duration(days) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("15T", 15e12),
+        ("300 B", 300e9),
+        ("1.5e12", 1.5e12),
+        ("1,000,000", 1e6),
+        ("40k tokens", 40e3),
+        ("2m", 2e6),
+    ],
+)
+def test_budgets_as_people_type_them(text: str, tokens: float) -> None:
+    assert typed_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "T", "-5B", "nan", "inf", "1.2.3", "15X", "0", "1e30", "15e", "9" * 40])
+def test_what_is_no_budget_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ValueError, match=r"num_tokens is .* allowed: .* Nearest fix: "):
+        typed_tokens(text)
+
+
+@given(st.text(max_size=12))
+def test_no_text_breaks_the_budget(text: str) -> None:
+    try:
+        assert 1 <= typed_tokens(text) <= 1e18
+    except ValueError as refused:
+        assert "Nearest fix" in str(refused)
+
+
+@given(st.floats(1e-6, 1e4))
+def test_times_of_one_report_have_one_unit_and_keep_three_digits(seconds: float) -> None:
+    scale = Scale.of(seconds)
+    told = float(scale.show(seconds).replace(",", "")) / scale.factor
+    assert told == pytest.approx(seconds, rel=0.006)

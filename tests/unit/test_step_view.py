@@ -1,0 +1,208 @@
+"""The step view without a browser: bars, rates, the budget, refusals and measured steps."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.timing.report import PARTS
+from shardscope_widgets import StepView
+from shardscope_widgets.step_rows import WARM_UP_STEPS, MeasuredStep, shown_step
+from shardscope_widgets.step_table import figures, table
+from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
+
+
+def plan_of(
+    model: str = "llama-3.1-8b",
+    cluster: str = "8xh100-sxm-80gb",
+    layout: ss.Layout | None = None,
+    **recipe: Any,
+) -> ss.Plan:
+    layout = layout or ss.Layout.fsdp2()
+    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
+
+
+PIPELINE = {
+    "model": "llama-3.1-70b",
+    "cluster": "4x8xh100-sxm-80gb",
+    "layout": ss.Layout.megatron(tp=8, pp=4),
+}
+
+
+def without_a_price(plan: ss.Plan) -> ss.Plan:
+    """The same plan on a GPU of which only what a step needs is known."""
+    fields = plan.to_dict()
+    for name in ("price_per_hour_usd", "price_date", "tdp_watts"):
+        fields["cluster"]["gpu"][name] = None
+    return ss.Plan.from_dict(fields)
+
+
+def words(html: str) -> str:
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
+
+
+def drawn(view: StepView) -> dict[str, dict[str, float]]:
+    """Row -> part -> what the bar is long, in the chart's unit."""
+    found: dict[str, dict[str, float]] = {}
+    for trace in view.figure.data:
+        for label, value in zip(trace.y, trace.x, strict=True):
+            found.setdefault(label, {})[trace.name.replace(" ", "_")] = value
+    return found
+
+
+def notes(view: StepView) -> dict[str, str]:
+    return {note.y: words(note.text) for note in view.figure.layout.annotations}
+
+
+@pytest.mark.parametrize("plan", [plan_of(), plan_of(**PIPELINE)], ids=["fsdp2", "megatron"])
+def test_bars_are_the_report(plan: ss.Plan) -> None:
+    report, view = plan.step(), StepView(plan)
+    shown = drawn(view)
+    factor = view.shown.scale.factor if view.shown else 0
+    for name in PARTS:
+        assert shown["predicted"][name] == pytest.approx(report.parts[name] * factor)
+        assert shown["hidden"][name] == pytest.approx(report.hidden[name] * factor)
+    assert sum(shown["predicted"].values()) == pytest.approx(report.seconds * factor)
+    assert "measured" not in shown and notes(view)["measured"] == "no run of this plan yet"
+    assert sum(report.hidden.values()) <= view.figure.layout.xaxis.range[1] / factor
+
+
+def test_the_figure_is_redrawn_in_place() -> None:
+    view = StepView(plan_of())
+    figure, height = view.figure, view.figure.layout.height
+    view.show(plan_of(**PIPELINE))
+    assert view.figure is figure and figure.layout.height == height
+    assert drawn(view)["predicted"]["bubble"] > 0
+
+
+def test_hover_and_table_explain_every_part() -> None:
+    plan = plan_of(**PIPELINE)
+    report, view = plan.step(), StepView(plan)
+    for trace, name in zip(view.figure.data, PARTS, strict=False):
+        spoken = unescape(trace.customdata[0].replace("<br>", " ")).split()
+        assert spoken == (name.replace("_", " ") + report.explain(name).removeprefix(name)).split()
+    told = words(view.table.value)
+    for name in PARTS:
+        if report.parts[name] or report.hidden[name]:
+            assert report.explain(name).partition(" = ")[2] in told
+        else:
+            assert name.replace("_", " ") in told.partition("No time goes to")[2]
+
+
+def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
+    looks = [(PART_COLOURS[name], PART_PATTERNS.get(name, "")) for name in PARTS]
+    assert len(set(looks)) == len(PARTS)
+    assert set(PART_PATTERNS.values()) <= set(PATTERN_CLASSES)
+    view = StepView(plan_of())
+    for trace, (colour, pattern) in zip(view.figure.data, looks, strict=False):
+        assert (trace.marker.color, trace.marker.pattern.shape) == (colour, pattern)
+
+
+def test_rates_name_their_convention() -> None:
+    plan = plan_of()
+    report, html = plan.step(), figures(shown_step(plan))
+    told = words(html)
+    assert report.mfu is not None
+    assert f"{100 * report.mfu:.1f} % MFU" in told
+    assert "MFU and TFLOP/s count model FLOPs: causal attention, no recomputation" in told
+    assert f"{report.tflops_per_gpu_full_attention:.0f} TFLOP/s, full attention" in told
+    assert "attention counts every key" in html and "recomputed ones included" in html
+
+
+def test_a_collective_of_forward_and_backward_is_one_row() -> None:
+    plan = plan_of()
+    report = plan.step()
+    kinds = {(call.part, call.collective, call.ranks, call.link) for call in report.communication}
+    assert 0 < len(kinds) < len(report.communication)
+    rows = table(shown_step(plan)).partition("What is sent")[2].partition("<tbody>")[2]
+    assert rows.count("<tr>") == len(kinds)
+
+
+def test_what_is_not_known_is_a_dash_that_says_why() -> None:
+    html = figures(shown_step(without_a_price(plan_of())))
+    assert "<b>–</b> <span>$ per M tokens" in html and "the price of H100 SXM 80 GB is not known" in html
+    assert "<b>–</b> <span>kWh per M tokens" in html and "the power limit of" in html
+
+
+@pytest.mark.parametrize("text", ["15T", "300B", "1e9"])
+def test_the_budget_is_the_reports_own_days(text: str) -> None:
+    plan = plan_of()
+    view = StepView(plan)
+    view.budget.value = text
+    report = plan.step()
+    tokens = {"15T": 15e12, "300B": 300e9, "1e9": 1e9}[text]
+    hours = report.days(tokens) * 24
+    unit, size = {"15T": ("years", 24 * 365), "300B": ("days", 24), "1e9": ("hours", 1)}[text]
+    match = re.match(r"([\d.,]+) (\w+) if nothing fails · \$([\d.,]+[kMBT]?)", words(view.budget_words.value))
+    assert match and match[2] == unit
+    assert float(match[1].replace(",", "")) == pytest.approx(hours / size, rel=0.006)
+
+
+def test_a_budget_that_is_no_number_is_said_at_the_input() -> None:
+    view = StepView(plan_of())
+    view.budget.value = "many"
+    assert "num_tokens is 'many'" in words(view.budget_row.error.value)
+    assert not view.budget_words.value
+    view.budget.value = "1B"
+    assert not view.budget_row.error.value and view.budget_words.value
+
+
+def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: ss.Plan) -> Any:
+        raise ValueError("Gpu.peak_flops['bf16'] is None; allowed: its <peak>. Nearest fix: ss.calibrate().")
+
+    view = StepView(plan_of())
+    monkeypatch.setattr(ss.Plan, "step", refused)
+    view.show(plan_of(seq_len=2048))
+    assert "ss.calibrate()" in words(view.caption.value) and "&lt;peak&gt;" in view.caption.value
+    assert drawn(view) == {} and notes(view)["predicted"].startswith("not known")
+    assert not view.figures.value and not view.table.value and view.budget_row.layout.display == "none"
+    monkeypatch.undo()
+    view.show(plan_of())
+    assert drawn(view)["predicted"] and view.budget_row.layout.display == ""
+
+
+# ----------------------------------------------------------------------------------------- measured
+
+
+def logged(*seconds: float) -> list[dict[str, Any]]:
+    others = [{"rank": 1, "step": 0, "step_seconds": 99.0}, {"rank": 0, "words": "not a step"}]
+    return [{"rank": 0, "step": step, "step_seconds": value} for step, value in enumerate(seconds)] + others
+
+
+def test_the_median_of_the_steps_after_warming_up() -> None:
+    steps = MeasuredStep.of(logged(*[50.0] * WARM_UP_STEPS, 1.0, 3.0, 2.0))
+    assert steps == MeasuredStep(2.0, 3)
+    assert MeasuredStep.of(logged(*[50.0] * WARM_UP_STEPS)) is None
+
+
+def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
+    plan, other = plan_of(), plan_of(seq_len=2048)
+    view = StepView(plan)
+    seconds = plan.step().seconds * 1.25
+    view.add(plan, MeasuredStep(seconds, 20))
+    factor = view.shown.scale.factor if view.shown else 0
+    assert drawn(view)["measured"] == {"measured": pytest.approx(seconds * factor)}
+    assert notes(view)["measured"].endswith("+25 %")
+    view.show(other)
+    assert "measured" not in drawn(view)
+    view.show(plan)
+    assert "measured" in drawn(view)
+
+
+def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of()
+
+    def refused(self: ss.Plan) -> Any:
+        raise ValueError("unknown")
+
+    monkeypatch.setattr(ss.Plan, "step", refused)
+    view = StepView()
+    view.add(plan, MeasuredStep(0.5, 20))
+    view.show(plan)
+    assert drawn(view) == {"measured": {"measured": 500.0}}
+    assert notes(view)["measured"] == "500 ms"
