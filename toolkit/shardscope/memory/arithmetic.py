@@ -7,7 +7,24 @@ from typing import Any
 
 import numpy as np
 
-_ARRAY = np.ndarray
+from shardscope.memory import column
+from shardscope.memory.column import Column, together
+
+_ARRAY: Any = (np.ndarray, Column)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it stands for many plans."""
+    return isinstance(value, _ARRAY)
+
+
+def by_value(number: Any) -> Any:
+    """The same number; of many plans told apart by itself, where not all that made it matters any more.
+
+    Tokens are a product of the micro-batch and the parts of a sequence: what they decide is then computed
+    once for all plans that have as many.
+    """
+    return column.by_value(number) if number.__class__ is Column else number
 
 
 def smallest(first: Any, second: Any) -> Any:
@@ -21,10 +38,28 @@ def largest(first: Any, *others: Any) -> Any:
     """The largest of all, element by element if any is an array."""
     for other in others:
         if isinstance(first, _ARRAY) or isinstance(other, _ARRAY):
+            if first.__class__ is Column or other.__class__ is Column:
+                return _largest_column(first, *others)
             first = np.maximum(first, other)
         elif other > first:
             first = other
     return first
+
+
+def _largest_column(*values: Any) -> Any:
+    """Those that the same keys decide are compared first: these have the fewest rows."""
+    alike: dict[int, Any] = {}
+    plain: list[Any] = []
+    for value in values:
+        if value.__class__ is not Column:
+            plain.append(value)
+        else:
+            before: Any = alike.get(value.keys)
+            alike[value.keys] = value if before is None else together(np.maximum, before, value)
+    found, *others = sorted(alike.values(), key=lambda value: len(value.values))
+    for other in (*others, *plain):
+        found = np.maximum(found, other)
+    return found
 
 
 def ceil_div(amount: Any, parts: Any) -> Any:
@@ -45,6 +80,10 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
         return then if condition else otherwise
     if isinstance(then, tuple):
         return _made(then, (where(condition, *pair) for pair in zip(then, otherwise, strict=True)))
+    if then is otherwise:
+        return then
+    if any(value.__class__ is Column for value in (condition, then, otherwise)):
+        return together(np.where, condition, then, otherwise)
     return np.where(condition, then, otherwise)
 
 
@@ -76,6 +115,8 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
             break
     else:
         return function(*numbers)
+    if any(number.__class__ is Column for number in numbers):
+        return column.looked_up(function, *numbers)
     columns = np.stack(np.broadcast_arrays(*numbers))
     distinct, places = np.unique(columns, axis=1, return_inverse=True)
     places = places.reshape(-1)

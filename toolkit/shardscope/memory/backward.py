@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from shardscope.memory.arithmetic import smallest
+from shardscope.memory.arithmetic import is_array, smallest
 from shardscope.memory.modules.attention import has_one_key_head, is_eager, scores_per_token, widths
 from shardscope.memory.modules.decoder import SCALES_BEFORE_CAST, mlp_copies
 from shardscope.memory.modules.experts import expert_tensors
@@ -140,7 +138,7 @@ class Peak:
 def places(deepest: Any) -> list[Any]:
     """Layers that backward has passed where it may be fullest: none, one, and all that matter."""
     found = [0, smallest(1, deepest), deepest]
-    return found if isinstance(deepest, np.ndarray) else sorted(set(found))
+    return found if is_array(deepest) else sorted(set(found))
 
 
 @lru_cache(maxsize=4096)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Term
@@ -58,9 +56,7 @@ def fused(tokens: Any, vocab: Any, hidden: Any, modules: Modules) -> Logits:
 
 
 def _next_power_of_2(number: Any) -> Any:
-    if isinstance(number, np.ndarray):
-        return 2 ** np.ceil(np.log2(number)).astype(np.int64)
-    return 1 << (number - 1).bit_length()
+    return looked_up(lambda number: 1 << (number - 1).bit_length(), number)
 
 
 def head_terms(

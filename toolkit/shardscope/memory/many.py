@@ -1,29 +1,80 @@
-"""Many plans at once: the same formulas as ``plan.memory()``, over arrays."""
+"""Many plans at once: the same formulas as ``plan.memory()``, over columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shardscope.layout import Degrees
 from shardscope.memory.activations import modules_of
 from shardscope.memory.arithmetic import largest
+from shardscope.memory.column import Rows
 from shardscope.memory.modules.attention import broadcasts_views
 from shardscope.memory.moments import moments
 from shardscope.memory.stages import StageShape
+from shardscope.memory.step import StageStep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardscope.plan import Plan
 
-_SIZES = frozenset({"micro_batch_size", "global_batch_size"})
+_SIZES = ("micro_batch_size", "global_batch_size")
 """Fields of a recipe that may differ between plans which are computed together."""
-_SPREAD = frozenset({*(field.name for field in fields(Degrees)), "sequence_parallel", "etp"})
+_DEGREES = tuple(field.name for field in fields(Degrees))
+_SPREAD = (*_DEGREES, "sequence_parallel", "etp")
 """Fields of a layout that may."""
+_TOLD = ("splits_sequence", "expert_tp")
+"""What follows from these for each plan, where it does not from arithmetic alone."""
+
+
+class Varied:
+    """Several nouns of one type as formulas read one: what differs are columns, the rest is ``like``'s.
+
+    Its properties and methods are the type's own, over the columns.
+    """
+
+    def __init__(self, kind: type, like: Any = None, /, **differing: Any) -> None:
+        self.__dict__.update(differing)
+        self._kind, self._like = kind, like
+
+    def __getattr__(self, name: str) -> Any:
+        told = getattr(self._kind, name, None)
+        if isinstance(told, property):
+            assert told.fget is not None
+            found = told.fget(self)
+        elif isinstance(told, FunctionType):
+            found = told.__get__(self)
+        else:
+            found = getattr(self._like, name)
+        self.__dict__[name] = found
+        return found
+
+
+class StageBytes(NamedTuple):
+    """What one rank of a stage needs; columns where many plans are asked."""
+
+    peak: Any
+    host: Any
+    nvme: Any
+
+
+def stage_bytes(plan: Any, shape: StageShape) -> StageBytes:
+    """The peak of one stage's ranks, and what they need beside the card. ``plan`` may be :class:`Varied`."""
+    from shardscope.frameworks.registry import frameworks
+
+    model = frameworks[plan.layout.framework].memory_model()
+    modules = modules_of(plan)
+    stage = model.stage(plan, shape)
+    state = model.training_state(plan, stage)
+    peak = largest(*(moment.total for moment in moments(plan, modules, stage, state)))
+    offloads = plan.recipe.recompute == "offload"
+    offloaded = StageStep(plan, modules, stage).offloaded() if offloads else 0
+    return StageBytes(peak, state.host_bytes + offloaded, state.nvme_bytes)
 
 
 def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
@@ -48,37 +99,31 @@ def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
     model = frameworks[plans[0].layout.framework].memory_model()
     shapes = [model.shapes(plan).kinds for plan in plans]
     owners = np.repeat(np.arange(len(plans)), [len(kinds) for kinds in shapes])
-    rows = np.array([shape for kinds in shapes for shape in kinds], np.int64).T
-    columns: Any = Columns(plans, owners)
-    stage = model.stage(columns, StageShape(*rows))
-    state = model.training_state(columns, stage)
-    totals = largest(*(moment.total for moment in moments(columns, modules_of(columns), stage, state)))
+    rows = Rows([np.arange(len(owners))])
+
+    def column(values: list[Any]) -> Any:
+        return rows.column(1, np.array(values, np.int64))
+
+    def varied(nouns: list[Any], names: Sequence[str]) -> Varied:
+        found = {}
+        for name in names:
+            values = [getattr(noun, name, None) for noun in nouns]
+            if any(value != values[0] for value in values) and None not in values:
+                found[name] = column([values[owner] for owner in owners])
+        return Varied(type(nouns[0]), nouns[0], **found)
+
+    first = plans[0]
+    together = Varied(
+        type(first),
+        first,
+        recipe=varied([plan.recipe for plan in plans], _SIZES),
+        layout=varied([plan.layout for plan in plans], (*_SPREAD, *_TOLD)),
+        degrees=varied([plan.degrees for plan in plans], _DEGREES),
+    )
+    columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
+    peaks = stage_bytes(together, StageShape(*(column(list(values)) for values in columns))).peak
     starts = np.searchsorted(owners, np.arange(len(plans)))
-    return np.maximum.reduceat(np.broadcast_to(totals, owners.shape), starts)
-
-
-class Columns:
-    """Several plans as formulas read one, and likewise their layouts, recipes and degrees.
-
-    What is alike in all is that value, what differs an array with a number for each row.
-    """
-
-    def __init__(self, nouns: Sequence[Any], rows: NDArray[np.int64]) -> None:
-        self._nouns, self._rows = nouns, rows
-
-    def __getattr__(self, name: str) -> Any:
-        values = [getattr(noun, name) for noun in self._nouns]
-        first = values[0]
-        found: Any = first
-        if any(value is not first and value != first for value in values):
-            if all(isinstance(value, int) for value in values):
-                found = np.array(values, np.int64)[self._rows]
-            elif is_dataclass(first):
-                found = Columns(values, self._rows)
-            else:
-                raise TypeError(f"{name} differs between plans, and is no number: {first!r}")
-        self.__dict__[name] = found
-        return found
+    return np.maximum.reduceat(rows.spread(peaks), starts)
 
 
 def _kind(plan: Plan) -> tuple[Any, ...]:

@@ -7,12 +7,11 @@ recomputed, its first one included.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from shardscope.memory.activations import cast_weights, casts_in_forward
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.memory.arithmetic import ceil_div, is_array, largest, looked_up, smallest, where
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.modules.instants import Instant, LayerInstants, layer_instants
 from shardscope.memory.stages import layers_by_kind
@@ -98,9 +97,9 @@ class Order(NamedTuple):
             next_to_first = smallest(kind.lowest + self.interval, kind.highest)
             between = where(growth(kind.moe) > kind.saved, next_to_first, second)
             for index in (kind.highest, between, kind.lowest):
+                if isinstance(kind.num_layers, int) and (not kind.num_layers or index in seen):
+                    continue
                 if isinstance(index, int):
-                    if not kind.num_layers or index in seen:
-                        continue
                     seen.add(index)
                 found.append(self._place(kind, index, others))
         return found
@@ -200,11 +199,14 @@ def _kind(
 
 def _looked_up(told: Callable[[int, int], LayerInstants], tp: Any, cut: Any) -> LayerInstants:
     """The instants of one layer; of arrays of degrees as many, with arrays as fields."""
-    if not isinstance(tp, np.ndarray) and not isinstance(cut, np.ndarray):
+    if not is_array(tp) and not is_array(cut):
         return told(tp, cut)
-    backward = tuple(
-        looked_up(lambda tp, cut, place=place: told(tp, cut).backward[place], tp, cut)
-        for place in range(len(told(1, 1).backward))
-    )
-    forward = looked_up(lambda tp, cut: told(tp, cut).forward, tp, cut)
-    return LayerInstants(forward, backward, looked_up(lambda tp, cut: told(tp, cut).weights, tp, cut))
+    like = told(1, 1).backward
+    forward, weights, *fields = looked_up(lambda tp, cut: _flat(told(tp, cut)), tp, cut)
+    each = iter(fields)
+    backward = tuple(type(one)._make(islice(each, len(one))) for one in like)
+    return LayerInstants(forward, backward, weights)
+
+
+def _flat(instants: LayerInstants) -> tuple[int, ...]:
+    return instants.forward, instants.weights, *chain(*instants.backward)

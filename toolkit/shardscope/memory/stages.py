@@ -6,9 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up
+from shardscope.memory.arithmetic import by_value, ceil_div, is_array, largest, looked_up
 from shardscope.memory.lora import first_layer, layer_adapters
 
 if TYPE_CHECKING:
@@ -143,7 +141,7 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
     """
     arch, degrees = plan.architecture, plan.degrees
     number, is_first, is_last, num_layers, moe_layers = shape
-    num_shards = degrees.shard * degrees.cp
+    num_shards = by_value(degrees.shard * degrees.cp)
     kinds = _by_kind(arch, num_layers, moe_layers)
     layers = experts = edges = shard = edge_shard = most = largest_shard = 0
     for moe, count in kinds:
@@ -250,7 +248,7 @@ def outer_tensors(
 
 
 def _any(condition: Any) -> bool:
-    return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
+    return bool(condition.any()) if is_array(condition) else bool(condition)
 
 
 @lru_cache(maxsize=256)

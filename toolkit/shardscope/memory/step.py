@@ -14,7 +14,7 @@ from shardscope.memory.activations import (
     masks_kept,
     unsaved_at_start,
 )
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.backward import Backward, FullestLayer, final_norm, layer_backward, norm_before_head
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.head import head_terms, loss_in_force
@@ -47,7 +47,7 @@ class StageStep:
     def __init__(self, plan: Plan, modules: Modules, stage: Stage) -> None:
         self.plan, self.modules, self.stage = plan, modules, stage
         degrees, recipe = plan.degrees, plan.recipe
-        self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         """Parts of the residual stream."""
         self.kinds = self._kinds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.fixes import checked
 from shardscope.layout import Degrees, Layout
@@ -35,7 +35,11 @@ class DdpLayout(Layout):
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """All ranks hold a replica."""
-        return Degrees(data_parallel=cluster.num_gpus, replicate=cluster.num_gpus)
+        return self.spread(cluster.num_gpus)
+
+    def spread(self, left: Any) -> Degrees:
+        """Every rank is a copy."""
+        return Degrees(data_parallel=left, replicate=left)
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """bitsandbytes' int8 products take no part in autocast, and were counted in plain modules only."""

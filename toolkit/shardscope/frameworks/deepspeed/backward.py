@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from shardscope.frameworks.deepspeed.buckets import Instant
 from shardscope.frameworks.deepspeed.tensors import cuts_tied_head
 from shardscope.memory.activations import layer_activations, modules_of, unsaved_at_start
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
+from shardscope.memory.arithmetic import ceil_div, is_array, largest, looked_up, where
 from shardscope.memory.backward import FullestLayer, Peak, PeakTerms, layer_backward, places
 from shardscope.memory.head import loss_in_force
 from shardscope.memory.modules.attention import scores_per_token
@@ -202,7 +200,7 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
     fullest = shape.find_fullest()
     has_experts = fullest.later != fullest.inside
     met = list(zip(places(num_layers - 1), c.layers, strict=False))
-    if isinstance(c.fullest_at, np.ndarray) or 1 < c.fullest_at < num_layers - 1:
+    if is_array(c.fullest_at) or 1 < c.fullest_at < num_layers - 1:
         met.append((c.fullest_at, c.layers[-1]))
     if sizes.interval > 2:
         # The first that is recomputed may be neither of the first two.

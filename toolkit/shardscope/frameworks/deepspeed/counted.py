@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from shardscope.frameworks.deepspeed.buckets import (
     Cut,
     Instant,
@@ -34,7 +32,7 @@ from shardscope.frameworks.deepspeed.tensors import (
     partition,
     tensors_on,
 )
-from shardscope.memory.arithmetic import looked_up
+from shardscope.memory.arithmetic import is_array, looked_up
 from shardscope.memory.precision import widths
 from shardscope.memory.stages import INPUTS, outer_tensors
 
@@ -147,7 +145,7 @@ def counted(plan: Plan, stage: Stage) -> Counted:
         degrees.data_parallel,
         plan.num_micro_batches > 1,
     )
-    if not any(isinstance(number, np.ndarray) for number in numbers):
+    if not any(is_array(number) for number in numbers):
         return _counted(kind, *numbers)
     return _spread(lambda *row: _counted(kind, *row), *numbers)
 

@@ -162,7 +162,7 @@ class ZeroLayout(Layout):
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Data-parallel ranks are what tp and pp leave; state is split over them as the stage says."""
         check_heads(architecture, self.tp)
-        self._check_auto_tp(architecture, recipe)
+        self.check_auto_tp(architecture, recipe)
         check_layers(architecture, self.pp)
         if recipe.optimizer == "lion" and cluster.gpu.vendor == "cpu":
             refuse(
@@ -175,11 +175,15 @@ class ZeroLayout(Layout):
         check_experts(architecture, self.ep, data_parallel)
         if self.offload_params == "nvme" and not isinstance(architecture, UnknownFamily):
             self._check_buffers(architecture, recipe, data_parallel)
+        return self.spread(data_parallel)
+
+    def spread(self, left: Any) -> Degrees:
+        """What is left is data-parallel, and shares whatever the stage cuts."""
         sharded = self.stage > 0
         return Degrees(
-            data_parallel=data_parallel,
-            shard=data_parallel if sharded else 1,
-            replicate=1 if sharded else data_parallel,
+            data_parallel=left,
+            shard=left if sharded else 1,
+            replicate=1 if sharded else left,
             tp=self.tp,
             pp=self.pp,
             ep=self.ep,
@@ -233,7 +237,7 @@ class ZeroLayout(Layout):
             found = replace(found, offload_params_buffer_count=count)
         return found
 
-    def _check_auto_tp(self, architecture: Architecture, recipe: Recipe) -> None:
+    def check_auto_tp(self, architecture: Architecture, recipe: Recipe) -> None:
         """What AutoTP fails over (deepspeed/module_inject/auto_tp.py, deepspeed/runtime/tensor_parallel)."""
         if self.tp == 1:
             return

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.fsdp2.quantized import numbers_saved
-from shardscope.memory.arithmetic import ceil_div, looked_up, smallest, where
+from shardscope.memory.arithmetic import by_value, ceil_div, looked_up, smallest, where
 from shardscope.memory.lora import adapter_targets, first_layer, layer_adapters
 from shardscope.memory.precision import widths
 from shardscope.memory.stages import layer_shard, rank_shapes
@@ -119,7 +119,7 @@ class Groups(NamedTuple):
 def groups_of(plan: Plan, stage: Stage) -> Groups:
     """The groups of one stage."""
     width = widths[plan.recipe.precision]
-    ranks = plan.degrees.shard * plan.degrees.cp
+    ranks = by_value(plan.degrees.shard * plan.degrees.cp)
     trains_edges = not plan.recipe.has_adapters
     root = width.compute * ranks * stage.edge_shard
     root_reduction = trains_edges * width.reduce * ranks * stage.edge_shard

@@ -107,9 +107,13 @@ class Fsdp2Layout(Layout):
                 f"True, False or a divisor of the {shard * self.cp} sharding ranks",
                 "reshard_after_forward=True",
             )
+        return self.spread(shard)
+
+    def spread(self, left: Any) -> Degrees:
+        """What is left shares one copy of the state."""
         return Degrees(
-            data_parallel=shard * self.replicate,
-            shard=shard,
+            data_parallel=left * self.replicate,
+            shard=left,
             replicate=self.replicate,
             tp=self.tp,
             pp=self.pp,
@@ -126,6 +130,10 @@ class Fsdp2Layout(Layout):
         from shardscope.frameworks.fsdp2.quantized import check_quantized
 
         check_quantized(recipe, self)
+        self.check_schedule(recipe, degrees)
+
+    def check_schedule(self, recipe: Recipe, degrees: Degrees) -> None:
+        """Raise ``ValueError`` for micro-batches that the pipeline's schedule does not take."""
         if degrees.pp == 1:
             return
         per_step = recipe.micro_batch_size * degrees.data_parallel

@@ -17,7 +17,7 @@ from shardscope.frameworks.fsdp2.peaks import gathered_at_loss
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, is_pipelined, received, unreduced, waiting
 from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_saved
 from shardscope.frameworks.fsdp2.stage_peaks import peaks
-from shardscope.memory.arithmetic import largest
+from shardscope.memory.arithmetic import by_value, largest
 from shardscope.memory.optimizer_state import optimizer_bytes
 from shardscope.memory.precision import FP32, base_width, widths
 from shardscope.memory.report import Term, no_bytes
@@ -58,7 +58,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     width, each = widths[recipe.precision], base_width(recipe)
-    ranks = degrees.shard * degrees.cp
+    ranks = by_value(degrees.shard * degrees.cp)
     optimizer = optimizer_bytes(plan, stage, width.original, ranks, library="torchao")
     trained = width.original * stage.trainable_shard
     scales = scales_bytes(plan, stage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, holds, where
+from shardscope.memory.arithmetic import by_value, ceil_div, holds, where
 from shardscope.memory.precision import widths
 from shardscope.memory.report import Term
 from shardscope.memory.step import in_flight
@@ -87,7 +87,7 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
     """What waits on ``stage``."""
     degrees, recipe, width = plan.degrees, plan.recipe, widths[plan.recipe.precision]
     several = degrees.pp > 1
-    tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+    tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
     hidden = several * tokens * plan.architecture.hidden_size * width.compute
     num_sides = 2 - stage.is_first - stage.is_last
     per_micro_batch, chunks = in_flight(plan, stage.number)

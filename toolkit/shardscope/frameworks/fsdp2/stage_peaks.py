@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardscope.frameworks.fsdp2 import said
 from shardscope.frameworks.fsdp2.peaks import Step
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, Waiting
-from shardscope.memory.arithmetic import largest, where
+from shardscope.memory.arithmetic import is_array, largest, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.report import Term
 
@@ -84,7 +82,7 @@ class StagedStep(Step):
             if kind not in fullest:
                 fullest[kind] = self._fullest(place, self.adds)
             # Of arrays each place has a kind of its own.
-            if isinstance(place.index, np.ndarray) or is_other_end:
+            if is_array(place.index) or is_other_end:
                 # The other end of a kind, where most of its layers are gathered.
                 found += self._where(waits.repeats, self._forward_again, place)
             found += self._layer(place, *fullest[kind])
@@ -92,7 +90,7 @@ class StagedStep(Step):
 
     def _where(self, there: Any, find: Callable[[Place], Peak], place: Place) -> list[Peak]:
         """An instant, if there is one; of an array of plans with nothing in it in the others."""
-        if isinstance(there, np.ndarray):
+        if is_array(there):
             return [_only(there, find(place))]
         return [find(place)] if there else []
 

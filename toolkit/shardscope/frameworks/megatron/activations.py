@@ -13,7 +13,7 @@ from shardscope.frameworks.megatron.eager import takes_plain_softmax
 from shardscope.frameworks.megatron.fp8 import SOURCE, gradient_copies
 from shardscope.frameworks.megatron.layer import Cuts, Layer, layer
 from shardscope.frameworks.megatron.schedule import fullest
-from shardscope.memory.arithmetic import ceil_div, looked_up, where
+from shardscope.memory.arithmetic import by_value, ceil_div, looked_up, where
 from shardscope.memory.logits import Logits, logits_per_token
 from shardscope.memory.modules.megatron import norm_statistics
 from shardscope.memory.precision import FP32, HALF
@@ -66,7 +66,7 @@ class _Stage:
         # Context parallelism: each rank has 1/cp of every sequence in all operators, attention's keys and
         # values among them (megatron/core/utils.py, get_batch_on_this_cp_rank). Those that travel between
         # ranks are Transformer Engine's and not counted: they are there while the MLP's tensors are not.
-        self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp)
+        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, self.degrees.cp))
         self.stream: Any = ceil_div(self.tokens * self.arch.hidden_size * modules.compute, sequence)
         self.kinds = [(moe, self._layer(moe)) for moe, _ in layers_by_kind(self.arch, stage)]
         of_kind = dict(self.kinds)

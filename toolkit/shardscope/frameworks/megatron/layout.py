@@ -185,22 +185,26 @@ class MegatronLayout(Layout):
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp, cp=self.cp)
         self._check_expert_tp(architecture)
         check_experts(architecture, self.ep, data_parallel * self.cp * self.tp // self.expert_tp)
-        self._check_sequence(architecture, recipe)
-        degrees = Degrees(
-            data_parallel=data_parallel,
-            shard=data_parallel if self.distributed_optimizer else 1,
-            replicate=1 if self.distributed_optimizer else data_parallel,
+        self.check_sequence(architecture, recipe)
+        degrees = self.spread(data_parallel)
+        self.stage_layers(architecture, degrees)
+        self.check_micro_batches(recipe, degrees)
+        if recipe.precision == "fp8-mixed":
+            self.check_fp8(architecture, cluster, recipe)
+        return degrees
+
+    def spread(self, left: Any) -> Degrees:
+        """What is left is data-parallel, and shares the optimizer's state if that is distributed."""
+        return Degrees(
+            data_parallel=left,
+            shard=left if self.distributed_optimizer else 1,
+            replicate=1 if self.distributed_optimizer else left,
             tp=self.tp,
             pp=self.pp,
             vpp=self.vpp,
             cp=self.cp,
             ep=self.ep,
         )
-        self.stage_layers(architecture, degrees)
-        self._check_micro_batches(recipe, degrees)
-        if recipe.precision == "fp8-mixed":
-            self._check_fp8(architecture, cluster, recipe)
-        return degrees
 
     def check_together(self, architecture: Architecture, recipe: Recipe, degrees: Degrees) -> None:
         """What megatron-core 0.16 asserts of its distributed optimizer, its own attention, and experts with
@@ -273,7 +277,7 @@ class MegatronLayout(Layout):
                 (pp, vpp)
                 for pp in divisors(degrees.pp * degrees.data_parallel)
                 for vpp in range(1, layers + 1 if pp > 1 else 2)
-                if _splits(layers, pp, vpp)
+                if splits(layers, pp, vpp)
             ),
             key=lambda found: (
                 found[0] != degrees.pp and found[1] != degrees.vpp,
@@ -302,7 +306,8 @@ class MegatronLayout(Layout):
         if self.tp % self.etp:
             refuse("Layout.etp", self.etp, f"a divisor of tp={self.tp}", f"etp={gcd(self.etp, self.tp)}")
 
-    def _check_sequence(self, architecture: Architecture, recipe: Recipe) -> None:
+    def check_sequence(self, architecture: Architecture, recipe: Recipe) -> None:
+        """Raise ``ValueError`` where a sequence cannot be cut, or must be for experts."""
         if self.tp > 1 and not self.splits_sequence and architecture.num_moe_layers:
             refuse(
                 "Layout.sequence_parallel",
@@ -320,7 +325,8 @@ class MegatronLayout(Layout):
                 f"tp={gcd(tokens, self.tp)}" if gcd(tokens, self.tp) > 1 else longer,
             )
 
-    def _check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
+    def check_micro_batches(self, recipe: Recipe, degrees: Degrees) -> None:
+        """Raise ``ValueError`` for micro-batches that interleaving cannot go through in rounds."""
         per_step = recipe.micro_batch_size * degrees.data_parallel
         micro_batches = recipe.global_batch_size // per_step
         if degrees.vpp > 1 and micro_batches and micro_batches % degrees.pp:
@@ -331,7 +337,8 @@ class MegatronLayout(Layout):
                 f"global_batch_size={-(-micro_batches // degrees.pp) * degrees.pp * per_step}",
             )
 
-    def _check_fp8(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
+    def check_fp8(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
+        """Raise ``ValueError`` for tokens and widths that 8-bit products cannot take."""
         # The formulas import this module's base.
         from shardscope.frameworks.megatron.fp8 import check_fp8
 
@@ -361,7 +368,8 @@ def counted_ends(num_layers: int, pp: int, vpp: int) -> tuple[int, int]:
     raise LookupError(f"no even split of {num_layers} layers over {pp} x {vpp} chunks")
 
 
-def _splits(num_layers: int, pp: int, vpp: int) -> bool:
+def splits(num_layers: int, pp: int, vpp: int) -> bool:
+    """Whether so many chunks come out even."""
     try:
         counted_ends(num_layers, pp, vpp)
     except LookupError:

@@ -17,7 +17,7 @@ from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
 from shardscope.frameworks.megatron.schedule import chunk_layers
-from shardscope.memory.arithmetic import ceil_div, fullest, largest, looked_up, where
+from shardscope.memory.arithmetic import by_value, ceil_div, fullest, largest, looked_up, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
@@ -78,7 +78,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     if layout.use_precision_aware_optimizer:
         kept = precision_aware.kept_bytes(layout, recipe)
     gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
-    replicas = degrees.data_parallel * degrees.cp
+    replicas = by_value(degrees.data_parallel * degrees.cp)
     dense_ranks = expert_ranks = 1
     dense, experts = stage.layers + stage.edges, stage.experts
     if layout.distributed_optimizer:
@@ -199,7 +199,7 @@ def _group_sizes(plan: Plan, stage: Stage) -> tuple[int, ...]:
     degrees = plan.degrees
     model_parallel = where((degrees.tp > 1) & (degrees.pp > 1), degrees.tp * degrees.pp, 1)
     shares = plan.architecture.tie_word_embeddings & (degrees.pp > 1) & (stage.is_first | stage.is_last)
-    replicas = degrees.data_parallel * degrees.cp
+    replicas = by_value(degrees.data_parallel * degrees.cp)
     groups = (replicas, degrees.tp, degrees.pp, degrees.ep, model_parallel, 1 + shares)
     return (*groups, replicas * degrees.tp) if plan.recipe.precision == "fp8-mixed" else groups
 
@@ -231,7 +231,7 @@ def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
         stage.num_moe_layers > 0,
         stage.is_last,
     )
-    tokens = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+    tokens = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
     # What a product of all tokens reads: the stream, or latent attention's compressed queries or values.
     latent = arch.latent_attention
     ranks = (latent.q_lora_rank or 0, latent.kv_lora_rank) if latent else ()

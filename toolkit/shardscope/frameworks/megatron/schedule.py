@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.megatron.layout import counted_ends
-from shardscope.memory.arithmetic import looked_up, smallest
+from shardscope.memory.arithmetic import fullest as rows_fullest
+from shardscope.memory.arithmetic import is_array, largest, looked_up, smallest, where
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -41,51 +43,133 @@ def fullest(plan: Plan, number: Any, dense: Layer, moe: Layer) -> Fullest:
     arch, degrees = plan.architecture, plan.degrees
     # No schedule holds more micro-batches of a chunk than that.
     micro_batches = smallest(plan.num_micro_batches, 2 * degrees.pp)
-    found: Fullest = looked_up(
-        lambda *numbers: _fullest(arch, *numbers),
-        *(degrees.pp, degrees.vpp, number, micro_batches),
-        *dense,
-        *moe,
-    )
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _fullest(
-    arch: Architecture, pp: int, vpp: int, number: int, micro_batches: int, *layer_bytes: int
-) -> Fullest:
-    half = len(layer_bytes) // 2
-    dense, moe = layer_bytes[:half], layer_bytes[half:]
-    layers = chunk_layers(arch, pp, vpp, number)
-    saved = [a * dense[0] + b * moe[0] for a, b in layers]
+    held = _looked_up(arch, degrees.pp, degrees.vpp, number, micro_batches)
     # Layers with experts come last: they go backward first, and are gone when the others do.
-    gone = 0 if moe[3] else moe[0]
-    working = [
-        max((b > 0) * (moe[1] + (b - 1) * moe[3]), (a > 0) * (dense[1] - b * (gone - moe[3])))
-        for a, b in layers
-    ]
-    ending = [moe[2] if b else dense[2] * (a > 0) for a, b in layers]
+    gone = where(moe.retained > 0, 0, moe.saved)
+
+    def waiting(at: Held) -> Any:
+        return at.dense * dense.saved + at.moe * moe.saved
+
+    def in_forward(at: Held) -> Any:
+        ending = where(at.moe_layers > 0, moe.ending, dense.ending * (at.dense_layers > 0))
+        return waiting(at) + ending
+
+    def in_backward(at: Held) -> tuple[Any, Any, Any]:
+        in_experts = (at.moe_layers > 0) * (moe.working + (at.moe_layers - 1) * moe.retained)
+        in_dense = dense.working - at.moe_layers * (gone - moe.retained)
+        working = largest(in_experts, (at.dense_layers > 0) * in_dense)
+        return waiting(at) + working, at.dense, at.moe
+
+    backward, of_dense, of_moe = rows_fullest([in_backward(at) for at in held.backward])
+    return Fullest(
+        forward=largest(*map(in_forward, held.forward)),
+        head=largest(*map(waiting, held.head)),
+        backward=backward,
+        last=largest(*(waiting(at) + at.moe_layers * 2 * moe.retained for at in held.last)),
+        dense=of_dense,
+        moe=of_moe,
+        first=held.first,
+        chunks=held.chunks,
+    )
+
+
+class Held(NamedTuple):
+    """Layers whose activations wait at one step of a schedule, and those of the chunk that it is in."""
+
+    dense: int
+    """Without routed experts, once for each micro-batch that waits in one."""
+    moe: int
+    """With them."""
+    dense_layers: int
+    """Of the chunk."""
+    moe_layers: int
+
+
+class Profile(NamedTuple):
+    """The steps of a stage's schedule that can be fullest, whatever a layer's bytes are."""
+
+    forward: tuple[Held, ...]
+    """As a chunk's forward ends."""
+    head: tuple[Held, ...]
+    """As the last chunk's does."""
+    backward: tuple[Held, ...]
+    """As a chunk's backward begins."""
+    last: tuple[Held, ...]
+    """As the first chunk's has ended."""
+    first: int
+    chunks: int
+
+
+def _looked_up(arch: Architecture, *numbers: Any) -> Profile:
+    """The profile of one schedule; of many, as many steps as the longest has, whose fields are arrays."""
+    if not any(map(is_array, numbers)):
+        return _profile(arch, *numbers)
+    told = looked_up(lambda *row: tuple(map(len, _profile(arch, *row)[:4])), *numbers)
+    lengths = tuple(int(length.max()) if is_array(length) else length for length in told)
+    first, chunks, *fields = looked_up(lambda *row: _flat(arch, row, lengths), *numbers)
+    each = iter(fields)
+    forward, head, backward, last = (
+        tuple(Held(*islice(each, len(Held._fields))) for _ in range(length)) for length in lengths
+    )
+    return Profile(forward, head, backward, last, first, chunks)
+
+
+@lru_cache(maxsize=65536)
+def _flat(arch: Architecture, row: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """A profile's numbers one after the other, the last step of each list told again up to its length."""
+    found = _profile(arch, *row)
+    padded = (
+        (*steps, *steps[-1:] * (length - len(steps)))
+        for steps, length in zip(
+            (found.forward, found.head, found.backward, found.last), lengths, strict=True
+        )
+    )
+    return (found.first, found.chunks, *(field for steps in padded for step in steps for field in step))
+
+
+@lru_cache(maxsize=65536)
+def _profile(arch: Architecture, pp: int, vpp: int, number: int, micro_batches: int) -> Profile:
+    layers = chunk_layers(arch, pp, vpp, number)
     held = [0] * vpp
-    waiting = forward = head = backward = last = first = chunks = 0
-    fullest_held = tuple(held)
+    dense = moe = first = chunks = 0
+    forward: list[Held] = []
+    head: list[Held] = []
+    backward: list[Held] = []
+    last: list[Held] = []
     for is_forward, chunk in _steps(pp, vpp, number, micro_batches):
+        own_dense, own_moe = layers[chunk]
         if is_forward:
             held[chunk] += 1
-            waiting += saved[chunk]
-            forward = max(forward, waiting + ending[chunk])
+            dense, moe = dense + own_dense, moe + own_moe
+            forward.append(Held(dense, moe, own_dense, own_moe))
             if chunk == vpp - 1:
-                head = max(head, waiting)
+                head.append(forward[-1])
             continue
         if not chunks:
             first, chunks = held[0], sum(held)
-        if waiting + working[chunk] > backward:
-            backward, fullest_held = waiting + working[chunk], tuple(held)
+        backward.append(Held(dense, moe, own_dense, own_moe))
         held[chunk] -= 1
-        waiting -= saved[chunk]
+        dense, moe = dense - own_dense, moe - own_moe
         if chunk == 0:
-            last = max(last, waiting + layers[chunk][1] * 2 * moe[3])
-    counts = [sum(n * each[kind] for n, each in zip(fullest_held, layers, strict=True)) for kind in (0, 1)]
-    return Fullest(forward, head, backward, last, counts[0], counts[1], first, chunks)
+            last.append(Held(dense, moe, 0, own_moe))
+    return Profile(
+        _outermost(forward), _outermost(head), _outermost(backward), _outermost(last), first, chunks
+    )
+
+
+def _outermost(steps: list[Held]) -> tuple[Held, ...]:
+    """Those that no other outdoes: one of a chunk of as many layers, in which as many wait of either kind."""
+    found: list[Held] = []
+    for step in dict.fromkeys(steps):
+        if any(_outdoes(other, step) for other in found):
+            continue
+        found = [other for other in found if not _outdoes(step, other)]
+        found.append(step)
+    return tuple(found)
+
+
+def _outdoes(one: Held, other: Held) -> bool:
+    return one[2:] == other[2:] and one.dense >= other.dense and one.moe >= other.moe
 
 
 def _steps(pp: int, vpp: int, number: int, micro_batches: int) -> Iterator[tuple[bool, int]]:

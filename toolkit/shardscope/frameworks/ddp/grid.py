@@ -1,0 +1,18 @@
+"""The layouts of DDP that a search asks: there is one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.ddp.layout import DdpLayout
+from shardscope.planner.grid import Grid, crossed
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+    """Every rank a copy."""
+    return [Grid(layout=DdpLayout(), columns=crossed(DdpLayout(), cluster, recipe, {}))]

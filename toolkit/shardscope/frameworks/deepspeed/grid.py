@@ -1,0 +1,73 @@
+"""The layouts of DeepSpeed ZeRO that a search asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.deepspeed.layout import ZeroLayout
+from shardscope.layout import check_experts, check_heads, check_layers, divisors
+from shardscope.planner.grid import DATA_PARALLEL, Columns, Grid, allowed, crossed, passing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+    """Every stage with all tp, pp and ep that it works with, and all places of optimizer and parameters.
+
+    Buckets and thresholds stay DeepSpeed's own; NVMe is asked where the cluster says how fast its is.
+    """
+    columns = _columns(arch, cluster, recipe)
+    found = []
+    for layout in _options(cluster):
+
+        def check_fields(tp: int, pp: int, ep: int, layout: ZeroLayout = layout) -> None:
+            replace(layout, tp=tp, pp=pp, ep=ep)
+
+        found.append(
+            Grid(
+                layout=layout,
+                columns=allowed(columns, ("tp", "pp", "ep"), check_fields),
+                check=lambda layout, recipe: layout.degrees(arch, cluster, recipe),
+            )
+        )
+    return found
+
+
+def _options(cluster: Cluster) -> Iterator[ZeroLayout]:
+    places: list[Any] = [None]
+    if cluster.gpu.vendor != "cpu":
+        places.append("cpu")
+    if cluster.nvme_bandwidth_bytes_per_second is not None:
+        places.append("nvme")
+    for stage, optimizer, params in product(range(4), places, places):
+        options = {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
+        if passing(lambda options: ZeroLayout(**options), [options]):
+            yield ZeroLayout(**options)
+
+
+def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
+    ranks = divisors(cluster.num_gpus)
+
+    def check_tp(tp: int) -> None:
+        check_heads(arch, tp)
+        ZeroLayout(stage=0, tp=tp).check_auto_tp(arch, recipe)
+
+    found = crossed(
+        ZeroLayout(),
+        cluster,
+        recipe,
+        {
+            ("tp",): passing(check_tp, [(tp,) for tp in ranks]),
+            ("pp",): passing(lambda pp: check_layers(arch, pp), [(pp,) for pp in ranks]),
+            ("ep",): passing(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
+        },
+        beside=("ep",),
+    )
+    return allowed(found, ("ep", DATA_PARALLEL), lambda ep, ranks: check_experts(arch, ep, ranks))

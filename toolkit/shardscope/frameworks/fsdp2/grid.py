@@ -1,0 +1,51 @@
+"""The layouts of FSDP2 that a search asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.layout import Degrees, check_context, check_heads, check_layers, divisors
+from shardscope.planner.grid import PER_STEP, Grid, allowed, crossed, passing
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+    """All tp, pp, cp and copies of the state that divide the GPUs; chunks of a stage in powers of two.
+
+    Each resharding after forward, or not; and on GPUs with its state in host memory too.
+    """
+    ranks, plain = divisors(cluster.num_gpus), Fsdp2Layout()
+    chunks = [1 << power for power in range(arch.num_hidden_layers.bit_length())]
+    pipelines = [(pp, vpp) for pp in ranks for vpp in (chunks if pp > 1 else (1,))]
+    columns = crossed(
+        plain,
+        cluster,
+        recipe,
+        {
+            ("tp",): passing(lambda tp: check_heads(arch, tp), [(tp,) for tp in ranks]),
+            ("cp",): passing(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
+            ("pp", "vpp"): passing(lambda pp, vpp: check_layers(arch, pp, vpp), pipelines),
+            ("replicate",): [(copies,) for copies in ranks],
+        },
+    )
+    single = replace(recipe, micro_batch_size=1)
+
+    columns = allowed(
+        columns,
+        ("pp", "vpp", PER_STEP),
+        lambda pp, vpp, per_step: plain.check_schedule(
+            single, Degrees(data_parallel=per_step, pp=pp, vpp=vpp)
+        ),
+    )
+    places = (None, "cpu") if cluster.gpu.vendor != "cpu" else (None,)
+    return [
+        Grid(layout=Fsdp2Layout(reshard_after_forward=reshard, offload=place), columns=columns)  # type: ignore[arg-type]
+        for reshard, place in product((True, False), places)
+    ]

@@ -1,0 +1,100 @@
+"""The layouts of Megatron-core that a search asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.layout import MegatronLayout, splits
+from shardscope.layout import Degrees, check_context, check_experts, check_heads, divisors
+from shardscope.planner.grid import (
+    DATA_PARALLEL,
+    MICRO_BATCH_SIZE,
+    PER_STEP,
+    Columns,
+    Grid,
+    allowed,
+    crossed,
+    kept,
+    passing,
+)
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+
+def grids(arch: Architecture, cluster: Cluster, recipe: Recipe) -> list[Grid]:
+    """All tp, pp, cp and ep that divide what they cut, and all chunks of stages that come out even.
+
+    Each with and without sequence parallelism and the distributed optimizer, and with experts cut by tp or
+    not. Types of gradients and moments stay as they are by default.
+    """
+    check_family(arch)
+    every = _columns(arch, cluster, recipe)
+    found = []
+    for sequence, expert_tp in product((None, False), (None, 1)):
+        if expert_tp is not None and not arch.num_moe_layers:
+            continue
+        layout = MegatronLayout(sequence_parallel=sequence, etp=expert_tp)
+        # With tp 1 these are what None says.
+        is_plain = sequence is None and expert_tp is None
+        columns = _cut(arch, cluster, recipe, layout, every if is_plain else kept(every, every["tp"] > 1))
+        for distributed in (True, False):
+            found.append(Grid(layout=replace(layout, distributed_optimizer=distributed), columns=columns))
+    return found
+
+
+def _columns(arch: Architecture, cluster: Cluster, recipe: Recipe) -> Columns:
+    """What does not hang on how sequences and experts are cut."""
+    ranks, layers = divisors(cluster.num_gpus), arch.num_hidden_layers
+    pipelines = [
+        (pp, vpp)
+        for pp in ranks
+        for vpp in range(1, (layers + 2) // pp + 1 if pp > 1 else 2)
+        if pp == 1 or splits(layers, pp, vpp)
+    ]
+    found = crossed(
+        MegatronLayout(),
+        cluster,
+        recipe,
+        {
+            ("tp",): passing(lambda tp: check_heads(arch, tp, True), [(tp,) for tp in ranks]),
+            ("cp",): passing(lambda cp: check_context(recipe, cp), [(cp,) for cp in ranks]),
+            ("pp", "vpp"): pipelines,
+            ("ep",): passing(lambda ep: check_experts(arch, ep, ep), [(ep,) for ep in ranks]),
+        },
+        beside=("ep",),
+    )
+    plain, single = MegatronLayout(), replace(recipe, micro_batch_size=1)
+    return allowed(
+        found,
+        ("pp", "vpp", PER_STEP),
+        lambda pp, vpp, per_step: plain.check_micro_batches(
+            single, Degrees(data_parallel=per_step, pp=pp, vpp=vpp)
+        ),
+    )
+
+
+def _cut(
+    arch: Architecture, cluster: Cluster, recipe: Recipe, layout: MegatronLayout, columns: Columns
+) -> Columns:
+    found = allowed(
+        columns, ("tp", "cp"), lambda tp, cp: replace(layout, tp=tp, cp=cp).check_sequence(arch, recipe)
+    )
+    if recipe.precision == "fp8-mixed":
+        found = allowed(
+            found,
+            ("tp", "cp", MICRO_BATCH_SIZE),
+            lambda tp, cp, size: replace(layout, tp=tp, cp=cp).check_fp8(
+                arch, cluster, replace(recipe, micro_batch_size=size)
+            ),
+        )
+    return allowed(
+        found,
+        ("ep", DATA_PARALLEL, "cp", "tp"),
+        lambda ep, ranks, cp, tp: check_experts(arch, ep, ranks * cp * tp // (layout.etp or tp)),
+    )

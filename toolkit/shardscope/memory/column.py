@@ -1,0 +1,283 @@
+"""Numbers of many plans, of which each is computed once for all plans that agree in what decides it.
+
+A search asks of hundreds of thousands of plans what few of their numbers decide: a layer's weights depend on
+tp alone, its activations on tp and the micro-batch. A :class:`Column` has one value for each distinct row of
+the keys that decide it, and arithmetic between two columns is done for the distinct rows of both: as numpy
+broadcasts axes, but over the combinations that there are, not over all that there could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SPARSE = 8
+"""Rows are told apart by a table of all combinations as long as these are so many times the rows at most."""
+
+
+class _Index(NamedTuple):
+    """How rows agree in some keys."""
+
+    number: int
+    """Distinct rows."""
+    codes: NDArray[np.int64]
+    """Of each row which of these it is."""
+    first: NDArray[np.int64]
+    """Of each of these the first row."""
+
+
+class Rows:
+    """The rows of a table by their keys: small whole numbers, one array for each key, shape ``(rows,)``."""
+
+    def __init__(self, keys: Sequence[NDArray[np.int64]]) -> None:
+        self.num_rows = len(keys[0])
+        self._indices = {1 << bit: distinct(codes) for bit, codes in enumerate(keys)}
+        self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
+        self._told: dict[tuple[int, bytes], int] = {}
+        self._partitions: dict[bytes, int] = {}
+
+    def column(self, keys: int, values: NDArray[Any]) -> Any:
+        """A column of each row's ``values``, alike where ``keys`` (bits) are; a number if all are one."""
+        found = values[self._index(keys).first]
+        return found[0].item() if len(found) and (found == found[0]).all() else Column(self, keys, found)
+
+    def regrouped(self, keys: int, codes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """A key that tells apart what ``codes`` of the distinct rows of ``keys`` do, and no more.
+
+        And for each of its own distinct rows one of those of ``keys``.
+        """
+        told = keys, codes.tobytes()
+        found = self._told.get(told)
+        index = self._index(keys)
+        if found is None:
+            own = distinct(codes[index.codes], int(codes.max()) + 1)
+            order = np.empty(own.number, np.int64)
+            order[np.argsort(own.first)] = np.arange(own.number)
+            fresh = 1 << max(self._indices).bit_length()
+            found = self._partitions.setdefault(order[own.codes].tobytes(), fresh)
+            self._indices.setdefault(found, own)
+            self._told[told] = found
+        return found, index.codes[self._index(found).first]
+
+    def spread(self, value: Any) -> NDArray[Any]:
+        """A column, or a number, row by row, shape ``(rows,)``."""
+        if isinstance(value, Column):
+            return value.values[self._index(value.keys).codes]
+        return np.broadcast_to(value, self.num_rows)
+
+    def joined(self, left: int, right: int) -> tuple[int, Any, Any]:
+        """The keys of both, and for its distinct rows the place in either; None where they are in order."""
+        found = self._joined.get((left, right))
+        if found is None:
+            found = self._joined[left, right] = self._join(left, right)
+        return found
+
+    def _join(self, left: int, right: int) -> tuple[int, Any, Any]:
+        whole = left | right
+        one, other, both = self._index(left), self._index(right), self._index(whole)
+        # Keys that decide the others are enough: no new rows, no new order.
+        if both.number == one.number:
+            return left, None, other.codes[one.first]
+        if both.number == other.number:
+            return right, one.codes[other.first], None
+        return whole, one.codes[both.first], other.codes[both.first]
+
+    def _index(self, keys: int) -> _Index:
+        found = self._indices.get(keys)
+        if found is None:
+            low = keys & -keys
+            rest, last = self._index(keys ^ low), self._index(low)
+            found = distinct(rest.codes * last.number + last.codes, rest.number * last.number)
+            self._indices[keys] = found
+        return found
+
+
+def distinct(codes: NDArray[np.int64], limit: int | None = None) -> _Index:
+    """Which of ``codes`` (0 to below ``limit``) are alike."""
+    if limit is None or limit > _SPARSE * len(codes) + 1024:
+        _, first, places = np.unique(codes, return_index=True, return_inverse=True)
+        return _Index(len(first), places.reshape(-1), first)
+    seen = np.full(limit, -1, np.int64)
+    # Of several rows the last that is written stays, which is the first one from behind.
+    seen[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)
+    present = np.flatnonzero(seen >= 0)
+    first = seen[present]
+    seen[present] = np.arange(len(present))
+    return _Index(len(present), seen[codes], first)
+
+
+class Column:
+    """One number for each distinct row of some keys; reads like a number in formulas that broadcast."""
+
+    __slots__ = ("keys", "rows", "values")
+
+    def __init__(self, rows: Rows, keys: int, values: NDArray[Any]) -> None:
+        self.rows, self.keys, self.values = rows, keys, values
+
+    def max(self) -> Any:
+        """The largest number."""
+        return self.values.max()
+
+    def any(self) -> bool:
+        """Whether it holds in any row."""
+        return bool(self.values.any())
+
+    def all(self) -> bool:
+        """Whether it holds in all rows."""
+        return bool(self.values.all())
+
+    # Else comparisons, which are set below, would leave it without one.
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise TypeError("a column of many plans is neither true nor false: use where() or holds()")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if method != "__call__" or options:
+            return NotImplemented
+        return together(ufunc, *inputs)
+
+    def __neg__(self) -> Column:
+        return Column(self.rows, self.keys, -self.values)
+
+    def __invert__(self) -> Column:
+        return Column(self.rows, self.keys, ~self.values)
+
+    def __add__(self, other: Any) -> Any:
+        return self if _is_nothing(other) else _applied(np.add, self, other)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> Any:
+        return 0 if _is_nothing(other) else _applied(np.multiply, self, other)
+
+    __rmul__ = __mul__
+
+
+def _is_nothing(number: Any) -> bool:
+    return number.__class__ in (int, bool) and not number
+
+
+def together(function: Callable[..., NDArray[Any]], *values: Any) -> Any:
+    """``function`` of the values, of which some are columns, at the distinct rows of all of them."""
+    whole: Column | None = None
+    for value in values:
+        if type(value) is Column:
+            keys = value.keys if whole is None else value.rows.joined(whole.keys, value.keys)[0]
+            whole = Column(value.rows, keys, value.values)
+    assert whole is not None
+    return Column(whole.rows, whole.keys, function(*(_at(whole, value) for value in values)))
+
+
+def _at(whole: Column, value: Any) -> Any:
+    """``value`` at the distinct rows of ``whole``."""
+    if type(value) is not Column or value.keys == whole.keys:
+        return value.values if type(value) is Column else value
+    place = whole.rows.joined(whole.keys, value.keys)[2]
+    return value.values[place]
+
+
+def _applied(ufunc: Any, left: Column, right: Any) -> Any:
+    if type(right) is not Column:
+        return Column(left.rows, left.keys, ufunc(left.values, right))
+    if left.keys == right.keys:
+        return Column(left.rows, left.keys, ufunc(left.values, right.values))
+    keys, one, other = left.rows.joined(left.keys, right.keys)
+    first = left.values if one is None else left.values[one]
+    second = right.values if other is None else right.values[other]
+    return Column(left.rows, keys, ufunc(first, second))
+
+
+def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
+    """``function(*numbers)`` of plain numbers, called once for each distinct row of columns.
+
+    A named tuple of numbers becomes one of columns.
+    """
+    whole = together(lambda *values: np.zeros(max(map(np.size, values)), np.int64), *numbers)
+    codes, limit, at = np.zeros(1, np.int64), 1, []
+    for number in numbers:
+        values = _at(whole, number)
+        at.append(values)
+        if type(number) is Column:
+            own, places = np.unique(number.values, return_inverse=True)
+            codes = codes * len(own) + _at(whole, Column(number.rows, number.keys, places.reshape(-1)))
+            limit *= len(own)
+    rows = distinct(codes, limit)
+    each = [value[rows.first].tolist() if isinstance(value, np.ndarray) else value for value in at]
+    answers = [
+        function(*(value[place] if isinstance(value, list) else value for value in each))
+        for place in range(rows.number)
+    ]
+    kinds: dict[Any, int] = {}
+    kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[rows.codes]
+    answers = list(kinds)
+    if len(answers) == 1:
+        return answers[0]
+    keys, first = whole.rows.regrouped(whole.keys, np.broadcast_to(kind_of, whole.values.shape))
+    kind_of = kind_of[first]
+
+    def column(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if all(value == first for value in values):
+            return first
+        return Column(whole.rows, keys, np.array(values)[kind_of])
+
+    if isinstance(answers[0], tuple):
+        fields = [column(values) for values in zip(*answers, strict=True)]
+        return getattr(type(answers[0]), "_make", tuple)(fields)
+    return column(answers)
+
+
+def by_value(column: Any) -> Any:
+    """The same numbers, told apart by themselves: a product of two degrees may decide what both do.
+
+    What is no column stays as it is.
+    """
+    if type(column) is not Column:
+        return column
+    own, codes = np.unique(column.values, return_inverse=True)
+    if len(own) == len(column.values):
+        return column
+    keys, first = column.rows.regrouped(column.keys, codes.reshape(-1))
+    return Column(column.rows, keys, column.values[first])
+
+
+def _operator(ufunc: Any, name: str) -> None:
+    def straight(self: Column, other: Any) -> Any:
+        return _applied(ufunc, self, other)
+
+    def reflected(self: Column, other: Any) -> Any:
+        if name == "floordiv" and _is_nothing(other):
+            return 0
+        return Column(self.rows, self.keys, ufunc(other, self.values))
+
+    setattr(Column, f"__{name}__", straight)
+    setattr(Column, f"__r{name}__", reflected)
+
+
+_ARITHMETIC: dict[str, Any] = {
+    "sub": np.subtract,
+    "floordiv": np.floor_divide,
+    "truediv": np.true_divide,
+    "mod": np.remainder,
+    "pow": np.power,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+_COMPARISONS: dict[str, Any] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+for _name, _ufunc in _ARITHMETIC.items():
+    _operator(_ufunc, _name)
+for _name, _ufunc in _COMPARISONS.items():
+    setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: _applied(ufunc, self, other))

@@ -1,0 +1,123 @@
+"""The rows of one grid, ready for formulas: which plans agree in which numbers, and their pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.layout import Degrees
+from shardscope.memory.column import Rows
+from shardscope.memory.many import Varied
+from shardscope.memory.modules.attention import broadcasts_views
+from shardscope.memory.stages import StageShape
+from shardscope.plan import Plan
+from shardscope.planner.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
+from shardscope.recipe import Recipe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.frameworks.registry import MemoryModel
+    from shardscope.layout import Layout
+    from shardscope.memory.stages import Shapes
+
+CHUNK = 1 << 15
+"""Plans that are computed together: so many that their numbers stay in a processor's cache."""
+
+
+class Table:
+    """Plans of one grid, each row of :attr:`columns` one; each has a row of :attr:`rows` for every kind of
+    pipeline stage that it has."""
+
+    def __init__(
+        self, arch: Architecture, layout: Layout, model: MemoryModel, recipe: Recipe, columns: Columns
+    ) -> None:
+        self.architecture, self.columns = arch, columns
+        self.num_plans = len(columns[MICRO_BATCH_SIZE])
+        own = layout.__dataclass_fields__
+        self._fields = [name for name in columns if name in own]
+        self._stages(layout, model)
+        numbers = {
+            **{name: columns[name] for name in (*self._fields, MICRO_BATCH_SIZE, DATA_PARALLEL)},
+            "num_micro_batches": recipe.global_batch_size
+            // (columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]),
+            "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
+        }
+        codes = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in numbers.values()]
+        self.rows = Rows([*(each[self.owners] for each in codes), self.place])
+        self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
+        self._numbers = {
+            name: self.rows.column(self._bits[name], column[self.owners]) for name, column in numbers.items()
+        }
+
+    def _stages(self, layout: Layout, model: MemoryModel) -> None:
+        """A row for each kind of pipeline stage of each plan."""
+        columns = self.columns
+        pp = columns.get("pp", np.ones(self.num_plans, np.int64))
+        vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
+        _, first, self.pipeline_of = np.unique(pp << 32 | vpp, return_index=True, return_inverse=True)
+        self.pipeline_of = self.pipeline_of.reshape(-1)
+        self.pipelines = [
+            shapes_of_pipeline(self.architecture, layout, model, int(pp[row]), int(vpp[row])) for row in first
+        ]
+        counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
+        offsets = np.cumsum(counts) - counts
+        each = counts[self.pipeline_of]
+        self.owners = np.repeat(np.arange(self.num_plans), each)
+        self.starts = np.cumsum(each) - each
+        self.place = np.arange(len(self.owners)) - self.starts[self.owners]
+        kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
+        self._shapes = kinds[offsets[self.pipeline_of][self.owners] + self.place]
+
+    @cached_property
+    def shape(self) -> StageShape:
+        """The stages, as columns."""
+        keys = self._bits["place"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
+        return StageShape(*(self.rows.column(keys, column) for column in self._shapes.T))
+
+    def plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
+        """All of them as formulas read one plan."""
+        numbers = self._numbers
+        varied = Varied(type(layout), layout, **{name: numbers[name] for name in self._fields})
+        degrees = Varied(Degrees, varied.spread(numbers["left"]), data_parallel=numbers[DATA_PARALLEL])
+        return Varied(
+            Plan,
+            None,
+            architecture=self.architecture,
+            cluster=cluster,
+            recipe=Varied(Recipe, recipe, micro_batch_size=numbers[MICRO_BATCH_SIZE]),
+            layout=varied,
+            degrees=degrees,
+            num_micro_batches=numbers["num_micro_batches"],
+        )
+
+    def most(self, value: Any) -> NDArray[Any]:
+        """Of each plan the largest of its stages' values, shape ``(num_plans,)``."""
+        return np.maximum.reduceat(self.rows.spread(value), self.starts)
+
+
+def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, pp: int, vpp: int) -> Shapes:
+    """The stages of a pipeline, which no other degree decides."""
+    degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
+    layers = tuple(layout.stage_layers(arch, degrees))
+    return model.shapes(Varied(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
+
+
+def split(arch: Architecture, columns: Columns) -> Iterator[Columns]:
+    """Rows whose plans formulas can take together, in pieces of at most :data:`CHUNK`.
+
+    Those with pipeline stages apart from those without, and those where an expanded key head is a view.
+    """
+    number = len(columns[MICRO_BATCH_SIZE])
+    stages = columns.get("pp", np.ones(number, np.int64)) > 1
+    views = np.broadcast_to(broadcasts_views(arch, columns[MICRO_BATCH_SIZE]), number)
+    for has_stages in (False, True):
+        for has_views in (False, True):
+            found = kept(columns, (stages == has_stages) & (views == has_views))
+            for start in range(0, len(found[MICRO_BATCH_SIZE]), CHUNK):
+                yield {name: column[start : start + CHUNK] for name, column in found.items()}
