@@ -14,12 +14,13 @@ from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.frameworks.habits import Habits
     from shardscope.layout import Layout
     from shardscope.memory.report import Term
     from shardscope.memory.stages import Shapes, Stage, StageShape
     from shardscope.memory.state import TrainingState
     from shardscope.plan import Plan
-    from shardscope.timing.traffic import StateTraffic
+    from shardscope.timing.traffic import Overlap, StateTraffic
 
 
 class MemoryModel(Protocol):
@@ -49,8 +50,11 @@ class BuildingModel(Protocol):
 class TimingModel(Protocol):
     """What every framework's ``timing.py`` offers."""
 
-    def state_traffic(self, plan: Plan) -> StateTraffic:
-        """What one rank sends for parameters, gradients and optimizer in one step."""
+    def state_traffic(self, plan: Plan, stage: Stage) -> StateTraffic:
+        """What one rank of a stage sends for parameters, gradients and optimizer in one step."""
+
+    def overlap(self, plan: Plan) -> Overlap:
+        """What runs beneath arithmetic beside that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,11 @@ class Framework:
     def timing_model(self) -> TimingModel:
         """The framework's own part of the time estimate."""
         found: Any = import_module(f"shardscope.frameworks.{self.name}.timing")
+        return found  # type: ignore[no-any-return]
+
+    def habits(self) -> Habits:
+        """What the framework does by itself that a preflight must know."""
+        found: Any = import_module(f"shardscope.frameworks.{self.name}.habits")
         return found  # type: ignore[no-any-return]
 
 

@@ -1,48 +1,113 @@
-"""Seconds of one collective on a ring (Thakur et al. 2005, section 4; NCCL's ring)."""
+"""Seconds of one collective, as NCCL runs it: a ring, or a tree where the vector is small.
+
+Bandwidth terms: Thakur et al. 2005, section 4. Latency terms and the choice by the shorter time: NCCL 2.21,
+src/graph/tuning.cc (ncclTopoTuneModel). Numbers may be arrays of plans.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import log2
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.timing.calibration import rates_for
-from shardscope.timing.rates import LinkRate
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster
     from shardscope.timing.traffic import Transfer
 
-ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 """How often (ranks - 1) / ranks of the vector passes each rank."""
+_SMALL_LATENCY = 0.2
+"""NCCL's LL protocol beside Simple: 0.6 of 3.4 µs on NVLink, 1.0 of 5.7 on PCIe, 2.7 of 14 on the network
+(hwLatencies, ring)."""
+_SMALL_BANDWIDTH = 0.5
+"""A flag for every number: half of what goes over the link is payload (busBw of LL)."""
 
 
-def seconds(transfer: Transfer, cluster: Cluster) -> float:
+class Route(NamedTuple):
+    """The way of a group's messages."""
+
+    members: Any
+    """Ranks of the group on one node."""
+    num_nodes: Any
+    """Nodes that it spans."""
+
+
+def route(ranks: Any, stride: Any, gpus_per_node: int) -> Route:
+    """How a group lies on nodes: its ranks are ``stride`` GPUs apart."""
+    members = smallest(ranks, largest(1, gpus_per_node // stride))
+    # A group whose first and last rank are on one node is inside of it.
+    return Route(members, where((ranks - 1) * stride < gpus_per_node, 1, ceil_div(ranks, members)))
+
+
+def seconds(transfer: Transfer, gpus_per_node: int, rates: Rates) -> Any:
     """All calls of ``transfer`` in one step, as if nothing else ran."""
-    ranks = transfer.ranks
-    if ranks <= 1 or transfer.num_bytes <= 0 or transfer.times <= 0:
-        return 0.0
-    link = _link(transfer, cluster)
-    rounds = ROUNDS[transfer.collective]
-    moved = rounds * (ranks - 1) / ranks * transfer.num_bytes / link.bytes_per_second
-    return transfer.times * (moved + rounds * transfer.num_messages * (ranks - 1) * link.latency_seconds)
+    ranks, num_bytes = transfer.ranks, transfer.num_bytes
+    way = route(ranks, transfer.stride, gpus_per_node)
+    if transfer.collective == "send":
+        each = _send(num_bytes, way, rates)
+    elif transfer.collective == "all_to_all":
+        each = _all_to_all(num_bytes, ranks, way, transfer.num_messages, rates)
+    else:
+        each = _ring_or_tree(transfer, way, rates)
+    return (ranks > 1) * transfer.times * each
 
 
-def bounding_link(transfer: Transfer, cluster: Cluster) -> str:
-    """The name of the link that bounds it."""
-    return _link(transfer, cluster).name
-
-
-def _link(transfer: Transfer, cluster: Cluster) -> LinkRate:
-    """A group inside a node uses the node's own link.
-
-    One that spans nodes crosses between them through the network cards of all its members on a node, and is
-    no faster than its link inside of it.
-    """
-    rates = rates_for(cluster)
+def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:
+    """The link that bounds it, of one plan."""
+    way = route(transfer.ranks, transfer.stride, gpus_per_node)
     inside, between = rates.inside, rates.between
-    if (transfer.ranks - 1) * transfer.stride < cluster.gpus_per_node:
+    if way.num_nodes == 1:
         return inside
-    members = max(1, cluster.gpus_per_node // transfer.stride)
-    across = between.bytes_per_second * members
-    if members > 1 and inside.bytes_per_second < across:
-        return inside._replace(latency_seconds=between.latency_seconds)
-    return between._replace(bytes_per_second=across)
+    many = transfer.collective in ("send", "all_to_all")
+    across = between.bytes_per_second * (1 if many else way.members)
+    return inside if way.members > 1 and inside.bytes_per_second < across else between
+
+
+def _ring_or_tree(transfer: Transfer, way: Route, rates: Rates) -> Any:
+    """One round of a ring for each time the vector passes; an all-reduce may be a tree.
+
+    Between nodes a ring crosses through the network cards of all its members on a node, each with its part of
+    the vector, and is no faster than the link inside.
+    """
+    ranks, messages = transfer.ranks, transfer.num_messages
+    rounds = _ROUNDS[transfer.collective]
+    inside, between = rates.inside, rates.between
+    across = between.bytes_per_second * way.members
+    crossing = where(way.members > 1, smallest(inside.bytes_per_second, across), across)
+    speed = where(way.num_nodes == 1, inside.bytes_per_second, crossing)
+    moved = rounds * (ranks - 1) / ranks * transfer.num_bytes / speed
+    # Of the ring's steps as many cross between nodes as there are nodes.
+    crossings = where(way.num_nodes > 1, way.num_nodes - 1, 0)
+    steps = (ranks - 1 - crossings) * inside.latency_seconds + crossings * between.latency_seconds
+    ring = _either_protocol(moved, rounds * messages * steps)
+    if transfer.collective != "all_reduce":
+        return ring
+    depth = (way.members - 1) * inside.latency_seconds + _log2(way.num_nodes) * between.latency_seconds
+    # Up and down again; each rank passes the whole vector on.
+    tree = _either_protocol(2 * transfer.num_bytes / speed, 2 * messages * depth)
+    return smallest(ring, tree)
+
+
+def _either_protocol(moved: Any, waited: Any) -> Any:
+    """The shorter of NCCL's Simple and LL protocols."""
+    return smallest(moved + waited, moved / _SMALL_BANDWIDTH + _SMALL_LATENCY * waited)
+
+
+def _all_to_all(num_bytes: Any, ranks: Any, way: Route, messages: Any, rates: Rates) -> Any:
+    """Each rank sends its own parts through its own card, to the other nodes and inside its own at once."""
+    outside = (ranks - way.members) / ranks * num_bytes / rates.between.bytes_per_second
+    inside = (way.members - 1) / ranks * num_bytes / rates.inside.bytes_per_second
+    latency = where(way.num_nodes > 1, rates.between.latency_seconds, rates.inside.latency_seconds)
+    return largest(where(way.num_nodes > 1, outside, 0.0), inside) + messages * latency
+
+
+def _send(num_bytes: Any, way: Route, rates: Rates) -> Any:
+    """To the next rank; of a group that spans nodes the step that crosses is what others wait for."""
+    inside = num_bytes / rates.inside.bytes_per_second + rates.inside.latency_seconds
+    across = num_bytes / rates.between.bytes_per_second + rates.between.latency_seconds
+    return where(way.num_nodes == 1, inside, across)
+
+
+def _log2(number: Any) -> Any:
+    return looked_up(log2, number)

@@ -1,54 +1,149 @@
-"""Collectives between tensor, context, expert and pipeline ranks, which every framework needs alike."""
+"""Collectives between tensor, context, expert and pipeline ranks, which every framework needs alike.
+
+Ranks lie tp, cp, data, pp, inner to outer. Numbers may be arrays of plans.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.precision import widths
-from shardscope.timing.traffic import Transfer
+from shardscope.memory.arithmetic import ceil_div, looked_up, where
+from shardscope.memory.modules.attention import widths as attention_widths
+from shardscope.memory.stages import layers_by_kind
+from shardscope.timing.traffic import Beneath, Collective, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
+    from shardscope.timing.layers import LayerWork
 
 
-def parallel_transfers(plan: Plan) -> list[Transfer]:
-    """What one rank sends in one step beside its training state. Ranks lie tp, cp, data, pp, inner to outer.
-
-    Tensor parallel: two all-reduces a layer forward and two backward (Shoeybi et al. 2019, figure 4), or an
-    all-gather and a reduce-scatter in place of each with the sequence split (Korthikanti et al. 2022,
-    section 4.2.2: the same bytes). Context parallel: keys and values pass around forward, and with their
-    gradients backward (Liu et al. 2023). Experts: tokens go out and come back, forward and backward
-    (Lepikhin et al. 2020). Full recomputation repeats the forward's.
-    """
-    arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
-    micro_batches = plan.num_micro_batches
-    layers = max(plan.stage_layers)
-    width = widths[recipe.precision].compute
-    tokens = recipe.micro_batch_size * recipe.seq_len / degrees.cp
-    stream = tokens * arch.hidden_size * width
-    forwards = 1 + (1 / recipe.recompute_interval if recipe.recompute == "full" else 0)
-    found = []
-    if degrees.tp > 1:
-        times = micro_batches * layers * 2 * (forwards + 1)
-        found.append(Transfer("all_reduce", stream, degrees.tp, 1, times, part="tensor_parallel"))
-    if degrees.cp > 1:
-        latent = arch.latent_attention
-        heads = arch.num_attention_heads if latent else arch.num_key_value_heads
-        each = latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim
-        keys = tokens * degrees.cp * heads * each * width / min(degrees.tp, heads)
-        times = micro_batches * layers * (forwards + 2)
-        found.append(Transfer("all_gather", keys, degrees.cp, degrees.tp, times, part="context_parallel"))
-    moe = arch.mixture_of_experts
-    if degrees.ep > 1 and moe is not None:
-        share = arch.num_moe_layers / arch.num_hidden_layers
-        routed = stream * moe.num_experts_per_tok / (degrees.tp if plan.layout.splits_sequence else 1)
-        times = micro_batches * layers * share * 2 * (forwards + 1)
-        stride = degrees.tp * degrees.cp
-        found.append(Transfer("all_to_all", routed, degrees.ep, stride, times, part="expert_parallel"))
-    if degrees.pp > 1:
-        inner = plan.world_size // degrees.pp
-        cut = degrees.tp if plan.layout.splits_sequence else 1
-        # Point to point, twice a micro-batch and chunk: written as the half of a two-rank gather that it is.
-        times = 2 * micro_batches * degrees.vpp
-        found.append(Transfer("all_gather", 2 * stream / cut, 2, inner, times, part="pipeline_transfers"))
+def parallel_transfers(work: LayerWork, stage: Stage) -> list[Transfer]:
+    """What one rank of ``stage`` sends in one step beside its training state."""
+    found: list[Transfer] = []
+    plan = work.plan
+    if _any_above_one(plan.degrees.tp):
+        found += _tensor(work, stage)
+    if _any_above_one(plan.degrees.cp):
+        found += _context(work, stage)
+    if _any_above_one(plan.degrees.ep) and plan.architecture.mixture_of_experts is not None:
+        found += _experts(work, stage)
+    if _any_above_one(plan.degrees.pp):
+        found += _sends(work, stage)
     return found
+
+
+def recomputed_share(plan: Plan) -> Any:
+    """Layers that go forward twice, as a share of all: those that recompute whole."""
+    return 1 / plan.recipe.recompute_interval if plan.recipe.recompute == "full" else 0
+
+
+def _any_above_one(degree: Any) -> bool:
+    return degree > 1 if isinstance(degree, int) else degree.max() > 1
+
+
+def _stream_bytes(work: LayerWork) -> Any:
+    """The residual stream of a micro-batch, whole, in the type in which it is sent."""
+    return work.tokens * work.arch.hidden_size * work.modules.compute
+
+
+def _tensor(work: LayerWork, stage: Stage) -> list[Transfer]:
+    """Two reductions a layer forward and two backward (Shoeybi et al. 2019, figure 4).
+
+    With the sequence split each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
+    4.2.2): the same bytes on a ring. Embedding and head reduce once each. Where each rank of tp has experts
+    of its own, a layer of them has none around its MLP.
+    """
+    plan, overlap = work.plan, work.overlap
+    micro_batches, stream = plan.num_micro_batches, _stream_bytes(work)
+    pairs: Any = stage.is_first + stage.is_last * 1
+    for moe, layers in layers_by_kind(work.arch, stage):
+        pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
+    tp = plan.degrees.tp
+    forward = micro_batches * pairs * (1 + recomputed_share(plan))
+    back = micro_batches * pairs
+
+    def pair(times: Any, hides: bool, beneath: Beneath) -> Transfer:
+        return Transfer(
+            "tensor_parallel",
+            "all_reduce",
+            stream,
+            tp,
+            1,
+            times,
+            # User buffers send in as many pieces as there are ranks.
+            beneath=beneath if hides else "nothing",
+            bare=1 / tp,
+        )
+
+    found = [pair(forward, overlap.tensor_forward, "forward")]
+    if overlap.tensor_forward:
+        return [*found, pair(back, True, "backward")]
+    if not overlap.tensor_backward:
+        return [*found, pair(back, False, "backward")]
+    # Of a pair's two collectives backward can hide the one behind the column-parallel product, beneath the
+    # gradient of its weights (megatron/core/tensor_parallel/layers.py); whole reductions are such ones.
+    split = plan.layout.splits_sequence
+    hidden: list[Transfer] = []
+    halves: tuple[tuple[Collective, bool], ...] = (("reduce_scatter", True), ("all_gather", False))
+    for collective, hides in halves:
+        hidden.append(
+            pair(where(split, back, 0), hides, "backward")._replace(collective=collective, bare=0.0)
+        )
+    if overlap.gathers_input_again:
+        hidden.append(hidden[0]._replace(collective="all_gather"))
+    return [*found, *hidden, pair(where(split, 0, back), True, "backward")._replace(bare=0.0)]
+
+
+def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
+    """Keys and values pass to all ranks forward, and with their gradients backward (Liu et al. 2023).
+
+    On a ring attention works on what is there while the next part travels; gathered first, it works on its
+    own part meanwhile.
+    """
+    plan = work.plan
+    tp, cp = plan.degrees.tp, plan.degrees.cp
+    width = attention_widths(work.arch)
+    heads = work.arch.num_attention_heads if work.arch.latent_attention else work.arch.num_key_value_heads
+    cut = looked_up(lambda tp: min(tp, heads), tp)
+    keys = work.tokens * cp * (width.key + width.value) * work.modules.compute / cut
+    layers = plan.num_micro_batches * stage.num_layers
+    # Of attention all but the last of cp parts can cover the next one's way; or only the first of them.
+    bare = 0.0 if work.overlap.context == "ring" else 1 - 1 / cp
+    forward = Transfer(
+        "context_parallel",
+        "all_gather",
+        keys,
+        cp,
+        tp,
+        layers * (1 + recomputed_share(plan)),
+        num_messages=1,
+        beneath="attention",
+        bare=bare,
+    )
+    back = forward._replace(times=2 * layers)
+    return [forward, back]
+
+
+def _experts(work: LayerWork, stage: Stage) -> list[Transfer]:
+    """Tokens go out and come back, forward and backward (Lepikhin et al. 2020); the fullest rank's."""
+    plan, degrees = work.plan, work.plan.degrees
+    routed = work.routed_tokens() * work.arch.hidden_size * work.modules.compute
+    # Experts are spread over tp first where each of its ranks has its own.
+    stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
+    times = plan.num_micro_batches * stage.num_moe_layers * 2 * (2 + recomputed_share(plan))
+    return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
+
+
+def _sends(work: LayerWork, stage: Stage) -> list[Transfer]:
+    """Hidden states to the next stage, gradients to the one before, of every micro-batch and chunk."""
+    plan, degrees = work.plan, work.plan.degrees
+    each = ceil_div(_stream_bytes(work), work.cut)
+    inner = plan.world_size // degrees.pp
+    times = plan.num_micro_batches * degrees.vpp
+    sends = work.overlap.sends
+    waited = Transfer("pipeline_transfers", "send", each, degrees.pp, inner, where(sends, 0, 2 * times))
+    if sends is False:
+        return [waited]
+    covered = waited._replace(times=where(sends, times, 0), beneath="forward", bare=0.0)
+    return [waited, covered, covered._replace(beneath="backward")]

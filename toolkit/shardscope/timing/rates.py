@@ -45,6 +45,18 @@ class AttentionRate(NamedTuple):
     """FLOP/s of its two products."""
     backward: float
     """FLOP/s of its five: scores are computed again."""
+    half_keys: float
+    """Tokens of a sequence at which half of that is reached."""
+
+
+class Passes(NamedTuple):
+    """Bytes that operators move for each byte that they save for backward, and how many kernels they are."""
+
+    forward: float
+    backward: float
+    kernels_forward: float
+    """Of one layer."""
+    kernels_backward: float
 
 
 class LinkRate(NamedTuple):
@@ -68,7 +80,9 @@ class Rates:
     memory_bytes_per_second: float | None
     """What operators reach that only read and write; None: not known."""
     kernel_seconds: float
-    """What one kernel costs beside its work."""
+    """What the host takes to start one kernel."""
+    operators: Mapping[str, Passes]
+    """By ``Recipe.kernels``."""
     inside: LinkRate
     """Between the GPUs of a node."""
     between: LinkRate
@@ -91,6 +105,15 @@ class Rates:
                 "ss.calibrate()",
             )
         return found
+
+    def attend(self, precision: str) -> AttentionRate:
+        """Fused attention in ``precision``, whose products' speed is known."""
+        self.matrix(precision)
+        return self.attention[precision]
+
+    def passes(self, kernels: str) -> Passes:
+        """Operators of these modules."""
+        return self.operators[kernels]
 
     def memory(self) -> float:
         """Bytes a second of memory-bound operators. Raises ``ValueError`` where that is not known."""
@@ -128,12 +151,20 @@ def rates_of(cluster: Cluster) -> Rates:
         ),
         attention=MappingProxyType(
             {
-                precision: AttentionRate(peak * attention["forward"], peak * attention["backward"])
+                precision: AttentionRate(
+                    peak * attention["forward"], peak * attention["backward"], attention["half_keys"]
+                )
                 for precision, peak in gpu.peak_flops.items()
             }
         ),
         memory_bytes_per_second=bandwidth and bandwidth * _of(table["memory"], generation)["share"],
         kernel_seconds=_of(table["launch"], generation)["seconds_per_kernel"],
+        operators=MappingProxyType(
+            {
+                kernels: Passes(*(counted[field] for field in Passes._fields))
+                for kernels, counted in table["passes"].items()
+            }
+        ),
         inside=_link(cluster.intra_node_link, table["link"]["inside"]),
         between=_link(cluster.inter_node_link, table["link"]["between"]),
         host=_link(cluster.host_link, table["link"]["host"]),

@@ -36,7 +36,7 @@ HOUR_SECONDS = 3_600
 class Communication(NamedTuple):
     """All calls of one collective over one group in one step, on one rank of the slowest stage."""
 
-    part: str
+    part: Part
     """Which of :data:`PARTS` its exposed seconds are in."""
     collective: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``send``."""
@@ -65,9 +65,9 @@ class StepReport:
     TFLOP/s and MFU count model FLOPs with causal attention, recomputation excluded.
     """
 
-    parts: Mapping[str, float]
+    parts: Mapping[Part, float]
     """Exposed seconds by name, every name of :data:`PARTS`; they sum to :attr:`seconds`."""
-    hidden: Mapping[str, float]
+    hidden: Mapping[Part, float]
     """Seconds that arithmetic covers, by the same names."""
     communication: tuple[Communication, ...]
     """Every kind of collective of the step."""
@@ -159,8 +159,8 @@ class StepReport:
 
         Raises ``ValueError`` for a name that is not in ``PARTS``.
         """
-        one_of("part", name, PARTS)
-        exposed, hidden = self.parts[name], self.hidden[name]
+        part: Part = one_of("part", name, PARTS)
+        exposed, hidden = self.parts[part], self.hidden[part]
         beneath = f", {seconds_words(hidden)} more beneath arithmetic" if hidden else ""
         why = self.explanations.get(name)
         words = f" = {why()}" if why else ""

@@ -1,60 +1,99 @@
-"""What one rank sends for its training state in one step: the answer of a framework's own ``timing.py``."""
+"""What one rank sends in one step: the answer of a framework's own ``timing.py``.
+
+Numbers may be arrays of plans.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
+    from shardscope.timing.report import Part
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Beneath = Literal["nothing", "forward", "backward", "last_backward", "first_forward", "attention"]
+"""Which arithmetic can run while a collective does: none, since the next operation waits for it; every
+forward or backward; that of the last or first micro-batch; attention, while keys and values go round."""
 
 
 class Transfer(NamedTuple):
     """One kind of collective of a step."""
 
+    part: Part
+    """Which part of the step it is in."""
     collective: Collective
-    num_bytes: float
-    """The whole vector: what each rank has after a gather, or before a reduction."""
-    ranks: int
+    num_bytes: Any
+    """The whole vector: what each rank has after a gather, or before a reduction. Of a send, what is sent."""
+    ranks: Any
     """Ranks in the group."""
-    stride: int
+    stride: Any
     """Distance between neighbours of the group among all ranks: the product of the degrees inside of it."""
-    times: float
+    times: Any
     """How often in one step."""
-    num_messages: float = 1.0
+    num_messages: Any = 1.0
     """Into how many calls the vector is cut (layers, buckets): each has its latency."""
-    hidden_by: float = 0.0
-    """The share of the step's arithmetic that it may run beneath."""
-    part: str = "gathers"
-    """Which part of the step it is (:data:`shardscope.timing.report.PARTS`)."""
+    beneath: Beneath = "nothing"
+    bare: Any = None
+    """The share that nothing can cover: the first message of a gather, the last of a reduction; None: one
+    message of :attr:`num_messages`."""
 
 
 class StateTraffic(NamedTuple):
     """What a framework moves for parameters, gradients and optimizer."""
 
     transfers: tuple[Transfer, ...] = ()
-    host_bytes: float = 0.0
-    """Bytes of one rank over the link to its host in one step, the busier way."""
-    nvme_bytes: float = 0.0
-    """Bytes of one rank to and from NVMe in one step, both ways together."""
-    updated_on_host: float = 0.0
+    copied_for_gathers: Any = 0.0
+    """Bytes that one rank reads and writes in its own memory in one step to stage what is gathered."""
+    copied_for_gradients: Any = 0.0
+    """The same for gradients: accumulated, cast, staged for their reduction."""
+    fetched_forward: Any = 0.0
+    """Bytes of one rank that come from the host in all forwards of a step."""
+    fetched_backward: Any = 0.0
+    """The same in its backwards."""
+    returned_backward: Any = 0.0
+    """Bytes of gradients that go to the host in them."""
+    returned_after: Any = 0.0
+    """Bytes of updated weights that come back once the optimizer is done, while nothing else runs."""
+    nvme_beneath: Any = 0.0
+    """Bytes of one rank read from NVMe while arithmetic runs."""
+    nvme_after: Any = 0.0
+    """Bytes read and written around the optimizer's step."""
+    updated: Any = 0.0
+    """Weights that one rank's optimizer updates on its GPU."""
+    updated_on_host: Any = 0.0
     """Weights whose optimizer step one rank's host takes."""
+    main_copies: bool = False
+    """The optimizer updates fp32 main copies and casts them to the module's weights."""
+
+
+class Overlap(NamedTuple):
+    """What a framework lets run beneath arithmetic beside its training state's traffic, by its own source."""
+
+    tensor_forward: bool = False
+    """Forward's tensor-parallel collectives."""
+    tensor_backward: bool = False
+    """Those of backward that weights' gradients can cover."""
+    gathers_input_again: bool = False
+    """With the sequence split, backward gathers each column-parallel product's input once more."""
+    context: Literal["ring", "gather"] = "gather"
+    """Keys and values pass round from rank to rank while attention works on those that are there, or are
+    gathered first."""
+    sends: Any = False
+    """What passes between pipeline stages; an array where plans differ in it."""
+    stops_early: bool = True
+    """Recomputation ends when autograd has all that it saves (torch.utils.checkpoint's early stop)."""
 
 
 class Weights(NamedTuple):
-    """Weights on one rank of the fullest stage, before any sharding over data-parallel ranks."""
+    """Weights on one rank of a stage, before any sharding over data-parallel ranks."""
 
-    base: float
-    trained: float
-    num_layers: int
+    base: Any
+    trained: Any
+    num_layers: Any
 
 
-def weights_of(plan: Plan) -> Weights:
-    """The largest pipeline stage's weights on one rank."""
-    from shardscope.frameworks.registry import frameworks
-
-    model = frameworks[plan.layout.framework].memory_model()
-    stages = (model.stage(plan, shape) for shape in model.shapes(plan).kinds)
-    fullest = max(stages, key=lambda stage: stage.base)
-    return Weights(float(fullest.base), float(fullest.trainable), max(1, fullest.num_layers))
+def weights_of(plan: Plan, stage: Stage) -> Weights:
+    """Those of ``stage``."""
+    return Weights(stage.base, stage.trainable, stage.num_layers)

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.precision import widths
-from shardscope.timing.traffic import StateTraffic, Transfer, weights_of
+from shardscope.memory.arithmetic import largest
+from shardscope.memory.precision import FP32, widths
+from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
+OVERLAP = Overlap()
 
 
-def state_traffic(plan: Plan) -> StateTraffic:
-    """One all-reduce of all trained weights, in buckets (Li et al. 2020, section 3.2)."""
-    weights, ranks = weights_of(plan), plan.degrees.data_parallel
-    num_bytes = weights.trained * widths[plan.recipe.precision].original
-    # Backward is two thirds of a micro-batch, and only the last one's is left to hide in.
-    hidden = 2 / 3 / max(1, plan.num_micro_batches)
-    messages = max(1.0, num_bytes / BUCKET_BYTES)
-    return StateTraffic((Transfer("all_reduce", num_bytes, ranks, 1, 1, messages, hidden, part="gradients"),))
+def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
+    """One all-reduce of all trained weights, in buckets (Li et al. 2020, section 3.2).
+
+    The first micro-batch's gradients become ``.grad``, others are added; autocast casts them from half. What
+    the reducer averages are views of its buckets.
+    """
+    width, weights = widths[plan.recipe.precision], stage.trainable
+    num_bytes = weights * width.original
+    messages = largest(1.0, num_bytes / BUCKET_BYTES)
+    cast = width.compute + FP32 if width.compute < width.original else 0
+    added = 3 * width.original * (plan.num_micro_batches - 1) + 2 * width.original
+    transfer = Transfer(
+        "gradients", "all_reduce", num_bytes, plan.world_size, 1, 1, messages, "last_backward"
+    )
+    return StateTraffic(
+        (transfer,),
+        copied_for_gradients=weights * (plan.num_micro_batches * cast + added),
+        # Autocast casts every matrix once a micro-batch (torch.autocast's cache).
+        copied_for_gathers=(cast > 0) * plan.num_micro_batches * stage.base * (FP32 + width.compute),
+        updated=weights,
+    )
+
+
+def overlap(plan: Plan) -> Overlap:
+    """DDP has no other collectives."""
+    return OVERLAP

@@ -4,43 +4,80 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.precision import FP32, num_moments, widths
-from shardscope.timing.traffic import StateTraffic, Transfer, weights_of
+from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
+OVERLAP = Overlap()
+"""AutoTP's reductions, experts' all-to-all and the pipeline's sends all wait (deepspeed/module_inject/
+layers.py, deepspeed/runtime/pipe/p2p.py)."""
 
-def state_traffic(plan: Plan) -> StateTraffic:
-    """Stage 0 averages gradients, 1 and 2 scatter them and gather parameters, 3 gathers them at every use."""
+
+def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
+    """Stage 0 averages gradients, 1 and 2 scatter them and gather parameters, 3 gathers them at every use.
+
+    Reductions run beneath backward with ``overlap_comm`` only, which stage 3 has by default.
+    """
     layout: Any = plan.layout
     half, ranks, stride = widths[plan.recipe.precision].compute, plan.degrees.data_parallel, plan.degrees.tp
-    weights, micro_batches = weights_of(plan), plan.num_micro_batches
-    gathered, reduced, calls = weights.base * half, weights.trained * half, weights.num_layers
-    gradients = "all_reduce" if layout.stage == 0 else "reduce_scatter"
+    micro_batches = plan.num_micro_batches
+    gathered, reduced = stage.base * half, stage.trainable * half
+    overlaps = layout.stage == 3 if layout.overlap_comm is None else layout.overlap_comm
     # Below stage 2 gradients are reduced at the boundary of accumulation, else with every micro-batch.
     times = micro_batches if layout.stage >= 2 else 1
-    hidden = 0.4 if layout.stage >= 2 else 0.4 / max(1, micro_batches)
-    transfers = [
-        Transfer(gradients, reduced, ranks, stride, times, calls, hidden, part="gradients")  # type: ignore[arg-type]
-    ]
+    buckets = largest(1, ceil_div(stage.trainable, layout.reduce_bucket_size))
+    beneath: Beneath = "nothing"
+    if overlaps and layout.stage > 0:
+        beneath = "backward" if layout.stage >= 2 else "last_backward"
+    collective: Collective = "all_reduce" if layout.stage == 0 else "reduce_scatter"
+    transfers = [Transfer("gradients", collective, reduced, ranks, stride, times, buckets, beneath)]
     if layout.stage in (1, 2):
-        transfers.append(Transfer("all_gather", weights.trained * half, ranks, stride, 1, calls))
+        calls = largest(1, ceil_div(stage.trainable, largest(1, layout.allgather_bucket_size)))
+        transfers.append(Transfer("gathers", "all_gather", reduced, ranks, stride, 1, calls))
     elif layout.stage == 3:
-        transfers.append(Transfer("all_gather", gathered, ranks, stride, 2 * micro_batches, calls, 0.6))
+        gather = Transfer(
+            "gathers", "all_gather", gathered, ranks, stride, micro_batches, stage.num_layers + 1, "forward"
+        )
+        transfers += [gather, gather._replace(beneath="backward")]
+    owned = stage.trainable if layout.stage == 0 else stage.trainable / ranks
+    found = StateTraffic(
+        tuple(transfers),
+        # Into the bucket and, accumulated, into fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
+        copied_for_gradients=micro_batches * (2 * reduced + owned * (half + 2 * FP32)),
+        updated=owned,
+        main_copies=half < FP32,
+    )
+    return _offloaded(plan, stage, found, owned, gathered / ranks) if plan.on_gpu else found
 
-    host = nvme = updated = 0.0
-    owned = weights.trained / ranks
-    if layout.offload_optimizer and plan.on_gpu:
-        updated = owned
-        host += owned * half * (times + 1)
+
+def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: Any, gathered: Any) -> StateTraffic:
+    """With the host's part: gradients leave as they come, the update runs there, weights come back."""
+    layout: Any = plan.layout
+    half, micro_batches = widths[plan.recipe.precision].compute, plan.num_micro_batches
+    if layout.offload_optimizer:
+        leaving = micro_batches if layout.stage >= 2 else 1
+        found = found._replace(
+            returned_backward=leaving * owned * half,
+            returned_after=0.0 if layout.offload_params else owned * half,
+            updated=0.0,
+            updated_on_host=owned,
+        )
         if layout.offload_optimizer == "nvme":
             # Main copy and moments are read and written back (Rajbhandari et al. 2021, section 5.2.2).
             kept = FP32 * (1 + num_moments.get(plan.recipe.optimizer, 2))
-            nvme += 2 * kept * owned
-    if layout.offload_params and plan.on_gpu:
-        read = 2 * micro_batches * gathered / ranks
-        host += read
+            found = found._replace(nvme_after=2 * kept * owned)
+    if layout.offload_params:
+        each = micro_batches * gathered
+        found = found._replace(fetched_forward=each, fetched_backward=each)
         if layout.offload_params == "nvme":
-            nvme += read + owned * half
-    return StateTraffic(tuple(transfers), host_bytes=host, nvme_bytes=nvme, updated_on_host=updated)
+            found = found._replace(nvme_beneath=2 * each, nvme_after=found.nvme_after + owned * half)
+    return found
+
+
+def overlap(plan: Plan) -> Overlap:
+    """What runs beneath arithmetic."""
+    return OVERLAP

@@ -4,40 +4,79 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.memory.arithmetic import smallest, where
 from shardscope.memory.precision import base_width, widths
-from shardscope.timing.traffic import StateTraffic, Transfer, weights_of
+from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
+    from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
+OVERLAP = Overlap(context="gather", sends=True)
+"""DTensor waits for each collective of tp; torch's context parallel gathers keys and values
+(``_ContextParallelOptions.rotate_method``); torch.distributed.pipelining does not wait for what it sends."""
 
-def state_traffic(plan: Plan) -> StateTraffic:
+
+def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """All-gathers and reduce-scatters of every micro-batch; HSDP's all-reduce once (Zhao et al. 2023).
 
     ``reshard_after_forward`` decides the second gather: none (False), over all ranks (True), or over the few
-    that it resharded to. Prefetching lets the next layer's run beneath this layer's arithmetic.
+    that it resharded to. Prefetching lets the next layer's run beneath this layer's arithmetic. Gathered
+    parameters are copied out of one buffer, gradients into one (``_fsdp_collectives.py``). A pipeline stage
+    keeps parameters once it has gone backward, and reduces when its schedule has ended (pipelined.py).
     """
     layout: Any = plan.layout
     degrees, width = plan.degrees, widths[plan.recipe.precision]
-    weights, micro_batches = weights_of(plan), plan.num_micro_batches
-    ranks, stride, calls = degrees.shard * degrees.cp, degrees.tp, weights.num_layers + 1
-    gathered, reduced = weights.base * width.compute, weights.trained * width.reduce
-    reshard = layout.reshard_after_forward
+    ranks, stride, calls = degrees.shard * degrees.cp, degrees.tp, stage.num_layers + 1
+    gathered, reduced = stage.base * width.compute, stage.trainable * width.reduce
+    micro_batches, reshard = plan.num_micro_batches, layout.reshard_after_forward
+    staged = degrees.pp > 1
+    forwards = where(staged, smallest(micro_batches, degrees.pp), micro_batches)
+    backwards = where(staged, 1, micro_batches) if reshard else 0
+    gather = Transfer("gathers", "all_gather", gathered, ranks, stride, forwards, calls, "forward")
+    reductions = where(staged, 1, micro_batches)
     transfers = [
-        Transfer("all_gather", gathered, ranks, stride, micro_batches, calls, 0.3),
-        Transfer("reduce_scatter", reduced, ranks, stride, micro_batches, calls, 0.4, part="gradients"),
+        gather,
+        Transfer("gradients", "reduce_scatter", reduced, ranks, stride, reductions, calls, "backward"),
     ]
     if reshard:
         few = ranks if reshard is True else int(reshard)
-        transfers.append(Transfer("all_gather", gathered, few, stride, micro_batches, calls, 0.3))
-    if degrees.replicate > 1:
-        each, outer = reduced / ranks, stride * ranks
-        transfers.append(
-            Transfer("all_reduce", each, degrees.replicate, outer, 1, calls, 0.0, part="gradients")
-        )
+        transfers.append(gather._replace(ranks=few, times=backwards, beneath="backward"))
+    copies = Transfer(
+        "gradients",
+        "all_reduce",
+        reduced / ranks,
+        degrees.replicate,
+        stride * ranks,
+        reductions,
+        calls,
+        "backward",
+    )
+    transfers.append(copies)
+    alone = ranks == 1
+    gathers = forwards + backwards
+    # Copied out: read and written. A lone rank casts instead.
+    copied = gathers * stage.base * where(alone, base_width(plan.recipe) + width.compute, 2 * width.compute)
+    staging = micro_batches * stage.trainable * (width.compute + width.reduce)
     if layout.offload is None or not plan.on_gpu:
-        return StateTraffic(tuple(transfers))
-    gathers = 2 if reshard else 1
-    down = micro_batches * gathers * weights.base / ranks * base_width(plan.recipe)
-    up = micro_batches * weights.trained / ranks * width.reduce
-    return StateTraffic(tuple(transfers), host_bytes=max(down, up), updated_on_host=weights.trained / ranks)
+        return StateTraffic(
+            tuple(transfers),
+            copied_for_gathers=copied,
+            copied_for_gradients=staging,
+            updated=stage.trainable_shard,
+        )
+    down = stage.base / ranks * base_width(plan.recipe)
+    return StateTraffic(
+        tuple(transfers),
+        copied_for_gathers=copied,
+        copied_for_gradients=staging,
+        fetched_forward=forwards * down,
+        fetched_backward=backwards * down,
+        returned_backward=reductions * stage.trainable / ranks * width.reduce,
+        updated_on_host=stage.trainable / ranks,
+    )
+
+
+def overlap(plan: Plan) -> Overlap:
+    """What runs beneath arithmetic."""
+    return OVERLAP

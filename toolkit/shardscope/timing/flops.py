@@ -1,0 +1,28 @@
+"""FLOPs that a plan's GPUs execute, beside the model's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+def hardware_flops_per_token(plan: Plan) -> float:
+    """FLOPs executed for one token: the model's, less what frozen weights save, and what is computed again.
+
+    A frozen base (adapters) needs no weight gradients: two thirds of its matrices' FLOPs remain. A layer that
+    is recomputed whole repeats its forward, a third; Megatron's selective recomputation repeats attention's
+    core alone (Korthikanti et al. 2022, section 5).
+    """
+    arch, recipe = plan.architecture, plan.recipe
+    matrices = 6.0 * arch.matrix_parameters_per_token
+    attention = arch.flops_per_token(recipe.seq_len) - matrices
+    head = 6.0 * arch.vocab_size * arch.hidden_size
+    trained = matrices * 2 / 3 if recipe.has_adapters else matrices
+    again = 0.0
+    if recipe.recompute == "full":
+        again = (matrices - head + attention) / 3
+    elif recipe.recompute == "selective" and plan.kernels == "megatron":
+        again = attention / 3
+    return trained + attention + again / recipe.recompute_interval

@@ -1,0 +1,69 @@
+"""Seconds of what lies before and behind the decoder layers: embedding, output head, loss.
+
+Numbers may be arrays of plans.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.arithmetic import ceil_div, smallest
+from shardscope.memory.head import LOSS_CHUNK_TOKENS, loss_in_force
+from shardscope.memory.logits import logits_per_token
+from shardscope.memory.precision import FP32
+from shardscope.memory.stages import vocab_rows
+
+if TYPE_CHECKING:
+    from shardscope.memory.stages import Stage
+    from shardscope.timing.layers import LayerWork
+
+
+class EndSeconds(NamedTuple):
+    """One micro-batch at the ends of one stage."""
+
+    forward: Any
+    """The head's product."""
+    backward: Any
+    again: Any
+    """The same once more, where the loss takes its logits chunk by chunk."""
+    loss: Any
+    """Operators on logits, forward and backward."""
+    lookup: Any
+    """The embedding, and the gradient that its backward writes."""
+
+
+def ends(work: LayerWork, stage: Stage) -> EndSeconds:
+    """What the first and the last stage do beside their layers."""
+    plan, modules, arch = work.plan, work.modules, work.arch
+    tokens, trained = work.tokens, modules.trained
+    rows = vocab_rows(plan)
+    kind = loss_in_force(plan)
+    chunks: Any = 1
+    if kind == "chunked":
+        chunks = ceil_div(tokens, LOSS_CHUNK_TOKENS)
+    elif kind == "fused" and modules.kernels != "megatron":
+        # As many bytes of logits as the input has (memory/head.py).
+        chunks = smallest(tokens, ceil_div(rows, arch.hidden_size))
+    hidden = arch.hidden_size
+    # The weights are read again for each chunk.
+    moved = chunks * rows * hidden + tokens * (rows + hidden)
+    product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved)
+    each = logits_per_token(
+        rows,
+        modules.kernels,
+        modules.compute,
+        arch.model_type == "gemma2",
+        parallel=plan.layout.splits_sequence,
+    )
+    # Each tensor is written and read once.
+    loss = stage.is_last * tokens * 2 * (each.forward + each.backward) / work.memory
+    # A row a token is read and written; backward fills a gradient of all rows, and adds to the tokens' ones.
+    looked_up = 2 * tokens * hidden * modules.stream
+    filled = trained * (2 * rows * hidden * modules.stream + 2 * tokens * hidden * FP32)
+    return EndSeconds(
+        forward=product,
+        backward=(1 + trained) * product,
+        again=(kind == "chunked") * product,
+        loss=loss,
+        lookup=stage.is_first * (looked_up + filled) / work.memory,
+    )

@@ -1,0 +1,56 @@
+"""Seconds that the host adds: its link, its drives, and its own optimizer; numbers may be arrays of plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.arithmetic import largest, smallest
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.timing.rates import Rates
+    from shardscope.timing.traffic import StateTraffic
+
+
+class HostSeconds(NamedTuple):
+    """One step."""
+
+    exposed: Any
+    hidden: Any
+
+
+def host_seconds(
+    plan: Plan, traffic: StateTraffic, dropped: Any, forward: Any, backward: Any, rates: Rates
+) -> HostSeconds:
+    """What a step waits for its host, and what of that link arithmetic covers.
+
+    The link carries both ways at once, so that in backward the busier way counts. ``dropped`` are activations
+    that leave in forward and come back in backward. Ranks of a node share its drives and its processors,
+    whose step begins when backward is done (Ren et al. 2021, section 4.1).
+    """
+    link = rates.host.bytes_per_second
+    going_forward = largest(traffic.fetched_forward, dropped) / link
+    going_backward = largest(traffic.fetched_backward + dropped, traffic.returned_backward) / link
+    hidden = smallest(going_forward, forward) + smallest(going_backward, backward)
+    exposed = going_forward + going_backward - hidden + traffic.returned_after / link
+    per_node = plan.cluster.gpus_per_node
+    exposed = exposed + traffic.updated_on_host * per_node / rates.host_updates_per_second
+    if _is_nothing(traffic.nvme_beneath) and _is_nothing(traffic.nvme_after):
+        return HostSeconds(exposed, hidden)
+    speed = plan.cluster.nvme_bandwidth_bytes_per_second
+    if speed is None:
+        refuse(
+            "Cluster.nvme_bandwidth_bytes_per_second",
+            None,
+            "bytes a second that one node reads from its NVMe, for this layout keeps state there",
+            "dataclasses.replace(cluster, nvme_bandwidth_bytes_per_second=...) with what `fio` measures",
+        )
+    beneath = traffic.nvme_beneath * per_node / speed
+    covered = smallest(beneath, forward + backward)
+    after = traffic.nvme_after * per_node / speed
+    return HostSeconds(exposed + beneath - covered + after, hidden + covered)
+
+
+def _is_nothing(amount: Any) -> bool:
+    return isinstance(amount, int | float) and amount == 0

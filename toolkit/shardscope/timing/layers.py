@@ -1,0 +1,198 @@
+"""Seconds of one decoder layer on one rank for one micro-batch, by class of operator.
+
+Numbers may be arrays of plans: everything here is arithmetic that broadcasts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.activations import saved_tensors
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
+from shardscope.memory.modules.attention import in_plain_math, is_eager
+from shardscope.memory.precision import FP32
+from shardscope.timing.products import (
+    LayerProducts,
+    adapter_products,
+    attention_per_token,
+    layer_products,
+    plain_attention,
+)
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.modules.saved import Modules
+    from shardscope.plan import Plan
+    from shardscope.timing.rates import MatrixRate, Rates
+    from shardscope.timing.traffic import Overlap
+
+PEAKS = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "fp8", "bf16": "bf16", "fp32": "fp32"}
+"""Of each precision of a recipe, the type of its layers' products."""
+HALF_PEAKS = PEAKS | {"fp8-mixed": "bf16"}
+"""The type of attention and of the head, which never run in 8 bits."""
+_ADDS = 2 * 3
+"""Two residual additions a layer, each of which reads two streams and writes one."""
+_CAST_TO_8_BITS = 2 * (2 + 1)
+"""Bytes to cast one number: a pass for its largest value and one that also writes a byte; or, on Blackwell
+and with delayed scaling, one that writes it as it is and transposed (Micikevicius et al. 2022)."""
+
+
+class Operators(NamedTuple):
+    """Seconds of one pass through one layer."""
+
+    matrices: Any
+    attention: Any
+    elementwise: Any
+    """Operators that only read and write, and what the layer waits for kernels to be started."""
+
+    @property
+    def seconds(self) -> Any:
+        """The whole pass."""
+        return self.matrices + self.attention + self.elementwise
+
+
+class LayerSeconds(NamedTuple):
+    """One layer, one micro-batch."""
+
+    forward: Operators
+    backward: Operators
+    again: Any
+    """What backward computes once more before it begins."""
+    dropped_bytes: Any
+    """Bytes of activations that recomputation or offloading takes from the GPU."""
+
+
+class LayerWork:
+    """What the layers of one plan have in common."""
+
+    def __init__(self, plan: Plan, modules: Modules, rates: Rates, overlap: Overlap) -> None:
+        self.plan, self.modules, self.rates, self.overlap = plan, modules, rates, overlap
+        recipe, degrees = plan.recipe, plan.degrees
+        self.arch = plan.architecture
+        self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+        self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
+        self.expert_tp: Any = getattr(plan.layout, "expert_tp", degrees.tp)
+        self.rate = rates.matrix(PEAKS[recipe.precision])
+        self.half_rate = rates.matrix(HALF_PEAKS[recipe.precision])
+        self.memory = rates.memory()
+        self.passes = rates.passes(modules.kernels)
+
+    def layer(self, moe: bool) -> LayerSeconds:
+        """One layer, dense or with routed experts."""
+        arch, recipe, tp = self.arch, self.plan.recipe, self.plan.degrees.tp
+        products = layer_products(arch, moe, tp, self.plan.degrees.ep, self.expert_tp)
+        matrices = self._matrices(moe, products)
+        frozen = recipe.has_adapters
+        adapters = adapter_products(arch, moe, recipe, tp).seconds(self.tokens, self.rate) if frozen else 0.0
+        attention, attention_back = self._attention()
+        saved = self._saved(moe)
+        stream = self.tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut)
+        moved, moved_back = self._moved(products)
+        elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
+        elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
+        forward = self._started(
+            Operators(matrices + adapters, attention, elementwise), self.passes.kernels_forward
+        )
+        # Gradients of inputs and of weights are a product each (Kaplan et al. 2020, section 2.1); a frozen
+        # matrix has the first only.
+        backward = self._started(
+            Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
+            self.passes.kernels_backward,
+        )
+        return LayerSeconds(forward, backward, self._again(products, forward), saved)
+
+    def _matrices(self, moe: bool, products: LayerProducts) -> Any:
+        found = products.dense.seconds(self.tokens, self.rate)
+        experts = self.arch.mixture_of_experts
+        if moe and experts is not None:
+            found = found + products.experts.seconds(self.routed_tokens(), self._expert_rate())
+        return found
+
+    def routed_tokens(self) -> Any:
+        """Tokens that the fullest rank's experts take: as many as it sends, times their load.
+
+        Where each rank of tp has experts of its own it sends its part of the sequence only.
+        """
+        experts = self.arch.mixture_of_experts
+        assert experts is not None
+        own = self.tokens * self.expert_tp / self.plan.degrees.tp
+        return own * experts.num_experts_per_tok * self.modules.expert_load
+
+    def _expert_rate(self) -> MatrixRate:
+        """Autocast leaves grouped products in the weights' own fp32; torchao's float8 knows Linears only."""
+        if self.modules.kernels == "megatron":
+            return self.rate
+        return self.rates.matrix("fp32") if self.modules.stream == FP32 else self.half_rate
+
+    def _attention(self) -> tuple[Any, Any]:
+        """Seconds of the core, forward and backward.
+
+        Fused: of the products that the causal mask leaves, two forward and five backward (Dao 2023, section
+        3.1), fewer keys being slower. Written out: all products, two and four.
+        """
+        arch, modules, tp = self.arch, self.modules, self.plan.degrees.tp
+        seq_len = self.plan.recipe.seq_len
+        if is_eager(arch, modules) or (modules.kernels != "megatron" and in_plain_math(arch, modules)):
+            once = self.half_rate.seconds(*plain_attention(arch, seq_len, self.tokens, tp))
+            return once, 2 * once
+        rate = self.rates.attend(HALF_PEAKS[self.plan.recipe.precision])
+        flops = self.tokens * attention_per_token(arch, seq_len) / tp * (1 + rate.half_keys / seq_len)
+        return flops / rate.forward, 2.5 * flops / rate.backward
+
+    def _saved(self, moe: bool) -> Any:
+        """Bytes that a layer's operators leave for backward where nothing is recomputed."""
+        arch, modules = self.arch, self.modules
+        each = looked_up(
+            lambda *cuts: saved_per_token(arch, moe, modules, *cuts),
+            self.plan.degrees.tp,
+            self.cut,
+            self.expert_tp,
+        )
+        return self.tokens * each
+
+    def _moved(self, products: LayerProducts) -> tuple[Any, Any]:
+        """Bytes of weights made whole, or cast to 8 bits with what they multiply; forward, backward."""
+        recipe = self.plan.recipe
+        if recipe.base_quantization is not None:
+            # Half a byte or one is read, and what products read is written.
+            whole = products.weights * (self.modules.compute + (1 if self.modules.int8_base else 0.5))
+            return whole, whole
+        if recipe.precision != "fp8-mixed":
+            return 0.0, 0.0
+        cast = _CAST_TO_8_BITS * self.tokens * products.edges / 2
+        return cast + _CAST_TO_8_BITS * products.weights, cast
+
+    def _started(self, work: Operators, num_kernels: float) -> Operators:
+        """With the time that kernels take to be started, where that is more than they run for."""
+        waiting = largest(0.0, num_kernels * self.rates.kernel_seconds - work.seconds)
+        return work._replace(elementwise=work.elementwise + waiting)
+
+    def _again(self, products: LayerProducts, forward: Operators) -> Any:
+        """Of one layer that is recomputed: all of its forward but the last product, or what is cheap.
+
+        ``selective`` runs attention's core again with Megatron (Korthikanti et al. 2022, section 5), and with
+        torch all but products and attention.
+        """
+        recompute = self.plan.recipe.recompute
+        if recompute == "full":
+            last = products.last.seconds(self.tokens, self.rate) if self.overlap.stops_early else 0.0
+            return forward.seconds - last
+        if recompute == "selective":
+            return forward.attention if self.modules.kernels == "megatron" else forward.elementwise
+        return 0.0
+
+
+@lru_cache(maxsize=4096)
+def saved_per_token(
+    arch: Architecture, moe: bool, modules: Modules, tp: int, cut: int, expert_tp: int
+) -> float:
+    """Bytes a token leaves in one layer on one rank; of models with both kinds of window, without."""
+    parts = {
+        "tp": tp,
+        "key_value_heads": min(tp, arch.num_key_value_heads),
+        "sequence": cut,
+        "expert_tokens": tp / expert_tp,
+        "whole": 1,
+    }
+    return sum(tensor.bytes_per_token / parts[tensor.cut_by] for tensor in saved_tensors(arch, moe, modules))

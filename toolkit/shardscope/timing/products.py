@@ -1,0 +1,127 @@
+"""What the matrix products of one layer multiply and move on one rank, summed over its matrices.
+
+A product of m x k by k x n multiplies m k n pairs of numbers and moves m k + k n + m n. Of all matrices of a
+layer, with m tokens, that is m W and W + m E, where W are their weights and E the sum of k + n.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.arithmetic import ceil_div, looked_up
+from shardscope.memory.lora import adapter_targets, first_layer
+from shardscope.memory.stages import rank_shapes
+from shardscope.parameter_names import names_of
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.recipe import Recipe
+    from shardscope.timing.rates import MatrixRate
+
+
+class Products(NamedTuple):
+    """Matrices that the same tokens meet."""
+
+    weights: Any
+    """Their numbers."""
+    edges: Any
+    """Rows and columns of all of them."""
+    num_copies: Any = 1
+    """Experts that share the tokens out."""
+
+    def seconds(self, tokens: Any, rate: MatrixRate) -> Any:
+        """One product with each for ``tokens`` tokens, of all copies together."""
+        return rate.seconds(tokens * self.weights, self.num_copies * self.weights + tokens * self.edges)
+
+
+class LayerProducts(NamedTuple):
+    """The matrices of one decoder layer on one rank."""
+
+    weights: Any
+    edges: Any
+    last_weights: Any
+    """The last product's, where nothing behind it saves a tensor: recomputation may stop before it."""
+    last_edges: Any
+    expert_weights: Any
+    """One routed expert's."""
+    expert_edges: Any
+    num_experts: Any
+    """Routed experts on the rank."""
+
+    @property
+    def dense(self) -> Products:
+        """All but routed experts."""
+        return Products(self.weights, self.edges)
+
+    @property
+    def last(self) -> Products:
+        """The last product."""
+        return Products(self.last_weights, self.last_edges)
+
+    @property
+    def experts(self) -> Products:
+        """Routed experts."""
+        return Products(self.expert_weights, self.expert_edges, self.num_experts)
+
+
+def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: Any) -> LayerProducts:
+    """One layer's, dense or with routed experts; arrays of degrees give arrays."""
+    found: LayerProducts = looked_up(
+        lambda tp, ep, expert_tp: _layer_products(arch, moe, tp, ep, expert_tp), tp, ep, expert_tp
+    )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
+    weights = edges = last_weights = last_edges = expert_weights = expert_edges = num_experts = 0
+    down = names_of(arch).down
+    for group, name, _, rows, columns in rank_shapes(arch, moe, tp, ep):
+        if group == "experts" or columns == 1:
+            continue
+        weights, edges = weights + rows * columns, edges + rows + columns
+        if down in name and not moe and arch.norms_per_layer <= 2:
+            last_weights, last_edges = rows * columns, rows + columns
+    for group, _, copies, rows, columns in rank_shapes(arch, moe, expert_tp, ep):
+        if group == "experts" and rows > 1:
+            expert_weights, expert_edges = expert_weights + rows * columns, expert_edges + rows + columns
+            num_experts = copies
+    return LayerProducts(weights, edges, last_weights, last_edges, expert_weights, expert_edges, num_experts)
+
+
+def adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: Any) -> Products:
+    """The two narrow matrices of each adapter of one layer."""
+    found: Products = looked_up(lambda tp: _adapter_products(arch, moe, recipe, tp), tp)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) -> Products:
+    rank, targets = recipe.adapter_rank, adapter_targets(arch, recipe)
+    weights = edges = 0
+    for target, (out, inner) in arch.layer_linears(first_layer(arch, moe)):
+        if target in targets:
+            weights += ceil_div(rank * (out + inner), tp)
+            edges += ceil_div(out + inner, tp) + 2 * rank
+    return Products(weights, edges)
+
+
+@lru_cache(maxsize=1024)
+def attention_per_token(arch: Architecture, seq_len: int) -> float:
+    """Forward FLOPs of attention's two products, causal, for one token in one layer, the mean of all.
+
+    A third of forward and backward in :meth:`Architecture.flops_per_token`.
+    """
+    flops = arch.flops_per_token(seq_len) - 6.0 * arch.matrix_parameters_per_token
+    return flops / 3 / arch.num_hidden_layers
+
+
+def plain_attention(arch: Architecture, seq_len: int, tokens: Any, tp: Any) -> tuple[Any, Any]:
+    """Pairs multiplied and numbers moved by scores and their product with values, where attention is written
+    out: every key, masked or not, in a product of its own for each head.
+    """
+    latent = arch.latent_attention
+    width = latent.qk_head_dim + latent.v_head_dim if latent else 2 * arch.head_dim
+    heads = ceil_div(arch.num_attention_heads, tp)
+    return tokens * heads * width * seq_len, tokens * 2 * heads * (width + seq_len)

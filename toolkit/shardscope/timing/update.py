@@ -1,0 +1,84 @@
+"""Seconds of the optimizer's step on the GPU: memory-bound, but for Muon's products.
+
+Numbers may be arrays of plans.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.memory.arithmetic import looked_up
+from shardscope.memory.precision import FP32, widths
+from shardscope.memory.stages import INPUTS, layers_by_kind, rank_shapes
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.memory.stages import Stage
+    from shardscope.plan import Plan
+    from shardscope.timing.rates import Rates
+
+_MOMENT_BYTES = {
+    "adamw": 2 * FP32,
+    "adamw_foreach": 2 * FP32,
+    "paged_adamw": 2 * FP32,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "adafactor": 0,
+    "sgd": FP32,
+    "lion": FP32,
+    "muon": FP32,
+}
+"""Bytes of moments that a weight's update reads and writes; those of the width of a weight scale with it."""
+_IN_WEIGHTS_TYPE = frozenset({"adamw", "adamw_foreach", "sgd", "lion", "muon"})
+_FOREACH_PASSES = 3
+"""torch/optim/adam.py, ``_multi_tensor_adam``: eight operators over parameters, gradients, moments and a
+temporary read and write 84 bytes a weight where the fused kernel moves 28."""
+_CLIP_PASSES = 3
+"""Clipping reads all gradients for their norm, reads them again and writes them scaled."""
+_NEWTON_SCHULZ_ROUNDS = 5
+"""torch/optim/_muon.py, ``ns_steps``."""
+
+
+def update_seconds(plan: Plan, stage: Stage, updated: Any, main_copies: bool, rates: Rates) -> Any:
+    """One step over ``updated`` weights of a rank: all is read and, but for gradients, written.
+
+    ``main_copies``: gradients and what is updated are in fp32 and cast to the module's weights.
+    """
+    name, width = plan.recipe.optimizer, widths[plan.recipe.precision]
+    original = FP32 if main_copies else width.original
+    moments = _MOMENT_BYTES[name] * (original / FP32 if name in _IN_WEIGHTS_TYPE else 1)
+    each = 2 * original + 2 * moments + original
+    if name == "adamw_foreach":
+        each = each * _FOREACH_PASSES
+    each = each + _CLIP_PASSES * original + main_copies * width.compute
+    found = updated * each / rates.memory()
+    return found if name != "muon" else found + _newton_schulz_seconds(plan, stage, rates)
+
+
+class _Rounds(NamedTuple):
+    multiplied: Any
+    moved: Any
+
+
+def _newton_schulz_seconds(plan: Plan, stage: Stage, rates: Rates) -> Any:
+    """Five rounds for each hidden matrix, whole on every rank, in bf16 (Jordan et al. 2024)."""
+    arch, degrees = plan.architecture, plan.degrees
+    found: Any = 0.0
+    for moe, layers in layers_by_kind(arch, stage):
+        each = looked_up(lambda tp, ep, moe=moe: _rounds(arch, moe, tp, ep), degrees.tp, degrees.ep)
+        found = found + layers * rates.matrix("bf16").seconds(each.multiplied, each.moved)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _rounds(arch: Architecture, moe: bool, tp: int, ep: int) -> _Rounds:
+    """Per round X X', its square, and that times X: n n m, n n n and n n m of an n x m matrix, n the less."""
+    multiplied = moved = 0
+    for group, _, copies, rows, columns in rank_shapes(arch, moe, tp, ep):
+        if group in ("experts", *INPUTS, "lm_head") or columns == 1:
+            continue
+        short, long = sorted((rows, columns))
+        multiplied += copies * short * short * (2 * long + short)
+        moved += copies * (2 * (2 * short * long + short * short) + 3 * short * short)
+    return _Rounds(_NEWTON_SCHULZ_ROUNDS * multiplied, _NEWTON_SCHULZ_ROUNDS * moved)

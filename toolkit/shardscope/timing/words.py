@@ -1,0 +1,66 @@
+"""The words of ``StepReport.explain``: each part's formula, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from shardscope.timing.layers import HALF_PEAKS, PEAKS
+from shardscope.timing.report import PARTS
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.timing.rates import Rates
+
+
+def explanations(plan: Plan, rates: Rates) -> Mapping[str, Callable[[], str]]:
+    """For each part a function that tells it."""
+    return {part: lambda part=part: _told(part, plan, rates) for part in PARTS}  # type: ignore[misc]
+
+
+def _told(part: str, plan: Plan, rates: Rates) -> str:
+    recipe, degrees = plan.recipe, plan.degrees
+    precision = PEAKS[recipe.precision]
+    rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision])
+    passes = rates.passes(plan.kernels)
+    memory = f"{rates.memory() / 1e12:.2f} TB/s"
+    told = {
+        "matrices": (
+            f"2 FLOPs for each pair of numbers, forward once and backward twice, at "
+            f"{rate.flops_per_second / 1e12:,.0f} TFLOP/s in {precision} for large products, half of "
+            f"it where 1 / (1/m + 1/k + 1/n) is {rate.half_size:.0f} (Williams et al. 2009)"
+        ),
+        "attention": (
+            f"causal FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, five "
+            f"products, {attention.backward / 1e12:,.0f} backward (Dao 2023)"
+        ),
+        "elementwise": (
+            f"{passes.forward:g} bytes moved forward and {passes.backward:g} backward for each byte that the "
+            f"{plan.kernels} modules save, at {memory}, or as long as the host takes to start the kernels"
+        ),
+        "loss": f"logits, their fp32 copies and gradients written and read once at {memory}",
+        "recomputation": (
+            f"{recipe.recompute} recomputation of every {recipe.recompute_interval}. layer"
+            if recipe.recompute != "none"
+            else "nothing is recomputed"
+        ),
+        "tensor_parallel": (
+            f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
+            "4; Korthikanti et al. 2022, section 4.2.2)"
+        ),
+        "context_parallel": f"cp={degrees.cp}: keys and values to all ranks (Liu et al. 2023)",
+        "expert_parallel": f"ep={degrees.ep}: tokens to their experts and back (Lepikhin et al. 2020)",
+        "pipeline_transfers": f"pp={degrees.pp}: hidden states forward, their gradients back",
+        "gathers": "parameters gathered, and staged in the GPU's own memory (Rajbhandari et al. 2020)",
+        "gradients": "gradients added up, staged and reduced over data-parallel ranks (Li et al. 2020)",
+        "bubble": (
+            f"all other stages' time for one micro-batch / vpp={degrees.vpp}: of equal ones (pp - 1) / (vpp "
+            f"x {plan.num_micro_batches} micro-batches) (Narayanan et al. 2021, section 2.2)"
+        ),
+        "optimizer": f"all that {recipe.optimizer} and clipping read and write, at {memory}",
+        "offload": (
+            f"{rates.host.bytes_per_second / 1e9:.1f} GB/s to the host, which updates "
+            f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
+        ),
+    }
+    return f"{told[part]} · {rates.source}"
