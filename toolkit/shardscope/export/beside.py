@@ -1,0 +1,127 @@
+"""Where a read file's rest comes from: what the caller gives, or the plan that lies beside the file."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.documents import Document, Keys, text_of
+from shardscope.export.files import PLAN_FILE
+from shardscope.recipe import Recipe
+from shardscope.validation import FieldError, refuse
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.layout import Layout
+    from shardscope.plan import Plan
+
+Said = Mapping[str, tuple[Keys, Any]]
+"""Field of a recipe or a layout -> where a file says it, and what; a value of None says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """What a file of another tool does not hold."""
+
+    architecture: Architecture | None
+    cluster: Cluster | None
+    recipe: Recipe
+    layout: Layout | None
+    """The layout of the plan beside the file, if there is one."""
+
+    def need(self, noun: str, file: str, fix: str) -> Any:
+        """The noun of that name; ``ValueError`` where neither the caller nor a plan beside has it."""
+        found = getattr(self, noun)
+        if found is None:
+            article = "an" if noun[0] in "aeiou" else "a"
+            allowed = (
+                f"{article} {noun.capitalize()}: {file} does not hold one, and no {PLAN_FILE} lies beside it"
+            )
+            refuse(noun, None, allowed, f"{noun}={fix}")
+        return found
+
+    def the_architecture(self, file: str) -> Architecture:
+        """The architecture, which few files hold."""
+        found: Architecture = self.need("architecture", file, 'ss.models["llama-3.1-8b"]')
+        return found
+
+    def the_cluster(self, file: str) -> Cluster:
+        """The cluster, of which files hold the number of ranks at most."""
+        found: Cluster = self.need("cluster", file, 'ss.Cluster.parse("8xh100-sxm-80gb")')
+        return found
+
+
+def rest_of(
+    file: str | Path | None,
+    architecture: Architecture | None,
+    cluster: Cluster | None,
+    recipe: Recipe | None,
+) -> Rest:
+    """What the caller gave, and for what was not given the plan beside ``file``, if one lies there."""
+    from shardscope.architecture import Architecture as AnArchitecture
+    from shardscope.cluster import Cluster as ACluster
+    from shardscope.plan import Plan
+
+    for noun, value, kind in (
+        ("architecture", architecture, AnArchitecture),
+        ("cluster", cluster, ACluster),
+        ("recipe", recipe, Recipe),
+    ):
+        if value is not None and not isinstance(value, kind):
+            refuse(noun, value, f"a {kind.__name__} or None", "None")
+    beside = Path(file).expanduser().parent / PLAN_FILE if file is not None else None
+    stored = None
+    if beside is not None and beside.is_file() and None in (architecture, cluster, recipe):
+        try:
+            stored = Plan.from_json(text_of(beside))
+        except ValueError as error:
+            raise ValueError(f"{beside}, beside the file, is no plan: {error}") from error
+    return Rest(
+        architecture=architecture or (stored.architecture if stored else None),
+        cluster=cluster or (stored.cluster if stored else None),
+        recipe=recipe or (stored.recipe if stored else Recipe()),
+        layout=stored.layout if stored else None,
+    )
+
+
+def changed(recipe: Recipe, document: Document, said: Said) -> Recipe:
+    """``recipe`` with what a file says of it. Raises ``ValueError`` naming file, line and key."""
+    values = {field: value for field, (_, value) in said.items() if value is not None}
+    with _named(document, said):
+        return replace(recipe, **values)
+
+
+def planned(
+    rest: Rest, document: Document, recipe: Recipe, said: Said, make_layout: Callable[[], Layout]
+) -> Plan:
+    """The plan that a file describes; ``said`` has the keys of the layout's and the recipe's fields.
+
+    Raises ``ValueError`` naming file, line and key where they cannot be.
+    """
+    from shardscope.plan import Plan
+
+    architecture, cluster = rest.the_architecture(document.name), rest.the_cluster(document.name)
+    with _named(document, said):
+        plan = Plan(architecture, cluster, recipe, make_layout())
+    if document.unread():
+        warnings.warn(
+            f"{document.name}: not understood, and so not in the plan: {', '.join(document.unread())}",
+            stacklevel=4,
+        )
+    return plan
+
+
+@contextmanager
+def _named(document: Document, said: Said) -> Iterator[None]:
+    """Refusals of a field that a file says name its line there."""
+    try:
+        yield
+    except FieldError as error:
+        field = error.field.rpartition(".")[2]
+        where = document.where(*said[field][0]) if field in said else document.name
+        raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,218 @@
+"""Other tools' configuration files as nested values that know their lines, so that a refusal names both."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardscope.validation import nearest, one_of, refuse, whole_number
+
+MAX_BYTES = 1_000_000
+"""Real configurations are some kilobytes."""
+
+Keys = tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class Document:
+    """What stands in one file. Every ``ValueError`` says the file, the line and the key."""
+
+    name: str
+    """What a person calls the file."""
+    values: Mapping[str, Any]
+    """The whole, nested as the file nests it."""
+    lines: Mapping[Keys, int]
+    """The line (from 1) on which each key stands, by the way to it."""
+    _unread: list[str] = field(default_factory=list)
+
+    def where(self, *keys: str) -> str:
+        """A key, its file and its line, as messages name it."""
+        line = self.lines.get(keys)
+        return f"{self.name}{f', line {line}' if line else ''}, {'.'.join(keys)}"
+
+    def get(self, *keys: str) -> Any:
+        """The value at the end of ``keys``; None where there is none."""
+        found: Any = self.values
+        for key in keys:
+            if not isinstance(found, Mapping):
+                return None
+            found = found.get(key)
+        return found
+
+    def section(self, *keys: str) -> Mapping[str, Any]:
+        """The keys under ``keys``; empty where they are missing or null."""
+        found = self.get(*keys)
+        if found is None:
+            return {}
+        if not isinstance(found, Mapping):
+            self.refuse(keys, "keys with values of their own", "leave it out")
+        return found
+
+    def number(self, *keys: str, low: int, high: int = 2**53) -> int | None:
+        """A whole number, written 500000000 or 5e8; None where there is none."""
+        value = self.get(*keys)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # DeepSpeed's own examples write 5e8
+        return whole_number(self.where(*keys), value, low=low, high=high)
+
+    def flag(self, *keys: str) -> bool | None:
+        """True or False, in any of the spellings that YAML's readers and accelerate's environment take."""
+        value = self.get(*keys)
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if value is None or isinstance(value, bool):
+            return value
+        return self.refuse(keys, "true or false", "true" if value else "false")
+
+    def choice(self, *keys: str, among: Iterable[Any]) -> Any:
+        """One of ``among``; None where there is none."""
+        value = self.get(*keys)
+        return None if value is None else one_of(self.where(*keys), value, among)
+
+    def refuse(self, keys: Keys, allowed: str, fix: str) -> NoReturn:
+        """Refuse the value at ``keys``."""
+        refuse(self.where(*keys), self.get(*keys), allowed, fix)
+
+    def known(self, keys: Keys, read: Iterable[str], others: Mapping[str, Any] | Iterable[str]) -> None:
+        """Refuse keys under ``keys`` that the format does not have, naming the nearest that it has.
+
+        ``read`` are those that a plan is made from. ``others`` the format has and a plan does not: they are
+        remembered for :meth:`unread`, but for values equal to their default, where ``others`` has one.
+        """
+        read, defaults = list(read), others if isinstance(others, Mapping) else {}
+        every = [*read, *others]
+        for key, value in self.section(*keys).items():
+            if key not in every:
+                allowed = f"{nearest(key, every)!r} and {len(every) - 1} other keys"
+                refuse(f"{self.where(*keys, key)}: this key", key, allowed, repr(nearest(key, every)))
+            if key not in read and not (key in defaults and value == defaults[key]):
+                self._unread.append(f"{'.'.join((*keys, key))} (line {self.lines.get((*keys, key))})")
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys that the format has, that stand in the file, and that no plan can hold."""
+        return tuple(self._unread)
+
+
+def text_of(file: str | Path) -> str:
+    """The text in ``file``. Raises ``ValueError`` for what is no readable text file of at most 1 MB."""
+    if not isinstance(file, str | Path) or not str(file) or "\0" in str(file):
+        refuse("file", file, "the path of a file", "'exported/plan.json'")
+    path = Path(file).expanduser()
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a FIFO would block, a device never ends
+            refuse("file", str(file), "a regular file", "the path of the file itself")
+        if status.st_size > MAX_BYTES:
+            refuse("file", str(file), f"at most {MAX_BYTES:,} bytes", "a configuration")
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 at byte {error.start}; save it as UTF-8.") from error
+
+
+def read_json(file: str | Path) -> Document:
+    """A JSON file with one object in it."""
+    text, name = text_of(file), Path(file).name
+    lines: dict[Keys, int] = {}
+    try:
+        values = json.loads(text, object_pairs_hook=lambda pairs: _once(name, text, pairs))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply to be a configuration.") from error
+    if not isinstance(values, dict):
+        refuse(name, values, "one JSON object", "{...}")
+    _json_lines(text, values, (), 0, lines)
+    return Document(name=name, values=values, lines=lines)
+
+
+def _once(name: str, text: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            places = [match.start() for match in re.finditer(re.escape(json.dumps(key)) + r"\s*:", text)]
+            line = text.count("\n", 0, places[-1]) + 1 if places else 0
+            raise ValueError(f"{name}, line {line}, {key}: this key stands twice; keep one of the two.")
+        found[key] = value
+    return found
+
+
+def _json_lines(text: str, values: Mapping[str, Any], way: Keys, start: int, lines: dict[Keys, int]) -> int:
+    """Where each key stands: the first place after the key before it, for keys come in the file's order."""
+    for key, value in values.items():
+        found = re.compile(re.escape(json.dumps(key)) + r"\s*:").search(text, start)
+        found = found or re.compile(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:").search(
+            text, start
+        )
+        if found is None:
+            continue  # written with other escapes: it is known, its line is not
+        start = found.end()
+        lines[(*way, key)] = text.count("\n", 0, found.start()) + 1
+        if isinstance(value, Mapping):
+            start = _json_lines(text, value, (*way, key), start, lines)
+    return start
+
+
+def read_yaml(file: str | Path) -> Document:
+    """A YAML file with one mapping in it, of scalars, lists and mappings: no tags, no aliases."""
+    text, name = text_of(file), Path(file).name
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('Reading YAML needs PyYAML: pip install "shardscope[train]".') from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{name}{line}: {getattr(error, 'problem', None) or error}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply to be a configuration.") from error
+    lines: dict[Keys, int] = {}
+    values = _Yaml(yaml, name, lines).value(root, ()) if root is not None else None
+    if not isinstance(values, dict):
+        refuse(name, values, "one YAML mapping", "distributed_type: FSDP")
+    return Document(name=name, values=values, lines=lines)
+
+
+class _Yaml:
+    """Composed nodes as plain values. An alias would let a small file stand for an endless one."""
+
+    def __init__(self, yaml: Any, name: str, lines: dict[Keys, int]) -> None:
+        self.yaml, self.name, self.lines = yaml, name, lines
+        self.seen: set[int] = set()
+        self.loader = yaml.SafeLoader("")
+
+    def value(self, node: Any, way: Keys) -> Any:
+        line = node.start_mark.line + 1
+        if id(node) in self.seen:
+            raise ValueError(f"{self.name}, line {line}: an alias; allowed: the value itself.")
+        self.seen.add(id(node))
+        if isinstance(node, self.yaml.ScalarNode):
+            try:
+                return self.loader.construct_object(node)
+            except (self.yaml.YAMLError, ValueError) as error:
+                raise ValueError(
+                    f"{self.name}, line {line}, {'.'.join(way)}: {node.value[:40]!r} is no plain value."
+                ) from error
+        if isinstance(node, self.yaml.SequenceNode):
+            return [self.value(item, way) for item in node.value]
+        found: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value if isinstance(key_node, self.yaml.ScalarNode) else None
+            here = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ValueError(f"{self.name}, line {here}: a key that is no word; allowed: plain keys.")
+            if key in found:
+                raise ValueError(f"{self.name}, line {here}, {key}: this key stands twice; keep one.")
+            self.lines[(*way, key)] = here
+            found[key] = self.value(value_node, (*way, key))
+        return found

@@ -1,0 +1,135 @@
+"""What an export writes: files, and the words for those that there are none of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.text import comments
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+PLAN_FILE = "plan.json"
+LIST_FILE = "FILES.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """One file of an export."""
+
+    name: str
+    what: str
+    """What it is for, as one line."""
+    text: str
+    is_command: bool = False
+    """Whether it is a script that a shell runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """A file that a plan has none of, and why."""
+
+    name: str
+    why: str
+
+
+def export(plan: Plan, folder: str | Path) -> list[Path]:
+    """See :meth:`shardscope.plan.Plan.export`."""
+    if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
+        refuse("folder", folder, "the path of a folder", "'exported'")
+    home = Path(folder).expanduser()
+    if home.exists() and not home.is_dir():
+        refuse("folder", str(folder), "a folder, or a path at which there is nothing yet", "'exported'")
+    files = contents(plan)
+    stale = _earlier(home)
+    home.mkdir(parents=True, exist_ok=True)
+    for old in stale:
+        (home / old).unlink()
+    written = []
+    for file in files:
+        path = home / file.name
+        path.write_text(file.text, encoding="utf-8")
+        if file.is_command:
+            path.chmod(0o755)
+        written.append(path)
+    return written
+
+
+def contents(plan: Plan) -> list[Exported]:
+    """The files of ``plan``'s export: its JSON, its framework's own, and a list of them."""
+    framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.export")
+    found: Sequence[Exported | Absent] = framework.files(plan)
+    plan_file = Exported(
+        name=PLAN_FILE, what="the plan itself: ss.Plan.from_json reads it", text=plan.to_json() + "\n"
+    )
+    files = [plan_file, *(file for file in found if isinstance(file, Exported))]
+    absent = [file for file in found if isinstance(file, Absent)]
+    return [*files, Exported(name=LIST_FILE, what="this list", text=_listed(plan, files, absent))]
+
+
+def header(plan: Plan, *sentences: str) -> str:
+    """The comment at the top of a file: whose it is, then ``sentences``."""
+    return comments((f"{described(plan)}. Written by Shardscope from the {PLAN_FILE} beside it.", *sentences))
+
+
+def described(plan: Plan) -> str:
+    """The plan in one line."""
+    return f"{plan.architecture.name} on {plan.cluster}, {plan.layout.description}"
+
+
+def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> str:
+    lines = [f"# {described(plan)}", "", "Written by Shardscope.", ""]
+    lines += [f"- `{file.name}`: {file.what}" for file in files]
+    if absent:
+        lines += ["", "There is none of these:", ""]
+        lines += [f"- `{file.name}`: {file.why}" for file in absent]
+    return "\n".join(lines) + "\n"
+
+
+def _earlier(home: Path) -> list[str]:
+    """Names of the files that an earlier export left in ``home``, as it left them.
+
+    Raises ``ValueError`` where this export would replace what a person wrote or changed.
+    """
+    from shardscope.plan import Plan  # it imports this module
+
+    there = {path.name for path in home.iterdir()} if home.is_dir() else set()
+    if PLAN_FILE not in there:
+        mine = there & set(EVERY_NAME)
+        if mine:
+            fix = f"an empty folder, such as {str(home / 'exported')!r}"
+            allowed = f"a folder without {', '.join(sorted(mine))}, which no export of Shardscope left there"
+            refuse("folder", str(home), allowed, fix)
+        return []
+    try:
+        before = contents(Plan.from_json((home / PLAN_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{home / PLAN_FILE} is no plan, and would be replaced: {error}") from error
+    changed = sorted(
+        file.name
+        for file in before
+        if file.name in there and (home / file.name).read_text(encoding="utf-8") != file.text
+    )
+    changed += sorted((there & set(EVERY_NAME)) - {file.name for file in before})
+    if changed:
+        allowed = f"a folder whose {', '.join(changed)} is as an export left it; there it was changed since"
+        refuse("folder", str(home), allowed, "another folder, or move that file away")
+    return [file.name for file in before if file.name in there]
+
+
+EVERY_NAME = (
+    PLAN_FILE,
+    LIST_FILE,
+    "accelerate_config.yaml",
+    "training_arguments.yaml",
+    "torchrun.sh",
+    "accelerate_launch.sh",
+    "job.sbatch",
+    "train.py",
+)
+"""Names that exports of several frameworks share; no file of a person's is replaced by one of them."""

@@ -1,0 +1,48 @@
+"""YAML, comments and shell words as text: the little that an export writes of each."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+WIDTH = 100
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n", "none"})
+"""Words that some reader of YAML takes for another type."""
+
+
+def comments(sentences: Iterable[str]) -> str:
+    """Each sentence as lines that begin with "# "; continued lines are set in."""
+    lines: list[str] = []
+    for sentence in sentences:
+        plain = " ".join(sentence.split())
+        lines += textwrap.wrap(plain, WIDTH - 2, subsequent_indent="  ", break_long_words=False)
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def yaml_text(values: Mapping[str, Any], indent: int = 0) -> str:
+    """Nested mappings of scalars and lists of scalars, in their own order."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{' ' * indent}{key}:\n{yaml_text(value, indent + 2)}")
+        else:
+            lines.append(f"{' ' * indent}{key}: {_scalar(value)}\n")
+    return "".join(lines)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_scalar(item) for item in value)}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value)
+
+
+def word(text: str) -> str:
+    """``text`` as a name that is safe in a shell, a file name and a Slurm job."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:64] or "plan"

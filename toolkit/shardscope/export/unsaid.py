@@ -1,0 +1,36 @@
+"""What a format has no words for: named in its file, so that nothing of a plan is dropped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
+"""Fields of a recipe that every run needs, whatever their default here."""
+
+
+def unsaid(plan: Plan, recipe: Collection[str], layout: Collection[str] = ()) -> list[tuple[str, object]]:
+    """Fields and values of the plan that a file does not carry.
+
+    ``recipe`` and ``layout`` are the names that it does carry. Of the others those count that are not what
+    a recipe or layout has by itself.
+    """
+    found: list[tuple[str, object]] = []
+    for noun, said, always in ((plan.recipe, recipe, ALWAYS), (plan.layout, layout, frozenset())):
+        for field in fields(noun):
+            value = getattr(noun, field.name)
+            if field.name not in said and (field.name in always or value != field.default):
+                found.append((field.name, value))
+    return found
+
+
+def sentences(found: list[tuple[str, object]], who: str) -> list[str]:
+    """The same as sentences of a comment; ``who`` has to do it instead."""
+    if not found:
+        return []
+    listed = ", ".join(f"{name}={value!r}" for name, value in found)
+    return [f"Not said here, for this format has no words for it, and up to {who}: {listed}."]

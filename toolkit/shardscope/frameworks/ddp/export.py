@@ -1,0 +1,75 @@
+"""DDP's files: Accelerate's YAML, the Trainer's arguments, commands, and a plain script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardscope.export.commands import started
+from shardscope.export.files import Absent, Exported
+from shardscope.export.script import plain_script
+from shardscope.frameworks.accelerate.export import launched
+from shardscope.frameworks.accelerate.training_arguments import training_arguments
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+IMPORTS = """
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+"""
+
+PART = '''
+def connect(device):
+    """Meet the other ranks."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+class Training:
+    """Every rank holds the whole model; gradients are averaged while the backward pass goes on."""
+
+    def __init__(self, name, device, rate):
+        ids = [device] if device.type == "cuda" else None
+        model = build_model(name).to(device).train()
+        self.model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.optimizer = build_optimizer(self.model.parameters(), rate, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=COMPUTE == torch.float16)
+
+    def step(self, micro_batches):
+        total = 0.0
+        for index, micro in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            mixed = torch.autocast(micro.device.type, dtype=COMPUTE) if COMPUTE else nullcontext()
+            with nullcontext() if is_last else self.model.no_sync():
+                with mixed:
+                    loss = self.model(input_ids=micro, labels=micro).loss / len(micro_batches)
+                self.scaler.scale(loss).backward()
+            total += loss.item()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+'''
+
+NOTES = """Each rank makes the whole model in host memory, then moves it to its device. Weights are fresh
+unless --model names a checkpoint; what the plan does not hold (rotary base, epsilons) is its family's own."""
+
+
+def files(plan: Plan) -> list[Exported | Absent]:
+    """What an export of a DDP plan writes beside its JSON."""
+    one = plan.world_size == 1
+    kind = "NO" if one else "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"
+    script = plain_script(plan, PART, IMPORTS, NOTES)
+    return [
+        *launched(plan, kind, {}, notes=("Each process is one replica: DistributedDataParallel.",)),
+        training_arguments(plan, {}, eight_bit="adamw_bnb_8bit"),
+        *started(plan, script),
+    ]

@@ -1,0 +1,277 @@
+"""FSDP2's files: ``fully_shard``'s arguments, Accelerate's YAML, the Trainer's arguments, a plain script."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.commands import started
+from shardscope.export.files import Absent, Exported, described
+from shardscope.export.script import SCRIPT_FILE, plain_script
+from shardscope.export.unsaid import unsaid
+from shardscope.frameworks.accelerate.export import launched, none_of_it
+from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16", "fp8-mixed": "bfloat16"}
+LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
+"""Fields of the layout that the files carry."""
+
+
+def files(plan: Plan) -> list[Exported | Absent]:
+    """What an export of an FSDP2 plan writes beside its JSON."""
+    return [_arguments(plan), *_accelerate(plan), *started(plan, _script(plan))]
+
+
+def _arguments(plan: Plan) -> Exported:
+    """Keyword arguments of ``init_device_mesh``, ``fully_shard`` and its policies (torch.distributed)."""
+    layout: Any = plan.layout
+    degrees = plan.degrees
+    kind = MIXED.get(plan.recipe.precision)
+    axes = {name: getattr(degrees, name) for name in ("pp", "replicate", "shard", "cp", "tp")}
+    kept = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    offload = layout.offload == "cpu"
+    said = {"shard", "replicate", "reshard_after_forward", "tp", "pp", "cp", "offload", "vpp"}
+    values = {
+        "shardscope": {
+            "what": described(plan),
+            "not_said_here": dict(unsaid(plan, (), said)),
+        },
+        "init_device_mesh": {"mesh_shape": list(kept.values()), "mesh_dim_names": list(kept)},
+        "fully_shard": {
+            "units": "each decoder layer, then the root",
+            "reshard_after_forward": _reshard(plan),
+            "root_reshard_after_forward": None,
+        },
+        "MixedPrecisionPolicy": {"param_dtype": kind, "reduce_dtype": "float32" if kind else None},
+        "CPUOffloadPolicy": {"pin_memory": plan.on_gpu} if offload else None,
+        "model_chunks_per_stage": degrees.vpp if degrees.pp > 1 else None,
+    }
+    return Exported(
+        name="fsdp2_arguments.json",
+        what="arguments of init_device_mesh, fully_shard, MixedPrecisionPolicy and CPUOffloadPolicy",
+        text=json.dumps(values, indent=2) + "\n",
+    )
+
+
+def _reshard(plan: Plan) -> bool | int:
+    """The plan's choice as ``fully_shard`` takes it: a group as large as the whole one is True there."""
+    layout: Any = plan.layout
+    reshard = layout.reshard_after_forward
+    whole = plan.degrees.shard * plan.degrees.cp
+    return True if not isinstance(reshard, bool) and reshard == whole else reshard
+
+
+def _accelerate(plan: Plan) -> list[Exported | Absent]:
+    why = _why_not_accelerate(plan)
+    if why is not None:
+        return [*none_of_it(why), Absent(name=ARGUMENTS_FILE, why=why)]
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
+    said = {"recompute"} if checkpointing or recipe.recompute == "none" else set()
+    reshard, offload = bool(_reshard(plan)), layout.offload == "cpu"
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_offload_params": offload,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": checkpointing,
+    }
+    sections: dict[str, Any] = {"fsdp_config": fsdp}
+    notes = []
+    if degrees.replicate > 1 or degrees.tp > 1 or degrees.cp > 1:
+        sections["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": degrees.replicate,
+            "parallelism_config_dp_shard_size": degrees.shard,
+            "parallelism_config_tp_size": degrees.tp,
+            "parallelism_config_cp_size": degrees.cp,
+        }
+    if recipe.precision.endswith("-mixed"):
+        half = "fp16" if recipe.precision == "fp16-mixed" else "bf16"
+        notes.append(
+            f"Accelerate reduces gradients in {half}, the plan in fp32: "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the script changes that."
+        )
+    trainer = {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": reshard,
+            "cpu_offload": offload,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "activation_checkpointing": checkpointing,
+        },
+    }
+    meshed = (
+        ["Replicas, tp and cp are in accelerate_config.yaml: launch this with accelerate_launch.sh."]
+        if "parallelism_config" in sections
+        else []
+    )
+    return [
+        *launched(plan, "FSDP", sections, said=said, layout=LAYOUT, notes=notes),
+        training_arguments(
+            plan,
+            trainer,
+            eight_bit="adamw_torch_8bit",
+            said=said,
+            layout=LAYOUT,
+            notes=[*meshed, *notes],
+            checkpoints=False,
+        ),
+    ]
+
+
+def _why_not_accelerate(plan: Plan) -> str | None:
+    """Why Accelerate's FSDP would make another run of the plan; None where it makes this one."""
+    degrees = plan.degrees
+    if not plan.on_gpu:
+        return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
+    if degrees.pp > 1:
+        return f"Accelerate has no pipeline, and the plan has pp={degrees.pp}."
+    if not isinstance(_reshard(plan), bool):
+        return (
+            f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
+            f"{_reshard(plan)} ranks."
+        )
+    if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
+        return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
+    if degrees.shard == 1 and degrees.replicate > 1:
+        return "Accelerate's ParallelismConfig has no replicas with shard=1 beside tp or cp."
+    return None
+
+
+IMPORTS = """
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+"""
+
+PART = '''
+MESH = @@MESH@@  # copies x shards
+RESHARD_AFTER_FORWARD = @@RESHARD@@
+OFFLOAD = @@OFFLOAD@@  # whether shards live in host memory
+
+
+def connect(device):
+    """Meet the other ranks; gloo carries what lies in host memory."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+class Training:
+    """Parameters, gradients and optimizer state in shards; each decoder layer is gathered as it runs."""
+
+    def __init__(self, name, device, rate):
+        mesh = init_device_mesh(device.type, MESH, mesh_dim_names=("replicate", "shard"))
+        model = build_model(name) if name else without_memory(lambda: build_model(name))
+        options = {
+            "mesh": mesh if MESH[0] > 1 else mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=COMPUTE, reduce_dtype=torch.float32 if COMPUTE else None
+            ),
+            "offload_policy": CPUOffloadPolicy(device.type == "cuda") if OFFLOAD else OffloadPolicy(),
+        }
+        for layer in decoder_layers(model):
+            fully_shard(layer, reshard_after_forward=RESHARD_AFTER_FORWARD, **options)
+        fully_shard(model, **options)
+        if not name:
+            home = torch.device("cpu") if OFFLOAD else device
+            fill(model, home, device, mesh.get_local_rank("shard"))
+        self.model = model.train()
+        self.optimizer = build_optimizer(model.parameters(), rate, torch.device("cpu") if OFFLOAD else device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=COMPUTE == torch.float16)
+
+    def step(self, micro_batches):
+        total = 0.0
+        for index, micro in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self.model.set_is_last_backward(is_last)
+            if MESH[0] > 1:
+                self.model.set_requires_all_reduce(is_last)
+            loss = self.model(input_ids=micro, labels=micro).loss / len(micro_batches)
+            self.scaler.scale(loss).backward()
+            total += loss.item()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def without_memory(make):
+    """``make()`` with parameters that have no values yet; buffers, such as rotary tables, are real."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module, name, parameter):
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = on_meta
+    try:
+        return make()
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def fill(model, home, device, shard):
+    """Memory and fresh weights for this rank's shards: no rank ever holds the model whole."""
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=home)
+    for first, *others in names.values():  # a tied weight is one parameter with two names
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(device)
+    generator = torch.Generator(device=home).manual_seed(shard)
+    std = getattr(model.config, "initializer_range", 0.02)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if name.endswith("bias"):
+                own.zero_()
+            elif parameter.ndim < 2:
+                own.fill_(1.0)
+            else:
+                own.normal_(0.0, std, generator=generator)
+'''
+
+NOTES = """Fresh weights are drawn shard by shard, so no rank holds the model whole; a checkpoint (--model)
+is read whole by every rank into host memory first. What the plan does not hold (rotary base, epsilons)
+is its family's own."""
+
+
+def _script(plan: Plan) -> Exported | Absent:
+    layout: Any = plan.layout
+    degrees = plan.degrees
+    for degree in ("tp", "pp", "cp"):
+        if getattr(degrees, degree) > 1:
+            why = (
+                f"a plain script shards and replicates, and the plan has {degree}={getattr(degrees, degree)}."
+            )
+            return Absent(name=SCRIPT_FILE, why=why)
+    part = PART
+    for name, value in {
+        "MESH": (degrees.replicate, degrees.shard),
+        "RESHARD": _reshard(plan),
+        "OFFLOAD": layout.offload == "cpu",
+    }.items():
+        part = part.replace(f"@@{name}@@", repr(value))
+    return plain_script(plan, part, IMPORTS, NOTES)

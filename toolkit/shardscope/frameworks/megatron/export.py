@@ -1,0 +1,98 @@
+"""Megatron-LM's files: its command line, and what runs ``pretrain_gpt.py`` with it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.commands import commands
+from shardscope.export.files import Absent, Exported, header
+from shardscope.export.script import SCRIPT_FILE
+from shardscope.export.unsaid import sentences, unsaid
+from shardscope.frameworks.accelerate.export import none_of_it
+from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE
+from shardscope.frameworks.megatron.arguments import RECIPE, megatron_arguments
+from shardscope.frameworks.megatron.families import check_family
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+FLAGS_FILE = "megatron_arguments.txt"
+GATES = ("gemma", "gemma2", "gemma3_text", "phi", "falcon", "gpt_neox", "starcoder2", "nemotron")
+"""Families whose MLP has another activation than SiLU behind a gate, or GELU without one."""
+
+READ_FLAGS = f"""set -f  # --moe-layer-freq has stars in it
+mapfile -t lines < <(grep -v '^#' {FLAGS_FILE})
+arguments=(${{lines[*]}})
+"""
+NEEDS = (
+    "MEGATRON_LM is the folder of Megatron-LM. Data, tokenizer, steps and rates are added behind: to try it, "
+    "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 1e-4"
+)
+
+
+def files(plan: Plan) -> list[Exported | Absent]:
+    """What an export of a Megatron plan writes beside its JSON."""
+    why = _why_not(plan)
+    none: list[Exported | Absent] = [
+        *none_of_it(
+            "Accelerate's Megatron-LM plugin builds models of its own and reads none of these flags."
+        ),
+        Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
+        Absent(name=SCRIPT_FILE, why="Megatron-LM's own pretrain_gpt.py is the script: torchrun.sh runs it."),
+    ]
+    if why is not None:
+        return [*(Absent(name=name, why=why) for name in (FLAGS_FILE, "torchrun.sh", "job.sbatch")), *none]
+    environment = ""
+    if plan.degrees.tp > 1 or plan.degrees.cp > 1:
+        # validate_args asserts it up to Hopper; Blackwell no longer needs it.
+        environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
+    flags = Exported(
+        name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)
+    )
+    return [flags, *commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS), *none]
+
+
+def _why_not(plan: Plan) -> str | None:
+    """Why Megatron-LM cannot build or run this; None where it can."""
+    arch = plan.architecture
+    try:
+        check_family(arch)
+    except ValueError as refusal:
+        return str(refusal)
+    if arch.norms_per_layer != 2:
+        return "megatron-core's TransformerLayer has no norms after attention and MLP."
+    if not plan.on_gpu:
+        return "Megatron-LM needs CUDA, and the plan has CPU ranks."
+    if plan.recipe.seq_len > arch.max_position_embeddings:
+        return (
+            f"Megatron-LM asserts max-position-embeddings >= seq-length, and these are "
+            f"{arch.max_position_embeddings:,} and {plan.recipe.seq_len:,}."
+        )
+    return None
+
+
+def _text(plan: Plan) -> str:
+    layout: Any = plan.layout
+    carried = {field.name for field in fields(layout)}
+    if plan.recipe.loss != "fused":
+        carried.discard("cross_entropy_fusion_impl")
+    # bf16 and bf16-mixed are one for Megatron, which always keeps fp32 main weights.
+    said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
+    notes = sentences(unsaid(plan, {*said, "kernels"}, carried), "whoever runs it")
+    if plan.architecture.model_type in GATES:
+        notes.append(
+            f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
+            "and without it Megatron-LM has GELU."
+        )
+    if plan.architecture.sliding_window_layers:
+        notes.append(
+            f"{plan.architecture.sliding_window_layers} layers of this model attend to a window of "
+            f"{plan.architecture.sliding_window} tokens; with these flags all attend to everything."
+        )
+    lines = [
+        f"--{name}" if value is None else f"--{name} {value}"
+        for name, value in megatron_arguments(plan).items()
+    ]
+    return header(plan, *notes) + "\n".join(lines) + "\n"
