@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ SHARES = {
 GROWTH = 4
 """How much longer the next case of a curve may take than the last one."""
 FEWEST_CALLS = MIN_CALLS + 2
-"""Calls that each case makes: a first one, one that tells how long it takes, and those of the median."""
+"""Calls that each case makes: a first one, one that tells how long it takes, and the samples."""
 MIB = 2**20
 
 
@@ -78,10 +79,9 @@ class Curves:
     def _products(self, seconds: float) -> list[dict[str, Any]]:
         precisions, found = self.precisions(), []
         for precision in precisions:
-            kind = TYPES[precision]
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
             for rows, inner, columns, took in self._growing(
-                self._shapes(), lambda shape, kind=kind: self._product(shape, kind), seconds / len(precisions)
+                self._shapes(), partial(self._product, TYPES[precision]), seconds / len(precisions)
             ):
                 found.append({
                     "precision": precision, "rows": rows, "inner": inner, "columns": columns, "seconds": took
@@ -97,7 +97,7 @@ class Curves:
         shapes += [(sizes[1], size, size) for size in sizes[2:]]
         return sorted(set(shapes), key=lambda shape: shape[0] * shape[1] * shape[2])
 
-    def _product(self, shape: Sequence[int], kind: torch.dtype) -> Callable[[], Any] | None:
+    def _product(self, kind: torch.dtype, shape: Sequence[int]) -> Callable[[], Any] | None:
         rows, inner, columns = shape
         if 4 * (rows * inner + inner * columns + rows * columns) > self.most_bytes:
             return None

@@ -156,7 +156,9 @@ def _measured(cluster: Cluster, seconds: float, progress: Progress | None) -> di
         listening = held.enter_context(socket.socket())
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        complaints = [held.enter_context(tempfile.TemporaryFile()) for _ in range(cluster.num_gpus)]
+        complaints: list[IO[bytes]] = [
+            held.enter_context(tempfile.TemporaryFile()) for _ in range(cluster.num_gpus)
+        ]
         for rank, complaint in enumerate(complaints):
             ranks.append(_start(cluster, rank, seconds, limit, listening, complaint))
         return _listen(ranks, complaints, limit, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 MIN_CALLS = 3
 MAX_CALLS = 100
-"""Samples behind a median."""
+"""Samples of one call."""
 SAMPLE_SECONDS = 1e-3
 """Calls to a GPU are queued; so many are timed together that a sample is at least this long."""
 
@@ -24,7 +24,10 @@ class Stopwatch:
         self.device = device
 
     def seconds(self, call: Callable[[], Any], budget_seconds: float) -> float:
-        """Median seconds of ``call`` on the slowest rank; about ``budget_seconds`` are spent on it."""
+        """Seconds of ``call`` on the slowest rank; about ``budget_seconds`` are spent on it.
+
+        Of its samples the first quartile: what else runs on the machine can only make a call longer.
+        """
         call()
         once = self.slowest(self._sample(call, 1))
         per_sample = 1 if self.device.type == "cpu" else max(1, min(1000, round(SAMPLE_SECONDS / once)))
@@ -32,7 +35,8 @@ class Stopwatch:
         samples = max(MIN_CALLS, min(MAX_CALLS, int(wanted)))
         if dist.is_initialized():
             dist.barrier()
-        return self.slowest(median(self._sample(call, per_sample) for _ in range(samples)))
+        taken = [self._sample(call, per_sample) for _ in range(samples)]
+        return self.slowest(quantiles(taken, n=4, method="inclusive")[0])
 
     def slowest(self, seconds: float) -> float:
         """The most that any rank says: what they all wait for, and what they all decide by."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.lease import hold_until_end, open_lease, release
+from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import open_log, write_json
@@ -195,6 +196,7 @@ def _description(
         "created": time.time(),
         "machine": this_machine(),
         "plan": json.loads(plan.to_json()),
+        "predicted": predicted_step(plan),
         "task": describe(task),
         "world_size": plan.world_size,
         "device": device,

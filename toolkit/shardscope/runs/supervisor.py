@@ -183,6 +183,18 @@ class Supervisor:
         shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
         more = {"error": shown.text, "rank": shown.rank} if shown else {}
         self._set_status(status, reason, **more)
+        if status == "finished":
+            self._keep_step()
+
+    def _keep_step(self) -> None:
+        """What its steps took is kept for predictions; a run is no worse where that cannot be."""
+        # Not above: the supervisor starts sooner without.
+        from shardscope.runs.measured_step import keep_step
+
+        try:
+            keep_step(self.folder, self.description)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._say(f"the measured step was not kept: {error}")
 
     def _verdict(self, code: int, failure: Failure | None) -> tuple[Status, str]:
         if self.phase in ("terminate", "kill") and self.stop_reason is not None and not self.a_rank_died:

@@ -146,8 +146,8 @@ _curves: dict[str, type[Any]] = {
 class Calibration(JsonNoun):
     """What one machine's ranks were measured to do, how, and when. Raises ``ValueError`` for bad values.
 
-    Each time is a median of several calls, on the slowest rank, while all ranks do the same: what a
-    synchronous step waits for.
+    Each time is the first quartile of several calls, on the slowest rank, while all ranks do the same: what a
+    synchronous step waits for on a machine that nothing else keeps busy.
     """
 
     machine: str

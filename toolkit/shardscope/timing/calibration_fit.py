@@ -1,23 +1,25 @@
 """From measured curves to the few rates that the step's formulas read.
 
 Every fit is least squares of relative errors, so that small calls count as much as large ones, over the very
-formula that the prediction then uses (``MatrixRate.seconds``, a ring's terms).
+formula that the prediction then uses (``MatrixRate.seconds``, ``collectives.seconds``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import log
 from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.timing.collectives import ROUNDS
-from shardscope.timing.rates import LinkRate, MatrixRate, Rates, rates_of
+from shardscope.timing.collectives import seconds
+from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, Rates, rates_of
+from shardscope.timing.traffic import Transfer
 
 if TYPE_CHECKING:
     from shardscope.cluster import Cluster
-    from shardscope.timing.calibration import Calibration, CollectiveCall, MatrixProduct
+    from shardscope.timing.calibration import AttentionPass, Calibration, CollectiveCall, MatrixProduct
 
 WORTH_KERNELS = 5.0
 """A product that takes less than so many times a kernel's own cost says little about multiplying."""
@@ -43,15 +45,13 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
     _, per_byte = two_terms(Term(1.0, one.num_bytes, one.seconds) for one in calibration.memory_passes)
     largest = max(calibration.memory_passes, key=lambda one: one.num_bytes)
     memory = 1 / per_byte if per_byte else largest.num_bytes / largest.seconds
-    forward, backward = _attention(calibration, matrices, known)
     inside = known.inside
-    if ring := [call for call in calibration.collectives if call.collective in RINGS]:
-        inside = fitted_link(known.inside.name, ring, calibration.num_ranks)
+    if calls := [call for call in calibration.collectives if call.collective in STATE]:
+        inside = fitted_link(known, calls, calibration.num_ranks)
     return replace(
         known,
         matrices=MappingProxyType(matrices),
-        attention_forward=forward,
-        attention_backward=backward,
+        attention=MappingProxyType({**known.attention, **fitted_attention(calibration.attention)}),
         memory_bytes_per_second=memory,
         kernel_seconds=calibration.kernel_seconds,
         inside=inside,
@@ -61,7 +61,7 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
     )
 
 
-RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+STATE = ("all_reduce", "all_gather", "reduce_scatter")
 """What training state travels by; a link's rate is fitted on these together."""
 
 
@@ -80,16 +80,41 @@ def fitted_matrices(products: list[MatrixProduct], kernel_seconds: float, peak: 
     return MatrixRate(1 / per_flop, per_moved / per_flop, peak)
 
 
-def fitted_link(name: str, calls: Iterable[CollectiveCall], ranks: int) -> LinkRate:
-    """Bandwidth and latency of a ring over ``ranks`` (timing/collectives.py's formula)."""
-    terms = []
+def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRate:
+    """Bandwidth and latency with which the formula of collectives comes nearest to ``calls`` over one node.
+
+    The formula is asked, not turned around: whatever it does with the two is thus in the fit. They are moved
+    in turn, by ever smaller factors, while that makes the squares of the logarithms' differences less.
+    """
+    largest = max(calls, key=lambda call: call.num_bytes)
+    smallest = min(calls, key=lambda call: call.num_bytes)
+    link = LinkRate(known.inside.name, largest.num_bytes / largest.seconds, smallest.seconds / (2 * ranks))
+    least, factor = _distance(known, link, calls, ranks), 4.0
+    while factor > FINEST:
+        moved = [
+            link._replace(**{name: getattr(link, name) * by})
+            for name in ("bytes_per_second", "latency_seconds")
+            for by in (factor, 1 / factor)
+        ]
+        found, best = min((_distance(known, one, calls, ranks), one) for one in moved)
+        if found < least:
+            least, link = found, best
+        else:
+            factor = factor**0.5
+    return link
+
+
+FINEST = 1.001
+"""The last factor by which a link's figures are moved: finer than any of them is known."""
+
+
+def _distance(known: Rates, link: LinkRate, calls: list[CollectiveCall], ranks: int) -> float:
+    rates = replace(known, inside=link)
+    total = 0.0
     for call in calls:
-        rounds = ROUNDS[call.collective]
-        terms.append(Term(rounds * (ranks - 1) / ranks * call.num_bytes, rounds * (ranks - 1), call.seconds))
-    per_byte, latency = two_terms(terms)
-    if not per_byte:
-        per_byte = min(one.seconds / one.x for one in terms)
-    return LinkRate(name, 1 / per_byte, latency)
+        transfer = Transfer("gathers", call.collective, call.num_bytes, ranks, 1, 1)
+        total += log(seconds(transfer, ranks, rates) / call.seconds) ** 2
+    return total
 
 
 def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
@@ -110,20 +135,25 @@ def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
     return min(edges, key=lambda edge: sum((edge[0] * x + edge[1] * y - 1) ** 2 for x, y in scaled))
 
 
-def _attention(
-    calibration: Calibration, matrices: dict[str, MatrixRate], known: Rates
-) -> tuple[float, float]:
-    """Shares of the datasheet's peak, or of what large products reach where there is none."""
-    forward, backward = [], []
-    for one in calibration.attention:
-        rate = matrices.get(one.precision)
-        if rate is not None:
-            reference = rate.peak_flops or rate.flops_per_second
-            forward.append(one.flops_forward / one.forward_seconds / reference)
-            backward.append(one.flops_backward / one.backward_seconds / reference)
-    if not forward:
-        return known.attention_forward, known.attention_backward
-    return median(forward), median(backward)
+def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate]:
+    """By precision; the tokens at which half is reached are the forward's."""
+    by_precision: dict[str, list[AttentionPass]] = {}
+    for one in passes:
+        by_precision.setdefault(one.precision, []).append(one)
+    found = {}
+    for precision, measured in by_precision.items():
+        per_flop, per_key = two_terms(
+            Term(one.flops_forward, one.flops_forward / one.seq_len, one.forward_seconds) for one in measured
+        )
+        if not per_flop:
+            # No sequence was long enough to leave its start behind.
+            per_flop, per_key = min(one.forward_seconds / one.flops_forward for one in measured), 0.0
+        half_keys = per_key / per_flop
+        backward = [
+            one.flops_backward * (1 + half_keys / one.seq_len) / one.backward_seconds for one in measured
+        ]
+        found[precision] = AttentionRate(1 / per_flop, median(backward), half_keys)
+    return found
 
 
 def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:

@@ -1,0 +1,178 @@
+"""``ss.calibrate()`` for real on CPU ranks, short, and how it ends when it is not let finish."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from run_helpers import make_plan, seconds_until
+
+import shardscope as ss
+from shardscope.calibration import process
+from shardscope.calibration.process import CalibrationError
+from shardscope.timing.calibration import COLLECTIVES, Calibration, rates_for
+from shardscope.timing.calibration_runs import residual
+from shardscope.timing.calibration_store import data_folder, file_for, locked, stored
+
+pytestmark = pytest.mark.usefixtures("bounded_time")
+
+TWO_RANKS = ss.Cluster.parse("2xcpu")
+
+CALIBRATE = """
+import json, sys
+import shardscope as ss
+said = []
+def progress(words, fraction):
+    if not said or said[-1][0] != words:
+        said.append([words, fraction])
+        print(json.dumps({"progress": said[-1]}), flush=True)
+one = ss.calibrate(ss.Cluster.parse("2xcpu"), seconds=float(sys.argv[1]), progress=progress)
+heavy = sorted({"torch", "plotly", "ipywidgets"} & set(sys.modules))
+print(json.dumps({"calibration": one.to_dict(), "heavy": heavy}), flush=True)
+"""
+
+
+def ranks_of(kernel: int) -> list[psutil.Process]:
+    """The measuring processes that process ``kernel`` started."""
+    found = []
+    for each in psutil.process_iter():
+        try:
+            line = each.cmdline()
+            if "shardscope.calibration.rank" in line and str(kernel) in line:
+                found += [each] if each.status() != psutil.STATUS_ZOMBIE else []
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "data"))
+    # As many threads as launched ranks get, whatever the tests themselves run with.
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path / "data"
+
+
+def start_kernel(seconds: float) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        [sys.executable, "-c", CALIBRATE, str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
+    began = time.monotonic()
+    kernel = start_kernel(8.0)
+    out, complaint = kernel.communicate(timeout=80)
+    assert kernel.returncode == 0, complaint
+    took = time.monotonic() - began
+    assert took < 60
+    *steps, last = map(json.loads, out.splitlines())
+    assert last["heavy"] == [], "the kernel imports no torch"
+    assert not ranks_of(kernel.pid)
+    words = [step["progress"][0] for step in steps]
+    assert "measuring matrix products" in words and "measuring collectives" in words and words[-1] == "done"
+    fractions = [step["progress"][1] for step in steps]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+    one = Calibration.from_dict(last["calibration"])
+    assert (one.gpu, one.num_ranks, one.backend) == ("cpu", 2, "gloo")
+    assert one.threads_per_rank == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert {"fp32", "bf16"} == {product.precision for product in one.matrix_products}
+    assert {call.collective for call in one.collectives} == set(COLLECTIVES)
+    assert not one.host_copies
+    kept = stored(file_for("cpu", data_folder()))
+    assert kept is not None and kept.calibrations == (one,)
+
+    rates = rates_for(TWO_RANKS)
+    assert rates.source == one.source
+    best = max(product.flops_per_second for product in one.matrix_products)
+    for precision in ("fp32", "bf16"):
+        assert 0 < rates.matrix(precision).flops_per_second < 100 * best
+    plan = make_plan(2)
+    assert plan.step().seconds > 0 and one.source in plan.step().calibration
+    assert sorted(file.name for file in (folder / "calibration").iterdir() if file.name[0] != ".") == [
+        file_for("cpu", data_folder()).name
+    ]
+
+
+def test_an_exception_in_progress_ends_it(folder: Path) -> None:
+    class CancelledError(Exception):
+        """Somebody pressed cancel."""
+
+    def progress(words: str, _fraction: float) -> None:
+        if words.startswith("measuring"):
+            assert len(ranks_of(os.getpid())) == 2
+            raise CancelledError
+
+    with pytest.raises(CancelledError):
+        ss.calibrate(TWO_RANKS, seconds=60, progress=progress)
+    assert not ranks_of(os.getpid())
+    assert not list((folder / "calibration").glob("*.json"))
+    with locked(file_for("cpu", folder).with_name("measuring-" + file_for("cpu", folder).name), wait=False):
+        pass
+
+
+def test_a_killed_kernel_leaves_no_rank() -> None:
+    kernel = start_kernel(60.0)
+    assert kernel.stdout is not None
+    for line in kernel.stdout:
+        if "measuring" in line:
+            break
+    assert len(ranks_of(kernel.pid)) == 2
+    kernel.send_signal(signal.SIGKILL)
+    kernel.communicate()
+    seconds_until(lambda: not ranks_of(kernel.pid), timeout=10)
+
+
+def test_a_rank_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise ImportError('this torch is broken')")
+    monkeypatch.syspath_prepend(str(tmp_path / "broken"))
+    with pytest.raises(CalibrationError, match="this torch is broken"):
+        ss.calibrate(TWO_RANKS, seconds=5)
+    assert not ranks_of(os.getpid())
+
+
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "START_SECONDS", -7.0)
+    with pytest.raises(TimeoutError, match="longer than"):
+        ss.calibrate(TWO_RANKS, seconds=5)
+    assert not ranks_of(os.getpid())
+
+
+def test_two_at_once_are_refused(folder: Path) -> None:
+    path = file_for("cpu", folder)
+    with (
+        locked(path.with_name(f"measuring-{path.name}")),
+        pytest.raises(RuntimeError, match="under way already"),
+    ):
+        ss.calibrate(TWO_RANKS, seconds=5)
+
+
+def test_a_finished_run_adds_its_step(tmp_path: Path, plan: Any) -> None:
+    run = ss.launch(plan, ss.Pretrain(num_steps=10), folder=tmp_path / "runs")
+    assert run.wait(timeout=80) == "finished", run.error
+    path = file_for("cpu", data_folder())
+    seconds_until(path.is_file, timeout=10)
+    record = stored(path)
+    assert record is not None
+    (step,) = record.steps
+    assert step.run == run.name and step.num_steps == 7
+    assert step.plan["architecture"] == plan.architecture.to_dict()
+    own = [line["step_seconds"] for line in run.metrics() if line["step"] >= 3]
+    assert min(own) <= step.seconds <= max(own)
+    assert step.predicted_seconds is None, "nothing was calibrated, so nothing was predicted"
+    assert residual(plan) is None

@@ -1,0 +1,153 @@
+"""A calibration as a type, the rates that are fitted to it, and what a prediction then says it used."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from calibrations import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    FLOPS,
+    HALF_KEYS,
+    HALF_SIZE,
+    KERNEL_SECONDS,
+    LINK_BYTES_PER_SECOND,
+    LINK_LATENCY_SECONDS,
+    MEMORY_BYTES_PER_SECOND,
+    calibration,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardscope as ss
+from shardscope.timing.calibration import Calibration
+from shardscope.timing.calibration_fit import Term, two_terms
+from shardscope.timing.rates import rates_of
+
+CPU = ss.Cluster.parse("2xcpu")
+
+
+def test_json_keeps_everything() -> None:
+    one = calibration()
+    assert Calibration.from_json(one.to_json()) == one
+
+
+def test_known_speeds_are_found_again() -> None:
+    rates = calibration().rates(CPU)
+    for precision in ("fp32", "bf16"):
+        rate = rates.matrix(precision)
+        assert rate.flops_per_second == pytest.approx(FLOPS, rel=1e-3)
+        assert rate.half_size == pytest.approx(HALF_SIZE, rel=1e-2)
+        assert rate.peak_flops is None
+    assert rates.memory() == pytest.approx(MEMORY_BYTES_PER_SECOND, rel=1e-6)
+    assert rates.kernel_seconds == KERNEL_SECONDS
+    assert rates.inside.bytes_per_second == pytest.approx(LINK_BYTES_PER_SECOND, rel=1e-2)
+    assert rates.inside.latency_seconds == pytest.approx(LINK_LATENCY_SECONDS, rel=1e-2)
+    attention = rates.attend("fp32")
+    assert attention.forward == pytest.approx(ATTENTION_FORWARD, rel=1e-6)
+    assert attention.backward == pytest.approx(ATTENTION_BACKWARD, rel=1e-6)
+    assert attention.half_keys == pytest.approx(HALF_KEYS, rel=1e-6)
+    assert rates.host_updates_per_second == 2e8
+    assert "calibration" in rates.source and "2 ranks of cpu" in rates.source
+
+
+def test_what_was_not_measured_stays_the_catalogues() -> None:
+    cluster = ss.Cluster.parse("8xh100-sxm-80gb")
+    one = calibration("1xh100-sxm-80gb", collectives=[], attention=[])
+    rates, known = one.rates(cluster), rates_of(cluster)
+    assert rates.inside == known.inside
+    assert rates.between == known.between
+    assert rates.host == known.host
+    assert rates.attention == known.attention
+    assert rates.matrix("fp8") == known.matrix("fp8")
+    assert rates.matrix("bf16").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
+    assert rates.matrix("bf16").peak_flops == cluster.gpu.peak_flops["bf16"]
+
+
+def test_the_slower_way_to_the_host_counts() -> None:
+    copies = [
+        {"direction": way, "num_bytes": size, "seconds": 1e-5 + size / speed}
+        for way, speed in (("to_gpu", 20e9), ("to_host", 10e9))
+        for size in (2**20, 2**24, 2**28)
+    ]
+    host = calibration("1xh100-sxm-80gb", host_copies=copies).rates(ss.Cluster.parse("1xh100-sxm-80gb")).host
+    assert host.bytes_per_second == pytest.approx(10e9, rel=1e-6)
+    assert host.latency_seconds == pytest.approx(1e-5, rel=1e-6)
+
+
+def test_a_busy_machine_is_said() -> None:
+    assert "busy" not in calibration(load=0.1).source
+    assert "the machine was busy, load 1.8 a core" in calibration(load=1.8).source
+
+
+def test_the_frame_has_a_row_a_point() -> None:
+    one = calibration()
+    frame = one.to_frame()
+    points = (one.matrix_products, one.attention, one.memory_passes, one.host_copies, one.collectives)
+    assert len(frame) == sum(map(len, points))
+    assert str(one).endswith("in 12 s")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kernel_seconds", math.nan),
+        ("kernel_seconds", 0.0),
+        ("kernel_seconds", "4e-6"),
+        ("host_updates_per_second", math.inf),
+        ("load", -1.0),
+        ("num_ranks", 0),
+        ("num_ranks", 2.5),
+        ("machine", ""),
+        ("machine", "a\nb"),
+        ("measured_at", "yesterday"),
+        ("measured_at", "2026-11-21T13:00:00"),
+        ("memory_passes", []),
+        ("matrix_products", "many"),
+        ("matrix_products", [7]),
+        (
+            "matrix_products",
+            [{"precision": "fp32", "rows": 8, "inner": 8, "columns": 8, "seconds": math.nan}],
+        ),
+        ("matrix_products", [{"precision": "int3", "rows": 8, "inner": 8, "columns": 8, "seconds": 1e-3}]),
+        ("matrix_products", [{"precision": "fp32", "rows": -8, "inner": 8, "columns": 8, "seconds": 1e-3}]),
+        ("collectives", [{"collective": "gossip", "num_bytes": 8, "seconds": 1e-3}]),
+        ("collectives", [{"collective": "send", "num_bytes": 8, "seconds": -1e-3}]),
+        ("memory_passes", [{"num_bytes": 8, "seconds": 1e-3, "colour": "red"}]),
+        ("host_copies", [{"direction": "sideways", "num_bytes": 8, "seconds": 1e-3}]),
+    ],
+)
+def test_garbage_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"allowed|cannot be made"):
+        calibration(**{field: value})
+
+
+def test_another_version_is_refused() -> None:
+    text = json.loads(calibration().to_json())
+    text["version"] = 99
+    with pytest.raises(ValueError, match="version"):
+        Calibration.from_json(json.dumps(text))
+
+
+positive = st.floats(1e-12, 1e-3)
+
+
+@given(first=positive, second=positive)
+def test_a_sum_of_two_terms_is_found_again(first: float, second: float) -> None:
+    terms = [Term(x, y, first * x + second * y) for x, y in ((1.0, 1.0), (1e3, 1.0), (1e6, 1.0), (10.0, 1e3))]
+    found = two_terms(terms)
+    for x, y, seconds in terms:
+        assert found[0] * x + found[1] * y == pytest.approx(seconds, rel=1e-4)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.floats(1e-6, 1e3)), min_size=1, max_size=8
+    )
+)
+def test_no_term_is_ever_negative(points: list[tuple[float, float, float]]) -> None:
+    first, second = two_terms([Term(*point) for point in points])
+    assert first >= 0 and second >= 0 and first + second > 0

@@ -1,0 +1,289 @@
+"""Where measurements are kept, what of it a prediction takes, and what a damaged file says."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibrations import FLOPS, KERNEL_SECONDS, calibration, product
+
+import shardscope as ss
+from shardscope.host import host_cores
+from shardscope.timing import calibration_store
+from shardscope.timing.calibration import rates_for
+from shardscope.timing.calibration_runs import MAX_RUNS, MeasuredStep, median_step, residual
+from shardscope.timing.calibration_store import (
+    MachineRecord,
+    NotStoredError,
+    calibration_for,
+    check_writable,
+    data_folder,
+    file_for,
+    locked,
+    machine_name,
+    store_calibration,
+    store_step,
+    stored,
+)
+from shardscope.timing.rates import rates_of
+
+CPU = ss.Cluster.parse("2xcpu")
+H100 = ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def plan(framework: str = "ddp", size: str = "2m", cluster: ss.Cluster = CPU) -> ss.Plan:
+    layouts = {"ddp": ss.Layout.ddp, "fsdp2": ss.Layout.fsdp2}
+    recipe = ss.Recipe(seq_len=64, global_batch_size=cluster.num_gpus, precision="fp32")
+    return ss.Plan(ss.Architecture.of_size(size), cluster, recipe, layouts[framework]())
+
+
+def measured(
+    of: ss.Plan, seconds: float = 1.2, predicted: float | None = 1.0, **changes: Any
+) -> MeasuredStep:
+    fields: dict[str, Any] = {
+        "run": "a-run",
+        "finished_at": "2026-11-21T13:00:00+00:00",
+        "plan": of.to_dict(),
+        "num_steps": 20,
+        "seconds": seconds,
+        "predicted_seconds": predicted,
+        "predicted_from": rates_for(of.cluster).source,
+    }
+    return MeasuredStep(**fields | changes)
+
+
+def test_the_folder_follows_the_variable_and_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", "/somewhere")
+    assert data_folder() == Path("/somewhere")
+    monkeypatch.delenv("SHARDSCOPE_DATA_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", "/xdg")
+    assert data_folder() == Path("/xdg/shardscope")
+    monkeypatch.setenv("XDG_DATA_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert data_folder() == Path("/home/somebody/.local/share/shardscope")
+    assert data_folder("/given") == Path("/given")
+
+
+@pytest.mark.parametrize("value", [7, "", "a\0b", True])
+def test_what_is_no_folder_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"calibrate\.folder"):
+        data_folder(value)
+
+
+def test_files_are_this_users_alone(folder: Path) -> None:
+    path = store_calibration(calibration())
+    assert path.parent == folder / "calibration"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    record = json.loads(path.read_text())
+    assert record["shardscope"] == "MachineRecord" and record["version"] == 1
+    assert not [file for file in path.parent.iterdir() if file.name not in (path.name, f".{path.name}.lock")]
+
+
+def test_a_prediction_takes_the_calibration_of_this_machine() -> None:
+    with pytest.raises(ValueError, match=r"ss\.calibrate\(\)"):
+        plan().step()
+    assert rates_for(CPU) is rates_of(CPU)
+    store_calibration(calibration())
+    assert rates_for(CPU).matrix("fp32").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
+    report = plan().step()
+    assert report.seconds > 0
+    assert f"the calibration of {machine_name()}" in report.calibration
+
+
+def test_a_new_calibration_is_seen_at_once() -> None:
+    store_calibration(calibration())
+    before = rates_for(CPU).matrix("fp32").flops_per_second
+    faster = [product(size, flops=2 * FLOPS) for size in (128, 512, 2048)]
+    store_calibration(calibration(matrix_products=faster))
+    assert rates_for(CPU).matrix("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
+    record = stored(file_for("cpu", data_folder()))
+    assert record is not None and len(record.calibrations) == 1
+
+
+def test_other_numbers_of_cpu_ranks_or_cores_have_no_rates() -> None:
+    store_calibration(calibration())
+    assert calibration_for(ss.Cluster.parse("4xcpu")) is None
+    store_calibration(calibration("4xcpu"))
+    assert calibration_for(ss.Cluster.parse("4xcpu")) is not None
+    assert calibration_for(CPU) is not None, "the one of two ranks is kept"
+    store_calibration(calibration(num_cores=host_cores() + 1))
+    assert calibration_for(CPU) is None
+
+
+def test_cpu_ranks_of_another_host_are_not_these(folder: Path) -> None:
+    store_calibration(calibration(machine="another-host"))
+    assert (folder / "calibration" / "another-host--cpu.json").is_file()
+    assert calibration_for(CPU) is None
+
+
+def test_gpus_of_the_same_kind_are_taken_from_another_host_of_the_folder() -> None:
+    assert calibration_for(H100) is None
+    store_calibration(calibration("8xh100-sxm-80gb", machine="node-7"))
+    found = calibration_for(H100)
+    assert found is not None and found.machine == "node-7"
+    assert "node-7" in rates_for(H100).source
+    store_calibration(calibration("8xh100-sxm-80gb"))
+    assert f"of {machine_name()} " in rates_for(H100).source, "this host's own comes first"
+    assert calibration_for(ss.Cluster.parse("8xh200-sxm-141gb")) is None
+
+
+def test_of_gpus_the_same_number_in_a_node_comes_first_then_the_most() -> None:
+    for ranks in (1, 4):
+        store_calibration(calibration(f"{ranks}xh100-sxm-80gb"))
+    for ranks, taken in ((1, 1), (4, 4), (8, 4)):
+        found = calibration_for(ss.Cluster.parse(f"{ranks}xh100-sxm-80gb"))
+        assert found is not None and found.num_ranks == taken
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        '{"shardscope": "Plan", "version": 1}',
+        '{"shardscope": "MachineRecord", "version": 99, "machine": "m", "gpu": "cpu"}',
+        '{"shardscope": "MachineRecord", "version": 1, "machine": "m", "gpu": "cpu", "calibrations": 7}',
+        '{"shardscope": "MachineRecord", "version": 1, "machine": "m", "gpu": "cpu", "steps": [NaN]}',
+        "NAN",
+    ],
+)
+def test_a_damaged_file_is_named_and_mended_by_a_new_calibration(text: str) -> None:
+    path = store_calibration(calibration())
+    if text == "NAN":
+        text = path.read_text().replace(f'"kernel_seconds": {KERNEL_SECONDS}', '"kernel_seconds": NaN')
+        assert "NaN" in text
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no stored calibration") as refused:
+        rates_for(CPU)
+    assert str(path) in str(refused.value) and "ss.calibrate()" in str(refused.value)
+    store_calibration(calibration())
+    assert rates_for(CPU).source == calibration().source
+    assert path.with_suffix(".damaged").read_text() == text, "what was there is kept aside"
+
+
+def test_a_giant_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    store_calibration(calibration())
+    monkeypatch.setattr(calibration_store, "MAX_FILE_BYTES", 100)
+    calibration_store._read.cache_clear()
+    with pytest.raises(ValueError, match="bytes, which no stored calibration is"):
+        stored(file_for("cpu", data_folder()))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocked = tmp_path / "a-file"
+    blocked.write_text("")
+    for attempt in (lambda: check_writable(blocked), lambda: store_calibration(calibration(), blocked)):
+        with pytest.raises(NotStoredError, match=r"measurements cannot be kept in .*SHARDSCOPE_DATA_HOME"):
+            attempt()
+
+
+def test_a_lock_is_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with locked(path), pytest.raises(BlockingIOError), locked(path, wait=False):
+        pass
+    with locked(path, wait=False):
+        pass
+
+
+def test_steps_of_runs_that_end_together_are_all_kept() -> None:
+    of = plan()
+    threads = [
+        threading.Thread(target=store_step, args=(measured(of, run=f"run-{i}", predicted=None), "cpu"))
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    record = stored(file_for("cpu", data_folder()))
+    assert record is not None and {step.run for step in record.steps} == {f"run-{i}" for i in range(8)}
+
+
+def test_steps_are_bounded_and_outlive_a_new_calibration() -> None:
+    record = MachineRecord(machine="m", gpu="cpu")
+    for number in range(MAX_RUNS + 3):
+        record = record.with_step(measured(plan(), run=f"run-{number}", predicted=None))
+    assert len(record.steps) == MAX_RUNS and record.steps[-1].run == f"run-{MAX_RUNS + 2}"
+    assert record.with_calibration(calibration()).steps == record.steps
+    assert MachineRecord.from_json(record.to_json()) == record
+
+
+def test_the_residual_counts_runs_of_this_architecture_framework_and_constants() -> None:
+    store_calibration(calibration())
+    of = plan("fsdp2")
+    assert residual(of) is None
+    store_step(measured(of, 1.1), "cpu")
+    store_step(measured(plan("ddp"), 9.0), "cpu")
+    store_step(measured(plan("fsdp2", "4m"), 9.0), "cpu")
+    store_step(measured(of, 9.0, predicted_from="other constants"), "cpu")
+    store_step(measured(of, 9.0, predicted=None), "cpu")
+    one = residual(of)
+    assert one is not None and one.num_runs == 1 and one.median == pytest.approx(1.1)
+    assert "one finished run" in one.words and "1.10 times the predicted step" in one.words
+    store_step(measured(of, 1.3), "cpu")
+    two = residual(of)
+    assert two is not None and (two.num_runs, two.low, two.high) == (
+        2,
+        pytest.approx(1.1),
+        pytest.approx(1.3),
+    )
+    assert "1.20 times" in two.words and "not corrected" in two.words
+
+
+def test_a_prediction_is_never_corrected_by_runs() -> None:
+    store_calibration(calibration())
+    of = plan()
+    before = of.step().seconds
+    store_step(measured(of, 100 * before, predicted=before), "cpu")
+    assert of.step().seconds == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seconds", float("nan")),
+        ("seconds", -1.0),
+        ("predicted_seconds", float("inf")),
+        ("num_steps", 0),
+        ("plan", {"architecture": {}}),
+        ("run", ""),
+        ("predicted_from", 7),
+    ],
+)
+def test_a_garbage_step_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"MeasuredStep.{field}"):
+        measured(plan(), **{field: value})
+
+
+def test_the_median_leaves_the_first_steps_out() -> None:
+    def lines(seconds: list[float]) -> list[dict[str, Any]]:
+        return [
+            {"step": step, "rank": rank, "step_seconds": took}
+            for step, took in enumerate(seconds)
+            for rank in (0, 1)
+        ]
+
+    assert median_step(lines([9.0, 9.0, 9.0, 1.0, 1.0, 2.0, 1.0, 1.0])) == (5, 1.0)
+    assert median_step(lines([1.0] * 7)) is None, "too few"
+    assert median_step([{"step": step, "loss": 1.0} for step in range(50)]) is None
+    odd = [{"step": step, "step_seconds": took} for step, took in enumerate(["x", float("nan"), -1.0] * 9)]
+    assert median_step(odd) is None
+
+
+def test_nothing_is_written_by_asking(folder: Path) -> None:
+    rates_for(CPU), rates_for(H100), residual(plan())
+    assert not folder.exists()
+    assert os.environ["SHARDSCOPE_DATA_HOME"] == str(folder)

@@ -1,0 +1,72 @@
+"""A finished run's step time, kept beside its machine's calibration, for predictions to be held against."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import read_tail_text
+from shardscope.timing.calibration_runs import MeasuredStep, median_step
+from shardscope.timing.calibration_store import store_step
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+TAIL_BYTES = 2**20
+"""Of each rank's metrics the last so many are read: thousands of steps, however long the run was."""
+MAX_RANKS = 8
+"""Ranks whose metrics are read; steps are synchronous."""
+MIN_PROFILED_STEPS = 20
+"""Steps that a run with a profiler's recording must have, for the few that were recorded took longer."""
+
+
+def predicted_step(plan: Plan) -> dict[str, Any] | None:
+    """What ``plan.step()`` says at launch, for ``run.json``; None where it cannot say."""
+    from shardscope.timing.calibration import rates_for
+
+    try:
+        seconds = plan.step().seconds
+        source = rates_for(plan.cluster).source
+    except ValueError:
+        return None
+    return {"step_seconds": seconds, "from": source} if math.isfinite(seconds) and seconds > 0 else None
+
+
+def keep_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
+    """Keep the median step of the run in ``folder``; False where too few steps were logged to have one.
+
+    Raises ``OSError`` where it cannot be written, and ``ValueError`` for damaged records.
+    """
+    ranks = min(MAX_RANKS, int(description["world_size"]))
+    found = median_step(line for rank in range(ranks) for line in _events(folder, rank))
+    if found is None:
+        return False
+    num_steps, seconds = found
+    if num_steps < MIN_PROFILED_STEPS and any(folder.traces.glob("*.json.gz")):
+        return False
+    plan, predicted = description["plan"], description.get("predicted") or {}
+    step = MeasuredStep(
+        run=str(description["name"]),
+        finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        plan={noun: plan[noun] for noun in ("architecture", "cluster", "recipe", "layout")},
+        num_steps=num_steps,
+        seconds=seconds,
+        predicted_seconds=predicted.get("step_seconds"),
+        predicted_from=predicted.get("from"),
+    )
+    store_step(step, str(plan["cluster"]["gpu"]["name"]))
+    return True
+
+
+def _events(folder: RunFolder, rank: int) -> Iterator[dict[str, Any]]:
+    for line in read_tail_text(folder.events(rank), TAIL_BYTES).splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # The first line of a tail is rarely whole.
+            continue
+        if isinstance(record, dict):
+            yield record
