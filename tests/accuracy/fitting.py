@@ -33,6 +33,11 @@ BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
     ("attention", "forward"): (0.1, 0.9),
     ("attention", "backward"): (0.1, 0.9),
     ("memory", "share"): (0.3, 0.98),
+    ("attention", "half_keys"): (1.0, 8192.0),
+    ("passes", "forward"): (1.0, 8.0),
+    ("passes", "backward"): (1.0, 16.0),
+    ("passes", "kernels_forward"): (5.0, 400.0),
+    ("passes", "kernels_backward"): (5.0, 800.0),
     ("launch", "seconds_per_kernel"): (0.2e-6, 30e-6),
     ("link", "share"): (0.1, 0.98),
     ("link", "latency_factor"): (0.1, 20.0),
@@ -73,8 +78,9 @@ def constants() -> list[Constant]:
     """All that are fitted: those that the catalogue has for a generation of its own, and its links."""
     found = []
     for table, key in BOUNDS:
-        for name, fields in entries("efficiency")[table].items():
-            if isinstance(fields, dict) and key in fields and (table == "link" or name != "default"):
+        for name, fields in entries("efficiency").get(table, {}).items():
+            has_generations = len(entries("efficiency")[table]) > 1 and table != "link"
+            if key in fields and not (has_generations and name == "default"):
                 found.append(Constant(table, name, key))
     return found
 

@@ -328,11 +328,6 @@ def test_no_row_at_all_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1] == "overall memory: 0 sources, 0 of 0 rows, no row scored"
 
 
-def test_step_time_is_not_scored_before_there_is_a_step_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--kind", "time"]) != 0
-    assert "no step model yet" in capsys.readouterr().err
-
-
 def test_eight_bits_may_be_in_the_frameworks_name() -> None:
     assert mapped(row(framework="FSDP2 + Float8")).plan.recipe.precision == "fp8-mixed"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,15 @@ def test_fitting_looks_at_calibration_rows_only_and_puts_constants_back() -> Non
             entries("efficiency")[one.table][one.name][one.key] = value
         assert loss(some) < far
     assert {one: one.value for one in constants()} == before
+
+
+def test_nanotron_deals_layers_by_cost_with_the_head_among_them() -> None:
+    """1.34B: its head costs as much as four of its sixteen layers."""
+    rows = [one for one in read(time_files()) if str(one.get("id")) == "nanotron-0008"]
+    found = timed(rows[0]).plan
+    assert found.stage_layers == (10, 6)
+    deeper = replace(
+        found, layout=replace(found.layout, pp=4), cluster=replace(found.cluster, gpus_per_node=4)
+    )
+    assert deeper.stage_layers == (5, 5, 5, 1)
+    assert sum(deeper.stage_layers) == found.architecture.num_hidden_layers
