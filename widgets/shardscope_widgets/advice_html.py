@@ -6,14 +6,12 @@ from html import escape
 
 from shardscope.planner.abilities import COLUMNS, Abilities
 from shardscope.planner.advice import Advice, Turn
-from shardscope_widgets.words import sentence
-
-DECIDED, TAKEN, PASSED = "decides", "taken", "not taken"
 
 
 def advised(advice: Advice) -> str:
     """The plan to start with and a button that applies it, or that nothing fits."""
-    why = f"<p>{escape(advice.why)}</p>"
+    first, _, rest = advice.why.partition(". ")
+    why = f"<p><b>{escape(first)}{'.' if rest else ''}</b> {escape(rest)}</p>"
     if advice.plan is None:
         return f"<h2>What to start with</h2><div class='ss-advised'>{why}</div>"
     button = "<button type='button' class='ss-act ss-first' data-act='plan'>Apply this plan</button>"
@@ -22,23 +20,18 @@ def advised(advice: Advice) -> str:
         if advice.disagreement
         else ""
     )
-    return (
-        f"<h2>What to start with</h2><div class='ss-advised'>{sentence(advice.plan)}{why}{button}</div>"
-        f"{disagrees}"
-    )
+    return f"<h2>What to start with</h2><div class='ss-advised'>{why}{button}</div>{disagrees}"
 
 
 def path(advice: Advice) -> str:
     """Every question in order; those whose answer the plan does not have are pale."""
-    last = max((index for index, turn in enumerate(advice.path) if turn.taken), default=-1)
-    steps = "".join(_turn(turn, index == last) for index, turn in enumerate(advice.path))
+    steps = "".join(_turn(turn) for turn in advice.path)
     hint = "<span class='ss-hint'>filled: the plan has it; hollow and pale: it does not</span>"
     return f"<h2>The questions on the way {hint}</h2><ol class='ss-path'>{steps}</ol>"
 
 
-def _turn(turn: Turn, decides: bool) -> str:
-    state = DECIDED if decides else TAKEN if turn.taken else PASSED
-    kind = {DECIDED: "ss-taken ss-decides", TAKEN: "ss-taken", PASSED: "ss-passed"}[state]
+def _turn(turn: Turn) -> str:
+    kind, state = ("ss-taken", "taken") if turn.taken else ("ss-passed", "not taken")
     number = f"<div class='ss-number'>{escape(turn.number)}</div>" if turn.number else ""
     return (
         f"<li class='{kind}'><span class='ss-off-screen'>{state}: </span>"

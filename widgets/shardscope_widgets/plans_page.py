@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import ipywidgets as widgets
@@ -21,18 +21,32 @@ if TYPE_CHECKING:
     from shardscope.planner.advice import Advice
 
 
+CHOSEN = {
+    "micro_batch_size",
+    "recompute",
+    "recompute_interval",
+    "kernels",
+    "attention",
+    "loss",
+    "lora_rank",
+}
+"""Fields of a recipe that advice and search choose, or write out: another value is no other question."""
+
+
 class Question(NamedTuple):
     """What an answer is to: without what the answer itself chooses."""
 
     architecture: ss.Architecture
     cluster: ss.Cluster
-    recipe: ss.Recipe
+    asked: tuple[object, ...]
 
     @classmethod
     def of(cls, plan: ss.Plan) -> Question:
         """The question whose answers ``plan`` may be one of."""
-        chosen = replace(plan.recipe, micro_batch_size=1, recompute="none")
-        return cls(plan.architecture, plan.cluster, chosen)
+        recipe = plan.recipe
+        asked = [getattr(recipe, field.name) for field in fields(recipe) if field.name not in CHOSEN]
+        rank = recipe.adapter_rank if recipe.has_adapters else None
+        return cls(plan.architecture, plan.cluster, (*asked, rank))
 
     def __str__(self) -> str:
         return f"{title(self.architecture.name)} on {device_count(self.cluster)}"

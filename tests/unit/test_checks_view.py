@@ -1,0 +1,89 @@
+"""The list of checks without a browser: order, severity in words, numbers, and the button that mends."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.planner.preflight import Finding
+from shardscope_widgets.checks_view import NOTHING, SIGNS, ChecksView, summary, worst_first
+
+PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
+
+
+def finding(name: str, severity: Any, plan: ss.Plan | None = None) -> Finding:
+    return Finding(
+        name=name,
+        severity=severity,
+        why=f"{name} is <bad>: 12.3 %.",
+        number=12.3,
+        change="set it to 8",
+        plan=plan,
+    )
+
+
+FOUND = [finding("a-hint", "hint"), finding("a-danger", "danger", PLAN), finding("a-warning", "warning")]
+
+
+def words(html: str) -> str:
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
+
+
+def shown(*found: Finding, **given: Any) -> ChecksView:
+    view = ChecksView(**given)
+    view.show(found)
+    return view
+
+
+def test_the_worst_come_first_and_equals_stay_as_found() -> None:
+    assert [each.name for each in worst_first([*FOUND, finding("b-danger", "danger")])] == [
+        "a-danger",
+        "b-danger",
+        "a-warning",
+        "a-hint",
+    ]
+
+
+def test_severity_is_said_in_words_and_shape() -> None:
+    view = shown(*FOUND)
+    rows = re.findall(r"<li class='ss-is-(\w+)'>(.*?)</li>", view.list.value)
+    assert [severity for severity, _ in rows] == ["danger", "warning", "hint"]
+    for severity, html in rows:
+        assert words(html).startswith(f"{SIGNS[severity]} {severity} ")
+    assert len(set(SIGNS.values())) == 3
+
+
+def test_why_number_and_change_are_told_and_nothing_is_markup() -> None:
+    told = words(shown(*FOUND).list.value)
+    assert "a danger a-danger is <bad>: 12.3 %. set it to 8" in told
+    assert "<bad>" not in shown(*FOUND).list.value
+
+
+def test_only_what_a_plan_mends_has_a_button() -> None:
+    applied: list[ss.Plan] = []
+    view = shown(*FOUND, on_apply=applied.append)
+    assert re.findall(r"data-act='([^']+)'", view.list.value) == ["a-danger"]
+    view.list.press("a-danger")
+    assert applied == [PLAN] and view.plan is PLAN
+
+
+@pytest.mark.parametrize("act", ["a-warning", "gone", ""])
+def test_a_click_on_what_mends_nothing_does_nothing(act: str) -> None:
+    view = shown(*FOUND, on_apply=lambda _: pytest.fail("applied"))
+    view.list.press(act)
+
+
+def test_nothing_found_is_said() -> None:
+    view = shown()
+    assert words(view.list.value) == NOTHING
+    view.show(FOUND)
+    assert NOTHING not in view.list.value
+
+
+def test_the_summary_counts_each_kind() -> None:
+    assert summary([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
+    assert summary([]) == ""
