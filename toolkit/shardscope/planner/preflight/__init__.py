@@ -2,6 +2,59 @@
 
 from __future__ import annotations
 
-from shardscope.planner.preflight.finding import SEVERITIES, Finding, Severity
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-__all__ = ["SEVERITIES", "Finding", "Severity"]
+from shardscope.planner.preflight import (
+    checkpoints,
+    data,
+    learning_rate,
+    pipeline,
+    precision,
+    profile,
+    recomputation,
+    room,
+    scripts,
+    sharding,
+    tensor_parallel,
+    widths,
+)
+from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.finding import SEVERITIES, Finding, Severity
+from shardscope.planner.preflight.scripts import findings_in
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.runs.run import Run
+
+__all__ = ["CHECKS", "SEVERITIES", "Finding", "Severity", "findings", "findings_in"]
+
+CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    room.no_room,
+    recomputation.recomputation_off,
+    recomputation.recomputation_on,
+    pipeline.few_micro_batches,
+    tensor_parallel.slow_tensor_parallel,
+    sharding.gathered_twice,
+    sharding.too_fine,
+    precision.narrow_fp16,
+    precision.rounded_reductions,
+    precision.lost_updates,
+    widths.misses_matrix_units,
+    widths.padded_vocabulary,
+    checkpoints.tied_checkpoints,
+    checkpoints.resumed,
+    learning_rate.rate_against_batch,
+    learning_rate.short_warm_up,
+    data.same_windows,
+    profile.never_profiled,
+    scripts.in_task,
+)
+"""Every check; each looks at one thing."""
+
+
+def findings(plan: Plan, task: object = None, runs: Iterable[Run] = ()) -> list[Finding]:
+    """See :meth:`shardscope.plan.Plan.findings`."""
+    case = Case(plan=plan, task=task, runs=tuple(runs))
+    found = [finding for check in CHECKS for finding in check(case)]
+    return sorted(found, key=lambda one: SEVERITIES.index(one.severity))

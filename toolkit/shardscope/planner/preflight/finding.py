@@ -24,7 +24,7 @@ class Finding:
     why: str
     """One or two sentences, with the number behind it."""
     number: float | None
-    """That number by itself, in the unit that :attr:`why` says; None where a pattern was found, not a size."""
+    """That number by itself, in the unit of :attr:`why`; None where a pattern was found, no size."""
     change: str
     """What mends it, in words."""
     plan: Plan | None = None

@@ -1,0 +1,317 @@
+"""Findings about plans: each appears with its number where it should, and stays away where it should not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from planning import plans
+
+import shardscope as ss
+from shardscope.frameworks.registry import frameworks
+from shardscope.memory.precision import widths
+from shardscope.planner.preflight import CHECKS, SEVERITIES, Finding
+from shardscope.planner.room import fits
+
+
+def plan_of(
+    model: str = "llama-3.1-8b",
+    cluster: str = "8xh100-sxm-80gb",
+    layout: ss.Layout | None = None,
+    **recipe: Any,
+) -> ss.Plan:
+    return ss.Plan(
+        ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout or ss.Layout.fsdp2()
+    )
+
+
+def found_in(plan: ss.Plan, name: str, task: object = None) -> Finding | None:
+    found = [finding for finding in plan.findings(task) if finding.name == name]
+    assert len(found) <= 1, found
+    return found[0] if found else None
+
+
+def one(plan: ss.Plan, name: str) -> Finding:
+    found = found_in(plan, name)
+    assert found is not None, [finding.name for finding in plan.findings()]
+    return found
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(plan=plans())
+def test_every_plan_can_be_looked_at(plan: ss.Plan) -> None:
+    """Never an exception, never a name twice, the worst first; a mended plan no longer has its finding."""
+    found = plan.findings()
+    names = [finding.name for finding in found]
+    assert len(set(names)) == len(names)
+    order = [SEVERITIES.index(finding.severity) for finding in found]
+    assert order == sorted(order)
+    for finding in found:
+        assert finding.why.endswith(".") and finding.change and finding.name == finding.name.lower()
+        if finding.plan is None:
+            continue
+        assert finding.plan != plan
+        after = {one.name: one for one in finding.plan.findings()}.get(finding.name)
+        if after is not None and finding.name not in ("width-misses-matrix-units",):
+            assert finding.number is not None and after.number is not None
+            assert after.number < finding.number, (finding, after)
+
+
+def test_a_check_is_named_once() -> None:
+    assert len(set(CHECKS)) == len(CHECKS)
+
+
+# ------------------------------------------------------------------------------------ recomputation
+
+
+def test_recomputation_off_though_short_of_memory() -> None:
+    plan = plan_of(micro_batch_size=2)
+    finding = one(plan, "recomputation-off")
+    assert finding.severity == "danger" and finding.plan is not None
+    won = plan.memory().peak_bytes - finding.plan.memory().peak_bytes
+    assert finding.number == won / 2**30
+    assert finding.plan.memory().fits and finding.plan.recipe.recompute in ("selective", "full")
+    assert found_in(plan, "out-of-gpu-memory") is None, "said once"
+    assert found_in(plan_of(micro_batch_size=1), "recomputation-off") is None
+
+
+def test_recomputation_on_though_there_is_room() -> None:
+    plan = plan_of(micro_batch_size=1, seq_len=2048, recompute="full")
+    finding = one(plan, "recomputation-on")
+    assert finding.plan is not None
+    assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0
+    assert finding.plan.memory().fits and not finding.plan.memory().is_tight
+    assert found_in(plan_of(micro_batch_size=8, seq_len=4096, recompute="full"), "recomputation-on") is None
+
+
+# ------------------------------------------------------------------------------------------ pipeline
+
+
+def test_fewer_micro_batches_than_stages() -> None:
+    layout = ss.Layout.megatron(tp=8, pp=8)
+    plan = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=4)
+    finding = one(plan, "fewer-micro-batches-than-stages")
+    step = plan.step()
+    assert finding.number == pytest.approx(100 * step.parts["bubble"] / step.seconds)
+    # 7 idle slots beside 4 busy ones.
+    assert finding.number == pytest.approx(100 * 7 / 11, rel=0.1)
+    assert finding.plan is not None and finding.plan.num_micro_batches >= 8
+    enough = replace(plan, recipe=replace(plan.recipe, global_batch_size=8))
+    assert found_in(enough, "fewer-micro-batches-than-stages") is None
+
+
+def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
+    layout = ss.Layout.megatron(tp=8, pp=8)
+    plan = plan_of(
+        "llama-3.1-70b", "8x8xh100-sxm-80gb", layout, global_batch_size=16, micro_batch_size=4, seq_len=2048
+    )
+    finding = one(plan, "fewer-micro-batches-than-stages")
+    assert finding.plan is not None
+    assert finding.plan.recipe.global_batch_size == 16 and finding.plan.num_micro_batches >= 8
+
+
+# ----------------------------------------------------------------------------------- tensor parallel
+
+
+def test_tensor_parallel_across_nodes() -> None:
+    plan = plan_of(
+        "llama-3.1-70b",
+        "8x8xh100-sxm-80gb",
+        ss.Layout.megatron(tp=16, pp=1),
+        global_batch_size=64,
+        recompute="full",
+    )
+    finding = one(plan, "tensor-parallel-over-slow-link")
+    step = plan.step()
+    assert finding.number == pytest.approx(100 * step.parts["tensor_parallel"] / step.seconds)
+    assert "infiniband-ndr" in finding.why
+    assert finding.plan is not None and finding.plan.degrees.tp <= 8
+    assert finding.plan.step().tokens_per_second > step.tokens_per_second
+
+
+def test_tensor_parallel_over_pcie() -> None:
+    plan = plan_of("llama-3.1-8b", "8xl40s-48gb", ss.Layout.megatron(tp=8), global_batch_size=64)
+    finding = one(plan, "tensor-parallel-over-slow-link")
+    assert finding.number is not None and finding.number > 20
+    assert plan.cluster.intra_node_link.name in finding.why
+
+
+def test_tensor_parallel_inside_a_node_with_nvlink() -> None:
+    plan = plan_of(
+        "llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=4, pp=4), global_batch_size=256
+    )
+    assert found_in(plan, "tensor-parallel-over-slow-link") is None
+
+
+# ------------------------------------------------------------------------------------------ sharding
+
+
+def test_gathered_twice_though_there_is_room() -> None:
+    plan = plan_of("llama-3.2-1b", "2x8xl40s-48gb", seq_len=1024, global_batch_size=64)
+    finding = one(plan, "gathers-again-though-room")
+    assert finding.plan is not None
+    assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0
+    assert finding.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
+    assert found_in(finding.plan, "gathers-again-though-room") is None
+
+
+def test_sharded_too_finely() -> None:
+    plan = plan_of("llama-3.2-1b", "64x8xh100-sxm-80gb", seq_len=1024, global_batch_size=512)
+    finding = one(plan, "sharded-too-finely")
+    arch = plan.architecture
+    layer = sum(arch.layer_parameters(0).values())
+    assert finding.number == layer * widths["bf16-mixed"].compute / 512
+    assert finding.plan is not None and finding.plan.degrees.shard < 512
+    assert finding.plan.step().tokens_per_second > plan.step().tokens_per_second
+    assert found_in(plan_of("llama-3.1-8b"), "sharded-too-finely") is None
+
+
+# ----------------------------------------------------------------------------------------- precision
+
+
+def test_fp16_though_bf16_is_there() -> None:
+    finding = one(plan_of(precision="fp16-mixed"), "fp16-though-bf16-is-there")
+    assert finding.number == 65_504
+    assert finding.plan is not None and finding.plan.recipe.precision == "bf16-mixed"
+    on_volta = plan_of("gpt2", "8xv100-sxm-32gb", precision="fp16-mixed", seq_len=1024)
+    assert found_in(on_volta, "fp16-though-bf16-is-there") is None
+    assert found_in(plan_of(), "fp16-though-bf16-is-there") is None
+
+
+def test_reductions_in_half_precision() -> None:
+    name = "reductions-in-half-precision"
+    plan = plan_of(layout=ss.Layout.zero(stage=2))
+    finding = one(plan, name)
+    # Seven additions of 8 significant bits each.
+    assert finding.number == pytest.approx(100 * 7**0.5 / 256)
+    assert finding.severity == "hint" and finding.plan is None and "communication_data_type" in finding.change
+    many = plan_of(cluster="32x8xh100-sxm-80gb", layout=ss.Layout.zero(stage=2), global_batch_size=256)
+    assert one(many, name).severity == "warning"
+    assert found_in(plan_of(), name) is None, "FSDP2's engine reduces in fp32"
+    megatron = plan_of(layout=ss.Layout.megatron(grad_reduce_in_fp32=False))
+    mended = one(megatron, name).plan
+    assert mended is not None and found_in(mended, name) is None
+    assert found_in(plan_of(layout=ss.Layout.megatron()), name) is None
+    assert found_in(plan_of(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
+
+
+def test_updates_that_round_away() -> None:
+    plan = plan_of(precision="bf16")
+    finding = one(plan, "updates-round-away")
+    assert finding.number == 100 / 256
+    with_task = found_in(plan, "updates-round-away", ss.Pretrain(learning_rate=1e-3))
+    assert with_task is not None and "0.26" in with_task.why, "1e-3 x 256"
+    assert finding.plan is not None and found_in(finding.plan, "updates-round-away") is None
+    assert found_in(plan_of(precision="bf16", method="lora"), "updates-round-away") is None
+    assert found_in(plan_of(precision="bf16", layout=ss.Layout.zero()), "updates-round-away") is None
+
+
+# -------------------------------------------------------------------------------------------- widths
+
+
+def test_a_vocabulary_that_misses_the_matrix_units() -> None:
+    plan = plan_of("gpt2", "8xa100-sxm-80gb", seq_len=1024)
+    finding = one(plan, "width-misses-matrix-units")
+    assert finding.number == 50_257
+    assert finding.plan is not None and finding.plan.architecture.vocab_size == 50_304
+    assert found_in(finding.plan, "width-misses-matrix-units") is None
+    assert found_in(plan_of(), "width-misses-matrix-units") is None
+    assert found_in(plan_of("gpt2", "2xcpu", seq_len=1024), "width-misses-matrix-units") is None
+
+
+def test_tokens_that_miss_the_matrix_units() -> None:
+    finding = one(plan_of(seq_len=1001), "width-misses-matrix-units")
+    assert finding.severity == "hint" and finding.number == 1001
+    assert finding.plan is not None and finding.plan.recipe.seq_len == 1008
+
+
+def test_a_width_that_tp_cuts_too_small() -> None:
+    arch = replace(ss.models["llama-3.1-8b"], intermediate_size=14_368)
+    plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=8))
+    finding = one(plan, "width-misses-matrix-units")
+    assert finding.number == 14_368 / 8
+    assert finding.plan is not None and 14_368 // finding.plan.degrees.tp % 8 == 0
+
+
+def test_a_vocabulary_padded_much() -> None:
+    arch = ss.models["llama-2-7b"]
+    layout = ss.Layout.megatron(tp=32)
+    plan = ss.Plan(arch, ss.Cluster.parse("4x8xh100-sxm-80gb"), ss.Recipe(global_batch_size=64), layout)
+    finding = one(plan, "vocabulary-padded-much")
+    # 32,000 to the next multiple of 128 x 32.
+    assert finding.number == pytest.approx(100 * (1 - 32_000 / 32_768))
+    assert finding.plan is not None
+    assert found_in(finding.plan, "vocabulary-padded-much") is None
+    assert found_in(plan_of(layout=ss.Layout.megatron(tp=8)), "vocabulary-padded-much") is None
+
+
+# ---------------------------------------------------------------------------------------------- room
+
+
+def test_out_of_host_memory() -> None:
+    plan = plan_of(
+        "llama-3.1-70b", "h100-sxm-80gb", ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu"),
+        recompute="full",
+    )  # fmt: skip
+    small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**37, nvme_bytes=2**43))
+    finding = one(small, "out-of-host-memory")
+    assert finding.severity == "danger" and finding.number is not None and finding.number > 100
+    large = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**41))
+    assert found_in(large, "out-of-host-memory") is None
+
+
+def test_out_of_nvme_and_nvme_not_known() -> None:
+    layout = ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme")
+    plan = plan_of("llama-3.1-70b", "h100-sxm-80gb", layout, recompute="full")
+    unknown = replace(plan, cluster=replace(plan.cluster, nvme_bytes=None))
+    needed = plan.memory().nvme_bytes
+    assert one(unknown, "nvme-not-known").number == needed / 2**30
+    small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**38))
+    assert one(small, "out-of-nvme").number == (needed - 2**38) / 2**30
+    large = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**43))
+    assert not {"out-of-nvme", "nvme-not-known"} & {finding.name for finding in large.findings()}
+
+
+def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
+    plan = plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
+    finding = one(plan, "out-of-gpu-memory")
+    report = plan.memory()
+    assert finding.number == (report.peak_bytes - report.usable_bytes) / 2**30
+    best = plan.repairs()[0]
+    assert (finding.plan, finding.change) == (best.plan, best.change)
+    assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
+    hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory")
+    assert hopeless.plan is None
+    assert found_in(plan_of(), "out-of-gpu-memory") is None
+
+
+# --------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (ss.Layout.zero(stage=3), 16),
+        (ss.Layout.zero(stage=1, tp=2), 8),
+        (ss.Layout.megatron(tp=4, pp=2), 4),
+        (ss.Layout.megatron(), None),
+        (ss.Layout.fsdp2(), None),
+        (ss.Layout.ddp(), None),
+    ],
+    ids=lambda value: value.description if isinstance(value, ss.Layout) else str(value),
+)
+def test_checkpoints_tied_to_their_ranks(layout: ss.Layout, ranks: int | None) -> None:
+    plan = plan_of("llama-3.2-1b", "2x8xh100-sxm-80gb", layout)
+    finding = found_in(plan, "checkpoint-tied-to-ranks")
+    assert (None if finding is None else finding.number) == ranks
+
+
+def test_every_framework_tells_its_habits() -> None:
+    for name, framework in frameworks.items():
+        habits = framework.habits()
+        plan = plan_of("llama-3.2-1b", layout=framework.layout_class())
+        assert habits.reduces_in(plan) in ("fp32", "bf16", "fp16")
+        assert habits.padded_vocab_size(plan) >= plan.architecture.vocab_size
+        assert habits.checkpoint(plan).source, name

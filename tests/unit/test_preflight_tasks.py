@@ -1,0 +1,243 @@
+"""Findings about tasks: their learning rate, their text, their checkpoint, their profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.needs import needs
+
+import shardscope as ss
+from shardscope.planner.preflight import Finding
+from shardscope.planner.preflight.data import SHIPPED_TOKENS
+from shardscope.planner.preflight.learning_rate import REFERENCES, WARM_UP_STEPS, reference_for, scaled
+
+
+def plan_of(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
+    cluster = ss.Cluster.parse("8xh100-sxm-80gb")
+    return ss.Plan(ss.models[model], cluster, ss.Recipe(**recipe), layout or ss.Layout.fsdp2())
+
+
+def tiny(**recipe: Any) -> ss.Plan:
+    return ss.Plan(
+        ss.Architecture.of_size("2m"),
+        ss.Cluster.parse("2xcpu"),
+        ss.Recipe(**{"seq_len": 128, "global_batch_size": 8, **recipe}),
+        ss.Layout.ddp(),
+    )
+
+
+def found_in(plan: ss.Plan, name: str, task: object = None, runs: Any = ()) -> Finding | None:
+    found = [finding for finding in plan.findings(task, runs) if finding.name == name]
+    assert len(found) <= 1, found
+    return found[0] if found else None
+
+
+# ------------------------------------------------------------------------------------ learning rate
+
+
+@given(
+    st.floats(1e-6, 1e-1),
+    st.floats(1e3, 1e8),
+    st.floats(1e3, 1e8),
+    st.floats(1e3, 1e8),
+)
+def test_rules_carry_a_rate_over_any_batch_between(rate: float, one: float, two: float, three: float) -> None:
+    """From one batch to a third is the same with or without the second, and back is where it began."""
+    there = scaled(rate, one, three)
+    by_way = scaled(scaled(rate, one, two).linear, two, three).linear
+    assert there.linear == pytest.approx(by_way)
+    assert scaled(there.square_root, three, one).square_root == pytest.approx(rate)
+    assert min(there) <= rate <= max(there) or rate <= min(there) or rate >= max(there)
+    assert there.square_root**2 == pytest.approx(rate * there.linear)
+
+
+def test_a_rate_that_is_too_high_for_the_batch() -> None:
+    plan = plan_of(global_batch_size=64, seq_len=4096)
+    finding = found_in(plan, "learning-rate-against-batch", ss.Pretrain(learning_rate=1e-3, num_steps=1))
+    assert finding is not None and finding.severity == "danger"
+    # LLaMA 7B had 3e-4 at 4M tokens; this plan has 262,144.
+    ratio = 64 * 4096 / 4e6
+    assert finding.number == pytest.approx(1e-3 / (3e-4 * ratio**0.5))
+    assert finding.number == pytest.approx(13.0, rel=0.01)
+    assert "LLaMA 7B" in finding.why and "Touvron" in finding.why
+    assert finding.change == "learning_rate=8e-05"
+
+
+def test_a_rate_that_is_right_for_the_batch() -> None:
+    name = "learning-rate-against-batch"
+    plan = plan_of(global_batch_size=1024, seq_len=4096)
+    assert found_in(plan, name, ss.Pretrain(learning_rate=3e-4)) is None
+    assert found_in(plan, name) is None, "a plan alone has no learning rate"
+    low = found_in(plan, name, ss.Pretrain(learning_rate=1e-6))
+    assert low is not None and low.severity == "hint"
+    adapters = plan_of(global_batch_size=64, method="lora")
+    assert found_in(adapters, name, ss.Pretrain(learning_rate=1e-3)) is None
+    sgd = plan_of(global_batch_size=64, optimizer="sgd")
+    assert found_in(sgd, name, ss.Pretrain(learning_rate=1e-3)) is None
+
+
+def test_nothing_is_said_where_nobody_published_a_run_of_the_size() -> None:
+    assert reference_for(2e6) is None and reference_for(3e12) is None
+    assert found_in(tiny(), "learning-rate-against-batch", ss.Pretrain(learning_rate=1.0)) is None
+    for run in REFERENCES:
+        assert reference_for(run.num_parameters) == run
+
+
+def test_a_short_warm_up() -> None:
+    plan = plan_of()
+    finding = found_in(plan, "short-warm-up", ss.Pretrain(num_steps=5000, warmup_steps=0))
+    assert finding is not None and finding.number == 0 and WARM_UP_STEPS == 40
+    assert "40" in finding.change
+    for warm_up in (None, 40, 500):
+        task = ss.Pretrain(num_steps=5000, warmup_steps=warm_up)
+        assert found_in(plan, "short-warm-up", task) is None
+
+
+def test_beta_2_is_what_pretrain_trains_with() -> None:
+    needs("torch")
+    from shardscope.planner.preflight.learning_rate import BETA_2
+    from shardscope.training.optimizers import ADAM_BETAS
+
+    assert ADAM_BETAS[1] == BETA_2
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+def test_the_shipped_text_has_as_many_tokens_as_is_said() -> None:
+    needs("tokenizers")
+    from shardscope.training.data import read_tokens
+
+    assert len(read_tokens(None)) == SHIPPED_TOKENS
+
+
+def test_ranks_that_read_the_same_text() -> None:
+    plan = plan_of(global_batch_size=512, seq_len=4096)
+    finding = found_in(plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1))
+    assert finding is not None and finding.severity == "danger"
+    windows = SHIPPED_TOKENS // 4096
+    assert finding.number == 512 / windows
+    assert finding.plan is not None and finding.plan.recipe.global_batch_size <= windows
+    assert found_in(finding.plan, "ranks-read-the-same-text", ss.Pretrain(num_steps=1)) is None
+    assert found_in(plan, "ranks-read-the-same-text") is None
+
+
+def test_a_text_of_ones_own_is_counted_by_its_bytes(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a" * 10_239)
+    plan = tiny(seq_len=1024, global_batch_size=20)
+    finding = found_in(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1))
+    assert finding is not None and finding.number == 2.0
+    text.write_text("a" * 30_000)
+    assert found_in(plan, "ranks-read-the-same-text", ss.Pretrain(text=text, num_steps=1)) is None
+
+
+def test_a_text_that_is_read_many_times() -> None:
+    plan = tiny(seq_len=128, global_batch_size=64)
+    finding = found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=500))
+    assert finding is not None
+    assert finding.number == 500 * 64 / (SHIPPED_TOKENS // 128)
+    assert found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=150)) is None
+
+
+# --------------------------------------------------------------------------------------- checkpoint
+
+
+def saved(folder: Path, plan: ss.Plan, steps: int = 100) -> Path:
+    """A checkpoint folder as a run of ``plan`` leaves it, as far as the preflight reads it."""
+    checkpoint = folder / "checkpoints" / f"step-{steps:06d}"
+    checkpoint.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"plan": json.loads(plan.to_json())}))
+    (checkpoint / "position.json").write_text(json.dumps({"num_steps_done": steps}))
+    return checkpoint
+
+
+def names(plan: ss.Plan, path: Path) -> set[str]:
+    found = plan.findings(ss.Pretrain(resume_from=path, num_steps=200))
+    return {finding.name for finding in found if finding.name.startswith("checkpoint-of")}
+
+
+def test_a_checkpoint_of_the_same_plan_goes_on(tmp_path: Path) -> None:
+    path = saved(tmp_path, plan_of())
+    assert names(plan_of(), path) == set()
+    assert names(plan_of(layout=ss.Layout.ddp()), path) == set(), "DDP and FSDP2 share a format"
+
+
+def test_a_checkpoint_of_another_batch(tmp_path: Path) -> None:
+    path = saved(tmp_path, plan_of(global_batch_size=64))
+    task = ss.Pretrain(resume_from=path, num_steps=200)
+    plan = plan_of(global_batch_size=128)
+    finding = found_in(plan, "checkpoint-of-another-batch", task)
+    assert finding is not None and finding.number == 100 * 64 and "never read" in finding.why
+    assert finding.plan is not None and finding.plan.recipe.global_batch_size == 64
+    smaller = found_in(plan_of(global_batch_size=32), "checkpoint-of-another-batch", task)
+    assert smaller is not None and "read again" in smaller.why
+
+
+def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
+    path = saved(tmp_path, plan_of("llama-3.1-8b"))
+    assert names(plan_of(), path) == {"checkpoint-of-another-model"}
+    assert names(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
+
+
+def test_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
+    path = saved(tmp_path, plan_of(layout=ss.Layout.zero()))
+    fewer = ss.Plan(
+        ss.models["llama-2-7b"], ss.Cluster.parse("4xh100-sxm-80gb"), ss.Recipe(), ss.Layout.zero()
+    )
+    task = ss.Pretrain(resume_from=path, num_steps=200)
+    finding = found_in(fewer, "checkpoint-of-other-ranks", task)
+    assert finding is not None and finding.number == 8 and "ds_to_universal" in finding.change
+    assert found_in(plan_of(layout=ss.Layout.zero()), "checkpoint-of-other-ranks", task) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"plan": {"shardscope": "Plan"}}'])
+def test_a_damaged_run_beside_a_checkpoint_is_not_judged(tmp_path: Path, content: str) -> None:
+    path = saved(tmp_path, plan_of("llama-3.1-8b"))
+    (tmp_path / "run.json").write_text(content)
+    assert names(plan_of(), path) == set()
+
+
+# ------------------------------------------------------------------------------------------ profile
+
+
+class Earlier:
+    """What the preflight asks of a run."""
+
+    def __init__(self, plan: ss.Plan, folder: Path, traces: int) -> None:
+        self.plan, self.folder = plan, folder
+        (folder / "traces").mkdir(parents=True)
+        for rank in range(traces):
+            (folder / "traces" / f"rank-{rank}.json.gz").touch()
+
+
+def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
+    name, plan = "never-profiled", tiny()
+    finding = found_in(plan, name, ss.Pretrain())
+    assert finding is not None and finding.number == 0
+    assert found_in(plan, name, ss.Pretrain(profile=True)) is None
+    assert found_in(plan, name) is None, "nothing is run"
+    blind = [Earlier(plan, tmp_path / str(number), 0) for number in range(2)]
+    told = found_in(plan, name, ss.Pretrain(), blind)
+    assert told is not None and told.number == 2
+    seen = Earlier(plan, tmp_path / "seen", 2)
+    assert found_in(plan, name, ss.Pretrain(), [*blind, seen]) is None
+    other = Earlier(tiny(seq_len=64), tmp_path / "other", 2)
+    assert found_in(plan, name, ss.Pretrain(), [other]) is not None
+
+
+def test_a_function_that_profiles_itself() -> None:
+    def looks(ctx: Any) -> None:
+        with ctx.profile():
+            pass
+
+    def does_not(ctx: Any) -> None:
+        ctx.log(loss=1.0)
+
+    assert found_in(tiny(), "never-profiled", looks) is None
+    assert found_in(tiny(), "never-profiled", does_not) is not None

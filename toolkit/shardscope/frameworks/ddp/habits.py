@@ -1,0 +1,51 @@
+"""What DistributedDataParallel does by itself: gradients in the weights' type, checkpoints for any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.habits import CheckpointFormat, ReduceType
+from shardscope.memory.precision import FP32, widths
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.planner.preflight.finding import Finding
+    from shardscope.planner.preflight.script import Script
+
+
+def reduces_in(plan: Plan) -> ReduceType:
+    """Gradients have the type of the weights, which autocast leaves in fp32."""
+    return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
+
+
+def keeps_fp32_weights(plan: Plan) -> bool:
+    """Autocast casts copies; the optimizer has the originals."""
+    return widths[plan.recipe.precision].original == FP32
+
+
+def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
+    """fp32 weights, and autocast."""
+    recipe = replace(plan.recipe, precision="bf16-mixed")
+    return "Mixed precision (bf16)", replace(plan, recipe=recipe)
+
+
+def padded_vocab_size(plan: Plan) -> int:
+    """It pads nothing."""
+    return plan.architecture.vocab_size
+
+
+def checkpoint(plan: Plan) -> CheckpointFormat:
+    """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
+    return CheckpointFormat(
+        name="torch.distributed.checkpoint",
+        tied_to=(),
+        remedy="",
+        source="torch.distributed.checkpoint: loads over any number of ranks",
+    )
+
+
+def in_script(script: Script) -> Iterator[Finding]:
+    """Nothing of it is gone."""
+    yield from ()

@@ -1,0 +1,55 @@
+"""What DeepSpeed does by itself: reductions in the type of products, checkpoints tied to their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.habits import CheckpointFormat, ReduceType
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.planner.preflight.finding import Finding
+    from shardscope.planner.preflight.script import Script
+
+
+def reduces_in(plan: Plan) -> ReduceType:
+    """``communication_data_type`` left open is the computing type (deepspeed/runtime/engine.py, 0.19)."""
+    if plan.recipe.precision == "fp32":
+        return "fp32"
+    return "fp16" if plan.recipe.precision == "fp16-mixed" else "bf16"
+
+
+def keeps_fp32_weights(plan: Plan) -> bool:
+    """It keeps fp32 main copies beside half-precision weights in every stage."""
+    return True
+
+
+def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
+    """An option of its configuration that no layout has."""
+    return '"communication_data_type": "fp32" in the DeepSpeed configuration', None
+
+
+def padded_vocab_size(plan: Plan) -> int:
+    """It pads nothing."""
+    return plan.architecture.vocab_size
+
+
+def checkpoint(plan: Plan) -> CheckpointFormat:
+    """Partitions as they are: "The checkpoint being loaded used a DP world size of ..." (engine.py, 0.19).
+
+    Without ZeRO every rank has the whole optimizer, and only the files of tp and pp ranks are apart.
+    """
+    layout: Any = plan.layout
+    names = (*(("data_parallel",) if layout.stage else ()), "tp", "pp")
+    return CheckpointFormat(
+        name="DeepSpeed's ZeRO checkpoint" if layout.stage else "DeepSpeed's checkpoint",
+        tied_to=tuple(name for name in names if getattr(plan.degrees, name) > 1),
+        remedy="Convert it with DeepSpeed's ds_to_universal.py and load with load_universal",
+        source="deepspeed/runtime/engine.py, 0.19: ZeRORuntimeException",
+    )
+
+
+def in_script(script: Script) -> Iterator[Finding]:
+    """Nothing of it is gone."""
+    yield from ()

@@ -1,0 +1,53 @@
+"""What FSDP2 does by itself: reductions as its policy says, checkpoints for any ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.fsdp2.old_code import in_script
+from shardscope.frameworks.habits import CheckpointFormat, ReduceType
+from shardscope.memory.precision import FP32, widths
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+__all__ = [
+    "checkpoint",
+    "in_script",
+    "keeps_fp32_weights",
+    "padded_vocab_size",
+    "reduce_remedy",
+    "reduces_in",
+]
+
+
+def reduces_in(plan: Plan) -> ReduceType:
+    """``MixedPrecisionPolicy.reduce_dtype``, which Shardscope's engine sets to fp32, or the weights' type."""
+    return "fp32" if widths[plan.recipe.precision].reduce == FP32 else "bf16"
+
+
+def keeps_fp32_weights(plan: Plan) -> bool:
+    """The sharded originals; ``param_dtype`` is the gathered copies'."""
+    return widths[plan.recipe.precision].original == FP32
+
+
+def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
+    """fp32 originals, gathered in bf16."""
+    recipe = replace(plan.recipe, precision="bf16-mixed")
+    return "Mixed precision (bf16)", replace(plan, recipe=recipe)
+
+
+def padded_vocab_size(plan: Plan) -> int:
+    """A DTensor's last shards may be shorter; nothing is padded that is computed with."""
+    return plan.architecture.vocab_size
+
+
+def checkpoint(plan: Plan) -> CheckpointFormat:
+    """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
+    return CheckpointFormat(
+        name="torch.distributed.checkpoint",
+        tied_to=(),
+        remedy="",
+        source="torch.distributed.checkpoint: loads over any number of ranks",
+    )

@@ -1,0 +1,99 @@
+"""What PyTorch's first FSDP called things, and what FSDP2 has instead, as the migration guide has it.
+
+Source: PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel (FSDP2)", section "FSDP1-to-FSDP2
+migration guide", and torch/distributed/fsdp/api.py; each right-hand name is torch 2.13's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.validation import one_of
+
+if TYPE_CHECKING:
+    from shardscope.cluster import Cluster
+
+
+class Strategy(NamedTuple):
+    """One of ``torch.distributed.fsdp.ShardingStrategy``."""
+
+    words: str
+    """What FSDP2 has instead."""
+    reshards: bool
+    """``reshard_after_forward``."""
+    is_hybrid: bool
+    """Sharded inside a node, replicated over nodes."""
+    shards: bool = True
+    """Whether anything is sharded at all."""
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "FULL_SHARD": Strategy("reshard_after_forward=True (ZeRO-3)", True, False),
+    "SHARD_GRAD_OP": Strategy("reshard_after_forward=False (ZeRO-2)", False, False),
+    "NO_SHARD": Strategy(
+        "DistributedDataParallel, for fully_shard always shards", False, False, shards=False
+    ),
+    "HYBRID_SHARD": Strategy("reshard_after_forward=True over a mesh of (nodes, GPUs of a node)", True, True),
+    "_HYBRID_SHARD_ZERO2": Strategy(
+        "reshard_after_forward=False over a mesh of (nodes, GPUs of a node)", False, True
+    ),
+}
+"""By name. Accelerate's number of each is its place in this table, from 1, and HYBRID_SHARD_ZERO2 has no
+bar."""
+
+REPLACED: dict[str, str] = {
+    "auto_wrap_policy": "fully_shard(layer) for each decoder layer, then fully_shard(model)",
+    "transformer_auto_wrap_policy": "fully_shard(layer) for each decoder layer",
+    "ModuleWrapPolicy": "fully_shard(layer) for each decoder layer",
+    "cpu_offload": "offload_policy=CPUOffloadPolicy()",
+    "backward_prefetch": "nothing: FSDP2 always prefetches as BACKWARD_PRE does",
+    "forward_prefetch": "module.set_modules_to_forward_prefetch([...])",
+    "limit_all_gathers": "nothing: FSDP2 needs no limit, for it does not use record_stream",
+    "use_orig_params": "nothing: FSDP2 always keeps the original parameters",
+    "sync_module_states": "set_model_state_dict(..., StateDictOptions(full_state_dict=True, "
+    "broadcast_from_rank0=True))",
+    "device_id": "mesh=init_device_mesh(...), on whose devices parameters go",
+    "process_group": "mesh=init_device_mesh(...)",
+    "param_init_fn": "the model on the meta device, then model.to_empty(device=...) and its own "
+    "initialisation",
+    "ignored_modules": "ignored_params={...}",
+    "ignored_states": "ignored_params={...}",
+    "mixed_precision": "mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)",
+    "no_sync": "model.set_requires_gradient_sync(False)",
+    "summon_full_params": "model.unshard(), or parameter.full_tensor()",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
+    "optim_state_dict": "get_optimizer_state_dict(model, optimizer)",
+    "optim_state_dict_to_load": "set_optimizer_state_dict(model, optimizer, state)",
+    "state_dict_type": "get_model_state_dict(model, options=StateDictOptions(...))",
+    "set_state_dict_type": "get_model_state_dict(model, options=StateDictOptions(...))",
+    "FullStateDictConfig": "StateDictOptions(full_state_dict=True, cpu_offload=True)",
+    "ShardedStateDictConfig": "nothing: a state_dict of FSDP2 is sharded",
+    "ShardedGradScaler": "torch.amp.GradScaler",
+}
+"""Arguments, methods and classes of FSDP1, and what to write instead."""
+
+OWN_METHODS = ("no_sync", "summon_full_params", "optim_state_dict", "set_state_dict_type", "state_dict_type")
+"""Of those the ones that a wrapped model or the class has: other libraries' objects have none of these names
+but no_sync, which DDP has, too."""
+
+CONFIG: dict[str, str] = {
+    "fsdp_backward_prefetch": "nothing: leave it out",
+    "fsdp_forward_prefetch": "nothing: FSDP2's plugin refuses it",
+    "fsdp_use_orig_params": "nothing: leave it out",
+    "fsdp_sync_module_states": "fsdp_cpu_ram_efficient_loading: true",
+}
+"""Keys of accelerate's configuration that ``fsdp_version: 2`` has no use for
+(accelerate/utils/dataclasses.py)."""
+
+
+def translated(strategy: str, cluster: Cluster) -> Fsdp2Layout | None:
+    """The FSDP2 layout of a strategy by name; None where FSDP2 has none (NO_SHARD is DDP).
+
+    Raises ``ValueError`` listing the known names.
+    """
+    found = STRATEGIES[one_of("sharding_strategy", strategy, list(STRATEGIES))]
+    if not found.shards:
+        return None
+    replicate = cluster.num_nodes if found.is_hybrid else 1
+    return Fsdp2Layout(reshard_after_forward=found.reshards, replicate=replicate)

@@ -1,0 +1,118 @@
+"""Wrap policies: a whole model as one unit gathers all of it at once, tiny units gather all the time."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from shardscope.memory.precision import widths
+from shardscope.memory.words import gib
+from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.script import Script, keywords
+
+SMALL_UNIT = 1_000_000
+"""Parameters below which a unit's gather is a few hundred kilobytes a rank at most: its latency is all of
+it."""
+WRAPS = ("fully_shard", "FullyShardedDataParallel")
+EVERYTHING = ("modules", "named_modules")
+
+
+def in_script(script: Script) -> Iterator[Finding]:
+    """Calls that wrap, as far as the text tells: only once and only the model, or whatever there is."""
+    for name in WRAPS:
+        calls = script.calls(name)
+        if len(calls) == 1 and not script.in_loop(calls[0]) and not _wraps_inside(script, calls[0]):
+            yield one_unit(script, calls[0].lineno)
+        yield from (_every_module(script, call) for call in calls if _wraps_everything(script, call))
+    for call in (*script.calls("size_based_auto_wrap_policy"), *script.calls("partial")):
+        size = keywords(call).get("min_num_params")
+        number = _number(size)
+        if number is not None:
+            yield from too_fine(script, call.lineno, number)
+
+
+def one_unit(script: Script, line: int) -> Finding:
+    """All parameters are gathered before the first layer runs, and nothing runs beneath that."""
+    number = None
+    size = "the whole model is"
+    if script.plan is not None:
+        arch, width = script.plan.architecture, widths[script.plan.recipe.precision].compute
+        layer = sum(arch.layer_parameters(arch.num_hidden_layers - 1).values())
+        number = arch.num_parameters * width / 2**30
+        size = f"all {gib(arch.num_parameters * width)} GiB of parameters are, instead of a layer's "
+        size += f"{gib(layer * width)},"
+    return Finding(
+        name="whole-model-as-one-unit",
+        severity="danger",
+        why=f"Line {line}: only the model itself is wrapped, so that {size} gathered at once on each GPU, "
+        "and "
+        "no gather runs beneath arithmetic.",
+        number=number,
+        change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
+        line=line,
+    )
+
+
+def too_fine(script: Script, line: int, num_parameters: int) -> Iterator[Finding]:
+    """Units of fewer parameters than a gather is worth."""
+    if num_parameters >= SMALL_UNIT:
+        return
+    layer = ""
+    if script.plan is not None:
+        arch = script.plan.architecture
+        layer = f"; a decoder layer has {sum(arch.layer_parameters(arch.num_hidden_layers - 1).values()):,}"
+    yield Finding(
+        name="wrapped-too-finely",
+        severity="warning",
+        why=f"Line {line}: units from {num_parameters:,} parameters on are gathered one by one{layer}: each "
+        "gather has its latency.",
+        number=float(num_parameters),
+        change="One unit for each decoder layer",
+        line=line,
+    )
+
+
+def _every_module(script: Script, call: ast.Call) -> Finding:
+    number = None
+    count = "every module"
+    if script.plan is not None:
+        arch = script.plan.architecture
+        tensors = sum(len(arch.layer_shapes(index)) for index in range(arch.num_hidden_layers))
+        number = float(tensors)
+        count = f"every module, about {tensors:,} of them,"
+    return Finding(
+        name="wrapped-too-finely",
+        severity="warning",
+        why=f"Line {call.lineno}: {count} is gathered by itself: each gather has its latency.",
+        number=number,
+        change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
+        line=call.lineno,
+    )
+
+
+def _wraps_inside(script: Script, call: ast.Call) -> bool:
+    """Whether a policy wraps layers inside, or the call is in a function that is given modules one by one."""
+    if any(name in keywords(call) for name in ("auto_wrap_policy", "policy")) or any(
+        keyword.arg is None for keyword in call.keywords
+    ):
+        return True
+    return "apply" in script.names or "wrap" in script.names or "map" in script.names
+
+
+def _wraps_everything(script: Script, call: ast.Call) -> bool:
+    """In a loop over all modules without a condition."""
+    for loop in script.walk(ast.For):
+        assert isinstance(loop, ast.For)
+        if call not in list(ast.walk(loop)) or script.called(loop.iter) not in EVERYTHING:
+            continue
+        if not any(isinstance(node, ast.If) for node in ast.walk(loop)):
+            return True
+    return False
+
+
+def _number(value: ast.expr | None) -> int | None:
+    """A literal number, also as ``int(1e5)``."""
+    if isinstance(value, ast.Call) and value.args:
+        value = value.args[0]
+    found = getattr(value, "value", None)
+    return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else None

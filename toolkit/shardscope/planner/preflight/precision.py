@@ -1,0 +1,88 @@
+"""Types that are too small: fp16 where bf16 is there, gradients summed in bf16, updates that round away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.preflight.case import Case, changed_plan
+from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.words import percent
+
+ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Unit roundoff: bf16 has 8 significant bits, fp16 11 (IEEE 754-2019, table 3.5)."""
+MUCH_ROUNDED = 0.05
+"""Error of a sum from which on it is more than noise beside a gradient's own."""
+FP16_MAX = 65_504
+"""The largest number of fp16 (IEEE 754-2019, table 3.5)."""
+
+
+def narrow_fp16(case: Case) -> Iterator[Finding]:
+    """fp16 on a GPU that has bf16: gradients need a loss scale, and steps that overflow are skipped."""
+    plan = case.plan
+    if plan.recipe.precision != "fp16-mixed" or "bf16" not in plan.cluster.gpu.peak_flops:
+        return
+    yield Finding(
+        name="fp16-though-bf16-is-there",
+        severity="warning",
+        why=f"fp16 ends at {FP16_MAX:,}, so that the loss must be scaled and steps that overflow are skipped "
+        f"(Micikevicius et al. 2018, section 3.2); {plan.cluster.gpu.name} has bf16, with fp32's range, "
+        "which "
+        "needs no scale.",
+        number=float(FP16_MAX),
+        change="Mixed precision (bf16)",
+        plan=changed_plan(plan, recipe={"precision": "bf16-mixed"}),
+    )
+
+
+def rounded_reductions(case: Case) -> Iterator[Finding]:
+    """Gradients summed over ranks in half precision round at every rank.
+
+    The error of n additions is about sqrt(n) roundoffs, and at most n of them (Higham & Mary 2019):
+    of a ring over n + 1 ranks.
+    """
+    plan = case.plan
+    habits = frameworks[plan.layout.framework].habits()
+    kind, ranks = habits.reduces_in(plan), plan.degrees.data_parallel * plan.degrees.cp
+    if kind == "fp32" or ranks == 1 or plan.recipe.has_adapters:
+        return
+    error = math.sqrt(ranks - 1) * ROUNDOFF[kind]
+    words, mended = habits.reduce_remedy(plan)
+    yield Finding(
+        name="reductions-in-half-precision",
+        severity="warning" if error >= MUCH_ROUNDED else "hint",
+        why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {percent(ROUNDOFF[kind])} at "
+        "each: "
+        f"about {percent(error)} of a sum is error (Higham & Mary 2019).",
+        number=100 * error,
+        change=words,
+        plan=mended,
+    )
+
+
+def lost_updates(case: Case) -> Iterator[Finding]:
+    """Weights of 8 significant bits: an update that is small beside its weight rounds away.
+
+    AdamW moves a weight by about the learning rate, whatever its gradient (Kingma & Ba 2015, section 2.1).
+    """
+    plan = case.plan
+    habits = frameworks[plan.layout.framework].habits()
+    if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or habits.keeps_fp32_weights(plan):
+        return
+    smallest = ROUNDOFF["bf16"]
+    rate = getattr(case.task, "learning_rate", None)
+    beyond = (
+        f" At a learning rate of {rate:g} that is every weight beyond {rate / smallest:.2g}." if rate else ""
+    )
+    yield Finding(
+        name="updates-round-away",
+        severity="warning",
+        why=f"Weights in bf16 alone: an update below {percent(smallest)} of its weight is lost "
+        "(Micikevicius et "
+        f"al. 2018, section 3.1).{beyond}",
+        number=100 * smallest,
+        change="Mixed precision (bf16), with fp32 originals",
+        plan=replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed")),
+    )

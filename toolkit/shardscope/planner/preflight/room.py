@@ -1,0 +1,58 @@
+"""Memory that is not there: on the card, in a node's host, on its NVMe; and what nobody knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardscope.memory.words import gib
+from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.recomputation import recomputing
+from shardscope.planner.room import Place, places
+
+NAMES = {
+    "GPU memory": "out-of-gpu-memory",
+    "host memory": "out-of-host-memory",
+    "NVMe": "out-of-nvme",
+    "host memory while the model is made": "out-of-host-memory-at-start",
+}
+
+
+def no_room(case: Case) -> Iterator[Finding]:
+    """Every kind of memory of which the plan needs more than there is, with the cheapest repair."""
+    if case.memory is None:
+        return
+    for place in places(case.plan, case.memory):
+        if place.short_bytes and not (place.name == "GPU memory" and recomputing(case)):
+            yield _short(case, place)
+        elif place.room_bytes is None:
+            yield _unknown(place)
+
+
+def _short(case: Case, place: Place) -> Finding:
+    assert place.room_bytes is not None
+    from shardscope.planner.room import fits
+
+    whose = "The worst rank" if place.name == "GPU memory" else "A node"
+    best = next(iter(case.repairs), None)
+    enough = best is not None and fits(best.plan, best.plan.memory())
+    return Finding(
+        name=NAMES[place.name],
+        severity="danger",
+        why=f"{whose} needs {gib(place.needed_bytes)} GiB of {place.name}, and has {gib(place.room_bytes)}: "
+        f"{gib(place.short_bytes)} GiB too little.",
+        number=place.short_bytes / 2**30,
+        change="No single change is enough" if best is None or not enough else best.change,
+        plan=best.plan if best is not None and enough else None,
+    )
+
+
+def _unknown(place: Place) -> Finding:
+    field = "nvme_bytes" if place.name == "NVMe" else "host_memory_bytes"
+    return Finding(
+        name=f"{'nvme' if place.name == 'NVMe' else 'host-memory'}-not-known",
+        severity="warning",
+        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and nobody said how much it has.",
+        number=place.needed_bytes / 2**30,
+        change=f"Say it: Cluster.{field}",
+    )

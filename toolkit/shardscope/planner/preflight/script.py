@@ -1,0 +1,101 @@
+"""A person's own training code, read and never run: its calls, its imports, its lines."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+MAX_CHARACTERS = 2**20
+"""Longer than any script that a person wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Source code, and the plan that it will train where that is known."""
+
+    source: str
+    """Python, or the lines of a configuration."""
+    plan: Plan | None = None
+    """What it will train."""
+
+    @cached_property
+    def tree(self) -> ast.Module | None:
+        """Its syntax; None where it is no Python (a configuration, a notebook's magics)."""
+        try:
+            return ast.parse(textwrap.dedent(self.source))
+        except (SyntaxError, ValueError, RecursionError):
+            return None
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Local name -> what was imported under it: ``FSDP`` -> ``FullyShardedDataParallel``."""
+        found: dict[str, str] = {}
+        for node in self.walk(ast.ImportFrom, ast.Import):
+            for alias in node.names:  # type: ignore[attr-defined]
+                found[alias.asname or alias.name] = alias.name.rpartition(".")[2]
+        return found
+
+    @cached_property
+    def names(self) -> dict[str, int]:
+        """Every name, attribute and keyword that occurs, under its imported name, and its first line."""
+        found: dict[str, int] = {}
+        for node in self.walk(ast.Name, ast.Attribute, ast.ImportFrom, ast.Import, ast.keyword):
+            line = getattr(node, "lineno", 1)
+            for name in _names_of(node):
+                found.setdefault(self.aliases.get(name, name), line)
+        return found
+
+    def calls(self, name: str) -> list[ast.Call]:
+        """Calls of ``name``, however it was imported, in the order of the text."""
+        nodes = (node for node in self.walk(ast.Call) if isinstance(node, ast.Call))
+        return sorted((node for node in nodes if self.called(node) == name), key=lambda call: call.lineno)
+
+    def called(self, call: ast.AST) -> str:
+        """The imported name of what a call calls; "" where it has none."""
+        function = getattr(call, "func", None)
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        return self.aliases.get(name, name)
+
+    def walk(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+        """All nodes of these kinds."""
+        for node in ast.walk(self.tree) if self.tree is not None else ():
+            if isinstance(node, kinds):
+                yield node
+
+    def in_loop(self, call: ast.Call) -> bool:
+        """Whether a call stands in a loop, a comprehension or a function that something else may call."""
+        loops = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+        return any(call in ast.walk(loop) for loop in self.walk(*loops))
+
+
+def _names_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.keyword):
+        return [node.arg] if node.arg else []
+    return [alias.name.rpartition(".")[2] for alias in node.names]  # type: ignore[attr-defined]
+
+
+def keywords(call: ast.Call) -> dict[str, ast.expr]:
+    """Arguments of a call by name."""
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+
+def source_of(task: object) -> str | None:
+    """The source of a person's function; None for Shardscope's own tasks and where it cannot be found."""
+    if not inspect.isfunction(task):
+        return None
+    try:
+        return inspect.getsource(task)
+    except (OSError, TypeError):
+        return None

@@ -1,0 +1,143 @@
+"""What a person's own training code does badly, whatever the framework; each framework adds its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.finding import SEVERITIES, Finding
+from shardscope.planner.preflight.script import MAX_CHARACTERS, Script, keywords, source_of
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+SCALERS = ("GradScaler", "ShardedGradScaler", "DynamicLossScaler")
+OWN_SCALING = ("Accelerator", "Trainer", "initialize", "engine")
+"""Names of what scales a loss by itself: accelerate, transformers, deepspeed, ``ctx.engine``."""
+APART = ("sampler", "batch_sampler")
+DEALERS = (
+    "prepare",
+    "split_dataset_by_node",
+    "StatefulDistributedSampler",
+    "DistributedSampler",
+    "rank",
+    "shard",
+)
+"""Names of what gives each rank its own data."""
+
+
+def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
+    """What ``source``, a training script or the text of an accelerate configuration, does badly.
+
+    It is read, never run. Each finding names its line and what replaces it; with ``plan`` also what that
+    costs. Patterns of PyTorch's first FSDP are told with what FSDP2 has instead. The worst come first. Raises
+    ``ValueError`` for what is no text, or is longer than a mebibyte.
+    """
+    if not isinstance(source, str) or len(source) > MAX_CHARACTERS:
+        refuse("source", source, f"text of at most {MAX_CHARACTERS:,} characters", "Path(...).read_text()")
+    script = Script(source=source, plan=plan)
+    found = list(_in_script(script))
+    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.line or 0))
+
+
+def in_task(case: Case) -> Iterator[Finding]:
+    """The same of a task that is a function."""
+    source = source_of(case.task)
+    if source is not None:
+        yield from _in_script(Script(source=source, plan=case.plan))
+
+
+def _in_script(script: Script) -> Iterator[Finding]:
+    yield from _shared_data(script)
+    yield from _unscaled(script)
+    for framework in frameworks.values():
+        yield from framework.habits().in_script(script)
+
+
+def _shared_data(script: Script) -> Iterator[Finding]:
+    """A DataLoader that deals every rank the same, or deals to ranks that must read the same."""
+    ranks = None if script.plan is None else script.plan.world_size
+    if ranks == 1:
+        return
+    dealt = any(name in script.names for name in DEALERS)
+    for call in script.calls("DataLoader"):
+        if dealt or any(name in keywords(call) for name in APART):
+            continue
+        times = "all ranks" if ranks is None else f"all {ranks} ranks"
+        yield Finding(
+            name="ranks-read-the-same-data",
+            severity="danger",
+            why=f"Line {call.lineno}: this DataLoader has no sampler that knows its rank, so that {times} "
+            "read "
+            "the same and the batch is one rank's.",
+            number=None if ranks is None else float(ranks),
+            change="sampler=DistributedSampler(dataset, num_replicas=..., rank=...)",
+            line=call.lineno,
+        )
+    yield from _dealt_too_far(script)
+    yield from _same_order(script)
+
+
+def _dealt_too_far(script: Script) -> Iterator[Finding]:
+    """Tensor, context and pipeline ranks work on one sequence together: they must be dealt the same."""
+    plan = script.plan
+    if plan is None or plan.degrees.data_parallel == plan.world_size:
+        return
+    for call in script.calls("DistributedSampler"):
+        given = keywords(call).get("num_replicas")
+        if given is not None and "world_size" not in ast.unparse(given):
+            continue
+        shares, wanted = plan.world_size, plan.degrees.data_parallel
+        yield Finding(
+            name="sampler-over-all-ranks",
+            severity="danger",
+            why=f"Line {call.lineno}: this sampler deals to {shares} ranks, and the plan has {wanted} "
+            f"data-parallel ones: {shares // wanted} ranks that work on one sequence would get different "
+            "ones.",
+            number=shares / wanted,
+            change=f"num_replicas={wanted}, rank=the rank among data-parallel ranks",
+            line=call.lineno,
+        )
+
+
+def _same_order(script: Script) -> Iterator[Finding]:
+    """A sampler that shuffles by its epoch, and is never told of one."""
+    calls = script.calls("DistributedSampler")
+    if not calls or "set_epoch" in script.names:
+        return
+    shuffle = keywords(calls[0]).get("shuffle")
+    if isinstance(shuffle, ast.Constant) and shuffle.value is False:
+        return
+    yield Finding(
+        name="same-order-every-epoch",
+        severity="hint",
+        why=f"Line {calls[0].lineno}: DistributedSampler shuffles by seed and epoch, and set_epoch is "
+        "never called: "
+        "every epoch has the first one's order.",
+        number=None,
+        change="sampler.set_epoch(epoch) before each epoch",
+        line=calls[0].lineno,
+    )
+
+
+def _unscaled(script: Script) -> Iterator[Finding]:
+    """Backward in fp16 without a loss scale: gradients below 6e-8 become zero."""
+    line = next((script.names[name] for name in ("float16", "half") if name in script.names), None)
+    if line is None or "backward" not in script.names:
+        return
+    if any(name in script.names for name in (*SCALERS, *OWN_SCALING)):
+        return
+    smallest = 2.0**-24
+    yield Finding(
+        name="fp16-without-loss-scaling",
+        severity="danger",
+        why=f"Line {line}: gradients in fp16 without a loss scale become zero below {smallest:.1g} "
+        "(Micikevicius et al. 2018, section 3.2).",
+        number=smallest,
+        change="torch.amp.GradScaler around backward and step, or bfloat16",
+        line=line,
+    )

@@ -1,0 +1,126 @@
+"""Widths that miss what matrix units multiply at once, and vocabularies that are padded much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardscope.frameworks.registry import frameworks
+from shardscope.layout import divisors
+from shardscope.memory.precision import FP32, HALF
+from shardscope.planner.preflight.case import Case, changed_plan, fastest, variants
+from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.words import percent
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+ALIGNED_BYTES = 16
+"""Matrix units take rows in multiples of 16 bytes: "most efficient with multiples of 8" in half precision,
+of 4 in TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
+PADDED_VOCABULARY = 64
+"""Rows of a padded embedding come in multiples of this: 128 bytes, what A100 and later like best (the same
+table)."""
+PADDED_MUCH = 0.02
+"""Rows that are padding, as a share of the vocabulary, from which on it is worth a look: below, it is lost in
+the step's noise."""
+BYTES = {"fp32": FP32, "fp8-mixed": 1}
+"""Of a number that products read; half precision where nothing is said."""
+
+
+def misses_matrix_units(case: Case) -> Iterator[Finding]:
+    """The first width on one rank that is no multiple of 16 bytes: what mends it decides the others too."""
+    plan = case.plan
+    if not plan.on_gpu:
+        return
+    multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
+    missed = [name for name, width in widths_on_a_rank(plan).items() if width % multiple]
+    if not missed:
+        return
+    name = missed[0]
+    width = widths_on_a_rank(plan)[name]
+    others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
+    words, mended = _aligned(plan, name, multiple)
+    yield Finding(
+        name="width-misses-matrix-units",
+        severity="hint" if name == TOKENS else "warning",
+        why=f"The {name} on one rank is {width:,}{others}: no multiple of the {multiple} numbers that matrix "
+        f"units take at once in {plan.recipe.precision}, so that its products run slower.",
+        number=float(width),
+        change=words,
+        plan=mended,
+    )
+
+
+TOKENS = "number of tokens in a micro-batch"
+
+
+def widths_on_a_rank(plan: Plan) -> dict[str, int]:
+    """Sizes of the matrices as one rank multiplies them."""
+    arch, degrees, recipe = plan.architecture, plan.degrees, plan.recipe
+    tp, moe = degrees.tp, arch.mixture_of_experts
+    found = {"hidden size": arch.hidden_size}
+    if moe is None:
+        found["width of the MLP"] = _cut(arch.intermediate_size, tp)
+    else:
+        found["width of an expert"] = _cut(moe.moe_intermediate_size, getattr(plan.layout, "expert_tp", tp))
+    if arch.latent_attention is None:
+        found["width of the queries"] = _cut(arch.num_attention_heads, tp) * arch.head_dim
+        found["width of the keys"] = _cut(arch.num_key_value_heads, tp) * arch.head_dim
+    found["vocabulary"] = _cut(_padded(plan), tp)
+    found[TOKENS] = recipe.micro_batch_size * recipe.seq_len // degrees.cp
+    return found
+
+
+def padded_vocabulary(case: Case) -> Iterator[Finding]:
+    """Rows of embedding and head that stand for no token, because tp must cut the vocabulary evenly."""
+    plan = case.plan
+    rows, real = _padded(plan), plan.architecture.vocab_size
+    share = 1 - real / rows
+    if share < PADDED_MUCH:
+        return
+    smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
+    mended = fastest(variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
+    yield Finding(
+        name="vocabulary-padded-much",
+        severity="hint",
+        why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {percent(share)} of the "
+        "embedding, the head and the logits stand for no token.",
+        number=100 * share,
+        change=f"tp={mended.plan.degrees.tp}" if mended else "A smaller tp, or a vocabulary nearer to that",
+        plan=mended.plan if mended else None,
+    )
+
+
+def _padded(plan: Plan) -> int:
+    return frameworks[plan.layout.framework].habits().padded_vocab_size(plan)
+
+
+def _cut(width: int, ranks: int) -> int:
+    """The largest of the parts."""
+    return -(-width // ranks)
+
+
+def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
+    """What aligns one width, in words, and the plan that does where it can run."""
+    if name == TOKENS:
+        length = -(-plan.recipe.seq_len // multiple) * multiple
+        words = f"seq_len={length} instead of {plan.recipe.seq_len}"
+        return words, changed_plan(plan, recipe={"seq_len": length})
+    if name == "vocabulary":
+        step = PADDED_VOCABULARY * plan.degrees.tp
+        rows = -(-plan.architecture.vocab_size // step) * step
+        return f"Pad the vocabulary to {rows:,} tokens", _with_vocabulary(plan, rows)
+    for tp in reversed(divisors(plan.degrees.tp)[:-1]):
+        smaller = changed_plan(plan, layout={"tp": tp})
+        if smaller is not None and not widths_on_a_rank(smaller)[name] % multiple:
+            return f"tp={tp} instead of {plan.degrees.tp}", smaller
+    return f"A model of which the {name} is a multiple of {multiple}", None
+
+
+def _with_vocabulary(plan: Plan, rows: int) -> Plan | None:
+    try:
+        return replace(plan, architecture=replace(plan.architecture, vocab_size=rows))
+    except ValueError:
+        return None
