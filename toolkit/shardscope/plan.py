@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -18,8 +18,10 @@ from shardscope.validation import known_keys, nearest, refuse
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
+    from shardscope.planner.preflight.finding import Finding
     from shardscope.planner.repairs import Repair
     from shardscope.rehearsal.process import Progress
+    from shardscope.runs.run import Run
     from shardscope.timing.report import StepReport
 
 
@@ -118,6 +120,18 @@ class Plan(JsonNoun):
         from shardscope.planner.repairs import repairs
 
         return repairs(self)
+
+    def findings(self, task: object = None, runs: Iterable[Run] = ()) -> list[Finding]:
+        """What runs, but badly, the worst first: each with the number behind it and the change that mends it.
+
+        ``task`` is what will be run of the plan (a ``Pretrain``, a function ``f(ctx)``, whose source is
+        read): its learning rate, its data and its checkpoint are looked at, too. ``runs`` are earlier runs
+        (:func:`shardscope.runs`), which tell whether anybody ever profiled this plan. A check of which a
+        figure is not known finds nothing.
+        """
+        from shardscope.planner.preflight import findings
+
+        return findings(self, task, runs)
 
     def rehearse(self, progress: Progress | None = None, timeout: float = 600.0) -> MemoryReport:
         """The same bytes from the framework's own code, on fake tensors in a process of its own; no GPU.
