@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shardscope.architecture import Architecture
@@ -143,6 +144,75 @@ class Plan(JsonNoun):
         from shardscope.rehearsal.process import rehearse
 
         return rehearse(self, progress, timeout)
+
+    def export(self, folder: str | Path) -> list[Path]:
+        """Write the plan as the files of the tools that run it; returns their paths.
+
+        Its JSON and ``FILES.md``, which says what each is and what there is none of, and why; then what makes
+        sense for its framework: ``accelerate_config.yaml``, ``training_arguments.yaml``, ``ds_config.json``,
+        ``fsdp2_arguments.json``, ``megatron_arguments.txt``, commands for torchrun, Accelerate and Slurm, and
+        ``train.py``, which trains without Shardscope. What a format has no words for is named in the file.
+        An earlier export is replaced. Raises ``ValueError`` where files in ``folder`` are not as an export
+        left them.
+        """
+        from shardscope.export.files import export
+
+        return export(self, folder)
+
+    @classmethod
+    def from_accelerate(
+        cls,
+        file: str | Path,
+        *,
+        architecture: Architecture | None = None,
+        cluster: Cluster | None = None,
+        recipe: Recipe | None = None,
+    ) -> Plan:
+        """The plan of an ``accelerate config`` YAML or JSON: DDP, FSDP2, or the DeepSpeed JSON it names.
+
+        What the file does not hold is what is given here, or else what ``plan.json`` beside the file has (an
+        export leaves one), or else ``Recipe()``'s; where the file says it, the file holds. Keys of the format
+        that a plan has no place for are listed in a warning. Raises ``ValueError`` naming line and key for
+        what cannot be, keys unknown to the format among them, and for a missing architecture or cluster.
+        """
+        from shardscope.frameworks import reading
+
+        return reading.from_accelerate(file, architecture, cluster, recipe)
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        file: str | Path,
+        *,
+        architecture: Architecture | None = None,
+        cluster: Cluster | None = None,
+        recipe: Recipe | None = None,
+    ) -> Plan:
+        """The plan of a DeepSpeed JSON; the rest, warnings and errors as in :meth:`from_accelerate`.
+
+        "auto" is what transformers' Trainer makes of it: its three bucket sizes, and the recipe's batches.
+        """
+        from shardscope.frameworks import reading
+
+        return reading.from_deepspeed(file, architecture, cluster, recipe)
+
+    @classmethod
+    def from_megatron(
+        cls,
+        arguments: str | Path | Sequence[str],
+        *,
+        architecture: Architecture | None = None,
+        cluster: Cluster | None = None,
+        recipe: Recipe | None = None,
+    ) -> Plan:
+        """The plan of Megatron-LM's arguments: a file of them, a list of words, or a text that begins "--".
+
+        They hold the architecture if it is a Llama's; any other is checked against them. The rest, warnings
+        and errors as in :meth:`from_accelerate`.
+        """
+        from shardscope.frameworks import reading
+
+        return reading.from_megatron(arguments, architecture, cluster, recipe)
 
     def to_dict(self) -> dict[str, Any]:
         """The four nouns in full, so that a stored plan does not depend on the catalogue."""
