@@ -11,7 +11,7 @@ import pytest
 import shardscope as ss
 from shardscope.timing.report import PARTS
 from shardscope_widgets import StepView
-from shardscope_widgets.step_rows import WARM_UP_STEPS, MeasuredStep, shown_step
+from shardscope_widgets.step_rows import RunSteps, shown_step
 from shardscope_widgets.step_table import figures, table
 from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 
@@ -169,22 +169,11 @@ def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPat
 # ----------------------------------------------------------------------------------------- measured
 
 
-def logged(*seconds: float) -> list[dict[str, Any]]:
-    others = [{"rank": 1, "step": 0, "step_seconds": 99.0}, {"rank": 0, "words": "not a step"}]
-    return [{"rank": 0, "step": step, "step_seconds": value} for step, value in enumerate(seconds)] + others
-
-
-def test_the_median_of_the_steps_after_warming_up() -> None:
-    steps = MeasuredStep.of(logged(*[50.0] * WARM_UP_STEPS, 1.0, 3.0, 2.0))
-    assert steps == MeasuredStep(2.0, 3)
-    assert MeasuredStep.of(logged(*[50.0] * WARM_UP_STEPS)) is None
-
-
 def test_measured_steps_stand_beside_their_own_plan_and_no_other() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = StepView(plan)
     seconds = plan.step().seconds * 1.25
-    view.add(plan, MeasuredStep(seconds, 20))
+    view.add(plan, RunSteps(20, seconds))
     factor = view.shown.scale.factor if view.shown else 0
     assert drawn(view)["measured"] == {"measured": pytest.approx(seconds * factor)}
     assert notes(view)["measured"].endswith("+25 %")
@@ -202,7 +191,7 @@ def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pyte
 
     monkeypatch.setattr(ss.Plan, "step", refused)
     view = StepView()
-    view.add(plan, MeasuredStep(0.5, 20))
+    view.add(plan, RunSteps(20, 0.5))
     view.show(plan)
     assert drawn(view) == {"measured": {"measured": 500.0}}
     assert notes(view)["measured"] == "500 ms"

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import shardscope as ss
+from shardscope.timing.calibration_runs import median_step, residual
 from shardscope.timing.report import StepReport
 from shardscope_widgets.number_words import Scale
 
-WARM_UP_STEPS = 2
-"""Steps at the start of a run that are no example of the others: compilers, allocators and caches warm up."""
 
+class RunSteps(NamedTuple):
+    """The steps of one run."""
 
-class MeasuredStep(NamedTuple):
-    """The steps of one run, as its rank 0 logged them."""
-
+    num_steps: int
+    """How many the median is of: without the first, which are no example of the others."""
     seconds: float
     """The median step."""
-    num_steps: int
-    """How many that is the median of."""
 
     @classmethod
-    def of(cls, metrics: Sequence[Mapping[str, Any]]) -> MeasuredStep | None:
-        """From ``run.metrics()``; None where no steady step was logged."""
-        logged = [
-            record["step_seconds"]
-            for record in metrics
-            if record.get("rank") == 0 and isinstance(record.get("step_seconds"), int | float)
-        ]
-        steady = logged[WARM_UP_STEPS:]
-        return cls(statistics.median(steady), len(steady)) if steady else None
+    def of(cls, run: ss.Run) -> RunSteps | None:
+        """What ``run`` logged; None where that is too little."""
+        found = median_step(run.metrics())
+        return None if found is None else cls(*found)
 
 
 class ShownStep(NamedTuple):
@@ -41,7 +32,7 @@ class ShownStep(NamedTuple):
     report: StepReport | None
     """The prediction; None: there is none, and :attr:`refusal` says why."""
     refusal: str = ""
-    measured: MeasuredStep | None = None
+    measured: RunSteps | None = None
 
     @property
     def scale(self) -> Scale:
@@ -51,9 +42,18 @@ class ShownStep(NamedTuple):
         return Scale.of(max(known, default=1.0))
 
 
-def shown_step(plan: ss.Plan, measured: MeasuredStep | None = None) -> ShownStep:
+def shown_step(plan: ss.Plan, measured: RunSteps | None = None) -> ShownStep:
     """Ask ``plan`` for its step; what it refuses to tell becomes words."""
     try:
         return ShownStep(plan, plan.step(), measured=measured)
     except ValueError as error:
         return ShownStep(plan, None, str(error), measured)
+
+
+def residual_words(plan: ss.Plan) -> str:
+    """How far finished runs of this machine were from such predictions; empty where there are none."""
+    try:
+        found = residual(plan)
+    except ValueError as damaged:
+        return str(damaged)
+    return "" if found is None else found.words

@@ -8,7 +8,7 @@ from html import escape
 from shardscope.memory.words import gib
 from shardscope.timing.report import PARTS, Communication, StepReport
 from shardscope_widgets.number_words import Scale, dollars, short, three
-from shardscope_widgets.step_rows import ShownStep
+from shardscope_widgets.step_rows import ShownStep, residual_words
 from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.words import device_count, title
 
@@ -28,7 +28,7 @@ def caption(shown: ShownStep) -> str:
     batches = plan.num_micro_batches
     whole = f"one optimizer step of {report.num_tokens:,} tokens on {device_count(plan.cluster)}{stages}"
     whole += f", {batches:,} micro-batch{'es' if batches > 1 else ''} a rank"
-    return " · ".join(filter(None, (whole, escape(report.calibration))))
+    return " · ".join(escape(each) for each in (whole, report.calibration, residual_words(plan)) if each)
 
 
 def figures(shown: ShownStep) -> str:

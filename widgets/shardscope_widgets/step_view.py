@@ -13,7 +13,7 @@ from shardscope_widgets.number_words import dollars, duration, short, typed_toke
 from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.step_figure import draw, empty_figure
-from shardscope_widgets.step_rows import MeasuredStep, ShownStep, shown_step
+from shardscope_widgets.step_rows import RunSteps, ShownStep, shown_step
 from shardscope_widgets.step_table import caption, figures, table
 
 MAX_REMEMBERED = 32
@@ -25,7 +25,7 @@ class StepView(widgets.VBox):
 
     def __init__(self, plan: ss.Plan | None = None) -> None:
         self.shown: ShownStep | None = None
-        self._measured: list[tuple[ss.Plan, MeasuredStep]] = []
+        self._measured: list[tuple[ss.Plan, RunSteps]] = []
         self.figure = empty_figure()
         self.caption = shared.html("", "ss-hint")
         self.figures = shared.html()
@@ -55,7 +55,7 @@ class StepView(widgets.VBox):
         self.table.value = table(self.shown)
         self._show_budget()
 
-    def add(self, plan: ss.Plan, measured: MeasuredStep) -> None:
+    def add(self, plan: ss.Plan, measured: RunSteps) -> None:
         """Remember steps that a run of ``plan`` measured; they are shown whenever that plan is."""
         others = [(known, step) for known, step in self._measured if known != plan]
         self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]

@@ -27,7 +27,7 @@ from shardscope_widgets.rates import rates
 from shardscope_widgets.repairs_panel import RepairsPanel
 from shardscope_widgets.run_view import RunView
 from shardscope_widgets.sheet import Sheet
-from shardscope_widgets.step_rows import MeasuredStep, shown_step
+from shardscope_widgets.step_rows import RunSteps, shown_step
 from shardscope_widgets.step_view import StepView
 from shardscope_widgets.tabs import Tabs
 from shardscope_widgets.trace_view import TraceView
@@ -92,7 +92,7 @@ class Studio(widgets.VBox):
         """Tab -> the plan that its page shows."""
         self._repaired: ss.Plan | None = None
         """The plan whose repairs are offered."""
-        self._measured: list[tuple[ss.Plan, MeasuredStep]] = []
+        self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Steps of runs, until there is a view to show them."""
         side = widgets.VBox([*self._pickers, self.launch_panel], layout=shared.layout())
         side.add_class("ss-side")
@@ -287,7 +287,7 @@ class Studio(widgets.VBox):
         measured = run.memory()
         if measured.tensor_bytes:
             self.memory.add(plan, measured)
-        steps = MeasuredStep.of(run.metrics())
+        steps = RunSteps.of(run)
         if steps is None:
             return
         if "time" in vars(self):
