@@ -14,8 +14,8 @@ from shardscope.fixes import checked
 from shardscope.layout import Degrees, Layout
 from shardscope.recipe import Recipe
 from shardscope.serialization import JsonNoun
-from shardscope.support import check_supported
-from shardscope.validation import known_keys, nearest, refuse
+from shardscope.support import check_sequence, check_supported, check_targets
+from shardscope.validation import known_keys, refuse
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from shardscope.rehearsal.process import Progress
     from shardscope.runs.run import Run
     from shardscope.timing.report import StepReport
-
-
-FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
 
 
 @checked
@@ -62,9 +58,9 @@ class Plan(JsonNoun):
         settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
         object.__setattr__(self, "layout", settled)
         check_supported(self)
-        self._check_targets()
+        check_targets(self.architecture, self.recipe)
         self._check_batch()
-        self._check_sequence()
+        check_sequence(self.architecture, self.recipe)
 
     @cached_property
     def degrees(self) -> Degrees:
@@ -229,27 +225,6 @@ class Plan(JsonNoun):
             made[name] = noun.from_dict(data[name])
         return cls(**made)
 
-    def _check_targets(self) -> None:
-        if not self.recipe.lora_targets:
-            return
-        known = {target for target, _ in self.architecture.lora_shapes}
-        for target in self.recipe.lora_targets:
-            if target not in known:
-                refuse(
-                    "Recipe.lora_targets",
-                    target,
-                    f"projections of {self.architecture.name}: {', '.join(sorted(known)) or 'none'}",
-                    f"lora_targets=({nearest(target, sorted(known))!r},)",
-                )
-            if target in FUSED_IN_EXPERTS and self.architecture.num_moe_layers:
-                refuse(
-                    "Recipe.lora_targets",
-                    target,
-                    f"projections of attention with {self.architecture.name}: peft adapts its fused experts "
-                    "along with that, each by a whole matrix of its size, for which there is no formula",
-                    "lora_targets=None",
-                )
-
     def _check_batch(self) -> None:
         per_step = self.recipe.micro_batch_size * self.degrees.data_parallel
         if self.recipe.global_batch_size % per_step:
@@ -259,16 +234,6 @@ class Plan(JsonNoun):
                 f"a multiple of micro_batch_size x data-parallel ranks = "
                 f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
                 f"global_batch_size={max(1, round(self.recipe.global_batch_size / per_step)) * per_step}",
-            )
-
-    def _check_sequence(self) -> None:
-        limit = self.architecture.max_position_embeddings
-        if self.architecture.position_embedding == "learned" and self.recipe.seq_len > limit:
-            refuse(
-                "Recipe.seq_len",
-                self.recipe.seq_len,
-                f"at most {limit}, the learned positions of {self.architecture.name}",
-                f"seq_len={limit}",
             )
 
 

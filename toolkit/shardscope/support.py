@@ -14,8 +14,10 @@ from shardscope.memory.modules.liger import LIGER_FAMILIES
 from shardscope.validation import nearest, refuse
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.layout import Layout
     from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
 
 SUPPORT = {
     "method": "supported_methods",
@@ -31,6 +33,45 @@ SUPPORT = {
 
 DROPOUT_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """GPT-2 has dropout everywhere; the others in attention alone. Each is checked against transformers."""
+
+
+FUSED_IN_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Projections by whose names peft means routed experts too (its ``transformers_weight_conversion.py``)."""
+
+
+def check_targets(arch: Architecture, recipe: Recipe) -> None:
+    """Raise ``ValueError`` for adapters of projections that the model does not have."""
+    if not recipe.lora_targets:
+        return
+    known = {target for target, _ in arch.lora_shapes}
+    for target in recipe.lora_targets:
+        if target not in known:
+            refuse(
+                "Recipe.lora_targets",
+                target,
+                f"projections of {arch.name}: {', '.join(sorted(known)) or 'none'}",
+                f"lora_targets=({nearest(target, sorted(known))!r},)",
+            )
+        if target in FUSED_IN_EXPERTS and arch.num_moe_layers:
+            refuse(
+                "Recipe.lora_targets",
+                target,
+                f"projections of attention with {arch.name}: peft adapts its fused experts along with that, "
+                "each by a whole matrix of its size, for which there is no formula",
+                "lora_targets=None",
+            )
+
+
+def check_sequence(arch: Architecture, recipe: Recipe) -> None:
+    """Raise ``ValueError`` for a sequence beyond the positions that the model learned."""
+    limit = arch.max_position_embeddings
+    if arch.position_embedding == "learned" and recipe.seq_len > limit:
+        refuse(
+            "Recipe.seq_len",
+            recipe.seq_len,
+            f"at most {limit}, the learned positions of {arch.name}",
+            f"seq_len={limit}",
+        )
 
 
 def supported(layout: Layout | type[Layout], field: str) -> tuple[Any, ...]:
