@@ -136,7 +136,7 @@ def recommend(
         for draft in path.drafts
     )
     if best is None:
-        missed = (*otherwise.misses(path), *otherwise.instead(bench))
+        missed = (*otherwise.misses(path), *otherwise.instead(path))
         return Advice(plan=None, path=turns, alternatives=missed, why=_nothing_fits(path), disagreement=None)
     return Advice(
         plan=best.plan,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardscope.fixes import as_it_is
 from shardscope.layout import Layout, divisors
 from shardscope.plan import Plan
+from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.room import Place, shortages
 from shardscope.support import supported
 from shardscope.timing.step import step
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 PAYS = 1.10
 """How many times faster something less simple must be predicted to be before it is advised: predictions of
 time are about that far from what is measured, and a smaller gain may be none."""
+
+SAFE = 4 / 3
+"""How many times slower a plan may be for not being tight: what full recomputation costs at the most, a
+forward pass more beside a forward and a backward of twice its length."""
 
 WORTH_A_SETTING = 1.02
 """The same for a setting that costs nobody anything: the micro-batch, or layers not computed again."""
@@ -131,6 +136,8 @@ class Bench:
                 runs.append(found)
                 if found.fits and not found.report.is_tight:
                     break  # A still smaller micro-batch fits as well, and is no faster.
+            if offloads(layout) and runs and runs[-1].fits and not runs[-1].report.is_tight:
+                break  # What crosses the host link decides the time, not how the rest is eased.
         refusal = wanted if isinstance(wanted, str) else None
         as_wanted = wanted if isinstance(wanted, Tried) else None
         if not runs:
@@ -172,9 +179,25 @@ class Bench:
         return best if best and is_faster(best, tried, WORTH_A_SETTING) else tried
 
 
+def offloads(layout: Layout) -> bool:
+    """Whether training state is kept outside of the GPU."""
+    return any(getattr(layout, field, None) for field in OFFLOADS)
+
+
 def _state_is_too_much(tried: Tried) -> bool:
     """Whether what stays on the card between two steps has no room there, whatever the batch is."""
     return sum(tried.report.at("rest").values()) > tried.report.usable_bytes
+
+
+def state_bytes(bench: Bench) -> int | None:
+    """Weights, gradients and optimizer of a rank that holds everything; None where there is no formula."""
+    cluster = replace(bench.cluster, gpus_per_node=1, num_nodes=1)
+    recipe = replace(bench.recipe, global_batch_size=bench.recipe.micro_batch_size)
+    alone = Bench(bench.architecture, cluster, recipe).tried(Layout.ddp(), recipe)
+    if isinstance(alone, str):
+        return None
+    instants = [components for _, _, components in alone.report.timeline]
+    return sum(max(each[name] for each in instants) for name in ("parameters", "gradients", "optimizer"))
 
 
 def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
@@ -223,7 +246,7 @@ def fastest(runs: Iterable[Tried]) -> Tried | None:
     if not easy:
         return first
     first_easy = min(easy, key=_known_seconds)
-    return first if is_faster(first, first_easy, PAYS) else first_easy
+    return first if is_faster(first, first_easy, SAFE) else first_easy
 
 
 def _known_seconds(tried: Tried) -> float:

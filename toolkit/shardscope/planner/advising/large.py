@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from shardscope.layout import divisors
 from shardscope.memory.words import count
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import Tried, is_faster
+from shardscope.planner.advising.bench import Tried, is_faster, offloads
 from shardscope.planner.advising.path import figures
 from shardscope.planner.advising.questions import LARGE_FROM
-from shardscope.planner.changes import OFFLOADS
 
 if TYPE_CHECKING:
     from shardscope.planner.advising.path import Path
+    from shardscope.timing.report import Part
 
 MANY_GPUS = 200
 """"Hundreds of GPUs"."""
@@ -31,9 +31,9 @@ def megatron(path: Path) -> None:
     arch, cluster = path.bench.architecture, path.bench.cluster
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
     has_experts = arch.num_moe_layers > 0
-    is_offloaded = path.current is not None and is_offloading(path.current)
+    is_offloaded = path.current is not None and offloads(path.current.plan.layout)
     knows = "megatron" in path.familiar
-    size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, 'GPU')}"
+    size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, words.rank(cluster))}"
     question = "Over 70B, or hundreds of GPUs?"
     why = (
         "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
@@ -131,11 +131,6 @@ def links(path: Path) -> None:
     path.told("", question, f"{answer}.", number, why, wider, taken=copies or is_split)
 
 
-def is_offloading(tried: Tried) -> bool:
-    """Whether training state is kept outside of the GPU."""
-    return any(getattr(tried.plan.layout, field, None) for field in OFFLOADS)
-
-
 def _wider_than_a_node(path: Path) -> Tried | None:
     """The plan so far with tensor parallelism across nodes; None where that cannot run."""
     current = path.current
@@ -151,6 +146,6 @@ def _wider_than_a_node(path: Path) -> Tried | None:
     return None
 
 
-def _waiting(tried: Tried, part: str) -> str:
+def _waiting(tried: Tried, part: Part) -> str:
     assert tried.timed is not None
     return f"{tried.timed.parts[part] / tried.timed.seconds:.0%} of a step waits".replace("%", " %")

@@ -17,7 +17,7 @@ def room(path: Path) -> None:
     current = path.current
     if current is None:
         return
-    question = f"Is there room left on each {words.rank(current.plan)}?"
+    question = f"Is there room left on each {words.rank(current.plan.cluster)}?"
     why = "Larger micro-batches and less recomputation keep the arithmetic busier; the step's batch stays."
     used = 100 * current.report.peak_bytes / current.report.usable_bytes
     if current.report.is_tight:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import Bench, Tried, fastest
-from shardscope.planner.advising.large import is_offloading
+from shardscope.planner.advising.bench import Bench, Tried, offloads, state_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
+    from shardscope.cluster import Cluster
     from shardscope.layout import Layout
     from shardscope.plan import Plan
     from shardscope.planner.advising.path import Path
+    from shardscope.recipe import Method
 
 MAX_OTHERS = 6
 MAX_NODES = 1024
@@ -46,21 +48,24 @@ def others(path: Path) -> list[tuple[Plan, str]]:
         (tried.plan, f"{words.named(tried.plan, path.bench.recipe)}: {gives}; {_beside(tried, advised)}.")
         for tried, gives in found[:MAX_OTHERS]
     ]
-    if is_offloading(advised):
-        told += list(instead(path.bench))
+    if offloads(advised.plan.layout):
+        told += instead(path)
+    elif advised.report.is_tight and advised.plan.recipe.has_adapters:
+        told += _told_if(_adapters(path.bench), path.bench, "If a base in 4 bits is enough")
     return told
 
 
 def _same_elsewhere(path: Path) -> Iterator[Tried]:
-    """The rung of the plan in other frameworks."""
+    """The rung of the plan in other frameworks, with the plan's recipe."""
     rung = {"gathered_once": rungs.gathered_once, "sharded": rungs.sharded}.get(path.rung)
-    if rung is None or path.current is None:
+    advised = path.current
+    if rung is None or advised is None:
         return
     for layout in rung(path.bench.cluster).layouts:
-        if layout.framework != path.current.plan.layout.framework:
-            best = path.bench.outcome(layout).best
-            if best:
-                yield best
+        if layout.framework != advised.plan.layout.framework:
+            found = path.bench.tried(layout, advised.plan.recipe)
+            if isinstance(found, Tried) and found.fits:
+                yield found
 
 
 def _beside(tried: Tried, advised: Tried) -> str:
@@ -80,61 +85,92 @@ def misses(path: Path) -> list[tuple[Plan, str]]:
     ]
 
 
-def instead(bench: Bench) -> Iterator[tuple[Plan, str]]:
-    """What would do: more nodes, and adapters in place of all weights."""
+def instead(path: Path) -> list[tuple[Plan, str]]:
+    """What would do without offload: the optimizer's state in fewer bits, adapters, more nodes."""
+    bench = path.bench
+    told = _told_if(_eight_bit(bench), bench, "If the optimizer's state may be in 8 bits")
+    told += _told_if(_half_moments(path), bench, "If its moments may be in bf16, as DeepSeek-V3's were")
+    if not bench.recipe.has_adapters:
+        told += _told_if(_adapters(bench), bench, "If adapters are enough")
+    elif bench.recipe.method == "lora":
+        told += _told_if(_adapters(bench), bench, "If a base in 4 bits is enough")
     more = _more_nodes(bench)
-    if more is not None:
-        nodes = more.plan.cluster.num_nodes
-        yield (
-            more.plan,
-            f"{nodes} nodes instead of {bench.cluster.num_nodes}: {words.named(more.plan, bench.recipe)} "
-            f"fits without offload; {words.needs(more)}, {words.pace(more.timed)}.",
-        )
-    fewer = _adapters(bench)
-    if fewer is not None:
-        yield (
-            fewer.plan,
-            f"If adapters are enough: {words.named(fewer.plan, bench.recipe)}; {words.needs(fewer)}, "
-            f"{words.pace(fewer.timed)}.",
-        )
+    nodes = 0 if more is None else more.plan.cluster.num_nodes
+    instead_of = f"With {nodes} nodes instead of {bench.cluster.num_nodes}, and no offload"
+    return told + _told_if(more, bench, instead_of)
+
+
+def _told_if(found: Tried | None, bench: Bench, words_before: str) -> list[tuple[Plan, str]]:
+    if found is None:
+        return []
+    figures = f"{words.needs(found)}, {words.pace(found.timed)}"
+    return [(found.plan, f"{words_before}: {words.named(found.plan, bench.recipe)}; {figures}.")]
+
+
+def _eight_bit(bench: Bench) -> Tried | None:
+    """AdamW's moments in blocks of 8 bits (Dettmers et al. 2022), which learns the same."""
+    if bench.recipe.optimizer != "adamw" or bench.recipe.has_adapters:
+        return None
+    smaller = Bench(bench.architecture, bench.cluster, replace(bench.recipe, optimizer="adamw_8bit"))
+    return _first_that_fits(smaller, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+
+
+def _half_moments(path: Path) -> Tried | None:
+    """Megatron-core's nearest miss with both moments in bf16 (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2)."""
+    outcome = path.seen.get("megatron")
+    if outcome is None or outcome.nearest is None or outcome.best is not None:
+        return None
+    options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    missed = outcome.nearest.plan
+    try:
+        layout = replace(missed.layout, **options)
+    except ValueError:
+        return None
+    found = path.bench.tried(layout, missed.recipe)
+    return found if isinstance(found, Tried) and found.fits else None
 
 
 def _more_nodes(bench: Bench) -> Tried | None:
     """The fewest nodes, by doubling, on which full sharding fits; the batch grows where it must."""
     nodes = bench.cluster.num_nodes * 2
-    if bench.cluster.gpu.vendor == "cpu":
+    state = state_bytes(bench)
+    if bench.cluster.gpu.vendor == "cpu" or state is None:
         return None
-    while nodes <= MAX_NODES:
+    for nodes in itertools.takewhile(MAX_NODES.__ge__, (nodes << power for power in range(20))):
         cluster = replace(bench.cluster, num_nodes=nodes)
+        if state > cluster.num_gpus * cluster.usable_bytes_per_gpu:
+            continue
         least = cluster.num_gpus * bench.recipe.micro_batch_size
         batch = -(-bench.recipe.global_batch_size // least) * least
         larger = Bench(bench.architecture, cluster, replace(bench.recipe, global_batch_size=batch))
-        found = _first_that_fits(larger, rungs.sharded(cluster).layouts)
+        found = _first_that_fits(larger, _sharded(cluster))
+        if found is None and bench.architecture.num_moe_layers:
+            found = rungs.megatron(larger).best
         if found is not None:
             return found
-        nodes *= 2
     return None
 
 
 def _adapters(bench: Bench) -> Tried | None:
     """LoRA, or else QLoRA, in the simplest layout that fits on these GPUs."""
-    for method in ("lora", "qlora"):
-        if bench.recipe.method == method or (bench.recipe.has_adapters and method == "lora"):
-            continue
-        recipe = replace(bench.recipe, method=method, quantization=None)
-        smaller = Bench(bench.architecture, bench.cluster, recipe)
-        layouts = [*rungs.whole().layouts]
-        if bench.cluster.num_gpus > 1:
-            layouts += rungs.sharded(bench.cluster).layouts
-        found = _first_that_fits(smaller, layouts)
-        if found is not None:
+    order: tuple[Method, ...] = ("full", "lora", "qlora")
+    tight = None
+    for method in order[order.index(bench.recipe.method) + 1 :]:
+        smaller = Bench(
+            bench.architecture, bench.cluster, replace(bench.recipe, method=method, quantization=None)
+        )
+        found = _first_that_fits(smaller, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+        if found is not None and not found.report.is_tight:
             return found
-    return None
+        tight = tight or found
+    return tight
 
 
-def _first_that_fits(bench: Bench, layouts: Iterable[Layout]) -> Tried | None:
-    for layout in layouts:
-        best = fastest([run for run in [bench.outcome(layout).best] if run])
-        if best is not None:
-            return best
-    return None
+def _sharded(cluster: Cluster) -> list[Layout]:
+    """Full sharding, in its first framework."""
+    layouts = rungs.sharded(cluster).layouts if cluster.num_gpus > 1 else ()
+    return [layout for layout in layouts if layout.framework == layouts[0].framework]
+
+
+def _first_that_fits(bench: Bench, layouts: list[Layout]) -> Tried | None:
+    return next((best for layout in layouts if (best := bench.outcome(layout).best)), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import Bench, Outcome, Tried, is_faster
+from shardscope.planner.advising.bench import SAFE, Bench, Outcome, Tried, is_faster
 
 if TYPE_CHECKING:
     from shardscope.planner.advising.rungs import Rung
@@ -61,7 +61,7 @@ class Path:
         else:
             beside = self.beside(best)
             looser = self.current.report.is_tight and not best.report.is_tight
-            if looser and not is_faster(self.current, best):
+            if looser and not is_faster(self.current, best, SAFE):
                 answer = f"Yes: {how}, which is not tight, and {beside}."
                 self.take(key, best)
             elif is_faster(best, self.current):

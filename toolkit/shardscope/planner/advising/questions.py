@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.memory.words import gib
+from shardscope.memory.words import count, gib
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import Bench
+from shardscope.planner.advising.bench import state_bytes
 from shardscope.planner.advising.path import figures
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ TIGHT_FROM, LARGE_FROM = 25e9, 80e9
 def what_trains(path: Path) -> None:
     """Fine-tune or pretrain: what training state there is at all."""
     arch, recipe = path.bench.architecture, path.bench.recipe
-    state = _state_bytes(path.bench)
+    state = state_bytes(path.bench)
     held = "" if state is None else f", {gib(state)} GiB of training state in all"
     if recipe.has_adapters:
         base = recipe.base_quantization or recipe.precision.removesuffix("-mixed")
@@ -37,29 +36,18 @@ def what_trains(path: Path) -> None:
     path.told("", "Do all weights train, or only adapters?", answer, number, why, taken=True)
 
 
-def _state_bytes(bench: Bench) -> int | None:
-    """Weights, gradients and optimizer of a rank that holds everything; None where there is no formula."""
-    cluster = replace(bench.cluster, gpus_per_node=1, num_nodes=1)
-    recipe = replace(bench.recipe, global_batch_size=bench.recipe.micro_batch_size)
-    alone = Bench(bench.architecture, cluster, recipe).tried(rungs.whole().layouts[0], recipe)
-    if isinstance(alone, str):
-        return None
-    instants = [components for _, _, components in alone.report.timeline]
-    return sum(max(each[name] for each in instants) for name in ("parameters", "gradients", "optimizer"))
-
-
 def one_gpu(path: Path) -> None:
     """Does it fit on one GPU at the wanted micro-batch, or else with more accumulation or recomputation?"""
     recipe = path.bench.recipe
-    micro = recipe.micro_batch_size
+    micro, rank = recipe.micro_batch_size, words.rank(path.bench.cluster)
     outcome = path.choose("whole", rungs.whole())
     if path.bench.cluster.num_gpus == 1:
         how = "one process, and nothing to spread (DDP of one rank)"
-        why = "With one GPU there is nobody to share with, so this is the place to start."
+        why = f"With one {rank} there is nobody to share with, so this is the place to start."
     else:
-        how = "DDP, a copy on every GPU"
+        how = f"DDP, a copy on every {rank}"
         why = "The simplest that there is: each rank holds everything, and only gradients travel."
-    question = f"Does everything fit on one GPU, with micro-batch {micro}?"
+    question = f"Does everything fit on one {rank}, with micro-batch {micro}?"
     if outcome.best and not outcome.is_eased:
         path.told("whole", question, f"Yes: {how}.", figures(outcome.best), why, outcome.best)
         path.take("whole", outcome.best)
@@ -94,10 +82,14 @@ def gathered_once(path: Path) -> None:
     path.try_rung(
         "gathered_once",
         rungs.gathered_once(path.bench.cluster),
-        f"With gradients and optimizer split over {path.bench.cluster.num_gpus:,} GPUs, weights whole?",
+        f"With gradients and optimizer split over {_all_ranks(path)}, weights whole?",
         "ZeRO-2, which is FSDP2 with reshard_after_forward=False: weights are gathered once for a "
         "micro-batch and not twice, so it moves less than full sharding.",
     )
+
+
+def _all_ranks(path: Path) -> str:
+    return count(path.bench.cluster.num_gpus, words.rank(path.bench.cluster))
 
 
 def sharded(path: Path) -> None:

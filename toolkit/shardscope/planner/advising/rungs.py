@@ -3,7 +3,7 @@ that has it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.layout import Layout, divisors
@@ -18,11 +18,12 @@ from shardscope.planner.advising.bench import (
 )
 
 if TYPE_CHECKING:
-    from shardscope.architecture import Architecture
     from shardscope.cluster import Cluster
 
-MAX_STAGES = 32
-"""Pipeline stages that are tried; what needs more is left to the search."""
+MAX_STAGES, MAX_TENSOR_PARALLEL, MAX_EXPERT_PARALLEL = 32, 8, 64
+"""Degrees that are tried; what needs more is left to the search."""
+LONG_TOKENS = 8192
+"""From here on it is tried to split sequences over ranks as well."""
 
 
 class Rung(NamedTuple):
@@ -54,7 +55,7 @@ def _copies(cluster: Cluster) -> tuple[int, ...]:
 
 def split_inside_a_node(cluster: Cluster) -> Rung:
     """FSDP2 whose matrices, or sequences, are split over some GPUs of a node as well."""
-    degrees = [degree for degree in divisors(cluster.gpus_per_node) if 1 < degree <= 8]
+    degrees = [degree for degree in divisors(cluster.gpus_per_node) if 1 < degree <= MAX_TENSOR_PARALLEL]
     return Rung((
         *(Layout.fsdp2(tp=degree) for degree in degrees),
         *(Layout.fsdp2(cp=degree) for degree in degrees),
@@ -78,14 +79,19 @@ def on_drives() -> Rung:
     ))  # fmt: skip
 
 
-def choose(bench: Bench, rung: Rung, familiar: Iterable[str]) -> Outcome:
+def choose(bench: Bench, rung: Rung, familiar: Collection[str]) -> Outcome:
     """The rule's own framework, or one that the team runs well if it fits as well and is about as fast."""
-    by_framework: dict[str, list[Outcome]] = {}
+    by_framework: dict[str, list[Layout]] = {}
     for layout in rung.layouts:
-        by_framework.setdefault(layout.framework, []).append(bench.outcome(layout))
-    found = {name: _first_or_faster(outcomes) for name, outcomes in by_framework.items()}
-    rule = next((name for name, outcome in found.items() if outcome.best), next(iter(found)))
-    known = [name for name in found if name in set(familiar)]
+        by_framework.setdefault(layout.framework, []).append(layout)
+    found: dict[str, Outcome] = {}
+    rule = next(iter(by_framework))
+    for name, layouts in by_framework.items():
+        # Another framework is asked only where it could decide: not all of them are counted as fast.
+        if not found or not found[rule].best or name in familiar:
+            found[name] = _first_or_faster([bench.outcome(layout) for layout in layouts])
+            rule = next((one for one, outcome in found.items() if outcome.best), rule)
+    known = [name for name in found if name in familiar]
     if rule not in known:
         for name in known:
             ours, own = found[rule].best, found[name].best
@@ -124,8 +130,8 @@ def megatron(bench: Bench) -> Outcome:
     runs: list[Tried] = []
     misses: list[Tried] = []
     refusal = None
-    for tp, ep in _inside(bench.architecture, bench.cluster):
-        outcome = _fewest_stages(bench, tp, ep)
+    for split in _inside(bench):
+        outcome = _fewest_stages(bench, split)
         runs += [outcome.best] if outcome.best else []
         misses += [outcome.nearest] if outcome.nearest else []
         refusal = refusal or outcome.refusal
@@ -135,32 +141,32 @@ def megatron(bench: Bench) -> Outcome:
     return Outcome(None, _interleaved(bench, best), None, None)
 
 
-def _inside(architecture: Architecture, cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """Tensor-parallel degrees inside a node, with degrees over which the experts may be shared out."""
-    experts = architecture.mixture_of_experts
+def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
+    """Tensor-parallel degrees inside a node; with each, ranks to share out experts or long sequences over."""
+    experts, cluster = bench.architecture.mixture_of_experts, bench.cluster
     for tp in divisors(cluster.gpus_per_node):
-        if tp > 8:
+        if tp > MAX_TENSOR_PARALLEL:
             return
-        if experts is None or not architecture.num_moe_layers:
-            yield tp, 1
+        if experts is None or not bench.architecture.num_moe_layers:
+            for cp in (1, 2, 4) if bench.recipe.seq_len >= LONG_TOKENS else (1,):
+                yield {"tp": tp, "cp": cp}
             continue
+        # From one node on: fewer ranks would hold so many experts each that they seldom fit.
+        least = min(cluster.gpus_per_node, experts.num_experts)
         for ep in divisors(experts.num_experts):
-            # From one node on: fewer ranks would hold so many experts that they seldom fit.
-            if ep <= cluster.num_gpus and (ep >= min(cluster.gpus_per_node, experts.num_experts)):
-                if ep > 64:
-                    break
-                yield tp, ep
+            if least <= ep <= min(cluster.num_gpus, MAX_EXPERT_PARALLEL):
+                yield {"tp": tp, "ep": ep, "etp": 1 if ep > 1 and tp > 1 else None}
 
 
-def _fewest_stages(bench: Bench, tp: int, ep: int) -> Outcome:
+def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
     """The best of the fewest stages that fit, and of the fewest that fit without being eased."""
     found: list[Tried] = []
     nearest: Tried | None = None
     refusal = None
-    for pp in divisors(bench.cluster.num_gpus // tp):
+    for pp in divisors(bench.cluster.num_gpus // (split["tp"] or 1)):
         if pp > min(MAX_STAGES, bench.architecture.num_hidden_layers):
             break
-        outcome = bench.outcome(Layout.megatron(tp=tp, pp=pp, ep=ep, etp=1 if ep > 1 and tp > 1 else None))
+        outcome = bench.outcome(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
         refusal = refusal or outcome.refusal
         if outcome.best:
             found.append(outcome.best)
@@ -178,7 +184,7 @@ def _interleaved(bench: Bench, best: Tried) -> Tried:
         return best
     found = [best]
     for vpp in range(2, layers // pp + 1):
-        fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "ep", "etp")}
+        fields = {name: getattr(best.plan.layout, name) for name in ("tp", "pp", "cp", "ep", "etp")}
         run = bench.tried(Layout.megatron(**fields, vpp=vpp), best.plan.recipe)
         if isinstance(run, Tried) and run.fits:
             found.append(run)

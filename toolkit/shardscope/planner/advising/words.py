@@ -8,6 +8,7 @@ from shardscope.memory.words import gib
 from shardscope.timing.report import seconds_words
 
 if TYPE_CHECKING:
+    from shardscope.cluster import Cluster
     from shardscope.plan import Plan
     from shardscope.planner.advising.bench import Tried
     from shardscope.recipe import Recipe
@@ -31,7 +32,9 @@ def named(plan: Plan, wanted: Recipe | None = None) -> str:
     ]
     if getattr(layout, "reshard_after_forward", True) is False:
         more.append("weights kept between forward and backward")
-    if more:
+    if more and words.endswith(")"):
+        words = f"{words[:-1]}, {', '.join(more)})"
+    elif more:
         words += f" ({', '.join(more)})"
     parts = [words]
     if wanted is None or recipe.micro_batch_size != wanted.micro_batch_size:
@@ -47,9 +50,9 @@ def named(plan: Plan, wanted: Recipe | None = None) -> str:
     return ", ".join(parts)
 
 
-def rank(plan: Plan) -> str:
+def rank(cluster: Cluster) -> str:
     """What holds one rank: a GPU, or a CPU rank."""
-    return "GPU" if plan.on_gpu else "CPU rank"
+    return "CPU rank" if cluster.gpu.vendor == "cpu" else "GPU"
 
 
 def needs(tried: Tried) -> str:
@@ -60,7 +63,7 @@ def needs(tried: Tried) -> str:
     for place in places(tried.plan, tried.report):
         if place.name == WHILE_MADE and not place.short_bytes:
             continue
-        where = f"a {rank(tried.plan)}" if place.name == "GPU memory" else f"of {place.name} a node"
+        where = f"a {rank(tried.plan.cluster)}" if place.name == "GPU memory" else f"of {place.name} a node"
         room = "" if place.room_bytes is None else f" of {gib(place.room_bytes)}"
         told.append(f"{gib(place.needed_bytes)}{room} GiB {where}")
     return f"needs {_listed(told)}"
@@ -89,7 +92,7 @@ def lacks(tried: Tried) -> str:
     for place in tried.short:
         missing = gib(place.short_bytes)
         if place.name == "GPU memory":
-            told.append(f"{missing} GiB too little on each {rank(tried.plan)}")
+            told.append(f"{missing} GiB too little on each {rank(tried.plan.cluster)}")
         else:
             what = place.name.replace(WHILE_MADE, "host memory to make the model in")
             told.append(f"{missing} GiB too little of {what} on each node")
