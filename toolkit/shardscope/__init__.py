@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardscope.layout import Layout
     from shardscope.plan import Plan
     from shardscope.planner.advice import recommend
+    from shardscope.planner.search import search
     from shardscope.recipe import Recipe
     from shardscope.runs.launch import launch
     from shardscope.runs.run import Run
@@ -42,6 +43,7 @@ __all__ = [
     "models",
     "recommend",
     "runs",
+    "search",
 ]
 
 _rooms = {
@@ -58,6 +60,7 @@ _rooms = {
     "launch": "runs.launch",
     "models": "catalog",
     "recommend": "planner.advice",
+    "search": "planner.search",
 }
 
 

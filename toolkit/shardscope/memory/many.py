@@ -21,6 +21,8 @@ from shardscope.memory.step import StageStep
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from shardscope.memory.modules.saved import Modules
+    from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
 _SIZES = ("micro_batch_size", "global_batch_size")
@@ -60,21 +62,20 @@ class StageBytes(NamedTuple):
 
     peak: Any
     host: Any
+    host_state: Any
+    """Of ``host``, all but activations."""
     nvme: Any
 
 
-def stage_bytes(plan: Any, shape: StageShape) -> StageBytes:
+def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
     """The peak of one stage's ranks, and what they need beside the card. ``plan`` may be :class:`Varied`."""
     from shardscope.frameworks.registry import frameworks
 
-    model = frameworks[plan.layout.framework].memory_model()
-    modules = modules_of(plan)
-    stage = model.stage(plan, shape)
-    state = model.training_state(plan, stage)
+    state = frameworks[plan.layout.framework].memory_model().training_state(plan, stage)
     peak = largest(*(moment.total for moment in moments(plan, modules, stage, state)))
     offloads = plan.recipe.recompute == "offload"
     offloaded = StageStep(plan, modules, stage).offloaded() if offloads else 0
-    return StageBytes(peak, state.host_bytes + offloaded, state.nvme_bytes)
+    return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)
 
 
 def peak_bytes(plans: Sequence[Plan]) -> NDArray[np.int64]:
@@ -121,7 +122,9 @@ def _peaks(plans: list[Plan]) -> NDArray[np.int64]:
         degrees=varied([plan.degrees for plan in plans], _DEGREES),
     )
     columns = zip(*(shape for kinds in shapes for shape in kinds), strict=True)
-    peaks = stage_bytes(together, StageShape(*(column(list(values)) for values in columns))).peak
+    shape: Any = StageShape(*(column(list(values)) for values in columns))
+    plan: Any = together
+    peaks = stage_bytes(plan, modules_of(plan), model.stage(plan, shape)).peak
     starts = np.searchsorted(owners, np.arange(len(plans)))
     return np.maximum.reduceat(rows.spread(peaks), starts)
 

@@ -42,10 +42,12 @@ class Table:
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]
         self._stages(layout, model)
+        self.num_micro_batches = recipe.global_batch_size // (
+            columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
+        )
         numbers = {
             **{name: columns[name] for name in (*self._fields, MICRO_BATCH_SIZE, DATA_PARALLEL)},
-            "num_micro_batches": recipe.global_batch_size
-            // (columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]),
+            "num_micro_batches": self.num_micro_batches,
             "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
         }
         codes = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in numbers.values()]
@@ -72,7 +74,12 @@ class Table:
         self.starts = np.cumsum(each) - each
         self.place = np.arange(len(self.owners)) - self.starts[self.owners]
         kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
-        self._shapes = kinds[offsets[self.pipeline_of][self.owners] + self.place]
+        row_kinds = offsets[self.pipeline_of][self.owners] + self.place
+        self._shapes = kinds[row_kinds]
+        alike = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
+        self.num_alike = np.concatenate(alike)[row_kinds]
+        """Stages of each kind, by row."""
+        self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
 
     @cached_property
     def shape(self) -> StageShape:

@@ -1,0 +1,274 @@
+"""What a search found: every plan's bytes and seconds as columns, and the plans that are worth a look."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.memory.words import gib
+from shardscope.planner.grid import MICRO_BATCH_SIZE
+from shardscope.timing.report import HOUR_SECONDS
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from numpy.typing import NDArray
+
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.plan import Plan
+    from shardscope.planner.candidates import Candidates
+    from shardscope.planner.room_many import Needs
+    from shardscope.recipe import Recipe
+
+MISSES = 5
+"""Nearest misses that are told."""
+_DEGREES = ("data_parallel", "replicate", "tp", "pp", "vpp", "cp", "ep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """A plan that lacks the least."""
+
+    index: int
+    """Its row; :meth:`Ranking.plan` makes it."""
+    framework: str
+    lacks: Mapping[str, int]
+    """Bytes that are missing: of "GPU memory" on the worst rank, of "host memory", "NVMe" and "host memory
+    while the model is made" on the node that needs most."""
+    words: str
+    """The plan and what it lacks, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranking:
+    """All plans that a search evaluated. Columns have a number for each, shape ``(num_evaluated,)``."""
+
+    architecture: Architecture
+    cluster: Cluster
+    recipe: Recipe
+    seconds: float
+    """What the search took."""
+    peak_bytes: NDArray[np.int64]
+    """On the worst rank, as ``plan.memory().peak_bytes``."""
+    step_seconds: NDArray[np.float64]
+    """One optimizer step, as ``plan.step().seconds``."""
+    host_bytes: NDArray[np.int64]
+    """Host memory on the node that needs most."""
+    nvme_bytes: NDArray[np.int64]
+    """NVMe on the node that needs most."""
+    making_bytes: NDArray[np.int64]
+    """Host memory of a node while its ranks make or load the model."""
+    headroom_wanted_bytes: int
+    """What is to stay free of each card."""
+    refused: Mapping[str, str]
+    """Frameworks of which no plan was evaluated, and why."""
+    candidates: tuple[Candidates, ...]
+    """Whose rows the columns are, one after the other."""
+
+    @property
+    def num_evaluated(self) -> int:
+        """Plans whose memory and step were computed."""
+        return len(self.peak_bytes)
+
+    @property
+    def num_feasible(self) -> int:
+        """Of these, plans that fit, with the headroom that was asked for."""
+        return int(self.feasible.sum())
+
+    @cached_property
+    def headroom_bytes(self) -> NDArray[np.int64]:
+        """What stays free of the worst rank's card; below 0: what is missing."""
+        return self.cluster.usable_bytes_per_gpu - self.peak_bytes
+
+    @cached_property
+    def tokens_per_second_per_gpu(self) -> NDArray[np.float64]:
+        """Tokens of the global batch over the step and all GPUs."""
+        tokens = self.recipe.global_batch_size * self.recipe.seq_len
+        return tokens / self.step_seconds / self.cluster.num_gpus
+
+    @cached_property
+    def cost_per_token(self) -> NDArray[np.float64] | None:
+        """US dollars for one token; None where no price is known."""
+        price = self.cluster.price_per_hour_usd
+        if price is None:
+            return None
+        return price / HOUR_SECONDS / (self.tokens_per_second_per_gpu * self.cluster.num_gpus)
+
+    @cached_property
+    def framework(self) -> NDArray[np.str_]:
+        """Whose layout it is: the registry's name."""
+        names = [found.layout.framework for found in self.candidates]
+        return np.repeat(np.array(names, str), [found.num_plans for found in self.candidates])
+
+    @cached_property
+    def feasible(self) -> NDArray[np.bool_]:
+        """Whether it fits: the cards with the headroom asked for, its nodes' host memory and NVMe."""
+        found = np.ones(self.num_evaluated, bool)
+        for short in self._lacks.values():
+            found &= short <= 0
+        return found
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Rows of feasible plans, the fastest first; of equally fast ones the plainest, then the leanest."""
+        rows = np.flatnonzero(self.feasible)
+        if not len(rows):
+            return rows
+        seconds = self.step_seconds[rows]
+        alike = np.round(seconds / seconds.min(), 9)
+        above = np.sum([self.column(name)[rows] > 1 for name in _DEGREES if name != "data_parallel"], axis=0)
+        return rows[np.lexsort((self.peak_bytes[rows], above, alike))]
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan that fits. Raises ``ValueError`` naming the nearest misses where none does."""
+        if not len(self.order):
+            raise ValueError(self._why_none())
+        return self.plan(int(self.order[0]))
+
+    def plan(self, index: int) -> Plan:
+        """The plan of a row, made as a person would make it. Raises ``IndexError`` for no row."""
+        if not 0 <= index < self.num_evaluated:
+            raise IndexError(f"row {index} of {self.num_evaluated:,} plans")
+        place = bisect_right(self._starts, index) - 1
+        return self.candidates[place].plan(self.cluster, int(index) - self._starts[place])
+
+    def pareto(self) -> NDArray[np.int64]:
+        """Rows of feasible plans that no other outdoes in both speed and memory, the fastest first."""
+        rows = self.order
+        peaks = self.peak_bytes[rows]
+        least = np.minimum.accumulate(peaks)
+        better = np.ones(len(rows), bool)
+        better[1:] = peaks[1:] < least[:-1]
+        return rows[better]
+
+    @cached_property
+    def misses(self) -> tuple[Miss, ...]:
+        """The plans nearest to fitting that do not, each of another layout's framework first."""
+        lacks, rooms = self._lacks, self._rooms
+        rows = np.flatnonzero(~self.feasible)
+        if not len(rows):
+            return ()
+        over = np.max([np.maximum(0, lacks[name][rows]) / max(1, rooms[name]) for name in lacks], axis=0)
+        nearest = rows[np.lexsort((self.step_seconds[rows], over))]
+        first = np.sort(np.unique(self.framework[nearest], return_index=True)[1])
+        chosen = list(dict.fromkeys([*nearest[first].tolist(), *nearest[: 2 * MISSES].tolist()]))[:MISSES]
+        return tuple(self._miss(row) for row in chosen)
+
+    def to_frame(self, limit: int | None = None) -> pd.DataFrame:
+        """A row for each plan, ``limit`` at most: feasible ones first, fastest first, then the nearest."""
+        import pandas as pd
+
+        others = np.flatnonzero(~self.feasible)
+        others = others[np.lexsort((self.step_seconds[others], self.peak_bytes[others]))]
+        rows = np.concatenate([self.order, others])[:limit]
+        found: dict[str, Any] = {
+            "framework": self.framework[rows],
+            "layout": self.options[rows],
+            "recompute": self.recompute[rows],
+            MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
+            **{name: self.column(name)[rows] for name in _DEGREES},
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu[rows],
+            "step_seconds": self.step_seconds[rows],
+            "peak_bytes": self.peak_bytes[rows],
+            "headroom_bytes": self.headroom_bytes[rows],
+            "feasible": self.feasible[rows],
+        }
+        if self.cost_per_token is not None:
+            found["cost_per_token"] = self.cost_per_token[rows]
+        return pd.DataFrame(found, index=pd.Index(rows, name="plan"))
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
+        ``data_parallel``) of each plan; 1 where a framework has none of it."""
+        parts = [
+            found.table.columns.get(name, np.ones(found.num_plans, np.int64)) for found in self.candidates
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    @cached_property
+    def recompute(self) -> NDArray[np.str_]:
+        """What is recomputed, by plan."""
+        return self._repeated([found.recipe.recompute for found in self.candidates])
+
+    @cached_property
+    def options(self) -> NDArray[np.str_]:
+        """What a layout chooses beside its degrees, in words."""
+        return self._repeated([_options(found.layout) for found in self.candidates])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        sizes = [found.num_plans for found in self.candidates]
+        return [0, *np.cumsum(sizes[:-1], dtype=int).tolist()] if sizes else []
+
+    @cached_property
+    def _rooms(self) -> dict[str, int]:
+        cluster = self.cluster
+        found = {
+            "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
+            "host memory": cluster.host_memory_bytes,
+            "NVMe": cluster.nvme_bytes,
+            "host memory while the model is made": cluster.host_memory_bytes,
+        }
+        return {name: room for name, room in found.items() if room is not None}
+
+    @cached_property
+    def _lacks(self) -> dict[str, NDArray[np.int64]]:
+        """Bytes that are missing in each place whose size is known; 0 or less: none."""
+        needed = {
+            "GPU memory": self.peak_bytes,
+            "host memory": self.host_bytes,
+            "NVMe": self.nvme_bytes,
+            "host memory while the model is made": self.making_bytes,
+        }
+        return {name: needed[name] - room for name, room in self._rooms.items()}
+
+    def _repeated(self, values: list[str]) -> NDArray[np.str_]:
+        return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
+
+    def _miss(self, row: int) -> Miss:
+        lacks = {name: int(short[row]) for name, short in self._lacks.items() if short[row] > 0}
+        numbers = ", ".join(
+            f"{name.replace('_', ' ')} {int(self.column(name)[row])}"
+            for name in (*_DEGREES, MICRO_BATCH_SIZE)
+            if self.column(name)[row] > 1
+        )
+        what = f"{self.options[row]}, recompute {self.recompute[row]}" + (f", {numbers}" if numbers else "")
+        missing = " and ".join(f"{gib(short)} GiB of {name}" for name, short in lacks.items())
+        words = f"{what}: lacks {missing}"
+        return Miss(index=int(row), framework=str(self.framework[row]), lacks=lacks, words=words)
+
+    def _why_none(self) -> str:
+        refused = [f"{name}: {why}" for name, why in self.refused.items()]
+        told = [*(miss.words for miss in self.misses), *refused]
+        return (
+            f"No plan of {self.num_evaluated:,} for {self.architecture.name} fits {self.cluster}. "
+            f"Nearest misses: {'; '.join(told) or 'none, for no layout runs this recipe here'}."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
+            f"{self.seconds:.2f} s>"
+        )
+
+
+def _options(layout: Any) -> str:
+    """What distinguishes a layout whose degrees are 1."""
+    plain = type(layout)()
+    changed = [
+        f"{name}={getattr(layout, name)}"
+        for name in layout.choices
+        if name not in _DEGREES and getattr(layout, name) != getattr(plain, name)
+    ]
+    return f"{layout.title}{' (' if changed else ''}{', '.join(changed)}{')' if changed else ''}"
+
+
+def of_needs(needs: list[Needs], name: str) -> NDArray[np.int64]:
+    """One place's bytes of all plans."""
+    return np.concatenate([getattr(one, name) for one in needs]) if needs else np.zeros(0, np.int64)

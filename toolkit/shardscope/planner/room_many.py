@@ -1,0 +1,101 @@
+"""Whether what many plans need is there: the questions of :mod:`room`, over arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardscope.frameworks.registry import frameworks
+from shardscope.layout import Degrees
+from shardscope.memory.many import Varied
+from shardscope.plan import Plan
+from shardscope.planner.grid import Columns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.cluster import Cluster
+    from shardscope.layout import Layout
+    from shardscope.memory.many import StageBytes
+    from shardscope.planner.table import Table
+    from shardscope.recipe import Recipe
+
+
+class Needs(NamedTuple):
+    """Bytes that each plan needs, shape ``(num_plans,)``; beside the card on the node that needs most."""
+
+    peak: NDArray[np.int64]
+    host: NDArray[np.int64]
+    nvme: NDArray[np.int64]
+    making: NDArray[np.int64]
+    """Host memory while the model is made."""
+
+
+def needs(
+    table: Table, cluster: Cluster, recipe: Recipe, found: StageBytes, making: NDArray[np.int64]
+) -> Needs:
+    """What the plans of ``table`` need, of what its stages' ranks do."""
+    peak = table.most(found.peak)
+    host = table.rows.spread(found.host)
+    if recipe.optimizer.startswith("paged"):
+        # Of managed memory only those pages are on the host that the GPU has no room for.
+        paged = table.most(found.host_state)
+        evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
+        host = np.maximum(0, host - (paged - evicted)[table.owners])
+    if cluster.gpu.memory_is_shared:
+        uses = np.maximum.reduceat(host, table.starts) > 0
+        host = host + (uses * peak)[table.owners]
+    return Needs(
+        peak,
+        _on_a_node(table, cluster, host),
+        _on_a_node(table, cluster, table.rows.spread(found.nvme)),
+        making,
+    )
+
+
+def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes on the fullest node. Pipeline stages are the outermost degree: a node has neighbours."""
+    per_node = cluster.gpus_per_node
+    found: NDArray[np.int64] = np.maximum.reduceat(by_row, table.starts) * per_node
+    if not found.any():
+        return found
+    for number, shapes in enumerate(table.pipelines):
+        per_stage = cluster.num_gpus // len(shapes.kind_of)
+        if per_stage % per_node == 0:
+            continue
+        plans = np.flatnonzero(table.pipeline_of == number)
+        stages = by_row[table.starts[plans][:, None] + np.array(shapes.kind_of)]
+        sums = np.cumsum(np.repeat(stages, per_stage, axis=1), axis=1)
+        firsts = np.arange(0, cluster.num_gpus, per_node)
+        lasts = np.minimum(firsts + per_node, cluster.num_gpus) - 1
+        before = np.where(firsts > 0, sums[:, firsts - 1], 0)
+        found[plans] = (sums[:, lasts] - before).max(axis=1)
+    return found
+
+
+def making_bytes(columns: Columns, table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
+    """Host memory of a node while all its ranks make or load the model, shape ``(num_plans,)``."""
+    model = frameworks[layout.framework].building_model()
+    names = [name for name in ("tp", "pp", "ep") if name in columns]
+    codes = np.zeros(table.num_plans, np.int64)
+    for name in names:
+        codes = codes << 21 | columns[name]
+    _, first, places = np.unique(codes, return_index=True, return_inverse=True)
+    each = []
+    for row in first:
+        degrees = {name: int(columns[name][row]) for name in names}
+        spread = Degrees(data_parallel=1, **degrees)
+        varied: Any = Varied(type(layout), layout, **degrees)
+        plan: Any = Varied(
+            Plan,
+            None,
+            architecture=table.architecture,
+            cluster=cluster,
+            recipe=recipe,
+            layout=varied,
+            degrees=spread,
+            stage_layers=tuple(layout.stage_layers(table.architecture, spread)),
+        )
+        each.append(model.on_host(plan).num_bytes)
+    return np.array(each, np.int64)[places.reshape(-1)] * cluster.gpus_per_node

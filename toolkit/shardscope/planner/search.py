@@ -1,0 +1,155 @@
+"""``ss.search``: every layout, micro-batch and recomputation of every framework, evaluated and ranked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.frameworks.registry import frameworks as known
+from shardscope.memory.activations import modules_of
+from shardscope.memory.many import stage_bytes
+from shardscope.planner.candidates import Candidates, candidates_of
+from shardscope.planner.ranking import Ranking, of_needs
+from shardscope.planner.room_many import Needs, making_bytes, needs
+from shardscope.support import check_sequence, check_targets
+from shardscope.timing.calibration import rates_for
+from shardscope.timing.layers import PEAKS
+from shardscope.timing.many import step_seconds
+from shardscope.validation import one_of, refuse, whole_number
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.architecture import Architecture
+    from shardscope.cluster import Cluster
+    from shardscope.recipe import Recipe
+
+Progress = Callable[[str, float], object]
+"""Is called with words and a fraction; what it raises ends the search."""
+
+
+def search(
+    arch: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    frameworks: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    *,
+    headroom_bytes: int = 0,
+) -> Ranking:
+    """Every plan of the grid below, its peak bytes and the seconds of its step, ranked by tokens a second.
+
+    The grid, of each framework in ``frameworks`` (None: all), over all GPUs of ``cluster``, with the global
+    batch of ``recipe``: every degree that divides the GPUs and what it cuts (tensor, pipeline, context and
+    expert parallel, copies of a sharded state), chunks of a pipeline stage (Megatron-core: all that come out
+    even; FSDP2: powers of two), micro-batches of 1, 2, 4, ... sequences that divide the batch, and the
+    recipe's own; no, selective or full recomputation or offloaded activations, as the framework has them, at
+    the recipe's interval. Of each framework's options: ``reshard_after_forward`` True and False and state in
+    host memory (FSDP2); stages 0 to 3 and places of optimizer and parameters (DeepSpeed ZeRO, NVMe where the
+    cluster says how fast its is); sequence parallelism, the distributed optimizer and experts cut by tp or
+    not (Megatron-core). Everything else is the recipe's, or the framework's default. What a ``Plan`` refuses
+    is not in it.
+
+    ``progress(words, fraction)`` is called as it goes on and ends the search by raising. A plan counts as
+    feasible if ``headroom_bytes`` of each card stay free. Raises ``ValueError`` for a figure of the GPU that
+    is not known, and for a recipe that no framework could run.
+    """
+    start = time.perf_counter()
+    whole_number("headroom_bytes", headroom_bytes, low=0, high=2**50)
+    names = _names(frameworks)
+    check_targets(arch, recipe)
+    check_sequence(arch, recipe)
+    rates = rates_for(cluster)
+    rates.matrix(PEAKS[recipe.precision])
+    rates.memory()
+    refused: dict[str, str] = {}
+    asked: list[Candidates] = []
+    for name in names:
+        _tell(progress, f"The grid of {known[name].title}", 0.0)
+        try:
+            offered = list(candidates_of(name, arch, cluster, recipe))
+        except ValueError as refusal:
+            refused[name] = str(refusal)
+            continue
+        if not offered:
+            refused[name] = _why_none(name, arch, cluster, recipe)
+        asked += offered
+    total, done = sum(one.num_plans for one in asked), 0
+    answered: list[Candidates] = []
+    memory: list[Needs] = []
+    seconds: list[NDArray[np.float64]] = []
+    for one in asked:
+        name = one.layout.framework
+        if name in refused:
+            continue
+        try:
+            needed, its_seconds = evaluate(one, cluster)
+        except ValueError as refusal:
+            refused[name] = str(refusal)
+            continue
+        answered.append(one)
+        memory.append(needed)
+        seconds.append(its_seconds)
+        done += one.num_plans
+        _tell(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+    return Ranking(
+        architecture=arch,
+        cluster=cluster,
+        recipe=recipe,
+        peak_bytes=of_needs(memory, "peak"),
+        host_bytes=of_needs(memory, "host"),
+        nvme_bytes=of_needs(memory, "nvme"),
+        making_bytes=of_needs(memory, "making"),
+        step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
+        headroom_wanted_bytes=headroom_bytes,
+        refused=refused,
+        candidates=tuple(answered),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
+    """What each of them needs, and the seconds of its step, through the formulas of one plan.
+
+    Raises ``ValueError`` for what there are no formulas for.
+    """
+    table, recipe, layout = found.table, found.recipe, found.layout
+    plans: Any = table.plans(cluster, recipe, layout)
+    modules = modules_of(plans)
+    stage = known[layout.framework].memory_model().stage(plans, table.shape)
+    making = making_bytes(table.columns, table, cluster, recipe, layout)
+    needed = needs(table, cluster, recipe, stage_bytes(plans, modules, stage), making)
+    if recipe.optimizer.startswith("paged"):
+        # What travels depends on the whole report; only DDP pages, and has a handful of plans.
+        each = [found.plan(cluster, row).step().seconds for row in range(found.num_plans)]
+        return needed, np.array(each, np.float64)
+    return needed, step_seconds(table, plans, stage)
+
+
+def _names(frameworks: Sequence[str] | None) -> list[str]:
+    if frameworks is None:
+        return list(known)
+    if isinstance(frameworks, str) or not frameworks:
+        refuse(
+            "frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({'fsdp2'!r},)"
+        )
+    return list(dict.fromkeys(one_of("frameworks", name, list(known)) for name in frameworks))
+
+
+def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:
+    """What refuses the framework's plainest layout."""
+    from shardscope.plan import Plan
+
+    try:
+        Plan(arch, cluster, recipe, known[name].layout_class())
+    except ValueError as refusal:
+        return str(refusal)
+    return "no layout of its grid divides these GPUs and this batch"
+
+
+def _tell(progress: Progress | None, words: str, fraction: float) -> None:
+    if progress is not None:
+        progress(words, fraction)

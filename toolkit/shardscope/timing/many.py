@@ -1,0 +1,37 @@
+"""The step's seconds of many plans at once: the same formulas as ``plan.step()``, over columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardscope.memory.activations import modules_of
+from shardscope.timing.calibration import rates_for
+from shardscope.timing.stages import stage_seconds
+from shardscope.timing.step import bubble_seconds
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.planner.table import Table
+
+
+def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
+    """``plan.step().seconds`` of each plan of ``table``, but for what paged optimizers add.
+
+    Shape ``(num_plans,)``. ``plans`` and ``stage`` are :meth:`Table.plans` and the weights of its stages.
+    Raises ``ValueError`` naming a figure that is not known.
+    """
+    found = stage_seconds(plans, stage, modules_of(plans), rates_for(plans.cluster))
+    busy, flowing = table.rows.spread(found.busy), table.rows.spread(found.flowing)
+    most = np.maximum.reduceat(busy, table.starts)
+    if len(busy) == table.num_plans:
+        return most
+    # Of stages that are equally slow the first is the slowest.
+    slowest = np.flatnonzero(busy == most[table.owners])
+    first = slowest[np.unique(table.owners[slowest], return_index=True)[1]]
+    every = np.add.reduceat(flowing * table.num_alike, table.starts)
+    columns = table.columns
+    bubble = bubble_seconds(every, flowing[first], columns.get("vpp", 1), table.num_micro_batches)
+    return np.where(table.num_stages > 1, most + bubble, most)
