@@ -119,6 +119,9 @@ def _by_shape(row: Row) -> tuple[ss.Architecture, list[str]]:
         shape = Shape(layers, hidden, heads, heads, ffn or 4 * hidden, vocab)
         made = gpt(name, shape, number(row, "seq_len") or 2048)
         _check_size(made, stated)
+        if re.search(r"\bmpt\b", name.lower()):
+            # llm-foundry's MPT has torch.nn.GELU, one kernel, where transformers' GPT-2 writes it out.
+            made, assumed[-1] = replace(made, model_type="starcoder2"), "modules like StarCoder2's"
         return made, assumed
     kv_heads = number(row, "kv_heads") or heads
     if ffn is None and stated and number(row, "vocab"):
