@@ -1,0 +1,176 @@
+"""What the table of frameworks says is what a Plan accepts: each cell is tried."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.frameworks.accelerate.carried import CARRIED
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.abilities import COLUMNS, Cell, abilities, code
+from shardscope.validation import FieldError
+
+CLUSTER = ss.Cluster.parse("8xh100-sxm-80gb")
+DENSE = ss.models["llama-3.1-8b"]
+WITH_EXPERTS = ss.models["mixtral-8x7b"]
+DEGREES = {
+    "hybrid": "replicate",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "interleaved": "vpp",
+    "context": "cp",
+    "expert": "ep",
+}
+"""Abilities that are a degree, and which."""
+OFFLOADS = {"cpu_offload": "cpu", "nvme_offload": "nvme"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "compile": {"kernels": "compiled"},
+    "fp8": {"precision": "fp8-mixed"},
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora"},
+}
+EVERY = [(name, key) for name in (*frameworks, "accelerate") for key in COLUMNS]
+
+
+def plan_of(key: str, layout: ss.Layout, recipe: dict[str, Any]) -> ss.Plan:
+    arch = WITH_EXPERTS if key == "expert" else DENSE
+    return ss.Plan(arch, CLUSTER, ss.Recipe(seq_len=2048, **recipe), layout)
+
+
+@pytest.mark.parametrize(("framework", "key"), EVERY)
+def test_a_plan_accepts_what_the_table_says(framework: str, key: str) -> None:
+    cell = abilities().cell(framework, key)
+    if not cell.supported:
+        assert cell.layout is None
+        if framework in frameworks:
+            assert_nothing_has_it(framework, key)
+        return
+    assert cell.layout is not None
+    plan = plan_of(key, cell.layout, dict(cell.recipe))
+    if key in DEGREES:
+        assert getattr(plan.degrees, DEGREES[key]) == 2
+    if key == "data":
+        assert plan.degrees.data_parallel == plan.world_size
+    if key == "sequence":
+        assert plan.layout.splits_sequence
+    if key in OFFLOADS:
+        report = plan.memory()
+        assert (report.host_bytes if key == "cpu_offload" else report.nvme_bytes) > 0
+    assert dict(cell.recipe) == RECIPES.get(key, {})
+
+
+def assert_nothing_has_it(framework: str, key: str) -> None:
+    """No layout of the class can be made, or planned, that has the ability."""
+    layout_class = frameworks[framework].layout_class
+    if key in RECIPES:
+        with pytest.raises(FieldError):
+            plan_of(key, layout_class(), RECIPES[key])
+    elif key in DEGREES:
+        with pytest.raises(ValueError, match="key"):
+            layout_class(**{DEGREES[key]: 2})
+    elif key == "sequence":
+        widened = (
+            layout_class(tp=2, **({"stage": 1} if framework == "deepspeed" else {}))
+            if has_tp(framework)
+            else None
+        )
+        assert widened is None or not widened.splits_sequence
+    elif key in OFFLOADS:
+        fields = [name for name in layout_class.__dataclass_fields__ if name.startswith("offload")]
+        for name in {"offload", "offload_optimizer", "offload_params", *fields}:
+            with pytest.raises(ValueError):
+                layout_class(**{name: OFFLOADS[key]})
+    else:
+        assert key in ("zero_1", "zero_2", "zero_3")
+        component = {"zero_1": "optimizer", "zero_2": "gradients", "zero_3": "parameters"}[key]
+        one, eight = (
+            ss.Plan(DENSE, ss.Cluster.parse(f"{n}xh100-sxm-80gb"), ss.Recipe(seq_len=2048), layout_class())
+            for n in (1, 8)
+        )
+        held = [max(parts[component] for _, _, parts in p.memory().timeline) for p in (one, eight)]
+        # A part of them is no half: reducer's buckets and padding may differ a little.
+        assert held[1] > 0.9 * held[0]
+
+
+def has_tp(framework: str) -> bool:
+    return "tp" in frameworks[framework].layout_class.__dataclass_fields__
+
+
+def test_what_everyone_knows() -> None:
+    """The table by hand, once, for what nobody doubts."""
+    table = abilities()
+    known: dict[str, set[str]] = {
+        "ddp": {"data"},
+        "fsdp2": {"data", "zero_1", "zero_2", "zero_3", "hybrid", "tensor", "context", "cpu_offload"},
+        "deepspeed": {"data", "zero_1", "zero_2", "zero_3", "cpu_offload", "nvme_offload", "expert"},
+        "megatron": {"data", "zero_1", "tensor", "sequence", "pipeline", "interleaved", "context", "expert"},
+    }
+    for name, keys in known.items():
+        assert all(table.cell(name, key).supported for key in keys), name
+    for name, key in (
+        ("ddp", "zero_1"),
+        ("fsdp2", "expert"),
+        ("megatron", "zero_3"),
+        ("deepspeed", "context"),
+    ):
+        assert not table.cell(name, key).supported
+
+
+def test_zero_stages_are_their_own() -> None:
+    table = abilities()
+    for stage in (1, 2, 3):
+        layout: Any = table.cell("deepspeed", f"zero_{stage}").layout
+        assert layout.stage == stage
+
+
+def test_accelerate_has_nothing_that_what_it_starts_has_not() -> None:
+    table = abilities()
+    for key in COLUMNS:
+        if table.cell("accelerate", key).supported:
+            assert any(table.cell(name, key).supported for name in CARRIED), key
+
+
+def test_code_makes_the_layout() -> None:
+    cells = [cell for row in abilities().cells.values() for cell in row.values() if cell.layout]
+    for cell in cells:
+        assert eval(f"ss.{code(cell.layout)}", {"ss": ss}) == cell.layout  # type: ignore[arg-type]
+
+
+def test_accelerate_has_the_fields_that_it_is_said_to_have() -> None:
+    """Read from its source, for to import it is to import torch."""
+    spec = importlib.util.find_spec("accelerate")
+    if spec is None or spec.origin is None:
+        pytest.skip("accelerate is not installed")
+    folder = Path(spec.origin).parent
+    fields: set[str] = set()
+    for file in (folder / "parallelism_config.py", folder / "utils" / "dataclasses.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                targets = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+                fields |= {f"{node.name}.{target.id}" for target in targets if isinstance(target, ast.Name)}
+    for name, carried in CARRIED.items():
+        assert set(carried.values()) <= fields, name
+        assert carried.keys() <= frameworks[name].layout_class.__dataclass_fields__.keys(), name
+
+
+def test_the_table_as_a_frame_and_as_html() -> None:
+    frame = abilities().to_frame()
+    assert list(frame.index) == ["DDP", "FSDP2", "DeepSpeed ZeRO", "Megatron-core", "Accelerate"]
+    assert frame.shape == (5, len(COLUMNS) + 1)
+    assert frame["ergonomics"].str.len().min() > 10
+    html = abilities().to_html()
+    assert "<script" not in html
+    assert html.count("<tr>") == 6
+
+
+def test_wrong_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'fsdp2'"):
+        abilities().cell("fsdp", "tensor")
+    with pytest.raises(ValueError, match="'tensor'"):
+        abilities().cell("fsdp2", "tensors")
+    assert isinstance(abilities().cell("ddp", "data"), Cell)
