@@ -9,16 +9,20 @@ import re
 import weakref
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ipywidgets import ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from plotly.graph_objects import FigureWidget
+from traitlets import TraitError
 
 import shardscope as ss
 from shardscope.memory.report import COMPONENTS
 from shardscope_widgets import MemoryView, Studio, TraceView
+from shardscope_widgets.checks_view import summary
 from shardscope_widgets.launch_panel import offer_for
+from shardscope_widgets.number_words import short
 from shardscope_widgets.pickers import LayoutPicker
 from shardscope_widgets.words import device_count, title, verdict
 
@@ -379,3 +383,111 @@ def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> 
     drawn = bars(studio.memory)["parameters"]
     assert tuple(state["_widget_data"][0]["x"]) == drawn
     assert state["_widget_layout"]["height"] == studio.memory.figure.layout.height
+
+
+# ------------------------------------------------------------------------- time, plans and checks
+
+
+def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
+    report = studio.plan.step()
+    said = words(studio.rates.value)
+    assert f"{report.tflops_per_gpu:.0f} TFLOP/s per GPU" in said
+    assert f"{short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in said
+    studio.architecture.name.value = "llama-3.2-1b"
+    assert words(studio.rates.value) != said
+
+
+def test_where_no_time_is_known_the_head_says_why_on_hover(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(plan: ss.Plan) -> None:
+        raise ValueError("Gpu.peak_flops is <unknown>. Nearest fix: ss.calibrate().")
+
+    monkeypatch.setattr(ss.Plan, "step", refused)
+    studio.launch_panel.offer(studio.plan, studio.plan.memory())
+    studio.recipe.micro.value = "1"
+    studio._draw(None)
+    assert words(studio.rates.value) == "– TFLOP/s per GPU – tokens/s per GPU – per M tokens"
+    assert studio.rates.value.count("Gpu.peak_flops is &lt;unknown&gt;. Nearest fix: ss.calibrate().") == 3
+    assert "Fits: " in words(studio.headline.value), "the rest of the Studio goes on"
+    studio.tabs.value = "Time"
+    assert "ss.calibrate()" in studio.time.caption.value
+
+
+def test_what_is_behind_a_tab_is_made_when_it_is_shown(studio: Studio) -> None:
+    assert not {"time", "plans", "checks"} & set(vars(studio))
+    studio.tabs.value = "Time"
+    assert "time" in vars(studio) and "plans" not in vars(studio)
+
+
+def test_only_the_page_in_sight_is_drawn(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    for name in ("memory", "time", "checks"):
+        view = getattr(studio, name)
+        monkeypatch.setattr(view, "show", lambda *_, name=name: drawn.append(name))
+    studio.recipe.seq_len.value = "2048"
+    assert drawn == ["memory"]
+    studio.tabs.value = "Time"
+    studio.recipe.seq_len.value = "1024"
+    assert drawn == ["memory", "time", "time"]
+    studio.tabs.value = "Memory"
+    studio.tabs.value = "Time"
+    assert drawn == ["memory", "time", "time", "memory"], "what is up to date is not drawn again"
+
+
+def test_the_chart_is_drawn_before_anything_else_is_asked(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("step", "findings", "repairs"):
+        real = getattr(ss.Plan, name)
+        monkeypatch.setattr(
+            ss.Plan, name, lambda plan, *_, name=name, real=real: (asked.append(name), real(plan))[1]
+        )
+    show = studio.memory.show
+    monkeypatch.setattr(studio.memory, "show", lambda *given: (asked.append("chart"), show(*given)))
+    studio.recipe.micro.value = "2"
+    assert asked[0] == "chart" and {"step", "findings", "repairs"} <= set(asked)
+
+
+def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
+    assert studio.plan.findings() == [] and "Checks" not in studio.tabs.badges
+    studio.architecture.name.value = "llama-3.1-70b"
+    found = studio.plan.findings()
+    assert found and studio.tabs.badges["Checks"] == [str(len(found)), summary(found)]
+    studio.tabs.value = "Checks"
+    assert studio.checks.list.value.count("<li ") == len(found)
+    studio.architecture.name.value = "llama-3.1-8b"
+    assert "Checks" not in studio.tabs.badges and "Nothing to mend" in studio.checks.list.value
+
+
+def test_a_finding_is_mended_by_its_button(studio: Studio) -> None:
+    studio.recipe.micro.value = "4"
+    studio.tabs.value = "Checks"
+    mended = next(finding for finding in studio.plan.findings() if finding.plan is not None)
+    studio.checks.list.press(mended.name)
+    assert mended.plan is not None
+    assert studio.plan.memory().peak_bytes == mended.plan.memory().peak_bytes
+    assert mended.name not in [finding.name for finding in studio.plan.findings()]
+
+
+def test_another_clusters_plan_goes_through_the_inputs_as_well(studio: Studio) -> None:
+    layout = ss.Layout.megatron(tp=2, sequence_parallel=True)
+    other = ss.Plan(studio.plan.architecture, ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
+    studio.apply(other)
+    assert studio.plan == other and studio.cluster.nodes.value == "2"
+
+
+def test_a_runs_steps_stand_in_the_time_tab(studio: Studio) -> None:
+    metrics = [{"rank": 0, "step": step, "step_seconds": 0.5} for step in range(20)]
+    run = SimpleNamespace(
+        plan=studio.plan, metrics=lambda: metrics, memory=lambda: SimpleNamespace(tensor_bytes=0)
+    )
+    studio._keep_measured(run)
+    studio.tabs.value = "Time"
+    assert studio.time.shown is not None and studio.time.shown.measured == (17, 0.5)
+
+
+def test_an_unknown_tab_is_refused(studio: Studio) -> None:
+    with pytest.raises(TraitError, match="there are Memory, Time"):
+        studio.tabs.value = "Speed"

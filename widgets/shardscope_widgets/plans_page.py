@@ -16,9 +16,8 @@ from shardscope_widgets.words import device_count, title
 from shardscope_widgets.work_panel import Progress, WorkPanel
 
 if TYPE_CHECKING:
-    from shardscope.planner.search import Ranking
-
     from shardscope.planner.advice import Advice
+    from shardscope.planner.ranking import Ranking
 
 
 CHOSEN = {

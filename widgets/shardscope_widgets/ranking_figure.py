@@ -12,7 +12,7 @@ from shardscope_widgets.number_words import short
 from shardscope_widgets.ranking_rows import marks, signs
 
 if TYPE_CHECKING:
-    from shardscope.planner.search import Ranking
+    from shardscope.planner.ranking import Ranking
 
 GIB = 2**30
 PIXELS = 300
@@ -75,11 +75,11 @@ def draw(figure: Chart, ranking: Ranking, chosen: tuple[float, float] | None) ->
 
     ``chosen`` are the peak bytes and the tokens a second of a GPU of the plan that is applied.
     """
-    memory = np.asarray(ranking.peak_bytes, dtype=float)
-    speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)
-    capacity = float(ranking.usable_bytes)
+    memory = ranking.peak_bytes.astype(float)
+    speed = ranking.tokens_per_second_per_gpu
+    capacity = float(ranking.cluster.usable_bytes_per_gpu)
     near = np.flatnonzero((memory <= SHOWN_OVER_CAPACITY * capacity) & np.isfinite(speed))
-    names = np.asarray(ranking.framework)
+    names = ranking.framework
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
     shown = marks(ranking, near, (0.0, widest), (0.0, highest))
@@ -87,8 +87,7 @@ def draw(figure: Chart, ranking: Ranking, chosen: tuple[float, float] | None) ->
     for name in signs():
         own = shown[names[shown] == name]
         traces.append({"x": (memory[own] / GIB).tolist(), "y": speed[own].tolist()})
-    front = np.asarray(ranking.pareto(), dtype=np.int64)
-    front = front[np.argsort(memory[front], kind="stable")]
+    front = ranking.pareto()[::-1]
     traces.append({"x": (memory[front] / GIB).tolist(), "y": speed[front].tolist()})
     traces.append({"x": [chosen[0] / GIB], "y": [chosen[1]]} if chosen else {"x": [], "y": []})
     line = {"width": 2, "color": INK}

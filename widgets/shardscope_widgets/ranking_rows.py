@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope_widgets.theme import FRAMEWORK_COLOURS, FRAMEWORK_SIGNS, FRAMEWORK_SYMBOLS
 
 if TYPE_CHECKING:
-    from shardscope.planner.search import Ranking
+    from shardscope.planner.ranking import Ranking
 
-Column = Literal["tokens_per_second_per_gpu", "step_seconds", "peak_bytes", "headroom_bytes", "framework"]
 ASCENDING: dict[str, bool] = {
     "tokens_per_second_per_gpu": False,
     "step_seconds": True,
@@ -50,14 +50,9 @@ def signs() -> dict[str, Sign]:
     }
 
 
-def feasible(ranking: Ranking) -> Indices:
-    """Rows whose memory is enough, in the ranking's own order."""
-    return np.flatnonzero(np.asarray(ranking.headroom_bytes) >= 0)
-
-
 def ordered(ranking: Ranking, column: str, ascending: bool) -> Indices:
     """Feasible rows by a column; equals stay in the ranking's order, the faster first."""
-    rows = feasible(ranking)
+    rows = ranking.order
     values = np.asarray(getattr(ranking, column))[rows]
     if not ascending:
         # Stable in both directions: a reversed stable sort would turn equals around.
@@ -83,3 +78,15 @@ def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number:
     low, high = bounds
     share = (values - low) / max(high - low, 1e-300)
     return np.clip((share * number).astype(np.int64), 0, number - 1)
+
+
+def is_row(ranking: Ranking, index: int, plan: ss.Plan, peak_bytes: int) -> bool:
+    """Whether a row is ``plan``, whose peak is ``peak_bytes``, however its open fields are written."""
+    other = ranking.plan(index)
+    return (
+        peak_bytes == int(ranking.peak_bytes[index])
+        and other.layout.framework == plan.layout.framework
+        and other.degrees == plan.degrees
+        and other.recipe.micro_batch_size == plan.recipe.micro_batch_size
+        and other.recipe.recompute == plan.recipe.recompute
+    )

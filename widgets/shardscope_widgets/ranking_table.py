@@ -9,12 +9,11 @@ import numpy as np
 
 import shardscope as ss
 from shardscope.memory.words import gib
-from shardscope.timing.report import HOUR_SECONDS
 from shardscope_widgets.number_words import Scale, dollars, short
-from shardscope_widgets.ranking_rows import Indices, signs
+from shardscope_widgets.ranking_rows import Indices, is_row, signs
 
 if TYPE_CHECKING:
-    from shardscope.planner.search import Ranking
+    from shardscope.planner.ranking import Ranking
 
 ROWS_ON_A_PAGE = 12
 HEADINGS = {
@@ -26,9 +25,17 @@ HEADINGS = {
 
 
 def page_of(
-    ranking: Ranking, order: Indices, first: int, column: str, ascending: bool, chosen: ss.Plan | None
+    ranking: Ranking,
+    order: Indices,
+    first: int,
+    column: str,
+    ascending: bool,
+    chosen: tuple[ss.Plan, int] | None,
 ) -> str:
-    """Twelve rows from ``first`` on, with headings that sort and rows that apply."""
+    """Twelve rows from ``first`` on, with headings that sort and rows that apply.
+
+    ``chosen`` are the plan that is applied and its peak bytes.
+    """
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
     scale = Scale.of(float(steps[order[0]]))
@@ -54,13 +61,13 @@ def _heading(name: str, words: str, column: str, ascending: bool) -> str:
     return f"<th scope='col'{kind}{sorts}>{button}</th>"
 
 
-def _row(ranking: Ranking, index: int, scale: Scale, chosen: ss.Plan | None) -> str:
+def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> str:
     plan = ranking.plan(index)
     sign = signs()[plan.layout.framework]
     rate = float(ranking.tokens_per_second_per_gpu[index])
-    price = plan.cluster.gpu.price_per_hour_usd
-    cost = "–" if price is None else dollars(1e6 * price / HOUR_SECONDS / rate)
-    current = plan == chosen
+    costs = ranking.cost_per_token
+    cost = "–" if costs is None else dollars(1e6 * float(costs[index]))
+    current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
     name = escape(layout_words(plan))
     note = " · this plan" if current else ""
@@ -104,11 +111,18 @@ def _pager(first: int, number: int) -> str:
 def misses(ranking: Ranking) -> str:
     """Where nothing fits: the nearest misses, and what each lacks."""
     rows = "".join(
-        f"<li><div><b>{escape(layout_words(miss.plan))}</b> {escape(miss.words)}</div>"
-        f"<button type='button' class='ss-act' data-act='miss:{index}'>Apply</button></li>"
-        for index, miss in enumerate(ranking.misses)
+        f"<li><div>{escape(miss.words)}</div><button type='button' class='ss-act'"
+        f" data-act='apply:{miss.index}'>Apply</button></li>"
+        for miss in ranking.misses
     )
-    return (
-        "<h2>Nothing fits <span class='ss-hint'>these come nearest</span></h2>"
-        f"<ul class='ss-offers'>{rows}</ul>"
+    head = "<h2>Nothing fits <span class='ss-hint'>these come nearest</span></h2>"
+    return f"{head}<ul class='ss-offers'>{rows}</ul>"
+
+
+def refusals(ranking: Ranking) -> str:
+    """Frameworks that have no part in the chart, and why."""
+    titles = signs()
+    rows = "".join(
+        f"<div><b>{titles[name].title}</b>: {escape(why)}</div>" for name, why in ranking.refused.items()
     )
+    return f"<div class='ss-hint ss-refused'>{rows}</div>" if rows else ""

@@ -15,11 +15,11 @@ from shardscope_widgets.clickable import Clickable
 from shardscope_widgets.figures import Chart
 from shardscope_widgets.ranking_figure import counted, draw, empty_figure, key
 from shardscope_widgets.ranking_rows import ASCENDING, Indices, ordered
-from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, misses, page_of
+from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
 from shardscope_widgets.sheet import Sheet
 
 if TYPE_CHECKING:
-    from shardscope.planner.search import Ranking
+    from shardscope.planner.ranking import Ranking
 
 BEST_FIRST = "tokens_per_second_per_gpu"
 
@@ -34,7 +34,7 @@ class RankingView(widgets.VBox):
     ) -> None:
         self.ranking: Ranking | None = None
         self._on_apply = on_apply
-        self._current: ss.Plan | None = None
+        self._current: tuple[ss.Plan, int] | None = None
         # A search ends in a thread of its own, while a person may sort what is there.
         self._lock = threading.RLock()
         self._column, self._ascending, self._first = BEST_FIRST, ASCENDING[BEST_FIRST], 0
@@ -63,8 +63,8 @@ class RankingView(widgets.VBox):
     def mark(self, plan: ss.Plan) -> None:
         """Say which plan is applied already: its row and its place in the chart are marked."""
         with self._lock:
-            if plan != self._current:
-                self._current = plan
+            if self._current is None or plan != self._current[0]:
+                self._current = plan, plan.memory().peak_bytes
                 self._draw()
 
     def _draw(self) -> None:
@@ -79,8 +79,9 @@ class RankingView(widgets.VBox):
         """Peak bytes and tokens a second of the plan that is applied; None where its time is not known."""
         if self._current is None:
             return None
+        plan, peak_bytes = self._current
         try:
-            return self._current.memory().peak_bytes, self._current.step().tokens_per_second_per_gpu
+            return peak_bytes, plan.step().tokens_per_second_per_gpu
         except ValueError:
             return None
 
@@ -89,9 +90,10 @@ class RankingView(widgets.VBox):
         if ranking is None or order is None:
             return
         if not len(order):
-            self.table.value = misses(ranking)
+            self.table.value = misses(ranking) + refusals(ranking)
             return
-        self.table.value = page_of(ranking, order, self._first, self._column, self._ascending, self._current)
+        page = page_of(ranking, order, self._first, self._column, self._ascending, self._current)
+        self.table.value = page + refusals(ranking)
 
     def _act(self, act: str) -> None:
         kind, _, what = act.partition(":")
@@ -115,14 +117,11 @@ class RankingView(widgets.VBox):
         if plan is None:
             return
         self.plan = plan
+        self.mark(plan)
         if self._on_apply is not None:
             self._on_apply(plan)
-        self.mark(plan)
 
     @staticmethod
     def _plan_of(kind: str, what: str, ranking: Ranking) -> ss.Plan | None:
-        if kind == "apply" and what.isdigit() and int(what) < len(ranking.peak_bytes):
-            return ranking.plan(int(what))
-        if kind == "miss" and what.isdigit() and int(what) < len(ranking.misses):
-            return ranking.misses[int(what)].plan
-        return None
+        found = kind == "apply" and what.isdigit() and int(what) < ranking.num_evaluated
+        return ranking.plan(int(what)) if found else None
