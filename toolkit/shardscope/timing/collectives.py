@@ -6,6 +6,7 @@ src/graph/tuning.cc (ncclTopoTuneModel). Numbers may be arrays of plans.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest,
 from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:
-    from shardscope.timing.traffic import Transfer
+    from shardscope.timing.traffic import Collective, Transfer
 
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 """How often (ranks - 1) / ranks of the vector passes each rank."""
@@ -42,15 +43,33 @@ def route(ranks: Any, stride: Any, gpus_per_node: int) -> Route:
 
 def seconds(transfer: Transfer, gpus_per_node: int, rates: Rates) -> Any:
     """All calls of ``transfer`` in one step, as if nothing else ran."""
-    ranks, num_bytes = transfer.ranks, transfer.num_bytes
-    way = route(ranks, transfer.stride, gpus_per_node)
-    if transfer.collective == "send":
-        each = _send(num_bytes, way, rates)
-    elif transfer.collective == "all_to_all":
-        each = _all_to_all(num_bytes, ranks, way, transfer.num_messages, rates)
+    numbers = transfer.num_bytes, transfer.ranks, transfer.stride, transfer.num_messages
+    return transfer.times * one_call(transfer.collective, *numbers, gpus_per_node, rates)
+
+
+def one_call(
+    collective: Collective,
+    num_bytes: Any,
+    ranks: Any,
+    stride: Any,
+    messages: Any,
+    gpus_per_node: int,
+    rates: Rates,
+) -> Any:
+    """One call, in ``messages`` parts."""
+    inside, between = rates.inside, rates.between
+    way = route(ranks, stride, gpus_per_node)
+    if collective == "send":
+        each = _send(num_bytes, way, inside, between)
+    elif collective == "all_to_all":
+        each = _all_to_all(num_bytes, ranks, way, messages, inside, between)
     else:
-        each = _ring_or_tree(transfer, way, rates)
-    return (ranks > 1) * transfer.times * each
+        each = _ring_or_tree(collective, num_bytes, ranks, way, messages, inside, between)
+    return (ranks > 1) * each
+
+
+remembered = lru_cache(maxsize=2**14)(one_call)
+"""The same of plain numbers: the plans of a picker or a ladder of repairs have most calls in common."""
 
 
 def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:
@@ -64,28 +83,34 @@ def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkR
     return inside if way.members > 1 and inside.bytes_per_second < across else between
 
 
-def _ring_or_tree(transfer: Transfer, way: Route, rates: Rates) -> Any:
+def _ring_or_tree(
+    collective: Collective,
+    num_bytes: Any,
+    ranks: Any,
+    way: Route,
+    messages: Any,
+    inside: LinkRate,
+    between: LinkRate,
+) -> Any:
     """One round of a ring for each time the vector passes; an all-reduce may be a tree.
 
     Between nodes a ring crosses through the network cards of all its members on a node, each with its part of
     the vector, and is no faster than the link inside.
     """
-    ranks, messages = transfer.ranks, transfer.num_messages
-    rounds = _ROUNDS[transfer.collective]
-    inside, between = rates.inside, rates.between
+    rounds = _ROUNDS[collective]
     across = between.bytes_per_second * way.members
     crossing = where(way.members > 1, smallest(inside.bytes_per_second, across), across)
     speed = where(way.num_nodes == 1, inside.bytes_per_second, crossing)
-    moved = rounds * (ranks - 1) / ranks * transfer.num_bytes / speed
+    moved = rounds * (ranks - 1) / ranks * num_bytes / speed
     # Of the ring's steps as many cross between nodes as there are nodes.
     crossings = where(way.num_nodes > 1, way.num_nodes - 1, 0)
     steps = (ranks - 1 - crossings) * inside.latency_seconds + crossings * between.latency_seconds
     ring = _either_protocol(moved, rounds * messages * steps)
-    if transfer.collective != "all_reduce":
+    if collective != "all_reduce":
         return ring
     depth = (way.members - 1) * inside.latency_seconds + _log2(way.num_nodes) * between.latency_seconds
     # Up and down again; each rank passes the whole vector on.
-    tree = _either_protocol(2 * transfer.num_bytes / speed, 2 * messages * depth)
+    tree = _either_protocol(2 * num_bytes / speed, 2 * messages * depth)
     return smallest(ring, tree)
 
 
@@ -94,19 +119,21 @@ def _either_protocol(moved: Any, waited: Any) -> Any:
     return smallest(moved + waited, moved / _SMALL_BANDWIDTH + _SMALL_LATENCY * waited)
 
 
-def _all_to_all(num_bytes: Any, ranks: Any, way: Route, messages: Any, rates: Rates) -> Any:
+def _all_to_all(
+    num_bytes: Any, ranks: Any, way: Route, messages: Any, inside: LinkRate, between: LinkRate
+) -> Any:
     """Each rank sends its own parts through its own card, to the other nodes and inside its own at once."""
-    outside = (ranks - way.members) / ranks * num_bytes / rates.between.bytes_per_second
-    inside = (way.members - 1) / ranks * num_bytes / rates.inside.bytes_per_second
-    latency = where(way.num_nodes > 1, rates.between.latency_seconds, rates.inside.latency_seconds)
-    return largest(where(way.num_nodes > 1, outside, 0.0), inside) + messages * latency
+    away = (ranks - way.members) / ranks * num_bytes / between.bytes_per_second
+    near = (way.members - 1) / ranks * num_bytes / inside.bytes_per_second
+    latency = where(way.num_nodes > 1, between.latency_seconds, inside.latency_seconds)
+    return largest(where(way.num_nodes > 1, away, 0.0), near) + messages * latency
 
 
-def _send(num_bytes: Any, way: Route, rates: Rates) -> Any:
+def _send(num_bytes: Any, way: Route, inside: LinkRate, between: LinkRate) -> Any:
     """To the next rank; of a group that spans nodes the step that crosses is what others wait for."""
-    inside = num_bytes / rates.inside.bytes_per_second + rates.inside.latency_seconds
-    across = num_bytes / rates.between.bytes_per_second + rates.between.latency_seconds
-    return where(way.num_nodes == 1, inside, across)
+    near = num_bytes / inside.bytes_per_second + inside.latency_seconds
+    across = num_bytes / between.bytes_per_second + between.latency_seconds
+    return where(way.num_nodes == 1, near, across)
 
 
 def _log2(number: Any) -> Any:

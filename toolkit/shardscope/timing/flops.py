@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.plan import Plan
+
+
+@lru_cache(maxsize=1024)
+def model_flops_per_token(architecture: Architecture, seq_len: int, causal: bool) -> float:
+    """:meth:`Architecture.flops_per_token`, once for all plans of a model."""
+    return architecture.flops_per_token(seq_len, causal=causal)
 
 
 def hardware_flops_per_token(plan: Plan) -> float:
@@ -17,7 +25,7 @@ def hardware_flops_per_token(plan: Plan) -> float:
     """
     arch, recipe = plan.architecture, plan.recipe
     matrices = 6.0 * arch.matrix_parameters_per_token
-    attention = arch.flops_per_token(recipe.seq_len) - matrices
+    attention = model_flops_per_token(arch, recipe.seq_len, causal=True) - matrices
     head = 6.0 * arch.vocab_size * arch.hidden_size
     trained = matrices * 2 / 3 if recipe.has_adapters else matrices
     again = 0.0

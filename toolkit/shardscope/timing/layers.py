@@ -12,6 +12,8 @@ from shardscope.memory.activations import saved_tensors
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
 from shardscope.memory.modules.attention import in_plain_math, is_eager
 from shardscope.memory.precision import FP32
+from shardscope.plan import Plan
+from shardscope.timing.collectives import one_call, remembered
 from shardscope.timing.products import (
     LayerProducts,
     adapter_products,
@@ -22,10 +24,10 @@ from shardscope.timing.products import (
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
+    from shardscope.frameworks.registry import TimingModel
     from shardscope.memory.modules.saved import Modules
-    from shardscope.plan import Plan
     from shardscope.timing.rates import MatrixRate, Rates
-    from shardscope.timing.traffic import Overlap
+    from shardscope.timing.traffic import Transfer
 
 PEAKS = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "fp8", "bf16": "bf16", "fp32": "fp32"}
 """Of each precision of a recipe, the type of its layers' products."""
@@ -66,10 +68,11 @@ class LayerSeconds(NamedTuple):
 class LayerWork:
     """What the layers of one plan have in common."""
 
-    def __init__(self, plan: Plan, modules: Modules, rates: Rates, overlap: Overlap) -> None:
-        self.plan, self.modules, self.rates, self.overlap = plan, modules, rates, overlap
+    def __init__(self, plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> None:
+        self.plan, self.modules, self.rates, self.model = plan, modules, rates, model
+        self.overlap = model.overlap(plan)
         recipe, degrees = plan.recipe, plan.degrees
-        self.arch = plan.architecture
+        self.arch, self.gpus_per_node = plan.architecture, plan.cluster.gpus_per_node
         self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         self.expert_tp: Any = getattr(plan.layout, "expert_tp", degrees.tp)
@@ -77,9 +80,24 @@ class LayerWork:
         self.half_rate = rates.matrix(HALF_PEAKS[recipe.precision])
         self.memory = rates.memory()
         self.passes = rates.passes(modules.kernels)
+        self.is_many = not isinstance(plan, Plan)
+        """Whether numbers are columns of many plans (memory/many.py)."""
+        self._layers: dict[bool, LayerSeconds] = {}
+
+    def call_seconds(self, transfer: Transfer) -> Any:
+        """One call of ``transfer``, as if nothing else ran; stages have many of them in common."""
+        _, collective, num_bytes, ranks, stride, _, messages, _, _ = transfer
+        call = one_call if self.is_many else remembered
+        return call(collective, num_bytes, ranks, stride, messages, self.gpus_per_node, self.rates)
 
     def layer(self, moe: bool) -> LayerSeconds:
-        """One layer, dense or with routed experts."""
+        """One layer, dense or with routed experts; the same on every stage."""
+        found = self._layers.get(moe)
+        if found is None:
+            found = self._layers[moe] = self._layer(moe)
+        return found
+
+    def _layer(self, moe: bool) -> LayerSeconds:
         arch, recipe, tp = self.arch, self.plan.recipe, self.plan.degrees.tp
         products = layer_products(arch, moe, tp, self.plan.degrees.ep, self.expert_tp)
         matrices = self._matrices(moe, products)

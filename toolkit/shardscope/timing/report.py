@@ -69,8 +69,8 @@ class StepReport:
     """Exposed seconds by name, every name of :data:`PARTS`; they sum to :attr:`seconds`."""
     hidden: Mapping[Part, float]
     """Seconds that arithmetic covers, by the same names."""
-    communication: tuple[Communication, ...]
-    """Every kind of collective of the step."""
+    find_communication: Callable[[], tuple[Communication, ...]]
+    """Computes :attr:`communication`: repairs and pickers look at seconds only."""
     num_gpus: int
     """GPUs that share the work."""
     num_tokens: int
@@ -89,9 +89,14 @@ class StepReport:
     """US dollars for an hour of all GPUs; None: not known."""
     calibration: str = ""
     """Which constants the seconds come from."""
-    explanations: Mapping[str, Callable[[], str]] = field(default_factory=dict, repr=False)
-    """The words of :meth:`explain`, made when somebody asks."""
+    words: Callable[[Part], str] | None = field(default=None, repr=False, compare=False)
+    """Makes the words of :meth:`explain` when somebody asks."""
     tier: Literal["predicted", "measured"] = "predicted"
+
+    @cached_property
+    def communication(self) -> tuple[Communication, ...]:
+        """Every kind of collective of the step."""
+        return self.find_communication()
 
     @cached_property
     def seconds(self) -> float:
@@ -162,8 +167,7 @@ class StepReport:
         part: Part = one_of("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
         beneath = f", {seconds_words(hidden)} more beneath arithmetic" if hidden else ""
-        why = self.explanations.get(name)
-        words = f" = {why()}" if why else ""
+        words = f" = {self.words(part)}" if self.words else ""
         return f"{name}, {seconds_words(exposed)}{beneath}{words}"
 
     def to_frame(self) -> pd.DataFrame:

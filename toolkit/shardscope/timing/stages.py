@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.arithmetic import ceil_div, largest, smallest, where
 from shardscope.memory.stages import layers_by_kind
-from shardscope.timing.collectives import seconds
 from shardscope.timing.head import ends
 from shardscope.timing.host import host_seconds
 from shardscope.timing.layers import LayerWork
@@ -65,20 +64,33 @@ class _Cover(NamedTuple):
     attention: Any
 
 
-def stage_seconds(plan: Plan, stage: Stage, modules: Modules, rates: Rates) -> StageSeconds:
-    """One stage's step. Raises ``ValueError`` naming a figure that is not known."""
+def work_of(plan: Plan, modules: Modules, rates: Rates) -> LayerWork:
+    """What all stages of ``plan`` have in common. Raises ``ValueError`` naming a figure that is not known."""
     from shardscope.frameworks.registry import frameworks
 
-    model = frameworks[plan.layout.framework].timing_model()
-    work = LayerWork(plan, modules, rates, model.overlap(plan))
+    return LayerWork(plan, modules, rates, frameworks[plan.layout.framework].timing_model())
+
+
+def stage_seconds(plan: Plan, stage: Stage, modules: Modules, rates: Rates) -> StageSeconds:
+    """One stage's step. Raises ``ValueError`` naming a figure that is not known."""
+    return seconds_of(work_of(plan, modules, rates), stage)
+
+
+def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
+    """The same, where other stages of the plan are asked too."""
+    plan, rates = work.plan, work.rates
     micro_batches = plan.num_micro_batches
     parts, cover, dropped = _arithmetic(work, stage, micro_batches)
-    traffic = model.state_traffic(plan, stage)
-    transfers = [*parallel_transfers(work, stage), *traffic.transfers]
-    told = _exposed(transfers, cover, plan.cluster.gpus_per_node, rates)
-    for one in told:
-        part = one.transfer.part
-        parts[part] = parts[part] + one.seconds - one.hidden
+    traffic = work.model.state_traffic(plan, stage)
+    transfers = [
+        transfer
+        for transfer in (*parallel_transfers(work, stage), *traffic.transfers)
+        if not (transfer.ranks.__class__ is int and transfer.ranks == 1)
+        and not (transfer.times.__class__ is int and transfer.times == 0)
+    ]
+    told = _exposed(work, transfers, cover)
+    for transfer, took, hidden in told:
+        parts[transfer.part] = parts[transfer.part] + (took - hidden)
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
     parts["gradients"] = parts["gradients"] + traffic.copied_for_gradients / work.memory
     parts["optimizer"] = update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
@@ -123,26 +135,33 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
     return {part: micro_batches * one for part, one in found.items()}, cover, micro_batches * dropped
 
 
-def _exposed(transfers: list[Transfer], cover: _Cover, gpus_per_node: int, rates: Rates) -> list[Told]:
+def _exposed(work: LayerWork, transfers: list[Transfer], cover: _Cover) -> list[Told]:
     """Each collective's seconds, and how many of them arithmetic covers.
 
     What runs beneath the same arithmetic shares it, each by its own length: of a layer's next gather and the
     last one's reduction in FSDP2's backward, say. A share that nothing covers is left of each.
     """
-    took = [seconds(transfer, gpus_per_node, rates) for transfer in transfers]
-    found: list[Told] = []
+    free: list[Any] = []
     sums: dict[Beneath, Any] = {}
-    coverable = []
-    for transfer, one in zip(transfers, took, strict=True):
-        bare = 1 / transfer.num_messages if transfer.bare is None else transfer.bare
-        free = 0.0 if transfer.beneath == "nothing" else one * (1 - bare)
-        coverable.append(free)
-        sums[transfer.beneath] = sums.get(transfer.beneath, 0.0) + free
-    for transfer, one, free in zip(transfers, took, coverable, strict=True):
+    took: list[Any] = []
+    for transfer in transfers:
+        one = transfer.times * work.call_seconds(transfer)
+        took.append(one)
         if transfer.beneath == "nothing":
-            found.append(Told(transfer, one, 0.0))
+            free.append(0.0)
             continue
-        together = sums[transfer.beneath]
-        share = smallest(1.0, getattr(cover, transfer.beneath) / where(together > 0, together, 1.0))
-        found.append(Told(transfer, one, largest(0.0, free * share)))
-    return found
+        bare = 1 / transfer.num_messages if transfer.bare is None else transfer.bare
+        free.append(one * (1 - bare))
+        sums[transfer.beneath] = sums.get(transfer.beneath, 0.0) + free[-1]
+    shares = {
+        beneath: smallest(1.0, getattr(cover, beneath) / where(together > 0, together, 1.0))
+        for beneath, together in sums.items()
+    }
+    return [
+        Told(
+            transfer,
+            one,
+            0.0 if transfer.beneath == "nothing" else largest(0.0, part * shares[transfer.beneath]),
+        )
+        for transfer, one, part in zip(transfers, took, free, strict=True)
+    ]

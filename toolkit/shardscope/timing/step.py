@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from shardscope.memory.activations import modules_of
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.collectives import bounding_link
-from shardscope.timing.flops import hardware_flops_per_token
+from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_token
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.paging import travelling_bytes
 from shardscope.timing.report import PARTS, Communication, StepReport
-from shardscope.timing.stages import StageSeconds, stage_seconds
-from shardscope.timing.words import explanations
+from shardscope.timing.stages import StageSeconds, Told, seconds_of, work_of
+from shardscope.timing.words import told
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
@@ -32,7 +32,8 @@ def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
     rates, modules = rates_for(plan.cluster), modules_of(plan)
     model = frameworks[plan.layout.framework].memory_model()
     shapes = model.shapes(plan)
-    kinds = [stage_seconds(plan, model.stage(plan, shape), modules, rates) for shape in shapes.kinds]
+    work = work_of(plan, modules, rates)
+    kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
     slowest = max(kinds, key=lambda one: one.busy)
     bubble = 0.0
     if len(shapes.kind_of) > 1:
@@ -64,38 +65,39 @@ def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) 
 def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
     arch, recipe, gpu = plan.architecture, plan.recipe, plan.cluster.gpu
     tokens = recipe.global_batch_size * recipe.seq_len
-    per_node = plan.cluster.gpus_per_node
     hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    told = []
     for one in slowest.told:
-        transfer = one.transfer
-        if not one.seconds:
-            continue
-        hidden[transfer.part] += one.hidden
-        told.append(
-            Communication(
-                part=transfer.part,
-                collective=transfer.collective,
-                link=bounding_link(transfer, per_node, rates).name,
-                ranks=transfer.ranks,
-                num_bytes=transfer.num_bytes * transfer.times,
-                seconds=one.seconds,
-                hidden_seconds=one.hidden,
-            )
-        )
+        hidden[one.transfer.part] += one.hidden
     hidden["offload"] = slowest.hidden_offload
     return StepReport(
         parts=MappingProxyType(parts),
         hidden=MappingProxyType(hidden),
-        communication=tuple(told),
+        find_communication=lambda: _communication(plan, rates, slowest.told),
         num_gpus=plan.world_size,
         num_tokens=tokens,
-        model_flops=arch.flops_per_token(recipe.seq_len) * tokens,
-        model_flops_full_attention=arch.flops_per_token(recipe.seq_len, causal=False) * tokens,
+        model_flops=model_flops_per_token(arch, recipe.seq_len, causal=True) * tokens,
+        model_flops_full_attention=model_flops_per_token(arch, recipe.seq_len, causal=False) * tokens,
         hardware_flops=hardware_flops_per_token(plan) * tokens,
         peak_flops=gpu.peak_flops.get(PEAKS[recipe.precision]),
         watts=gpu.tdp_watts,
         price_per_hour_usd=plan.cluster.price_per_hour_usd,
         calibration=rates.source,
-        explanations=explanations(plan, rates),
+        words=lambda part: told(part, plan, rates),
+    )
+
+
+def _communication(plan: Plan, rates: Rates, collectives: list[Told]) -> tuple[Communication, ...]:
+    per_node = plan.cluster.gpus_per_node
+    return tuple(
+        Communication(
+            part=transfer.part,
+            collective=transfer.collective,
+            link=bounding_link(transfer, per_node, rates).name,
+            ranks=transfer.ranks,
+            num_bytes=transfer.num_bytes * transfer.times,
+            seconds=took,
+            hidden_seconds=hidden,
+        )
+        for transfer, took, hidden in collectives
+        if took
     )

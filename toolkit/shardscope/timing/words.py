@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.timing.layers import HALF_PEAKS, PEAKS
-from shardscope.timing.report import PARTS
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.timing.rates import Rates
+    from shardscope.timing.report import Part
 
 
-def explanations(plan: Plan, rates: Rates) -> Mapping[str, Callable[[], str]]:
-    """For each part a function that tells it."""
-    return {part: lambda part=part: _told(part, plan, rates) for part in PARTS}  # type: ignore[misc]
-
-
-def _told(part: str, plan: Plan, rates: Rates) -> str:
+def told(part: Part, plan: Plan, rates: Rates) -> str:
+    """The formula of one part."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
     rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision])
     passes = rates.passes(plan.kernels)
     memory = f"{rates.memory() / 1e12:.2f} TB/s"
-    told = {
+    words: dict[Part, str] = {
         "matrices": (
             f"2 FLOPs for each pair of numbers, forward once and backward twice, at "
             f"{rate.flops_per_second / 1e12:,.0f} TFLOP/s in {precision} for large products, half of "
@@ -63,4 +58,4 @@ def _told(part: str, plan: Plan, rates: Rates) -> str:
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
         ),
     }
-    return f"{told[part]} · {rates.source}"
+    return f"{words[part]} · {rates.source}"
