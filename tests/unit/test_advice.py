@@ -1,0 +1,296 @@
+"""Advice: the questions, the plan that they lead to, and what is said where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import CLUSTERS, EVERY_FAMILY
+
+import shardscope as ss
+from shardscope.planner.advice import Advice, recommend
+from shardscope.planner.advising.bench import LARGEST_MICRO_BATCH
+from shardscope.planner.room import fits
+
+H100 = "h100-sxm-80gb"
+
+
+def advice(model: str, cluster: str, familiar_with: tuple[str, ...] = (), **recipe: Any) -> Advice:
+    return recommend(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), familiar_with)
+
+
+def framework(found: Advice) -> str:
+    assert found.plan is not None, found.why
+    return found.plan.layout.framework
+
+
+# ---------------------------------------------------------------------------------------- known places
+
+
+def test_a_small_model_on_one_gpu_is_one_process() -> None:
+    found = advice("gpt2", "l4-24gb", seq_len=1024, micro_batch_size=4)
+    assert framework(found) == "ddp"
+    assert found.plan is not None
+    assert found.plan.recipe.recompute == "none"
+    assert [turn.taken for turn in found.path if "fit on one GPU" in turn.question] == [True]
+    assert not any("Megatron" in turn.why for turn in found.path), "one GPU has nothing to split over"
+
+
+def test_a_billion_in_full_on_one_small_card_needs_the_host_and_says_what_else() -> None:
+    found = advice("llama-3.2-1b", "rtx-4090-24gb")
+    assert framework(found) == "deepspeed"
+    assert found.plan is not None
+    assert found.plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
+    others = [plan for plan, _ in found.alternatives]
+    assert any(plan.recipe.optimizer == "adamw_8bit" for plan in others)
+    assert any(plan.recipe.has_adapters for plan in others)
+    assert "host memory" in found.why
+
+
+def test_eight_billion_on_a_node_is_sharded_by_torch() -> None:
+    found = advice("llama-3.1-8b", f"8x{H100}")
+    assert framework(found) == "fsdp2"
+    assert found.plan is not None
+    assert found.plan.degrees.shard == 8
+    assert found.plan.degrees.tp == found.plan.degrees.pp == 1
+
+
+def test_what_fits_with_weights_whole_gathers_once() -> None:
+    found = advice("qwen3-1.7b", f"8x{H100}", micro_batch_size=2)
+    if framework(found) == "fsdp2":
+        assert found.plan is not None
+        assert found.plan.layout.reshard_after_forward is False  # type: ignore[attr-defined]
+    else:
+        assert framework(found) == "ddp"
+
+
+@pytest.mark.parametrize("card", ["l4-24gb", "rtx-4090-24gb"])
+def test_adapters_on_one_card(card: str) -> None:
+    found = advice("llama-3.1-8b", card, method="lora")
+    assert framework(found) == "ddp"
+    assert found.plan is not None
+    assert found.plan.recipe.method == "lora"
+    assert "fine-tuning" in found.path[0].answer
+
+
+def test_eight_billion_in_full_on_four_gaming_cards_offloads() -> None:
+    found = advice("llama-3.1-8b", "4xrtx-4090-24gb")
+    assert framework(found) == "deepspeed"
+    assert "for you to say" in found.why, "the catalogue does not know the host's memory"
+    assert any(plan.cluster.num_nodes > 1 for plan, _ in found.alternatives)
+
+
+def test_seventy_billion_on_one_node_offloads_and_on_four_does_not() -> None:
+    alone = advice("llama-3.1-70b", f"8x{H100}")
+    assert framework(alone) == "deepspeed"
+    assert any(plan.cluster.num_nodes == 4 for plan, _ in alone.alternatives)
+    four = advice("llama-3.1-70b", f"4x8x{H100}")
+    assert framework(four) == "fsdp2"
+    assert any("70.6B" in turn.question for turn in four.path), "30B to 70B and tight is asked"
+
+
+def test_405_billion_on_a_thousand_gpus_is_megatrons() -> None:
+    found = advice("llama-3.1-405b", f"128x8x{H100}", seq_len=8192, global_batch_size=2048)
+    assert framework(found) == "megatron"
+    assert found.plan is not None
+    assert 1 < found.plan.degrees.tp <= 8, "tensor parallel stays inside a node"
+    assert found.plan.degrees.pp > 1
+    links = next(turn for turn in found.path if "links" in turn.question)
+    assert "no tensor parallelism across nodes" in links.answer
+    assert "450 GB/s" in links.number
+    assert "50 between" in links.number
+
+
+def test_experts_go_to_ranks_of_their_own() -> None:
+    found = advice("mixtral-8x7b", f"16x8x{H100}", global_batch_size=1024)
+    assert framework(found) == "megatron"
+    assert found.plan is not None
+    assert found.plan.degrees.ep == 8
+    turn = next(turn for turn in found.path if "experts" in turn.question)
+    assert turn.taken
+    assert "8 experts" in turn.number
+
+
+def test_the_largest_experts_on_too_few_nodes_say_how_many_would_do() -> None:
+    found = advice("deepseek-v3", f"16x8x{H100}", global_batch_size=1024)
+    turn = next(turn for turn in found.path if "experts" in turn.question)
+    assert not turn.taken
+    assert "too little" in turn.answer
+    more = [plan for plan, _ in found.alternatives if plan.cluster.num_nodes > 16]
+    assert more
+    assert more[0].degrees.ep > 8
+
+
+def test_slow_links_keep_tensor_parallelism_inside() -> None:
+    found = advice("llama-3.1-8b", "4x8xrtx-4090-24gb")
+    assert found.plan is not None
+    assert found.plan.degrees.tp == 1
+    turn = next(turn for turn in found.path if "links" in turn.question)
+    assert turn.answer.startswith("Yes, 10 times")
+
+
+def test_cpu_ranks_are_ranks_and_their_time_is_not_made_up() -> None:
+    found = advice("gpt2", "2xcpu", seq_len=256)
+    assert framework(found) == "ddp"
+    assert "CPU rank" in found.path[1].question
+    assert "No time is told" in found.why or "Predicted" in found.why
+    assert not any("host memory" in turn.question for turn in found.path), "their memory is the host's"
+
+
+# ------------------------------------------------------------------------------------- nothing fits
+
+
+def test_nothing_fits_is_advice() -> None:
+    cluster = replace(ss.Cluster.parse("2xt4-16gb"), host_memory_bytes=2**36, nvme_bytes=2**37)
+    found = recommend(ss.models["llama-3.1-70b"], cluster, ss.Recipe(precision="fp16-mixed"))
+    assert found.plan is None
+    assert "Nothing fits" in found.why
+    assert "too little" in found.why
+    missed = [words for _, words in found.alternatives if words.startswith("Nearest miss")]
+    assert missed
+    assert all("too little" in words for words in missed)
+    assert not any(turn.taken for turn in found.path[1:])
+    assert str(found)
+
+
+def test_what_can_not_run_at_all_says_why() -> None:
+    found = advice("gpt2", "l4-24gb", seq_len=4096)
+    assert found.plan is None
+    assert "seq_len=1024" in found.why
+    assert found.alternatives == ()
+
+
+def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
+    found = advice("llama-3.1-8b", f"16x8x{H100}", global_batch_size=64)
+    assert found.plan is not None
+    assert found.plan.degrees.data_parallel <= 64
+    assert "global_batch_size" in found.path[1].answer
+    assert any(turn.answer == "It cannot run, for the same reason." for turn in found.path)
+
+
+# --------------------------------------------------------------------------------- what the team knows
+
+
+def test_a_team_keeps_what_it_runs_well_where_that_is_as_good() -> None:
+    ours = advice("llama-3.1-8b", f"8x{H100}")
+    theirs = advice("llama-3.1-8b", f"8x{H100}", ("deepspeed",))
+    assert framework(ours) == "fsdp2"
+    assert framework(theirs) == "deepspeed"
+    asked = theirs.path[-1]
+    assert "DeepSpeed" in asked.question
+    assert asked.taken
+
+
+def test_what_a_team_knows_is_no_reason_where_it_does_not_fit() -> None:
+    found = advice("llama-3.1-8b", f"8x{H100}", ("ddp",))
+    assert framework(found) == "fsdp2"
+    assert "does not fit" in found.path[-1].answer
+
+
+def test_accelerate_starts_the_plan_where_it_can_say_it() -> None:
+    found = advice("llama-3.1-8b", f"8x{H100}", ("accelerate",))
+    turn = next(turn for turn in found.path if "one script" in turn.question)
+    assert turn.taken
+    assert "FSDP2" in turn.answer
+
+
+@pytest.mark.parametrize(
+    ("given_names", "words"),
+    [
+        (("fsdp",), "'fsdp2'"),
+        (("megatron-lm",), "'megatron'"),
+        (("DeepSpeeed",), "'deepspeed'"),
+        ("fsdp2", "'fsdp2'"),
+        ((3,), "familiar_with"),
+        (7, "familiar_with"),
+        (None, "familiar_with"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(given_names: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        recommend(ss.models["gpt2"], ss.Cluster.parse("l4-24gb"), ss.Recipe(seq_len=512), given_names)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_what_is_no_noun_is_refused(position: int) -> None:
+    nouns: list[Any] = [ss.models["gpt2"], ss.Cluster.parse("l4-24gb"), ss.Recipe()]
+    nouns[position] = "8b"
+    with pytest.raises(ValueError, match="Nearest fix"):
+        recommend(*nouns)
+
+
+# ------------------------------------------------------------------------------------------ properties
+
+
+@given(
+    arch=st.sampled_from(EVERY_FAMILY),
+    cluster=st.sampled_from(CLUSTERS),
+    micro=st.sampled_from([1, 2, 6]),
+    sequences=st.sampled_from([1, 8, 96]),
+    tokens=st.sampled_from([256, 4096]),
+    method=st.sampled_from(["full", "full", "lora", "qlora"]),
+    familiar=st.sets(st.sampled_from(["ddp", "fsdp2", "deepspeed", "megatron", "accelerate"])),
+)
+def test_any_model_anywhere_gets_advice(
+    arch: ss.Architecture,
+    cluster: ss.Cluster,
+    micro: int,
+    sequences: int,
+    tokens: int,
+    method: Any,
+    familiar: set[str],
+) -> None:
+    recipe = ss.Recipe(
+        seq_len=tokens, micro_batch_size=micro, global_batch_size=micro * sequences, method=method
+    )
+    found = recommend(arch, cluster, recipe, familiar)
+    assert found.why
+    assert len(found.path) >= 2
+    for turn in found.path:
+        assert turn.question.endswith("?")
+        assert turn.answer
+    if found.plan is None:
+        assert all(plan is not None and words for plan, words in found.alternatives)
+        return
+    plan = found.plan
+    assert fits(plan, plan.memory()), "what is advised fits"
+    same = ("seq_len", "global_batch_size", "method", "precision", "optimizer", "lora_rank", "packing")
+    assert all(getattr(plan.recipe, name) == getattr(recipe, name) for name in same), "what is learnt stays"
+    assert plan.recipe.micro_batch_size <= max(micro, LARGEST_MICRO_BATCH)
+    assert (plan.architecture, plan.cluster) == (arch, cluster)
+    assert any(turn.taken for turn in found.path[1:])
+    assert all(other.layout is not None and words.endswith(".") for other, words in found.alternatives)
+
+
+@given(arch=st.sampled_from(EVERY_FAMILY), cluster=st.sampled_from(CLUSTERS))
+def test_more_host_memory_never_makes_advice_disappear(arch: ss.Architecture, cluster: ss.Cluster) -> None:
+    recipe = ss.Recipe(seq_len=2048)
+    little = recommend(arch, replace(cluster, host_memory_bytes=2**34), recipe)
+    much = recommend(arch, replace(cluster, host_memory_bytes=2**44), recipe)
+    assert little.plan is None or much.plan is not None
+
+
+# ------------------------------------------------------------------------------------------- as it reads
+
+
+def test_it_reads_as_text_and_as_html() -> None:
+    found = advice("llama-3.1-8b", f"8x{H100}")
+    text, html = str(found), found._repr_html_()
+    for turn in found.path:
+        assert turn.question in text
+    assert "<script" not in html
+    assert html.count("<tr") == len(found.path) + 1
+    assert text.startswith("Start with FSDP2")
+
+
+def test_a_wrong_peak_is_named_where_no_time_can_be_told() -> None:
+    cluster = ss.Cluster.parse(f"8x{H100}")
+    blind = replace(cluster, gpu=replace(cluster.gpu, name="unheard-of", peak_flops={}))
+    found = recommend(ss.models["llama-3.1-8b"], blind, ss.Recipe())
+    assert framework(found) == "fsdp2"
+    assert "No time is told" in found.why
+    assert "peak" in found.why
+    assert found.disagreement is None
