@@ -154,7 +154,7 @@ class LayerWork:
         if is_eager(arch, modules) or (modules.kernels != "megatron" and in_plain_math(arch, modules)):
             once = self.half_rate.seconds(*plain_attention(arch, seq_len, self.tokens, tp))
             return once, 2 * once
-        rate = self.rates.attend(HALF_PEAKS[self.plan.recipe.precision])
+        rate = self.rates.attend(HALF_PEAKS[self.plan.recipe.precision], modules.kernels)
         flops = self.tokens * attention_per_token(arch, seq_len) / tp * (1 + rate.half_keys / seq_len)
         return flops / rate.forward, 2.5 * flops / rate.backward
 

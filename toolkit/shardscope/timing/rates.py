@@ -77,6 +77,8 @@ class Rates:
     """By precision: "bf16", "fp16", "fp8", "fp32", "tf32", as far as they are known."""
     attention: Mapping[str, AttentionRate]
     """Fused attention, by precision."""
+    cudnn_attention: Mapping[str, AttentionRate]
+    """cuDNN's, which Transformer Engine takes on Hopper and later; empty where it takes FlashAttention too."""
     memory_bytes_per_second: float | None
     """What operators reach that only read and write; None: not known."""
     kernel_seconds: float
@@ -110,10 +112,11 @@ class Rates:
             )
         return found
 
-    def attend(self, precision: str) -> AttentionRate:
-        """Fused attention in ``precision``, whose products' speed is known."""
+    def attend(self, precision: str, kernels: str) -> AttentionRate:
+        """Fused attention of these modules in ``precision``, whose products' speed is known."""
         self.matrix(precision)
-        return self.attention[precision]
+        own = self.cudnn_attention.get(precision) if kernels == "megatron" else None
+        return own or self.attention[precision]
 
     def passes(self, kernels: str) -> Passes:
         """Operators of these modules."""
@@ -137,7 +140,6 @@ def rates_of(cluster: Cluster) -> Rates:
     table, gpu = entries("efficiency"), cluster.gpu
     generation = gpu.architecture or "default"
     products = _of(table["matrices"], generation)
-    attention = _of(table["attention"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
     # A narrower type multiplies faster while it moves its bytes no faster: its products must be larger.
     known = generation if generation in table["matrices"] else "generations without figures of their own"
@@ -153,14 +155,8 @@ def rates_of(cluster: Cluster) -> Rates:
                 for precision, peak in gpu.peak_flops.items()
             }
         ),
-        attention=MappingProxyType(
-            {
-                precision: AttentionRate(
-                    peak * attention["forward"], peak * attention["backward"], attention["half_keys"]
-                )
-                for precision, peak in gpu.peak_flops.items()
-            }
-        ),
+        attention=_attention(gpu.peak_flops, _of(table["attention"], generation)),
+        cudnn_attention=_attention(gpu.peak_flops, table["cudnn_attention"].get(generation)),
         memory_bytes_per_second=bandwidth and bandwidth * _of(table["memory"], generation)["share"],
         kernel_seconds=_of(table["launch"], generation)["seconds_per_kernel"],
         operators=MappingProxyType(
@@ -182,6 +178,19 @@ def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:
         link.name,
         link.bandwidth_bytes_per_second * reached["share"],
         link.latency_seconds * reached["latency_factor"],
+    )
+
+
+def _attention(peaks: Mapping[str, float], reached: Mapping[str, Any] | None) -> Mapping[str, AttentionRate]:
+    if reached is None:
+        return MappingProxyType({})
+    return MappingProxyType(
+        {
+            precision: AttentionRate(
+                peak * reached["forward"], peak * reached["backward"], reached["half_keys"]
+            )
+            for precision, peak in peaks.items()
+        }
     )
 
 

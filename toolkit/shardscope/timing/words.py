@@ -16,7 +16,7 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
     """The formula of one part."""
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
-    rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision])
+    rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision], plan.kernels)
     passes = rates.passes(plan.kernels)
     memory = f"{rates.memory() / 1e12:.2f} TB/s"
     words: dict[Part, str] = {
