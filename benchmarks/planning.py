@@ -1,4 +1,4 @@
-"""What the planner costs: importing it, and one prediction."""
+"""What the planner costs: importing it, and one prediction of memory or of time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
 import shardscope as ss
@@ -57,20 +58,25 @@ def plans() -> dict[str, ss.Plan]:
 
 def memory_microseconds() -> dict[str, tuple[float, float]]:
     """Median microseconds of ``plan.memory()``: on a plan just made, as under a slider, and asked again."""
-    found = {}
-    for name, plan in plans().items():
-        nouns = (plan.architecture, plan.cluster, plan.recipe, plan.layout)
-        plan.memory()
-        fresh = [ss.Plan(*nouns) for _ in range(NUM_PREDICTIONS)]
-        again = [plan] * NUM_PREDICTIONS
-        found[name] = (_median_microseconds(fresh), _median_microseconds(again))
-    return found
+    return {name: _fresh_and_again(plan, ss.Plan.memory) for name, plan in plans().items()}
 
 
-def _median_microseconds(plans: list[ss.Plan]) -> float:
+def step_microseconds() -> dict[str, tuple[float, float]]:
+    """The same of ``plan.step()``."""
+    return {name: _fresh_and_again(plan, ss.Plan.step) for name, plan in plans().items()}
+
+
+def _fresh_and_again(plan: ss.Plan, ask: Callable[[ss.Plan], object]) -> tuple[float, float]:
+    nouns = (plan.architecture, plan.cluster, plan.recipe, plan.layout)
+    ask(plan)
+    fresh = [ss.Plan(*nouns) for _ in range(NUM_PREDICTIONS)]
+    return _median_microseconds(fresh, ask), _median_microseconds([plan] * NUM_PREDICTIONS, ask)
+
+
+def _median_microseconds(plans: list[ss.Plan], ask: Callable[[ss.Plan], object]) -> float:
     seconds = []
     for plan in plans:
         start = time.perf_counter()
-        plan.memory()
+        ask(plan)
         seconds.append(time.perf_counter() - start)
     return 1e6 * median(seconds)

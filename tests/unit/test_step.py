@@ -1,0 +1,304 @@
+"""``plan.step()``: its parts, the laws that any step time obeys, and what it refuses by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from planning import plans
+
+import shardscope as ss
+from shardscope.timing.rates import rates_of
+from shardscope.timing.report import PARTS, StepReport, seconds_words
+from shardscope.timing.step import bubble_seconds, step
+from shardscope.validation import FieldError
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+COMMUNICATION = (
+    "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_transfers",
+)  # fmt: skip
+SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def plan_of(
+    model: str = "llama-3.1-8b",
+    cluster: str = "8xh100-sxm-80gb",
+    layout: ss.Layout | None = None,
+    **recipe: object,
+) -> ss.Plan:
+    made = ss.Recipe(**recipe)  # type: ignore[arg-type]
+    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), made, layout or ss.Layout.fsdp2())
+
+
+def step_or_none(plan: ss.Plan) -> StepReport | None:
+    try:
+        return plan.step()
+    except FieldError as refusal:
+        assert refusal.field.startswith(("Gpu.", "Cluster.nvme_")), refusal
+        return None
+
+
+# ------------------------------------------------------------------------------------------- the report
+
+
+@SLOW
+@given(plan=plans())
+def test_parts_sum_to_the_step_and_none_is_negative(plan: ss.Plan) -> None:
+    report = step_or_none(plan)
+    assume(report is not None)
+    assert report is not None
+    assert tuple(report.parts) == tuple(report.hidden) == PARTS
+    assert sum(report.parts.values()) == report.seconds > 0
+    assert math.isfinite(report.seconds)
+    assert all(value >= -1e-12 for value in (*report.parts.values(), *report.hidden.values()))
+    for one in report.communication:
+        assert 0 <= one.hidden_seconds <= one.seconds * (1 + 1e-9)
+        assert one.num_bytes > 0
+    if report.mfu is not None and plan.recipe.precision != "fp8-mixed":
+        assert 0 < report.mfu < 1
+    assert all(report.explain(part) for part in PARTS)
+
+
+def test_tokens_flops_days_money_and_energy_follow_from_the_seconds() -> None:
+    plan = plan_of(seq_len=2048, global_batch_size=32)
+    report = plan.step()
+    tokens = 32 * 2048
+    assert report.tokens_per_second == pytest.approx(tokens / report.seconds)
+    assert report.tokens_per_second_per_gpu == pytest.approx(tokens / report.seconds / 8)
+    flops = plan.architecture.flops_per_token(2048) * tokens
+    assert report.tflops_per_gpu == pytest.approx(flops / report.seconds / 8 / 1e12)
+    assert report.mfu == pytest.approx(report.tflops_per_gpu * 1e12 / 989.5e12)
+    assert report.tflops_per_gpu_full_attention > report.tflops_per_gpu
+    assert report.days(1e12) == pytest.approx(1e12 / report.tokens_per_second / 86_400)
+    assert report.cost_per_token is not None
+    assert report.cost(1e9) == pytest.approx(1e9 * report.cost_per_token)
+    price = EIGHT.price_per_hour_usd
+    assert price is not None
+    assert report.cost(report.tokens_per_second * 3600) == pytest.approx(price)
+    assert report.joules_per_token == pytest.approx(700 * 8 / report.tokens_per_second)
+    assert "h" in report.calibration
+
+
+def test_what_has_no_price_or_peak_costs_nobody_knows_what() -> None:
+    gpu = replace(EIGHT.gpu, price_per_hour_usd=None, price_date=None, tdp_watts=None)
+    plan = replace(plan_of(), cluster=replace(EIGHT, gpu=gpu))
+    report = plan.step()
+    assert report.cost_per_token is None
+    assert report.cost(1e12) is None
+    assert report.joules_per_token is None
+
+
+def test_hardware_flops_count_what_is_computed_again() -> None:
+    """Full recomputation repeats a third of the layers' model FLOPs: 4/3 of a step without its head."""
+    plain, again = plan_of(), plan_of(recompute="full")
+    arch, seq_len = plain.architecture, plain.recipe.seq_len
+    tokens = plain.recipe.global_batch_size * seq_len
+    head, model = 6.0 * arch.vocab_size * arch.hidden_size, arch.flops_per_token(seq_len)
+    assert plain.step().hardware_flops == pytest.approx(tokens * model)
+    assert again.step().hardware_flops == pytest.approx(tokens * (model + (model - head) / 3))
+    assert again.step().model_flops == plain.step().model_flops
+
+
+def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
+    report = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4)).step()
+    frame = report.to_frame()
+    assert list(frame.index) == list(PARTS)
+    assert frame["seconds"].sum() == pytest.approx(report.seconds)
+    assert frame["share"].sum() == pytest.approx(1)
+    assert "<script" not in report.to_html()
+    assert "MFU" in repr(report)
+    assert "Narayanan" in report.explain("bubble")
+    assert "beneath arithmetic" in report.explain("tensor_parallel")
+    with pytest.raises(ValueError, match=r"part is 'bubbles'.*'bubble'"):
+        report.explain("bubbles")
+    with pytest.raises(ValueError, match="num_tokens"):
+        report.days(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(123.4, "123 s"), (12.34, "12.3 s"), (1.0, "1.00 s"), (0.0456, "45.6 ms"), (7.9e-6, "7.90 µs")],
+)
+def test_seconds_have_three_digits(seconds: float, words: str) -> None:
+    assert seconds_words(seconds) == words
+
+
+# ------------------------------------------------------------------------------------------------- laws
+
+
+@SLOW
+@given(plan=plans(), factor=st.sampled_from([2, 3, 8]))
+def test_more_sequences_are_never_faster(plan: ss.Plan, factor: int) -> None:
+    recipe = replace(plan.recipe, global_batch_size=plan.recipe.global_batch_size * factor)
+    try:
+        larger = replace(plan, recipe=recipe)
+    except ValueError:
+        assume(False)
+    first, second = step_or_none(plan), step_or_none(larger)
+    assume(first is not None and second is not None)
+    assert first is not None
+    assert second is not None
+    assert second.seconds >= first.seconds * (1 - 1e-9)
+
+
+@SLOW
+@given(plan=plans(), name=st.sampled_from(["intra_node_link", "inter_node_link", "host_link"]))
+def test_a_slower_link_is_never_faster(plan: ss.Plan, name: str) -> None:
+    link = getattr(plan.cluster, name)
+    slower = replace(
+        link,
+        bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / 3,
+        latency_seconds=link.latency_seconds * 3,
+    )
+    first = step_or_none(plan)
+    second = step_or_none(replace(plan, cluster=replace(plan.cluster, **{name: slower})))
+    assume(first is not None and second is not None)
+    assert first is not None
+    assert second is not None
+    assert second.seconds >= first.seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout", [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(), ss.Layout.megatron()]
+)
+def test_one_gpu_has_no_communication(layout: ss.Layout) -> None:
+    report = plan_of("gpt2", "h100-sxm-80gb", layout, seq_len=512).step()
+    assert report.communication == ()
+    assert all(report.parts[part] == report.hidden[part] == 0 for part in COMMUNICATION)
+    assert report.parts["bubble"] == 0
+
+
+def test_full_recomputation_costs_about_a_third_of_forward_and_backward() -> None:
+    """All of forward again with Megatron; torch stops before the last product, a quarter of a layer's."""
+    for layout, low, high in ((ss.Layout.megatron(tp=8), 0.30, 0.36), (ss.Layout.fsdp2(), 0.2, 0.30)):
+        plain = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout).step()
+        again = plan_of("llama-3.1-70b", "8x8xh100-sxm-80gb", layout, recompute="full").step()
+        arithmetic = sum(plain.parts[part] for part in ("matrices", "attention", "elementwise"))
+        assert low < again.parts["recomputation"] / arithmetic < high
+        assert again.parts["matrices"] == plain.parts["matrices"]
+        assert plain.parts["recomputation"] == 0
+
+
+def test_recompute_none_selective_full_are_ordered_in_time() -> None:
+    for layout in (ss.Layout.fsdp2(), ss.Layout.megatron()):
+        none, selective, full = (
+            plan_of(layout=layout, recompute=how).step().seconds for how in ("none", "selective", "full")
+        )
+        assert none < selective < full
+
+
+def test_every_other_layer_recomputed_costs_half() -> None:
+    every, other = (plan_of(recompute="full", recompute_interval=n).step().parts for n in (1, 2))
+    assert other["recomputation"] == pytest.approx(every["recomputation"] / 2)
+
+
+@given(
+    stages=st.integers(2, 64),
+    vpp=st.integers(1, 8),
+    micro_batches=st.integers(1, 512),
+    each=st.floats(0.1, 10),
+)
+def test_the_bubble_of_equal_stages_is_the_textbooks(
+    stages: int, vpp: int, micro_batches: int, each: float
+) -> None:
+    """Narayanan et al. 2021, section 2.2: (pp - 1) / (vpp x micro-batches) of the ideal time."""
+    one = each * micro_batches
+    found = bubble_seconds(stages * one, one, vpp, micro_batches)
+    assert found == pytest.approx((stages - 1) / (vpp * micro_batches) * one)
+
+
+def test_interleaving_shrinks_the_bubble_and_more_micro_batches_hide_it() -> None:
+    def bubble(vpp: int, batch: int) -> float:
+        layout = ss.Layout.megatron(tp=8, pp=4, vpp=vpp)
+        report = plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", layout, global_batch_size=batch).step()
+        return report.parts["bubble"] / report.seconds
+
+    assert bubble(4, 16) < bubble(1, 16)
+    assert bubble(1, 64) < bubble(1, 16)
+
+
+def test_context_parallel_attention_is_shared_out() -> None:
+    whole, cut = (
+        plan_of(layout=ss.Layout.megatron(cp=cp), seq_len=32_768, global_batch_size=8) for cp in (1, 8)
+    )
+    assert cut.step().parts["attention"] == pytest.approx(whole.step().parts["attention"])
+    assert cut.step().hidden["context_parallel"] > 0
+
+
+def test_crowded_experts_are_waited_for() -> None:
+    even, crowded = (
+        plan_of("mixtral-8x7b", "2x8xh100-sxm-80gb", ss.Layout.megatron(ep=8), expert_imbalance=load).step()
+        for load in (1.0, 2.0)
+    )
+    assert crowded.parts["expert_parallel"] > 1.5 * even.parts["expert_parallel"]
+    assert crowded.parts["matrices"] > even.parts["matrices"]
+
+
+def test_overlap_flags_hide_what_they_say() -> None:
+    def parts(**flags: bool) -> StepReport:
+        layout = ss.Layout.megatron(tp=8, **flags)
+        return plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", layout, global_batch_size=64).step()
+
+    plain, reduced = parts(), parts(overlap_grad_reduce=True)
+    gathered = parts(overlap_grad_reduce=True, overlap_param_gather=True)
+    buffers = parts(tp_comm_overlap=True)
+    assert reduced.parts["gradients"] < plain.parts["gradients"]
+    assert gathered.parts["gathers"] < reduced.parts["gathers"]
+    assert buffers.parts["tensor_parallel"] < plain.parts["tensor_parallel"]
+
+
+def test_offloading_costs_time_and_nvme_more() -> None:
+    nvme = replace(EIGHT, nvme_bytes=2**44, nvme_bandwidth_bytes_per_second=20e9)
+
+    def seconds(**where: str) -> float:
+        layout = ss.Layout.zero(**where)  # type: ignore[arg-type]
+        return ss.Plan(ss.models["llama-3.1-8b"], nvme, ss.Recipe(), layout).step().seconds
+
+    none, host = seconds(), seconds(offload_optimizer="cpu")
+    assert none < host < seconds(offload_optimizer="nvme")
+
+
+# --------------------------------------------------------------------------------- what is not known
+
+
+def test_every_gpu_of_the_catalogue_with_figures_steps_and_others_are_refused_by_name() -> None:
+    told = 0
+    for name, gpu in ss.gpus.items():
+        for precision in ("bf16", "fp16-mixed", "fp32"):
+            cluster = ss.Cluster.of(gpu, 2)
+            plan = ss.Plan(
+                ss.models["gpt2"], cluster, ss.Recipe(seq_len=512, precision=precision), ss.Layout.ddp()
+            )  # type: ignore[arg-type]
+            peak = precision.removesuffix("-mixed")
+            if peak in gpu.peak_flops and gpu.memory_bandwidth_bytes_per_second:
+                assert 0 < plan.step().seconds < 60, name
+                told += 1
+            else:
+                with pytest.raises(
+                    ValueError, match=rf"Gpu\.(peak_flops\['{peak}'\]|memory_band).*calibrate"
+                ):
+                    step(plan)
+    assert told > 50
+
+
+def test_a_missing_bandwidth_or_drive_is_named() -> None:
+    gpu = replace(EIGHT.gpu, memory_bandwidth_bytes_per_second=None)
+    with pytest.raises(ValueError, match=r"Gpu\.memory_bandwidth_bytes_per_second is None.*ss\.calibrate"):
+        replace(plan_of(), cluster=replace(EIGHT, gpu=gpu)).step()
+    with pytest.raises(ValueError, match=r"Cluster\.nvme_bandwidth_bytes_per_second is None"):
+        plan_of(layout=ss.Layout.zero(offload_optimizer="nvme")).step()
+
+
+def test_rates_are_read_from_the_catalogue_by_generation() -> None:
+    hopper, ampere = (rates_of(ss.Cluster.parse(name)) for name in ("h100-sxm-80gb", "a100-sxm-80gb"))
+    assert "hopper" in hopper.source
+    assert "ampere" in ampere.source
+    for rates in (hopper, ampere):
+        rate = rates.matrix("bf16")
+        assert rate.peak_flops is not None
+        assert 0.3 < rate.flops_per_second / rate.peak_flops < 1
+    # A narrower type multiplies faster and moves its bytes no faster.
+    assert hopper.matrix("fp8").half_size == pytest.approx(2 * hopper.matrix("bf16").half_size)
