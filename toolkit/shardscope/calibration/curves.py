@@ -1,7 +1,6 @@
 """What ranks measure: the operators and collectives that a training step is made of, from small to large.
 
-Sizes grow as far as the time goes. Outputs are allocated anew by each call, as in a training step: page
-faults of fresh host memory are a part of what an operator costs there.
+Sizes grow as far as the time goes. Products and attention allocate their outputs anew, as a step does.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from shardscope.calibration.stopwatch import MIN_CALLS, Stopwatch
+from shardscope.calibration.stopwatch import MIN_SAMPLES, Stopwatch
 
 Said = Callable[[str, float], None]
 """Called with words and the share of the whole that is done."""
@@ -33,7 +32,7 @@ SHARES = {
 """Of the time, what each curve gets."""
 GROWTH = 4
 """How much longer the next case of a curve may take than the last one."""
-FEWEST_CALLS = MIN_CALLS + 2
+FEWEST_CALLS = MIN_SAMPLES + 2
 """Calls that each case makes: a first one, one that tells how long it takes, and the samples."""
 MIB = 2**20
 
@@ -83,8 +82,10 @@ class Curves:
             for rows, inner, columns, took in self._growing(
                 self._shapes(), partial(self._product, TYPES[precision]), seconds / len(precisions)
             ):
+                # Forward, and backward's two: as many FLOPs each, in another order of memory.
                 found.append({
-                    "precision": precision, "rows": rows, "inner": inner, "columns": columns, "seconds": took
+                    "precision": precision, "rows": rows, "inner": inner, "columns": columns,
+                    "seconds": took / 3,
                 })  # fmt: skip
         torch.backends.cuda.matmul.allow_tf32 = False
         return found
@@ -102,7 +103,14 @@ class Curves:
         if 4 * (rows * inner + inner * columns + rows * columns) > self.most_bytes:
             return None
         tokens, weight = self._random(kind, rows, inner), self._random(kind, columns, inner)
-        return lambda: F.linear(tokens, weight)
+        gradient = self._random(kind, rows, columns)
+
+        def call() -> None:
+            F.linear(tokens, weight)
+            torch.mm(gradient, weight)
+            torch.mm(gradient.t(), tokens)
+
+        return call
 
     def _attention(self, seconds: float) -> list[dict[str, Any]]:
         # Fused attention has no fp32 kernel on a GPU.
@@ -129,9 +137,11 @@ class Curves:
         """Seconds of a pass by sequence length: forward alone, or forward and backward."""
 
         def made(case: Sequence[int]) -> Callable[[], Any]:
-            q, k, v = (self._random(TYPES[precision], 1, heads, case[0], dim) for _ in range(3))
-            for tensor in (q, k, v):
-                tensor.requires_grad_(True)
+            # Heads lie beside each other in a token, as projections leave them.
+            q, k, v = (
+                self._random(TYPES[precision], 1, case[0], heads, dim).transpose(1, 2).requires_grad_(True)
+                for _ in range(3)
+            )
 
             def call() -> None:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -145,12 +155,13 @@ class Curves:
     # ---- memory
 
     def _passes(self, seconds: float) -> list[dict[str, Any]]:
-        sizes = [MIB * 4**power for power in (range(6) if self.on_gpu else range(-2, 4))]
-        sizes = [int(size) for size in sizes if 3 * size <= self.most_bytes]
+        # Past every cache: what an optimizer goes through is.
+        sizes = [size for size in (MIB * 2**power for power in range(10)) if 3 * size <= self.most_bytes]
 
         def made(case: Sequence[int]) -> Callable[[], Any]:
             a, b = (self._random(torch.float32, case[0] // 4) for _ in range(2))
-            return lambda: a + b
+            total = torch.empty_like(a)
+            return lambda: torch.add(a, b, out=total)
 
         return [
             {"num_bytes": 3 * size, "seconds": took}
@@ -170,16 +181,17 @@ class Curves:
             value.sum().backward()
             factor.grad = None
 
-        took = self.watch.seconds(chain, seconds)
+        took = self.watch.work(chain, seconds)
         # A multiplication forward; backward one for each factor and the sum of the factor's gradients.
         return took / (4 * num_links)
 
     def _updates(self, seconds: float) -> float:
         """Parameters a second that torch's fused AdamW updates in host memory, all ranks together."""
-        parameter = torch.zeros(MIB, requires_grad=True)
+        # Parameter, gradient and two moments of fp32.
+        parameter = torch.zeros(min(16 * MIB, self.most_bytes // 16), requires_grad=True)
         parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW([parameter], fused=True)
-        took = Stopwatch(torch.device("cpu")).seconds(optimizer.step, seconds)
+        took = Stopwatch(torch.device("cpu")).work(optimizer.step, seconds)
         return self.watch.total(parameter.numel() / took)
 
     def _copies(self, seconds: float) -> list[dict[str, Any]]:
@@ -209,7 +221,7 @@ class Curves:
         found = []
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
             made = getattr(self, f"_{name}")
-            for size, took in self._growing(sizes, made, seconds / 5):
+            for size, took in self._growing(sizes, made, seconds / 5, self.watch.waiting):
                 # There and back.
                 each = took / 2 if name == "send" else took
                 found.append({"collective": name, "num_bytes": self._whole(size), "seconds": each})
@@ -260,18 +272,21 @@ class Curves:
         cases: Sequence[tuple[int, ...]],
         made: Callable[[Sequence[int]], Callable[[], Any] | None],
         seconds: float,
+        timed: Callable[[Callable[[], Any], float], float] | None = None,
     ) -> Iterator[tuple[Any, ...]]:
         """``(*case, seconds)`` of each case, smallest first, as far as the time goes; at least the first."""
-        began, last = time.monotonic(), 0.0
+        timed = timed or self.watch.work
+        end, last = time.monotonic() + seconds, 0.0
         for number, case in enumerate(cases):
-            left = self.watch.slowest(seconds - (time.monotonic() - began))
+            left = self.watch.slowest(end - time.monotonic())
             if number and GROWTH * FEWEST_CALLS * last > left:
                 return
             call = made(case)
             if call is None:
                 return
-            last = self.watch.seconds(call, max(left, 0.0) / (len(cases) - number))
-            yield (*case, last)
+            took = timed(call, max(left, 0.0) / (len(cases) - number))
+            last = self.watch.once
+            yield (*case, took)
 
     def _random(self, kind: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(kind)

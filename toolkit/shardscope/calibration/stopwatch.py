@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-MIN_CALLS = 3
-MAX_CALLS = 100
-"""Samples of one call."""
+MIN_SAMPLES = 3
+MAX_SAMPLES = 100
 SAMPLE_SECONDS = 1e-3
-"""Calls to a GPU are queued; so many are timed together that a sample is at least this long."""
+"""So many calls are timed together that a sample is at least this long: clocks cost, a GPU's calls queue."""
+
+
+class Sample(NamedTuple):
+    """Seconds of one call."""
+
+    wall: float
+    own: float
+    """Of a CPU rank, the processor's time; else the same."""
 
 
 class Stopwatch:
@@ -22,21 +29,20 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.once = 0.0
+        """Seconds by the clock of one call of the last case, on the slowest rank."""
 
-    def seconds(self, call: Callable[[], Any], budget_seconds: float) -> float:
+    def work(self, call: Callable[[], Any], budget_seconds: float) -> float:
         """Seconds of ``call`` on the slowest rank; about ``budget_seconds`` are spent on it.
 
-        Of its samples the first quartile: what else runs on the machine can only make a call longer.
+        Of its samples the first quartile. What else runs on the machine can only make a call longer, and of a
+        CPU rank the processor's time is taken, which it does not.
         """
-        call()
-        once = self.slowest(self._sample(call, 1))
-        per_sample = 1 if self.device.type == "cpu" else max(1, min(1000, round(SAMPLE_SECONDS / once)))
-        wanted = budget_seconds / (once * per_sample)
-        samples = max(MIN_CALLS, min(MAX_CALLS, int(wanted)))
-        if dist.is_initialized():
-            dist.barrier()
-        taken = [self._sample(call, per_sample) for _ in range(samples)]
-        return self.slowest(quantiles(taken, n=4, method="inclusive")[0])
+        return self._slowest_quartile([sample.own for sample in self._samples(call, budget_seconds)])
+
+    def waiting(self, call: Callable[[], Any], budget_seconds: float) -> float:
+        """The same of a call in which ranks wait for each other: time by the clock."""
+        return self._slowest_quartile([sample.wall for sample in self._samples(call, budget_seconds)])
 
     def slowest(self, seconds: float) -> float:
         """The most that any rank says: what they all wait for, and what they all decide by."""
@@ -54,14 +60,30 @@ class Stopwatch:
         dist.all_reduce(told)
         return float(told.item())
 
-    def _sample(self, call: Callable[[], Any], calls: int) -> float:
-        self._wait()
-        began = time.perf_counter()
+    def _samples(self, call: Callable[[], Any], budget_seconds: float) -> list[Sample]:
+        call()
+        self.once = self.slowest(self._sample(call, 1).wall)
+        calls = max(1, min(1000, round(SAMPLE_SECONDS / self.once)))
+        number = max(MIN_SAMPLES, min(MAX_SAMPLES, int(budget_seconds / (self.once * calls))))
+        if dist.is_initialized():
+            dist.barrier()
+        return [self._sample(call, calls) for _ in range(number)]
+
+    def _sample(self, call: Callable[[], Any], calls: int) -> Sample:
+        self._finish()
+        wall, own = time.perf_counter(), time.process_time()
         for _ in range(calls):
             call()
-        self._wait()
-        return (time.perf_counter() - began) / calls
+        self._finish()
+        wall, own = time.perf_counter() - wall, time.process_time() - own
+        if self.device.type != "cpu":
+            return Sample(wall / calls, wall / calls)
+        # Threads of one operator share its work, and those that wait for others spin.
+        return Sample(wall / calls, own / calls / torch.get_num_threads())
 
-    def _wait(self) -> None:
+    def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _slowest_quartile(self, seconds: list[float]) -> float:
+        return self.slowest(quantiles(seconds, n=4, method="inclusive")[0])

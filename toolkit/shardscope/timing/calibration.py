@@ -45,7 +45,7 @@ class MatrixProduct(JsonNoun):
     inner: int
     columns: int
     seconds: float
-    """Of one product, while all ranks multiply."""
+    """Of one product, while all ranks multiply: a third of a forward's and its backward's two."""
 
     def __post_init__(self) -> None:
         one_of("MatrixProduct.precision", self.precision, PRECISIONS)
@@ -147,7 +147,8 @@ class Calibration(JsonNoun):
     """What one machine's ranks were measured to do, how, and when. Raises ``ValueError`` for bad values.
 
     Each time is the first quartile of several calls, on the slowest rank, while all ranks do the same: what a
-    synchronous step waits for on a machine that nothing else keeps busy.
+    synchronous step waits for on a machine that nothing else keeps busy. Of what CPU ranks compute it is the
+    processor's time.
     """
 
     machine: str

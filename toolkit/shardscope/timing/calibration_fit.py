@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import log
-from statistics import median
+from math import exp, log
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,13 @@ from shardscope.timing.traffic import Transfer
 
 if TYPE_CHECKING:
     from shardscope.cluster import Cluster
-    from shardscope.timing.calibration import AttentionPass, Calibration, CollectiveCall, MatrixProduct
+    from shardscope.timing.calibration import (
+        AttentionPass,
+        Calibration,
+        CollectiveCall,
+        MatrixProduct,
+        MemoryPass,
+    )
 
 WORTH_KERNELS = 5.0
 """A product that takes less than so many times a kernel's own cost says little about multiplying."""
@@ -42,9 +48,7 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
         products = [one for one in calibration.matrix_products if one.precision == precision]
         peak = cluster.gpu.peak_flops.get(precision)
         matrices[precision] = fitted_matrices(products, calibration.kernel_seconds, peak)
-    _, per_byte = two_terms(Term(1.0, one.num_bytes, one.seconds) for one in calibration.memory_passes)
-    largest = max(calibration.memory_passes, key=lambda one: one.num_bytes)
-    memory = 1 / per_byte if per_byte else largest.num_bytes / largest.seconds
+    memory = fitted_memory(calibration.memory_passes)
     inside = known.inside
     if calls := [call for call in calibration.collectives if call.collective in STATE]:
         inside = fitted_link(known, calls, calibration.num_ranks)
@@ -135,25 +139,44 @@ def two_terms(terms: Iterable[Term]) -> tuple[float, float]:
     return min(edges, key=lambda edge: sum((edge[0] * x + edge[1] * y - 1) ** 2 for x, y in scaled))
 
 
+def fitted_memory(passes: Iterable[MemoryPass]) -> float:
+    """Bytes a second of passes through more than caches hold; of the largest one where none is as large."""
+    measured = sorted(passes, key=lambda one: one.num_bytes)
+    large = [one for one in measured if one.num_bytes >= PAST_CACHES] or measured[-1:]
+    return median(one.num_bytes / one.seconds for one in large)
+
+
+PAST_CACHES = 128 * 2**20
+"""More than a GPU's, and than a CPU rank's part of its host's."""
+
+
 def fitted_attention(passes: Iterable[AttentionPass]) -> dict[str, AttentionRate]:
-    """By precision; the tokens at which half is reached are the forward's."""
+    """By precision: the rates forward and backward, and the tokens at which half of both is reached.
+
+    Those tokens are tried out; with each of them the best rates are geometric means.
+    """
     by_precision: dict[str, list[AttentionPass]] = {}
     for one in passes:
         by_precision.setdefault(one.precision, []).append(one)
-    found = {}
-    for precision, measured in by_precision.items():
-        per_flop, per_key = two_terms(
-            Term(one.flops_forward, one.flops_forward / one.seq_len, one.forward_seconds) for one in measured
-        )
-        if not per_flop:
-            # No sequence was long enough to leave its start behind.
-            per_flop, per_key = min(one.forward_seconds / one.flops_forward for one in measured), 0.0
-        half_keys = per_key / per_flop
-        backward = [
-            one.flops_backward * (1 + half_keys / one.seq_len) / one.backward_seconds for one in measured
-        ]
-        found[precision] = AttentionRate(1 / per_flop, median(backward), half_keys)
-    return found
+    return {
+        precision: min(_attention(measured, half_keys) for half_keys in HALF_KEYS)[1]
+        for precision, measured in by_precision.items()
+    }
+
+
+HALF_KEYS = (0.0, *(2.0 ** (power / 2) for power in range(29)))
+"""Tokens, up to 16,384."""
+
+
+def _attention(passes: list[AttentionPass], half_keys: float) -> tuple[float, AttentionRate]:
+    """Squares of the logarithms' differences, and the rates."""
+    forward, backward = [], []
+    for one in passes:
+        slower = 1 + half_keys / one.seq_len
+        forward.append(log(one.flops_forward * slower / one.forward_seconds))
+        backward.append(log(one.flops_backward * slower / one.backward_seconds))
+    spread = sum((each - fmean(rates)) ** 2 for rates in (forward, backward) for each in rates)
+    return spread, AttentionRate(exp(fmean(forward)), exp(fmean(backward)), half_keys)
 
 
 def _host(calibration: Calibration, known: LinkRate, memory: float) -> LinkRate:
