@@ -1,9 +1,11 @@
 """``python -m tests.accuracy.fitting``: fits the constants of catalog/efficiency.toml on calibration rows.
 
-Every constant belongs to a GPU generation, or to links; none to a model or a source. What is made small is
-the sum over sources of their mean absolute log errors, a source of many rows weighing as its square root
-does, so that one sweep does not outweigh every other source, by a search along one constant after another.
-Judge rows are never looked at.
+Every constant belongs to a GPU generation, to modules' kernels, or to links; none to a model or a source.
+What is made small is the mean over sources of what their rows lose, a source of many rows weighing as its
+square root does, so that one sweep does not outweigh every other source. A row that is off by e (the log of
+predicted over measured) loses e / (e + 0.25): a run that something else held up, or foreign code, weighs
+little beside those that can be met (a redescending estimator: Geman & McClure 1985). The search goes along
+one constant after another. Judge rows are never looked at.
 """
 
 from __future__ import annotations
@@ -22,26 +24,31 @@ from tests.accuracy.time_rows import configurations, step_seconds, time_files, t
 from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
-from shardscope.memory.report import MemoryReport
 from shardscope.timing.rates import rates_of
 from shardscope.timing.step import step
 
 # Group of tables and key -> the least and the most that it may be.
 BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
-    ("matrices", "share"): (0.3, 0.98),
+    ("matrices", "share"): (0.3, 0.95),
     ("matrices", "half_size"): (1.0, 600.0),
     ("attention", "forward"): (0.1, 0.9),
     ("attention", "backward"): (0.1, 0.9),
-    ("memory", "share"): (0.3, 0.98),
+    ("cudnn_attention", "forward"): (0.1, 0.9),
+    ("cudnn_attention", "backward"): (0.1, 0.9),
+    ("memory", "share"): (0.5, 0.92),
     ("attention", "half_keys"): (1.0, 8192.0),
     ("passes", "forward"): (1.0, 8.0),
     ("passes", "backward"): (1.0, 16.0),
     ("passes", "kernels_forward"): (5.0, 400.0),
     ("passes", "kernels_backward"): (5.0, 800.0),
     ("launch", "seconds_per_kernel"): (0.2e-6, 30e-6),
-    ("link", "share"): (0.1, 0.98),
+    ("link", "share"): (0.1, 0.95),
     ("link", "latency_factor"): (0.1, 20.0),
 }
+
+
+_HALF_LOST = 0.25
+"""The error at which half of what a row can lose is lost: far beyond what the same run differs by."""
 
 
 class Constant(NamedTuple):
@@ -69,7 +76,6 @@ class Fitted(NamedTuple):
     """One calibration row, ready to be timed with other constants."""
 
     mapped: Mapped
-    memory: MemoryReport
     log_seconds: float
     source: str
 
@@ -80,7 +86,9 @@ def constants() -> list[Constant]:
     for table, key in BOUNDS:
         for name, fields in entries("efficiency").get(table, {}).items():
             has_generations = len(entries("efficiency")[table]) > 1 and table != "link"
-            if key in fields and not (has_generations and name == "default"):
+            # What somebody has counted is no matter of fitting.
+            is_counted = str(fields["source"]).startswith("counted")
+            if key in fields and not is_counted and not (has_generations and name == "default"):
                 found.append(Constant(table, name, key))
     return found
 
@@ -100,23 +108,23 @@ def calibration_rows() -> list[Fitted]:
         if rate is not None:
             seconds = recipe.global_batch_size * recipe.seq_len / mapped.plan.world_size / rate
         assert seconds is not None
-        found.append(Fitted(mapped, mapped.plan.memory(), math.log(seconds), source(one.row)))
+        found.append(Fitted(mapped, math.log(seconds), source(one.row)))
     return found
 
 
 def log_errors(rows: Sequence[Fitted]) -> list[float]:
     """log(predicted / measured) of each row, with the constants as they are now."""
     rates_of.cache_clear()
-    return [math.log(step(row.mapped.plan, row.memory).seconds) - row.log_seconds for row in rows]
+    return [math.log(step(row.mapped.plan).seconds) - row.log_seconds for row in rows]
 
 
 def loss(rows: Sequence[Fitted]) -> float:
-    """What is made small."""
+    """What is made small: 0 to 1."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for row, error in zip(rows, log_errors(rows), strict=True):
-        by_source[row.source].append(abs(error))
-    weights = {name: math.sqrt(len(errors)) for name, errors in by_source.items()}
-    total = sum(weights[name] * sum(errors) / len(errors) for name, errors in by_source.items())
+        by_source[row.source].append(abs(error) / (abs(error) + _HALF_LOST))
+    weights = {name: math.sqrt(len(lost)) for name, lost in by_source.items()}
+    total = sum(weights[name] * sum(lost) / len(lost) for name, lost in by_source.items())
     return total / sum(weights.values())
 
 

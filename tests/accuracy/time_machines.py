@@ -32,9 +32,11 @@ def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
         per_node = num_gpus if num_gpus <= domain else gcd(num_gpus, 64)
         assumed = [*assumed, f"NVLink joins {per_node} GPUs"] if num_gpus > domain else assumed
     gpu = _gpu(name, found.gpu, "torchtitan" in text(row, "source"))
-    made = replace(ss.Cluster.of(gpu, per_node, num_gpus // per_node), gpu=gpu)
-    known = next((words for name, words in _NETWORKS.items() if name in text(row, "source")), "")
-    stated = _network(text(row, "interconnect") or known, made)
+    # Links are those of the catalogue's card: of another name it knows none.
+    known = ss.gpus["h100-sxm-80gb"] if gpu.name.startswith("h100-sxm") else ss.gpus.get(found.gpu.name, gpu)
+    made = replace(ss.Cluster.of(known, per_node, num_gpus // per_node), gpu=gpu)
+    elsewhere = next((words for name, words in _NETWORKS.items() if name in text(row, "source")), "")
+    stated = _network(text(row, "interconnect") or elsewhere, made)
     return (replace(made, inter_node_link=stated) if stated else made), assumed
 
 

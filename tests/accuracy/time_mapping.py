@@ -50,6 +50,8 @@ def _timed(row: Row) -> Mapped:
     row, about_batch = _whole_batches(row, kind, machines.num_gpus)
     spread, about_layout = layout(row, kind, arch.num_hidden_layers)
     what, about_recipe = recipe(row, kind, arch, data_parallel(row, kind, machines.num_gpus))
+    if is_nvidias_own(row):
+        options |= {"grad_reduce_in_fp32": False, "cross_entropy_fusion_impl": "te"}
     what, spread = with_options(what, spread, options)
     what, about_type = stored_type(what, spread)
     spread, about_overlap = _with_overlap(row, kind, machines, spread)
@@ -100,6 +102,16 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
 def _has_distributed_optimizer(row: Row) -> bool:
     # NeMo's recipes: distributed_fused_adam_with_cosine_annealing, and DistributedOptimizer in mcore's.
     return "nemo" in text(row, "framework", "source") or "dgxc" in text(row, "source")
+
+
+def is_nvidias_own(row: Row) -> bool:
+    """Whether the row is of NVIDIA's tables, whose recipes all reduce gradients in bf16 and fuse the loss.
+
+    Megatron-Bridge's perf_recipes/_common.py (``_benchmark_common``); NeMo's
+    ``pretrain_performance_optimizations``.
+    """
+    megatron = "megatron" in text(row, "framework")
+    return megatron and bool(re.search(r"megatron-bridge performance|dgxc", text(row, "source")))
 
 
 def _whole_batches(row: Row, kind: Framework, num_gpus: int) -> tuple[Row, list[str]]:
