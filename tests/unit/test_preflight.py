@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.precision import widths
 from shardscope.planner.preflight import CHECKS, SEVERITIES, Finding
-from shardscope.planner.room import fits
+from shardscope.planner.room import fits, places
 
 
 def plan_of(
@@ -272,6 +272,25 @@ def test_out_of_nvme_and_nvme_not_known() -> None:
     assert one(small, "out-of-nvme").number == (needed - 2**38) / 2**30
     large = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**43))
     assert not {"out-of-nvme", "nvme-not-known"} & {finding.name for finding in large.findings()}
+
+
+def test_host_memory_that_nobody_knows_and_a_model_that_is_made_there() -> None:
+    layout = ss.Layout.fsdp2(offload="cpu")
+    plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", layout, recompute="full")
+    unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
+    finding = one(unknown, "host-memory-not-known")
+    assert finding.number == pytest.approx(8 * plan.memory().host_bytes / 2**30)
+    assert found_in(plan, "host-memory-not-known") is None
+    # All ranks of a node load the model at the same time, before any of it is sharded.
+    name = "out-of-host-memory-at-start"
+    plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp())
+    (making,) = [place for place in places(plan, plan.memory()) if place.name.endswith("is made")]
+    room = making.needed_bytes - 2**30
+    small = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=room))
+    assert one(small, name).number == 1.0
+    assert found_in(plan, name) is None
+    unknown = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=None))
+    assert one(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
 
 
 def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:

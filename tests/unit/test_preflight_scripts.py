@@ -82,7 +82,7 @@ def test_every_pattern_of_fsdp1_is_told_with_its_line_and_what_replaces_it() -> 
         "fsdp1-clip-grad-norm": "clip_grad_norm_",
         "fsdp1-state-dict-type": "FSDP.state_dict_type",
         "checkpoint-gathered-on-one-rank": "StateDictType.FULL_STATE_DICT",
-        "reductions-in-half-precision": "MixedPrecision(",
+        "policy-reduces-in-half-precision": "MixedPrecision(",
     }.items():
         assert name in found, (name, list(found))
         assert found[name].line == line_of(OLD, text), name
@@ -205,6 +205,8 @@ def test_units_that_are_too_fine(source: str) -> None:
         "policy = partial(size_based_auto_wrap_policy, min_num_params=int(1e8))\n",
         "model = FullyShardedDataParallel(model, auto_wrap_policy=policy)\n",
         "for layer in model.layers:\n    fully_shard(layer)\nfully_shard(model)\n",
+        "def cut(m):\n    fully_shard(m)\nfor m in model.layers:\n    cut(m)\ncut(model)\n",
+        "def cut(m):\n    fully_shard(m)\nmodel.on_each_layer(cut)\n",
     ],
 )
 def test_units_that_are_right(source: str) -> None:

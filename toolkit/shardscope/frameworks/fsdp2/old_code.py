@@ -179,7 +179,7 @@ def _reductions(script: Script) -> Iterator[Finding]:
         ranks = None if script.plan is None else script.plan.degrees.data_parallel
         over = "" if ranks is None else f" over {ranks} ranks"
         yield Finding(
-            name="reductions-in-half-precision",
+            name="policy-reduces-in-half-precision",
             severity="hint",
             why=f"Line {call.lineno}: gradients are summed{over} in {reduce.rpartition('.')[2]}, for "
             "reduce_dtype "

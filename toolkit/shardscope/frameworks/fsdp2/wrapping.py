@@ -21,7 +21,7 @@ def in_script(script: Script) -> Iterator[Finding]:
     """Calls that wrap, as far as the text tells: only once and only the model, or whatever there is."""
     for name in WRAPS:
         calls = script.calls(name)
-        if len(calls) == 1 and not script.in_loop(calls[0]) and not _wraps_inside(script, calls[0]):
+        if len(calls) == 1 and not script.is_repeated(calls[0]) and not _wraps_inside(script, calls[0]):
             yield one_unit(script, calls[0].lineno)
         yield from (_every_module(script, call) for call in calls if _wraps_everything(script, call))
     for call in (*script.calls("size_based_auto_wrap_policy"), *script.calls("partial")):

@@ -27,7 +27,7 @@ def never_profiled(case: Case) -> Iterator[Finding]:
         severity="hint",
         why=f"{before}: what the step waits for is predicted only, and nobody has seen it.",
         number=float(number),
-        change="Pretrain(profile=True), or run.profile() while it goes on",
+        change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
     )
 
 

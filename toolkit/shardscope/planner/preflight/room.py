@@ -8,13 +8,13 @@ from shardscope.memory.words import gib
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.recomputation import recomputing
-from shardscope.planner.room import Place, places
+from shardscope.planner.room import Place, fits, places
 
 NAMES = {
-    "GPU memory": "out-of-gpu-memory",
-    "host memory": "out-of-host-memory",
-    "NVMe": "out-of-nvme",
-    "host memory while the model is made": "out-of-host-memory-at-start",
+    "GPU memory": "gpu-memory",
+    "host memory": "host-memory",
+    "NVMe": "nvme",
+    "host memory while the model is made": "host-memory-at-start",
 }
 
 
@@ -31,18 +31,18 @@ def no_room(case: Case) -> Iterator[Finding]:
 
 def _short(case: Case, place: Place) -> Finding:
     assert place.room_bytes is not None
-    from shardscope.planner.room import fits
-
     whose = "The worst rank" if place.name == "GPU memory" else "A node"
     best = next(iter(case.repairs), None)
     enough = best is not None and fits(best.plan, best.plan.memory())
     return Finding(
-        name=NAMES[place.name],
+        name=f"out-of-{NAMES[place.name]}",
         severity="danger",
         why=f"{whose} needs {gib(place.needed_bytes)} GiB of {place.name}, and has {gib(place.room_bytes)}: "
         f"{gib(place.short_bytes)} GiB too little.",
         number=place.short_bytes / 2**30,
-        change="No single change is enough" if best is None or not enough else best.change,
+        change="No single change is enough: ss.recommend(...) looks at several"
+        if best is None or not enough
+        else best.change,
         plan=best.plan if best is not None and enough else None,
     )
 
@@ -50,8 +50,8 @@ def _short(case: Case, place: Place) -> Finding:
 def _unknown(place: Place) -> Finding:
     field = "nvme_bytes" if place.name == "NVMe" else "host_memory_bytes"
     return Finding(
-        name=f"{'nvme' if place.name == 'NVMe' else 'host-memory'}-not-known",
-        severity="warning",
+        name=f"{NAMES[place.name]}-not-known",
+        severity="hint" if place.name.endswith("is made") else "warning",
         why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and nobody said how much it has.",
         number=place.needed_bytes / 2**30,
         change=f"Say it: Cluster.{field}",

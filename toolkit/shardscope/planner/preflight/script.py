@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 2**20
 """Longer than any script that a person wrote."""
+LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,21 @@ class Script:
             if isinstance(node, kinds):
                 yield node
 
-    def in_loop(self, call: ast.Call) -> bool:
-        """Whether a call stands in a loop, a comprehension or a function that something else may call."""
-        loops = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
-        return any(call in ast.walk(loop) for loop in self.walk(*loops))
+    def is_repeated(self, call: ast.Call) -> bool:
+        """Whether a call may run more than once: in a loop, or in a function that runs more than once or is
+        handed on."""
+        return any(call in ast.walk(loop) for loop in self.walk(*LOOPS)) or any(
+            call in ast.walk(function) and self._is_used_often(function.name)
+            for function in self.walk(ast.FunctionDef, ast.AsyncFunctionDef)
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
+
+    def _is_used_often(self, function: str) -> bool:
+        calls = self.calls(function)
+        named = sum(isinstance(node, ast.Name) and node.id == function for node in self.walk(ast.Name))
+        handed_on = named > len(calls)
+        looped = any(call in ast.walk(loop) for call in calls for loop in self.walk(*LOOPS))
+        return len(calls) > 1 or handed_on or looped
 
 
 def _names_of(node: ast.AST) -> list[str]:
