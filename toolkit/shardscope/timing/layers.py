@@ -107,6 +107,9 @@ class LayerWork:
         saved = self._saved(moe)
         stream = self.tokens * ceil_div(arch.hidden_size * self.modules.stream, self.cut)
         moved, moved_back = self._moved(products)
+        if moe:
+            sorted_bytes = self._sorted()
+            moved, moved_back = moved + sorted_bytes, moved_back + sorted_bytes
         elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
         forward = self._started(
@@ -180,6 +183,18 @@ class LayerWork:
             return 0.0, 0.0
         cast = _CAST_TO_8_BITS * self.tokens * products.edges / 2
         return cast + _CAST_TO_8_BITS * products.weights, cast
+
+    def _sorted(self) -> Any:
+        """Bytes to sort tokens by expert and back, beside the one copy that experts save.
+
+        Megatron's dispatcher sorts them for the ranks they go to and again for the experts there, and both
+        back (megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher): four copies, or
+        two on one rank. Transformers' are among the operators that were counted for it.
+        """
+        if self.modules.kernels != "megatron":
+            return 0.0
+        copies = where(self.plan.degrees.ep > 1, 3, 1)
+        return copies * 2 * self.routed_tokens() * self.arch.hidden_size * self.modules.compute
 
     def _started(self, work: Operators, num_kernels: float) -> Operators:
         """With the time that kernels take to be started, where that is more than they run for."""
