@@ -83,7 +83,7 @@ def _launch(plan: Plan) -> str:
     several = plan.cluster.num_nodes > 1
     where = 'machines=(--machine_rank "$MACHINE_RANK" --main_process_ip "$HEAD_NODE")\n' if several else ""
     needed = (
-        ': "${HEAD_NODE:?the name of the first node}" "${MACHINE_RANK:?this node\'s number, from 0}"\n'
+        ': "${HEAD_NODE:?the name of the first node}" "${MACHINE_RANK:?the number of this node, from 0}"\n'
         if several
         else ""
     )

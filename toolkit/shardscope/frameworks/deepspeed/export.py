@@ -29,8 +29,27 @@ def files(plan: Plan) -> list[Exported | Absent]:
     return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, _script(plan))]
 
 
-def _said(plan: Plan) -> set[str]:
-    """Fields of the layout that the JSON carries; thresholds of stage 3 mean nothing in other stages."""
+def _written(plan: Plan) -> set[str]:
+    """Fields of the layout that the JSON has; of others the stage, or a device, has no use."""
+    layout: Any = plan.layout
+    found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
+    found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
+    if layout.stage == 3:
+        found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}
+        found.add("sub_group_size")
+    if layout.offload_optimizer or layout.offload_params:
+        found.add("pin_memory")
+    for device, prefix in (
+        (layout.offload_optimizer, "offload_optimizer_"),
+        (layout.offload_params, "offload_params_"),
+    ):
+        if device == "nvme":
+            found |= {field.name for field in fields(layout) if field.name.startswith(prefix)}
+    return found
+
+
+def _elsewhere(plan: Plan) -> set[str]:
+    """Fields of the layout that are in the JSON, which the other files name."""
     return {field.name for field in fields(plan.layout)} - set(NOT_IN_CONFIG)
 
 
@@ -38,10 +57,14 @@ def _config(plan: Plan) -> Exported:
     said = {"micro_batch_size", "global_batch_size"}
     if plan.recipe.precision != "bf16":  # one with bf16-mixed in DeepSpeed's words
         said.add("precision")
+    everything = {field.name for field in fields(plan.layout)}
     own = {
         "what": f"{described(plan)}. Written from the {PLAN_FILE} beside it.",
-        **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
-        "not_said_here": dict(unsaid(plan, said, _said(plan))),
+        "layout": {
+            **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
+            **dict(unsaid(plan, {field.name for field in fields(plan.recipe)}, _written(plan))),
+        },
+        "not_said_here": dict(unsaid(plan, said, everything)),
     }
     values = {OWN_KEY: own, **deepspeed_config(plan)}
     return Exported(
@@ -68,7 +91,7 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
             "DEEPSPEED",
             {"deepspeed_config": section},
             said=("micro_batch_size", "global_batch_size", "precision"),
-            layout=_said(plan),
+            layout=_elsewhere(plan),
             notes=(f"Stage, offloading, batches and precision are in {CONFIG_FILE}.",),
             mixed_precision=False,
         )
@@ -81,7 +104,7 @@ def _trainer(plan: Plan) -> Exported | Absent:
         return Absent(name="training_arguments.yaml", why=why)
     # Has to agree with ds_config.json (transformers/integrations/deepspeed.py, trainer_config_process).
     sections = {"deepspeed": CONFIG_FILE, "bf16": plan.recipe.precision in ("bf16", "bf16-mixed")}
-    return training_arguments(plan, sections, said=("precision",), layout=_said(plan))
+    return training_arguments(plan, sections, said=("precision",), layout=_elsewhere(plan))
 
 
 IMPORTS = """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, Keys, read_json
 from shardscope.frameworks.deepspeed.config import deepspeed_config
-from shardscope.frameworks.deepspeed.export import NOT_IN_CONFIG, OWN_KEY
+from shardscope.frameworks.deepspeed.export import OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, ZeroLayout
 from shardscope.recipe import Recipe
 
@@ -109,6 +109,7 @@ SECTIONS: tuple[tuple[Keys, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (("tensor_parallel",), ("autotp_size",), ("enabled", "tp", "dtype", "tp_grain_size", "preset_model")),
     (("optimizer",), ("type",), ("params", "legacy_fusion")),
+    ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
     (("fp16",), ("enabled",), OTHER_FP16),
     (("bf16",), ("enabled",), OTHER_BF16),
 )
@@ -153,10 +154,9 @@ def _layout(document: Document, rest: Rest) -> dict[str, tuple[Keys, Any]]:
     pinned = _pinned(document, before)
     if pinned is not None:
         found["pin_memory"] = pinned
-    own = document.section(OWN_KEY)
-    for field in NOT_IN_CONFIG:
-        if before is None and field in own:
-            found[field] = ((OWN_KEY, field), document.number(OWN_KEY, field, low=1, high=2**20))
+    if before is None:
+        for field in document.section(OWN_KEY, "layout"):
+            found[field] = ((OWN_KEY, "layout", field), document.get(OWN_KEY, "layout", field))
     return found
 
 
@@ -188,7 +188,7 @@ def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[Keys,
     found: dict[Keys, bool] = {}
     for part in ("offload_optimizer", "offload_param"):
         place: Keys = (ZERO, part, "pin_memory")
-        if document.section(ZERO, part):
+        if document.section(ZERO, part) and document.get(ZERO, part, "device") != "none":
             found[place] = bool(document.flag(*place))
     if not found or (
         before is not None and all(_at(before, place) == value for place, value in found.items())

@@ -23,6 +23,12 @@ RECIPE = (
     *("attention", "loss", "expert_capacity_factor", "method"),
 )
 """Fields of the recipe that the flags carry; every run of Megatron-LM trains all weights."""
+LAYOUT = (
+    *("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "distributed_optimizer"),
+    *("grad_reduce_in_fp32", "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"),
+)
+"""The same of the layout; ``cross_entropy_fusion_impl`` with a fused loss only."""
 BACKENDS = {"flash": "flash", "eager": "unfused"}
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 
@@ -131,6 +137,9 @@ def _layout(plan: Plan) -> Flags:
         flags["sequence-parallel"] = None
     if layout.distributed_optimizer:
         flags["use-distributed-optimizer"] = None
+    for field in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap"):
+        if getattr(layout, field):
+            flags[field.replace("_", "-")] = None
     if layout.use_precision_aware_optimizer:
         flags |= {
             "use-precision-aware-optimizer": None,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardscope.export.commands import commands
 from shardscope.export.files import Absent, Exported, header
@@ -11,7 +10,7 @@ from shardscope.export.script import SCRIPT_FILE
 from shardscope.export.unsaid import sentences, unsaid
 from shardscope.frameworks.accelerate.export import none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE
-from shardscope.frameworks.megatron.arguments import RECIPE, megatron_arguments
+from shardscope.frameworks.megatron.arguments import LAYOUT, RECIPE, megatron_arguments
 from shardscope.frameworks.megatron.families import check_family
 
 if TYPE_CHECKING:
@@ -74,10 +73,7 @@ def _why_not(plan: Plan) -> str | None:
 
 
 def _text(plan: Plan) -> str:
-    layout: Any = plan.layout
-    carried = {field.name for field in fields(layout)}
-    if plan.recipe.loss != "fused":
-        carried.discard("cross_entropy_fusion_impl")
+    carried = {*LAYOUT, *(["cross_entropy_fusion_impl"] if plan.recipe.loss == "fused" else [])}
     # bf16 and bf16-mixed are one for Megatron, which always keeps fp32 main weights.
     said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
     notes = sentences(unsaid(plan, {*said, "kernels"}, carried), "whoever runs it")

@@ -49,6 +49,9 @@ SWITCHES = {
     "sequence_parallel": "sequence-parallel",
     "distributed_optimizer": "use-distributed-optimizer",
     "use_precision_aware_optimizer": "use-precision-aware-optimizer",
+    "overlap_grad_reduce": "overlap-grad-reduce",
+    "overlap_param_gather": "overlap-param-gather",
+    "tp_comm_overlap": "tp-comm-overlap",
 }
 TYPES = {
     "exp_avg_dtype": "exp-avg-dtype",

@@ -1,0 +1,272 @@
+"""What ``plan.export`` writes, and that nothing of a plan gets lost on the way there and back."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from planning import plans
+
+import shardscope as ss
+from needs import needs
+from shardscope.export.files import EVERY_NAME, Exported, contents
+from shardscope.validation import FieldError
+
+needs("accelerate")  # which brings PyYAML
+needs("transformers")  # which spells the config in train.py
+
+READERS: dict[str, Callable[..., ss.Plan]] = {
+    "accelerate_config.yaml": ss.Plan.from_accelerate,
+    "ds_config.json": ss.Plan.from_deepspeed,
+    "megatron_arguments.txt": ss.Plan.from_megatron,
+}
+CONFIGURATIONS = (*READERS, "training_arguments.yaml", "fsdp2_arguments.json")
+FAMILIES = ("ddp", "fsdp2", "deepspeed", "megatron")
+
+SMALL = ss.Architecture.of_size("2m")
+
+
+def small(layout: Any, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
+    return ss.Plan(
+        SMALL, ss.Cluster.parse(cluster), ss.Recipe(seq_len=64, global_batch_size=16, **recipe), layout
+    )
+
+
+def texts(plan: ss.Plan) -> dict[str, str]:
+    return {file.name: file.text for file in contents(plan)}
+
+
+@pytest.mark.parametrize("framework", FAMILIES)
+def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
+    @settings(deadline=None, max_examples=60)
+    @given(plan=plans(framework))
+    def there_and_back(plan: ss.Plan) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            written = plan.export(folder)
+            assert [path.name for path in written] == [file.name for file in contents(plan)]
+            assert ss.Plan.from_json((Path(folder) / "plan.json").read_text()) == plan
+            for name, read in READERS.items():
+                if (Path(folder) / name).exists():
+                    assert read(Path(folder) / name) == plan, name
+
+    there_and_back()
+
+
+@pytest.mark.parametrize("framework", FAMILIES)
+def test_a_file_alone_carries_its_layout(framework: str) -> None:
+    """Read without the plan beside it, it gives a plan that is written in the same words again."""
+
+    @settings(deadline=None, max_examples=60)
+    @given(plan=plans(framework))
+    def alone(plan: ss.Plan) -> None:
+        files = texts(plan)
+        for name, read in READERS.items():
+            if name not in files:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                for other in {name, "ds_config.json"} & set(files):
+                    (Path(folder) / other).write_text(files[other])
+                carried = {"micro_batch_size": 1, "global_batch_size": 1} if name != CONFIGURATIONS[0] else {}
+                recipe = replace(plan.recipe, **carried)
+                found = read(
+                    Path(folder) / name, architecture=plan.architecture, cluster=plan.cluster, recipe=recipe
+                )
+            assert found.degrees == plan.degrees
+            assert found.recipe == plan.recipe or name == CONFIGURATIONS[0]
+            assert texts(found)[name].partition("\n")[2] == files[name].partition("\n")[2]
+
+    alone()
+
+
+OPEN = frozenset({
+    "shard", "etp", "sequence_parallel", "grad_reduce_in_fp32", "stage3_prefetch_bucket_size", "kernels",
+    "offload_params_buffer_count", "offload_params_buffer_size", "reshard_after_forward",
+})  # fmt: skip
+"""Fields whose open value means one of the others, so that two plans may mean the same."""
+
+
+@settings(deadline=None, max_examples=120)
+@given(plan=plans())
+def test_no_option_is_dropped_in_silence(plan: ss.Plan) -> None:
+    """Two plans that differ in one field never give the same file: it says the field, or that it does not."""
+    files = texts(plan)
+    for noun in ("recipe", "layout"):
+        for field in fields(getattr(plan, noun)):
+            try:
+                changed = replace(plan, **{noun: replace(getattr(plan, noun), **{field.name: field.default})})
+            except (FieldError, TypeError):
+                continue
+            same_loss = plan.kernels == "megatron" and field.name == "loss" and plan.recipe.loss == "full"
+            if changed == plan or field.name in OPEN or same_loss:
+                continue
+            others = texts(changed)
+            for name in set(CONFIGURATIONS) & set(files) & set(others):
+                # Some point to DeepSpeed's JSON and leave what is in there to it.
+                one, other = (found[name] + found.get("ds_config.json", "") for found in (files, others))
+                assert one != other, f"{name} is silent about {field.name}"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        small(ss.Layout.ddp()),
+        small(ss.Layout.fsdp2()),
+        ss.Plan(
+            replace(SMALL, name="a; rm -rf $HOME `x` \"'"),
+            ss.Cluster.parse("4x8xh100-sxm-80gb"),
+            ss.Recipe(),
+            ss.Layout.fsdp2(),
+        ),
+        ss.Plan(
+            ss.models["llama-3.1-70b"], ss.Cluster.parse("4x8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.zero(3)
+        ),
+        ss.Plan(
+            ss.models["deepseek-v3"],
+            ss.Cluster.parse("32x8xh100-sxm-80gb"),
+            ss.Recipe(global_batch_size=1024),
+            ss.Layout.megatron(tp=8, ep=8),
+        ),
+    ],
+    ids=["ddp", "fsdp2", "name", "zero", "megatron"],
+)
+def test_shells_read_every_command(plan: ss.Plan, tmp_path: Path) -> None:
+    for path in plan.export(tmp_path):
+        if path.suffix not in (".sh", ".sbatch"):
+            continue
+        checked = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+        assert path.suffix == ".sbatch" or os.access(path, os.X_OK)
+        if path.suffix == ".sbatch" and shutil.which("sbatch"):
+            tested = subprocess.run(
+                ["sbatch", "--test-only", path.name],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert "invalid" not in tested.stderr.lower(), tested.stderr
+
+
+def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
+    """bash splits the file into the words that argparse shall see, stars and all."""
+    plan = ss.Plan(
+        ss.models["mixtral-8x7b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(ep=8)
+    )
+    plan.export(tmp_path)
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "torchrun"
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "MEGATRON_LM": "/opt/Megatron-LM"}
+    done = subprocess.run(
+        [str(tmp_path / "torchrun.sh"), "--train-iters", "5"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    script = words.index("/opt/Megatron-LM/pretrain_gpt.py")
+    assert words[words.index("--moe-layer-freq") + 1] == "([1]*32)"
+    assert words[-3:] == ["--train-iters", "5", ""]
+    assert ss.Plan.from_megatron(
+        words[script + 1 : -3], architecture=plan.architecture, cluster=plan.cluster
+    ) == replace(plan, recipe=replace(plan.recipe, kernels=None))
+
+
+@settings(deadline=None, max_examples=40)
+@given(plan=plans())
+def test_plain_scripts_are_python_without_shardscope(plan: ss.Plan) -> None:
+    script = texts(plan).get("train.py")
+    if script is None:
+        assert "`train.py`: " in texts(plan)["FILES.md"]
+        return
+    assert "@@" not in script
+    imported = {
+        getattr(node, "module", None) or node.names[0].name
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert "torch" in imported
+    assert not any(name.startswith("shardscope") for name in imported)
+
+
+def test_what_there_is_none_of_says_why() -> None:
+    cpu = texts(small(ss.Layout.fsdp2()))
+    assert "accelerate_config.yaml" not in cpu
+    assert "silently trains with DDP" in cpu["FILES.md"]
+    pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
+    assert "pp=2" in texts(pipeline)["FILES.md"]
+    chunked = texts(small(ss.Layout.ddp(), loss="chunked"))
+    assert "train.py" not in chunked
+    assert "Recipe.loss is 'chunked'" in chunked["FILES.md"]
+
+
+def test_what_a_format_has_no_words_for_is_named() -> None:
+    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="sgd", recompute="selective")
+    yaml = texts(plan)["training_arguments.yaml"]
+    assert "optimizer='sgd'" in yaml
+    assert "optim:" not in yaml
+    assert "recompute='selective'" in yaml
+    assert (
+        "reduces gradients in bf16" in texts(small(ss.Layout.fsdp2(), "8xh100-sxm-80gb"))[CONFIGURATIONS[0]]
+    )
+
+
+# ------------------------------------------------------------------------------------------------- folders
+
+
+def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
+    small(ss.Layout.fsdp2(), "8xh100-sxm-80gb").export(tmp_path)
+    assert (tmp_path / "fsdp2_arguments.json").exists()
+    (tmp_path / "notes.txt").write_text("mine")
+    plan = small(ss.Layout.zero(2), "8xh100-sxm-80gb")
+    written = {path.name for path in plan.export(tmp_path)}
+    assert {path.name for path in tmp_path.iterdir()} == written | {"notes.txt"}
+    assert ss.Plan.from_deepspeed(tmp_path / "ds_config.json") == plan
+
+
+@pytest.mark.parametrize("name", ["train.py", "accelerate_config.yaml", "job.sbatch"])
+def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> None:
+    plan = small(ss.Layout.ddp())
+    plan.export(tmp_path)
+    (tmp_path / name).write_text("# mine\n")
+    with pytest.raises(ValueError, match=name):
+        plan.export(tmp_path)
+    assert (tmp_path / name).read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_what_a_person_wrote_is_not_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=name):
+        small(ss.Layout.ddp()).export(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("folder", [None, 3, "", "a\0b"])
+def test_folders_that_are_none(folder: Any) -> None:
+    with pytest.raises(ValueError, match="folder"):
+        small(ss.Layout.ddp()).export(folder)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ValueError, match="folder"):
+        small(ss.Layout.ddp()).export(tmp_path / "x")
+
+
+def test_two_exports_are_the_same_bytes() -> None:
+    plan = small(ss.Layout.fsdp2())
+    assert contents(plan) == contents(ss.Plan.from_json(plan.to_json()))
+    assert all(isinstance(file, Exported) and file.text.endswith("\n") for file in contents(plan))

@@ -1,0 +1,396 @@
+"""Configurations that people wrote, and broken ones: each refusal names the line and the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from needs import needs
+
+needs("accelerate")  # which brings PyYAML
+
+LLAMA = ss.models["llama-3.1-8b"]
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+
+FSDP = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+"""As ``accelerate config`` writes it."""
+
+ZERO: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "sub_group_size": 1e9,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+"""As transformers' documentation has it."""
+
+MEGATRON = """\
+--num-layers 32 \\
+--hidden-size 4096   # as a person writes it
+--ffn-hidden-size 14336
+--num-attention-heads 32
+--group-query-attention
+--num-query-groups 8
+--seq-length 8192 --max-position-embeddings 131072
+--position-embedding-type rope
+--normalization RMSNorm
+--swiglu
+--disable-bias-linear
+--untie-embeddings-and-output-weights
+--vocab-size 128256
+--tensor-model-parallel-size 2
+--pipeline-model-parallel-size 2
+--sequence-parallel
+--use-distributed-optimizer
+--micro-batch-size 1
+--global-batch-size 32
+--hidden-dropout 0.0 --attention-dropout 0.0
+--bf16
+--lr 3e-4
+"""
+
+
+def from_fsdp(folder: Path, text: str = FSDP, **given: Any) -> ss.Plan:
+    (folder / "config.yaml").write_text(text)
+    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
+    return ss.Plan.from_accelerate(folder / "config.yaml", **nouns)
+
+
+def from_zero(folder: Path, values: Any, **given: Any) -> ss.Plan:
+    text = values if isinstance(values, str) else json.dumps(values, indent=2)
+    (folder / "zero.json").write_text(text)
+    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": EIGHT, **given}
+    return ss.Plan.from_deepspeed(folder / "zero.json", **nouns)
+
+
+def from_megatron(folder: Path, text: str = MEGATRON, **given: Any) -> ss.Plan:
+    (folder / "args.txt").write_text(text)
+    return ss.Plan.from_megatron(folder / "args.txt", **{"cluster": EIGHT, **given})
+
+
+# ------------------------------------------------------------------------------------- what people wrote
+
+
+def test_accelerate_s_own_questionnaire(tmp_path: Path) -> None:
+    plan = from_fsdp(tmp_path, recipe=ss.Recipe(seq_len=2048))
+    assert plan.layout == ss.Layout.fsdp2(reshard_after_forward=False)
+    assert plan.recipe == ss.Recipe(seq_len=2048, recompute="full", precision="bf16-mixed")
+
+
+def test_accelerate_s_meshes(tmp_path: Path) -> None:
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    mesh = "parallelism_config:\n" + "".join(f"  {key}: {size}\n" for key, size in sizes.items())
+    assert from_fsdp(tmp_path, FSDP + mesh).layout.replicate == 2  # type: ignore[attr-defined]
+    wrong = mesh.replace("4", "3")
+    with pytest.raises(ValueError, match=r"config.yaml, line 27, parallelism_config.*dp_shard_size"):
+        from_fsdp(tmp_path, FSDP + wrong)
+
+
+def test_accelerate_s_few_options_of_deepspeed(tmp_path: Path) -> None:
+    text = (
+        "distributed_type: DEEPSPEED\nmixed_precision: fp16\nnum_processes: 8\ndeepspeed_config:\n"
+        "  zero_stage: 2\n  offload_optimizer_device: cpu\n  gradient_accumulation_steps: 4\n"
+    )
+    plan = from_fsdp(tmp_path, text, recipe=ss.Recipe(micro_batch_size=2))
+    assert plan.layout == ss.Layout.zero(2, offload_optimizer="cpu")
+    assert plan.num_micro_batches == 4
+    assert plan.recipe.precision == "fp16-mixed"
+
+
+def test_deepspeed_with_the_trainer_s_auto(tmp_path: Path) -> None:
+    recipe = ss.Recipe(precision="bf16")
+    with pytest.warns(UserWarning, match=r"not understood.*optimizer.params \(line 7\)"):
+        plan = from_zero(tmp_path, ZERO, recipe=recipe)
+    assert plan.recipe == recipe
+    assert plan.layout == ss.Layout.zero(
+        3,
+        offload_optimizer="cpu",
+        overlap_comm=True,
+        reduce_bucket_size=LLAMA.hidden_size**2,
+        stage3_prefetch_bucket_size=int(0.9 * LLAMA.hidden_size**2),
+        stage3_param_persistence_threshold=10 * LLAMA.hidden_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batches", "micro", "total"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 2, 64),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, 64),
+        ({"train_batch_size": 64}, 8, 64),
+        ({"train_micro_batch_size_per_gpu": 2}, 2, 16),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 2, 48),
+        ({"gradient_accumulation_steps": 3}, 1, 24),
+        ({}, 1, 64),
+    ],
+)
+def test_deepspeed_s_rules_for_batches(
+    batches: dict[str, int], micro: int, total: int, tmp_path: Path
+) -> None:
+    plan = from_zero(tmp_path, {**batches, "zero_optimization": {"stage": 1}})
+    assert (plan.recipe.micro_batch_size, plan.recipe.global_batch_size) == (micro, total)
+
+
+def test_what_deepspeed_takes_where_nothing_is_said(tmp_path: Path) -> None:
+    plan = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {}}})
+    assert plan.recipe.precision == "fp32"
+    assert plan.layout.offload_params is None  # type: ignore[attr-defined]
+    named = from_zero(tmp_path, {"zero_optimization": {"stage": 3, "offload_param": {"pin_memory": True}}})
+    assert named.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+    assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
+
+
+def test_megatron_s_own_scripts(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"not understood.*--lr \(line 22\)"):
+        plan = from_megatron(tmp_path)
+    assert plan.layout == ss.Layout.megatron(tp=2, pp=2)
+    assert plan.recipe == ss.Recipe(seq_len=8192, global_batch_size=32)
+    assert replace(plan.architecture, name=LLAMA.name) == LLAMA
+    with pytest.warns(UserWarning, match="--lr"):
+        assert from_megatron(tmp_path, architecture=LLAMA).architecture is LLAMA
+    words = MEGATRON.replace("# as a person writes it", "").replace("\\", "").replace("--lr 3e-4", "")
+    assert ss.Plan.from_megatron(words, cluster=EIGHT, architecture=LLAMA).layout == plan.layout
+    assert ss.Plan.from_megatron(words.split(), cluster=EIGHT, architecture=LLAMA).layout == plan.layout
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "before", "after", "is_now"),
+    [
+        (
+            "fsdp2",
+            "accelerate_config.yaml",
+            "reshard_after_forward: true",
+            "reshard_after_forward: false",
+            {"reshard_after_forward": False},
+        ),
+        (
+            "fsdp2",
+            "accelerate_config.yaml",
+            "offload_params: false",
+            "offload_params: true",
+            {"offload": "cpu"},
+        ),
+        ("zero", "ds_config.json", '"stage": 3', '"stage": 2', {"stage": 2}),
+        (
+            "zero",
+            "ds_config.json",
+            '"reduce_bucket_size": 500000000',
+            '"reduce_bucket_size": 5e7',
+            {"reduce_bucket_size": 50_000_000},
+        ),
+        (
+            "megatron",
+            "megatron_arguments.txt",
+            "--tensor-model-parallel-size 1",
+            "--tensor-model-parallel-size 2",
+            {"tp": 2},
+        ),
+        (
+            "megatron",
+            "megatron_arguments.txt",
+            "--use-distributed-optimizer\n",
+            "",
+            {"distributed_optimizer": False},
+        ),
+    ],
+)
+def test_an_edited_export_holds_over_the_plan_beside_it(
+    framework: str, name: str, before: str, after: str, is_now: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: it spells the model in train.py")
+    layout = {"fsdp2": ss.Layout.fsdp2, "zero": ss.Layout.zero, "megatron": ss.Layout.megatron}[framework]()
+    plan = ss.Plan(LLAMA, EIGHT, ss.Recipe(), layout)
+    plan.export(tmp_path)
+    text = (tmp_path / name).read_text()
+    assert before in text
+    (tmp_path / name).write_text(text.replace(before, after))
+    read = ss.Plan.from_megatron if framework == "megatron" else ss.Plan.from_deepspeed
+    read = ss.Plan.from_accelerate if framework == "fsdp2" else read
+    found = read(tmp_path / name)
+    sequence = {"sequence_parallel": False} if is_now == {"tp": 2} else {}
+    assert found == replace(plan, layout=replace(plan.layout, **is_now, **sequence))
+
+
+# ------------------------------------------------------------------------------------------- broken files
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("fsdp_version: 2", "fsdp_version: 1", r"line 13, fsdp_config.fsdp_version.*FSDP1"),
+        (
+            "fsdp_version: 2",
+            "fsdp_version: 2\n  fsdp_sharding_strategy: SHARD_GRAD_OP",
+            "reshard_after_forward: false",
+        ),
+        ("fsdp_version: 2", "fsdp_vresion: 2", r"line 13, fsdp_config.fsdp_vresion.*'fsdp_version'"),
+        ("num_processes: 8", "num_processes: 4", r"line 18, num_processes is 4; allowed: 8"),
+        ("num_processes: 8", "num_processes: eight", r"line 18, num_processes is 'eight'"),
+        ("num_processes: 8", "num_proceses: 8", r"line 18, num_proceses.*'num_processes'"),
+        (
+            "num_processes: 8",
+            "num_processes: 8\nnum_processes: 8",
+            r"line 19, num_processes: this key stands twice",
+        ),
+        ("distributed_type: FSDP", "distributed_type: TPU", r"line 3, distributed_type is 'TPU'"),
+        ("distributed_type: FSDP\n", "", r"distributed_type is None"),
+        ("mixed_precision: bf16", "mixed_precision: int4", r"line 16, mixed_precision is 'int4'"),
+        ("mixed_precision: bf16", "mixed_precision: [bf16", r"line \d+, column \d+"),
+        (
+            "fsdp_offload_params: false",
+            "fsdp_offload_params: maybe",
+            r"line 10, .*fsdp_offload_params is 'maybe'",
+        ),
+        (
+            "fsdp_reshard_after_forward: false",
+            "fsdp_reshard_after_forward: 4",
+            r"line 11, .*is 4; allowed: true or false",
+        ),
+        ("use_cpu: false", "use_cpu: true", r"line 24, use_cpu"),
+        ("debug: false", "debug: &a {b: 1}\nmachines: *a", r"alias|machines"),
+        ("tpu_env: []", "tpu_env: !!python/object:os.system x", r"line 21, tpu_env"),
+    ],
+)
+def test_a_broken_accelerate_file_names_line_and_key(
+    before: str, after: str, named: str, tmp_path: Path
+) -> None:
+    assert before in FSDP
+    with pytest.raises(ValueError, match=rf"(?s)config.yaml.*{named}"):
+        from_fsdp(tmp_path, FSDP.replace(before, after))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{\n  "zero_optimization": {\n    "stage": 4\n  }\n}', r"line 3, zero_optimization.stage.*4"),
+        ('{\n  "zero_optimization": {\n    "stage": "3"\n  }\n}', r"line 3, zero_optimization.stage"),
+        ('{\n  "zero_optimization": {\n    "stag": 3\n  }\n}', r"line 3, zero_optimization.stag.*'stage'"),
+        ('{\n  "zero_optimisation": {}\n}', r"line 2, zero_optimisation.*'zero_optimization'"),
+        ('{\n  "zero_optimization": 3\n}', r"line 2, zero_optimization is 3"),
+        ('{\n  "train_batch_size": 8,\n  "train_batch_size": 8\n}', r"line 3, train_batch_size.*twice"),
+        ('{\n  "train_batch_size": 8,\n}', r"line 3, column 1|line 2, column"),
+        ('{\n  "train_batch_size": 7\n}', r"line 2, train_batch_size is 7"),
+        ('{\n  "bf16": {"enabled": true},\n  "fp16": {"enabled": true}\n}', r"line 2, bf16.enabled"),
+        ('{\n  "optimizer": {"type": "OneBitAdam"}\n}', r"line 2, optimizer.type is 'OneBitAdam'"),
+        ('{\n  "bf16": {"enabled": "yes"}\n}', r"line 2, bf16.enabled is 'yes'"),
+        (
+            '{"zero_optimization": {"stage": 2,\n"offload_param": {"device": "cpu"}}}',
+            r"line 2, .*offload_param.device",
+        ),
+        ('{"zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}', r"line 2, .*sub_group_size"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true},\n'
+            '"offload_optimizer": {"device": "cpu",\n "pin_memory": false}}}',
+            r"pin_memory",
+        ),
+        ("[]", "one JSON object"),
+        ("", r"line 1, column 1"),
+        ("[" * 100_000, "nested too deeply|column"),
+    ],
+)
+def test_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)zero.json.*({named})"):
+        from_zero(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("--hidden-size 4096", "--hiden-size 4096", r"line 2, --hiden-size.*--hidden-size"),
+        ("--num-layers 32 \\", "--num-layers many", r"line 1, num-layers is 'many'"),
+        ("--num-layers 32 \\", "--num-layers", r"line 1, --num-layers.*one value"),
+        (
+            "--num-layers 32 \\",
+            "--num-layers 32\n--num-layers 32",
+            r"line 2, --num-layers: this flag stands twice",
+        ),
+        ("--num-layers 32 \\", "num-layers 32", r"line 1, 'num-layers'"),
+        ("--swiglu", "--swiglu yes", r"line 10, --swiglu"),
+        ("--swiglu", "", "architecture"),
+        ("--bf16", "--bf16 --fp16", r"line 21, bf16"),
+        (
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 3",
+            r"line 14, tensor-model-parallel-size",
+        ),
+        ("--global-batch-size 32", "", "global-batch-size"),
+        ("--attention-dropout 0.0", "--attention-dropout 0.1", r"line 20, attention-dropout"),
+        ("--lr 3e-4", "--lr '3", r"line 22"),
+        ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
+    ],
+)
+def test_broken_megatron_arguments_name_line_and_flag(
+    before: str, after: str, named: str, tmp_path: Path
+) -> None:
+    assert before in MEGATRON
+    with pytest.raises(ValueError, match=rf"(?s)({named})"):
+        from_megatron(tmp_path, MEGATRON.replace(before, after))
+
+
+def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1, num-layers is 32; allowed: 80, as llama-3.1-70b"):
+        from_megatron(tmp_path, architecture=ss.models["llama-3.1-70b"])
+
+
+@pytest.mark.parametrize("read", [ss.Plan.from_accelerate, ss.Plan.from_deepspeed, ss.Plan.from_megatron])
+def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "large").write_text("#" * 2_000_000)
+    for file in (tmp_path / "missing", tmp_path, tmp_path / "binary", tmp_path / "large", "", None, 3):
+        with pytest.raises(ValueError):
+            read(file, architecture=LLAMA, cluster=EIGHT)
+
+
+def test_what_no_file_holds_has_to_come_from_somewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"architecture is None.*zero.json does not hold one"):
+        from_zero(tmp_path, {}, architecture=None)
+    with pytest.raises(ValueError, match="cluster is None"):
+        from_fsdp(tmp_path, cluster=None)
+    with pytest.raises(ValueError, match="cluster is '8xh100'; allowed: a Cluster or None"):
+        from_fsdp(tmp_path, cluster="8xh100")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"plan.json, beside the file, is no plan"):
+        from_zero(tmp_path, {}, architecture=None)
