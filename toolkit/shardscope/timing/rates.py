@@ -78,7 +78,7 @@ class Rates:
     attention: Mapping[str, AttentionRate]
     """Fused attention, by precision."""
     cudnn_attention: Mapping[str, AttentionRate]
-    """cuDNN's, which Transformer Engine takes on Hopper and later; empty where it takes FlashAttention too."""
+    """cuDNN's, which Transformer Engine takes from Hopper on; empty where it takes FlashAttention too."""
     memory_bytes_per_second: float | None
     """What operators reach that only read and write; None: not known."""
     kernel_seconds: float

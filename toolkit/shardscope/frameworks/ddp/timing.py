@@ -33,7 +33,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     return StateTraffic(
         (transfer,),
         copied_for_gradients=weights * (plan.num_micro_batches * cast + added),
-        # Autocast casts every trained matrix once a micro-batch (its cache); a frozen base is in half already.
+        # Autocast casts every trained matrix once a micro-batch; a frozen base is in half precision already.
         copied_for_gathers=(cast > 0) * plan.num_micro_batches * weights * (FP32 + width.compute),
         updated=weights,
     )
