@@ -32,8 +32,13 @@ class EndSeconds(NamedTuple):
     """The embedding, and the gradient that its backward writes."""
 
 
+_NOTHING = EndSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     """What the first and the last stage do beside their layers."""
+    if stage.is_first is False and stage.is_last is False:
+        return _NOTHING
     plan, modules, arch = work.plan, work.modules, work.arch
     tokens, trained = work.tokens, modules.trained
     rows = vocab_rows(plan)

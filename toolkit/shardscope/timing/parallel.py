@@ -55,44 +55,35 @@ def _tensor(work: LayerWork, stage: Stage) -> list[Transfer]:
     of its own, a layer of them has none around its MLP.
     """
     plan, overlap = work.plan, work.overlap
-    micro_batches, stream = plan.num_micro_batches, _stream_bytes(work)
     pairs: Any = stage.is_first + stage.is_last * 1
     for moe, layers in layers_by_kind(work.arch, stage):
         pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
-    tp = plan.degrees.tp
-    forward = micro_batches * pairs * (1 + recomputed_share(plan))
-    back = micro_batches * pairs
+    tp, stream, times = plan.degrees.tp, _stream_bytes(work), plan.num_micro_batches * pairs
+    again = times * (1 + recomputed_share(plan))
 
-    def pair(times: Any, hides: bool, beneath: Beneath) -> Transfer:
-        return Transfer(
-            "tensor_parallel",
-            "all_reduce",
-            stream,
-            tp,
-            1,
-            times,
-            # User buffers send in as many pieces as there are ranks.
-            beneath=beneath if hides else "nothing",
-            bare=1 / tp,
-        )
+    def calls(collective: Collective, times: Any, beneath: Beneath, bare: Any) -> Transfer:
+        return Transfer("tensor_parallel", collective, stream, tp, 1, times, 1.0, beneath, bare)
 
-    found = [pair(forward, overlap.tensor_forward, "forward")]
     if overlap.tensor_forward:
-        return [*found, pair(back, True, "backward")]
+        # User buffers send in as many pieces as there are ranks.
+        return [
+            calls("all_reduce", again, "forward", 1 / tp),
+            calls("all_reduce", times, "backward", 1 / tp),
+        ]
+    forward = calls("all_reduce", again, "nothing", 1.0)
     if not overlap.tensor_backward:
-        return [*found, pair(back, False, "backward")]
+        return [forward, calls("all_reduce", times, "nothing", 1.0)]
     # Of a pair's two collectives backward can hide the one behind the column-parallel product, beneath the
     # gradient of its weights (megatron/core/tensor_parallel/layers.py); whole reductions are such ones.
     split = plan.layout.splits_sequence
-    hidden: list[Transfer] = []
-    halves: tuple[tuple[Collective, bool], ...] = (("reduce_scatter", True), ("all_gather", False))
-    for collective, hides in halves:
-        hidden.append(
-            pair(where(split, back, 0), hides, "backward")._replace(collective=collective, bare=0.0)
-        )
-    if overlap.gathers_input_again:
-        hidden.append(hidden[0]._replace(collective="all_gather"))
-    return [*found, *hidden, pair(where(split, 0, back), True, "backward")._replace(bare=0.0)]
+    in_halves, whole = where(split, times, 0), where(split, 0, times)
+    return [
+        forward,
+        calls("all_gather", in_halves, "nothing", 1.0),
+        calls("reduce_scatter", in_halves, "backward", 0.0),
+        calls("all_gather", in_halves if overlap.gathers_input_again else 0, "backward", 0.0),
+        calls("all_reduce", whole, "backward", 0.0),
+    ]
 
 
 def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
