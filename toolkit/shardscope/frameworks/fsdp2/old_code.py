@@ -160,8 +160,7 @@ def _gathered_state(script: Script, line: int, with_optimizer: bool) -> Finding:
         "wait.",
         number=number,
         change="A sharded checkpoint: torch.distributed.checkpoint.save(get_model_state_dict(model), ...), "
-        "which "
-        "loads over any number of ranks",
+        "which loads over any number of ranks",
         line=line,
     )
 
@@ -182,8 +181,7 @@ def _reductions(script: Script) -> Iterator[Finding]:
             name="policy-reduces-in-half-precision",
             severity="hint",
             why=f"Line {call.lineno}: gradients are summed{over} in {reduce.rpartition('.')[2]}, for "
-            "reduce_dtype "
-            f"{'says so' if 'reduce_dtype' in given else 'left open is param_dtype'}.",
+            f"reduce_dtype {'says so' if 'reduce_dtype' in given else 'left open is param_dtype'}.",
             number=None if ranks is None else float(ranks),
             change="reduce_dtype=torch.float32",
             line=call.lineno,

@@ -45,8 +45,7 @@ def one_unit(script: Script, line: int) -> Finding:
         name="whole-model-as-one-unit",
         severity="danger",
         why=f"Line {line}: only the model itself is wrapped, so that {size} gathered at once on each GPU, "
-        "and "
-        "no gather runs beneath arithmetic.",
+        "and no gather runs beneath arithmetic.",
         number=number,
         change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
         line=line,

@@ -26,9 +26,8 @@ def lora_on_a_node() -> Claim:
         ),
         verdict="right" if has_room else "wrong",
         why=f"Frozen weights are {plan.architecture.num_parameters * 2 / 8 / GB:.1f} GB a GPU in bf16 and "
-        "have "
-        f"neither gradients nor moments: {report.peak_bytes / GB:.0f} GB at the peak with 4,096 tokens and "
-        f"recomputation. Full training would take {full.peak_bytes / GB:.0f}.",
+        f"have neither gradients nor moments: {report.peak_bytes / GB:.0f} GB at the peak with 4,096 tokens "
+        f"and recomputation. Full training would take {full.peak_bytes / GB:.0f}.",
     )
 
 

@@ -32,8 +32,7 @@ def seventy_billion() -> Claim:
         ),
         verdict="wrong",
         why=f"560 GB are the two fp32 moments alone; the fp32 master is {master:,.0f} GB more, and "
-        f"{whole:,.0f} "
-        "GB in all: 16 bytes a parameter (Rajbhandari et al. 2020, section 3.1).",
+        f"{whole:,.0f} GB in all: 16 bytes a parameter (Rajbhandari et al. 2020, section 3.1).",
     )
 
 
@@ -59,9 +58,8 @@ def four_cards() -> Claim:
         ),
         verdict="wrong",
         why=f"35 + 35 GB are weights and gradients; the optimizer's {state['optimizer']:,.0f} GB make it "
-        f"{kept:,.0f} GB on each GPU, of which a card has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} "
-        "GB of "
-        "weights alone are more than the card.",
+        f"{kept:,.0f} GB on each GPU, of which a card has {usable:,.0f} to give. ZeRO-2's {weights:,.0f} GB "
+        "of weights alone are more than the card.",
     )
 
 

@@ -34,8 +34,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
         name="checkpoint-tied-to-ranks",
         severity="hint",
         why=f"{saved.name} loads with its optimizer over exactly {told} ({saved.source}): on other numbers "
-        "of "
-        "GPUs a run cannot go on from it as it is.",
+        "of GPUs a run cannot go on from it as it is.",
         number=float(ranks[0][0]),
         change=saved.remedy,
     )
@@ -63,8 +62,7 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
             name="checkpoint-of-another-format",
             severity="danger",
             why=f"The checkpoint was saved by {before.layout.title} as {saved.name}; {now.layout.title} "
-            "reads "
-            f"{read.name}.",
+            f"reads {read.name}.",
             number=None,
             change=f"Go on with {before.layout.title}, or convert it",
         )
@@ -108,9 +106,8 @@ def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
     yield Finding(
         name="checkpoint-of-another-batch",
         severity="warning",
-        why=f"The checkpoint has {steps:,} steps of {was:,} sequences, and this plan takes {wanted:,}: "
-        "text is "
-        f"dealt by the step's number, so that {abs(moved):,} sequences {what}.",
+        why=f"The checkpoint has {steps:,} steps of {was:,} sequences, and this plan takes {wanted:,}: text "
+        f"is dealt by the step's number, so that {abs(moved):,} sequences {what}.",
         number=float(abs(moved)),
         change=f"global_batch_size={was}, as before",
         plan=changed_plan(now, recipe={"global_batch_size": was}),

@@ -43,9 +43,8 @@ def same_windows(case: Case) -> Iterator[Finding]:
         yield Finding(
             name="text-read-many-times",
             severity="hint",
-            why=f"The run reads the text at least {epochs:.1f} times; beyond {MAX_EPOCHS} passes it "
-            "teaches less "
-            "and less (Muennighoff et al. 2023).",
+            why=f"The run reads the text at least {epochs:.1f} times; beyond {MAX_EPOCHS} passes it teaches "
+            "less and less (Muennighoff et al. 2023).",
             number=epochs,
             change=f"num_steps={max(1, MAX_EPOCHS * windows // batch)}, or a longer text",
         )

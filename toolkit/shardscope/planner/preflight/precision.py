@@ -27,10 +27,9 @@ def narrow_fp16(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="fp16-though-bf16-is-there",
         severity="warning",
-        why=f"fp16 ends at {FP16_MAX:,}, so that the loss must be scaled and steps that overflow are skipped "
-        f"(Micikevicius et al. 2018, section 3.2); {plan.cluster.gpu.name} has bf16, with fp32's range, "
-        "which "
-        "needs no scale.",
+        why=f"fp16 ends at {FP16_MAX:,}, so that the loss must be scaled and steps that overflow are "
+        f"skipped (Micikevicius et al. 2018, section 3.2); {plan.cluster.gpu.name} has bf16, with fp32's "
+        "range, which needs no scale.",
         number=float(FP16_MAX),
         change="Mixed precision (bf16)",
         plan=changed_plan(plan, recipe={"precision": "bf16-mixed"}),
@@ -54,8 +53,7 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
         name="reductions-in-half-precision",
         severity="warning" if error >= MUCH_ROUNDED else "hint",
         why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {percent(ROUNDOFF[kind])} at "
-        "each: "
-        f"about {percent(error)} of a sum is error (Higham & Mary 2019).",
+        f"each: about {percent(error)} of a sum is error (Higham & Mary 2019).",
         number=100 * error,
         change=words,
         plan=mended,
@@ -80,8 +78,7 @@ def lost_updates(case: Case) -> Iterator[Finding]:
         name="updates-round-away",
         severity="warning",
         why=f"Weights in bf16 alone: an update below {percent(smallest)} of its weight is lost "
-        "(Micikevicius et "
-        f"al. 2018, section 3.1).{beyond}",
+        f"(Micikevicius et al. 2018, section 3.1).{beyond}",
         number=100 * smallest,
         change="Mixed precision (bf16), with fp32 originals",
         plan=replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed")),

@@ -72,8 +72,7 @@ def _shared_data(script: Script) -> Iterator[Finding]:
             name="ranks-read-the-same-data",
             severity="danger",
             why=f"Line {call.lineno}: this DataLoader has no sampler that knows its rank, so that {times} "
-            "read "
-            "the same and the batch is one rank's.",
+            "read the same and the batch is one rank's.",
             number=None if ranks is None else float(ranks),
             change="sampler=DistributedSampler(dataset, num_replicas=..., rank=...)",
             line=call.lineno,
@@ -115,9 +114,8 @@ def _same_order(script: Script) -> Iterator[Finding]:
     yield Finding(
         name="same-order-every-epoch",
         severity="hint",
-        why=f"Line {calls[0].lineno}: DistributedSampler shuffles by seed and epoch, and set_epoch is "
-        "never called: "
-        "every epoch has the first one's order.",
+        why=f"Line {calls[0].lineno}: DistributedSampler shuffles by seed and epoch, and set_epoch is never "
+        "called: every epoch has the first one's order.",
         number=None,
         change="sampler.set_epoch(epoch) before each epoch",
         line=calls[0].lineno,

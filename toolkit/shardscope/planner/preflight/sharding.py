@@ -26,9 +26,9 @@ def gathered_twice(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="gathers-again-though-room",
         severity="hint",
-        why=f"Keeping gathered parameters from forward to backward would take "
-        f"{gib(kept.memory.peak_bytes)} of {gib(kept.memory.usable_bytes)} GiB, and a step "
-        f"{seconds_words(won)} less ({percent(case.gain(kept))}).",
+        why=f"Keeping gathered parameters from forward to backward would take {gib(kept.memory.peak_bytes)} "
+        f"of {gib(kept.memory.usable_bytes)} GiB, and a step {seconds_words(won)} less "
+        f"({percent(case.gain(kept))}).",
         number=won,
         change="reshard_after_forward=False (what FSDP1 and ZeRO call SHARD_GRAD_OP and stage 2)",
         plan=kept.plan,
