@@ -11,6 +11,7 @@ import pytest
 import shardscope as ss
 from shardscope.planner.abilities import COLUMNS, abilities
 from shardscope.planner.advice import Advice, Turn
+from shardscope.planner.advising.disagreement import Disagreement
 from shardscope_widgets import AdviceView
 
 
@@ -39,7 +40,7 @@ def advice_of(**changed: Any) -> Advice:
         "path": turns,
         "alternatives": ((OTHER, "DeepSpeed ZeRO-2: <the same>, 1 % slower."),),
         "why": "Start with FSDP2. It is the simplest that fits.",
-        "disagreement": None,
+        "find_disagreement": lambda: None,
     }
     return Advice(**{**given, **changed})
 
@@ -89,7 +90,9 @@ def test_where_nothing_fits_the_nearest_stand_there() -> None:
 
 
 def test_a_disagreement_with_the_search_is_said() -> None:
-    view = AdviceView(advice_of(disagreement="Megatron-core is 12 % faster."))
+    view = AdviceView(
+        advice_of(find_disagreement=lambda: Disagreement(OTHER, "Megatron-core is 12 % faster."))
+    )
     assert "The search disagrees. Megatron-core is 12 % faster." in words(view.words.value)
     assert "disagrees" not in AdviceView(advice_of()).words.value
 

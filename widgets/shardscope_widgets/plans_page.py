@@ -121,7 +121,10 @@ class PlansPage(widgets.VBox):
 
         def work(progress: Progress) -> Advice:
             progress("asking", 0.0)
-            return ss.recommend(plan.architecture, plan.cluster, plan.recipe)
+            advice = ss.recommend(plan.architecture, plan.cluster, plan.recipe)
+            progress("setting a search beside it", 0.5)
+            _ = advice.disagreement  # found here, and not while it is drawn
+            return advice
 
         self.ask.start(
             work,

@@ -7,7 +7,8 @@ says so. What a search over all layouts finds beside that is told, not followed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 
 from shardscope.architecture import Architecture
@@ -16,6 +17,7 @@ from shardscope.frameworks.registry import frameworks, why_not_trained
 from shardscope.plan import Plan
 from shardscope.planner.advising import large, last, otherwise, questions, words
 from shardscope.planner.advising.bench import Bench, Tried
+from shardscope.planner.advising.disagreement import Disagreement, disagreement
 from shardscope.planner.advising.path import Path
 from shardscope.recipe import Recipe
 from shardscope.validation import one_of, refuse
@@ -60,9 +62,26 @@ class Advice:
     """Other plans, each with a sentence: what it gives and what it costs, or what it lacks."""
     why: str
     """The advice in a few sentences."""
-    disagreement: str | None
-    """Where a search over all layouts finds a faster plan than these questions: which, and by how much. None
-    where both agree, or where no time can be told."""
+    find_disagreement: Callable[[], Disagreement | None] = field(repr=False, compare=False)
+    """Searches all layouts for :attr:`disagreement`: advice itself is there at once."""
+
+    @property
+    def disagreement(self) -> str | None:
+        """Where a search over all layouts finds a faster plan than these questions: which, and by how much.
+
+        None where both agree, where nothing fits, or where no time can be told. Searches when first asked
+        for, which takes some seconds on thousands of GPUs.
+        """
+        return None if self._other is None else self._other.words
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The plan that :attr:`disagreement` is about; None where there is none."""
+        return None if self._other is None else self._other.plan
+
+    @cached_property
+    def _other(self) -> Disagreement | None:
+        return self.find_disagreement()
 
     def __str__(self) -> str:
         parts = [self.why, "\n".join(map(str, self.path))]
@@ -137,13 +156,19 @@ def recommend(
     )
     if best is None:
         missed = (*otherwise.misses(path), *otherwise.instead(path))
-        return Advice(plan=None, path=turns, alternatives=missed, why=_nothing_fits(path), disagreement=None)
+        return Advice(
+            plan=None,
+            path=turns,
+            alternatives=missed,
+            why=_nothing_fits(path),
+            find_disagreement=lambda: None,
+        )
     return Advice(
         plan=best.plan,
         path=turns,
         alternatives=tuple(otherwise.others(path)),
         why=_why(path, best),
-        disagreement=None,
+        find_disagreement=lambda: disagreement(bench, best),
     )
 
 

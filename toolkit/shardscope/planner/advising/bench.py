@@ -56,6 +56,11 @@ class Tried:
         return not self.short
 
     @property
+    def moves_activations(self) -> bool:
+        """Whether activations go to the host and come back."""
+        return self.plan.recipe.recompute == "offload"
+
+    @property
     def short_bytes(self) -> int:
         """What is missing, of all kinds of memory together."""
         return sum(place.short_bytes for place in self.short)
@@ -142,7 +147,7 @@ class Bench:
         as_wanted = wanted if isinstance(wanted, Tried) else None
         if not runs:
             return Outcome(None, None, None, refusal)
-        best = fastest(runs)
+        best = _fastest_way(runs)
         nearest = None if best else min(runs, key=lambda tried: tried.short_bytes)
         return Outcome(as_wanted, best, nearest, refusal)
 
@@ -150,7 +155,8 @@ class Bench:
         """Ladders of smaller micro-batches: without and with recomputation, the loss whole and in chunks."""
         recipe = self.recipe
         sizes = list(reversed(divisors(recipe.micro_batch_size)))
-        for again in _more_recomputed(recipe, layout):
+        moves = self.cluster.host_memory_bytes is not None  # Nobody plans on memory that may not be there.
+        for again in _more_recomputed(recipe, layout, moves):
             for loss in _losses(recipe, layout):
                 changed = replace(recipe, recompute=again, loss=loss)
                 found = [replace(changed, micro_batch_size=size) for size in sizes]
@@ -207,14 +213,25 @@ def _powers_of_two(size: int, global_batch_size: int) -> Iterator[int]:
         size *= 2
 
 
+def _fastest_way(runs: list[Tried]) -> Tried | None:
+    """The fastest; one that moves activations to the host only where that pays, or alone fits well."""
+    moved = fastest(run for run in runs if run.moves_activations)
+    kept = fastest(run for run in runs if not run.moves_activations)
+    if moved is None or kept is None:
+        return moved or kept
+    is_looser = kept.report.is_tight and not moved.report.is_tight and not is_faster(kept, moved, SAFE)
+    return moved if is_looser or is_faster(moved, kept) else kept
+
+
 RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
 """How much is computed again in backward, the least first; offloaded activations are another matter."""
 
 
-def _more_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
+def _more_recomputed(recipe: Recipe, layout: Layout, moves: bool) -> Iterator[Recompute]:
     yield recipe.recompute
     if recipe.recompute in RECOMPUTED:
-        yield from _recomputed(layout, RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :])
+        more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
+        yield from _recomputed(layout, (*more, "offload") if moves else more)
 
 
 def _less_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:

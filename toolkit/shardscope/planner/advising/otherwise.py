@@ -48,6 +48,9 @@ def others(path: Path) -> list[tuple[Plan, str]]:
         (tried.plan, f"{words.named(tried.plan, path.bench.recipe)}: {gives}; {_beside(tried, advised)}.")
         for tried, gives in found[:MAX_OTHERS]
     ]
+    told += _told_if(
+        _larger_batch(path.bench), path.bench, "With a global batch that every GPU has a part of"
+    )
     if offloads(advised.plan.layout):
         told += instead(path)
     elif advised.report.is_tight and advised.plan.recipe.has_adapters:
@@ -96,7 +99,7 @@ def instead(path: Path) -> list[tuple[Plan, str]]:
         told += _told_if(_adapters(bench), bench, "If a base in 4 bits is enough")
     more = _more_nodes(bench)
     nodes = 0 if more is None else more.plan.cluster.num_nodes
-    instead_of = f"With {nodes} nodes instead of {bench.cluster.num_nodes}, and no offload"
+    instead_of = f"With {nodes} nodes instead of {bench.cluster.num_nodes}, and state on the GPUs"
     return told + _told_if(more, bench, instead_of)
 
 
@@ -105,6 +108,16 @@ def _told_if(found: Tried | None, bench: Bench, words_before: str) -> list[tuple
         return []
     figures = f"{words.needs(found)}, {words.pace(found.timed)}"
     return [(found.plan, f"{words_before}: {words.named(found.plan, bench.recipe)}; {figures}.")]
+
+
+def _larger_batch(bench: Bench) -> Tried | None:
+    """The smallest global batch of which each rank takes a micro-batch, where the wanted one is smaller."""
+    recipe = bench.recipe
+    batch = bench.cluster.num_gpus * recipe.micro_batch_size
+    if batch <= recipe.global_batch_size:
+        return None
+    larger = Bench(bench.architecture, bench.cluster, replace(recipe, global_batch_size=batch))
+    return _first_that_fits(larger, [*rungs.whole().layouts, *_sharded(bench.cluster)])
 
 
 def _eight_bit(bench: Bench) -> Tried | None:

@@ -61,8 +61,12 @@ class Path:
         else:
             beside = self.beside(best)
             looser = self.current.report.is_tight and not best.report.is_tight
+            stays = self.current.moves_activations and not best.moves_activations
             if looser and not is_faster(self.current, best, SAFE):
                 answer = f"Yes: {how}, which is not tight, and {beside}."
+                self.take(key, best)
+            elif stays and not is_faster(self.current, best):
+                answer = f"Yes: {how}, with activations on the GPU, and {beside}."
                 self.take(key, best)
             elif is_faster(best, self.current):
                 answer = f"Yes: {how}, {beside}."

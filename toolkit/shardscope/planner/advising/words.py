@@ -114,8 +114,13 @@ def compared(tried: Tried, other: Tried) -> str:
     """``18 % faster``, ``2.3 times slower`` or ``no faster``: of a step beside another."""
     if not tried.seconds or not other.seconds:
         return "no time known"
-    fast = tried.seconds < other.seconds
-    ratio = other.seconds / tried.seconds if fast else tried.seconds / other.seconds
+    return shares(tried.seconds, other.seconds)
+
+
+def shares(seconds: float, others: float) -> str:
+    """The same of plain seconds."""
+    fast = seconds < others
+    ratio = others / seconds if fast else seconds / others
     if ratio < 1.005:
         return "no faster"
     word = "faster" if fast else "slower"
