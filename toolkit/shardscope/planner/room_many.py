@@ -8,7 +8,8 @@ import numpy as np
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.layout import Degrees
-from shardscope.memory.many import Varied
+from shardscope.memory.activations import modules_of
+from shardscope.memory.many import StageBytes, Varied, stage_bytes
 from shardscope.plan import Plan
 from shardscope.planner.grid import Columns
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from shardscope.cluster import Cluster
     from shardscope.layout import Layout
-    from shardscope.memory.many import StageBytes
     from shardscope.planner.table import Table
     from shardscope.recipe import Recipe
 
@@ -33,10 +33,21 @@ class Needs(NamedTuple):
 
 
 def needs(
-    table: Table, cluster: Cluster, recipe: Recipe, found: StageBytes, making: NDArray[np.int64]
+    table: Table,
+    cluster: Cluster,
+    recipe: Recipe,
+    layout: Layout,
+    found: StageBytes,
+    making: NDArray[np.int64],
 ) -> Needs:
     """What the plans of ``table`` need, of what its stages' ranks do."""
     peak = table.most(found.peak)
+    if recipe.recompute == "offload" and _shares_nodes(table, cluster):
+        # How many micro-batches' activations wait hangs on a stage's place, and a node has several.
+        table = table.with_every_stage()
+        plans = table.plans(cluster, recipe, layout)
+        stage = frameworks[layout.framework].memory_model().stage(plans, table.shape)
+        found = stage_bytes(plans, modules_of(plans), stage)
     host = table.rows.spread(found.host)
     if recipe.optimizer.startswith("paged"):
         # Of managed memory only those pages are on the host that the GPU has no room for.
@@ -52,6 +63,12 @@ def needs(
         _on_a_node(table, cluster, table.rows.spread(found.nvme)),
         making,
     )
+
+
+def _shares_nodes(table: Table, cluster: Cluster) -> bool:
+    """Whether a node has ranks of several stages."""
+    sizes = (cluster.num_gpus // len(shapes.kind_of) for shapes in table.pipelines)
+    return any(size % cluster.gpus_per_node for size in sizes)
 
 
 def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from shardscope.support import check_sequence, check_targets
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.many import step_seconds
-from shardscope.validation import one_of, refuse, whole_number
+from shardscope.validation import FieldError, one_of, refuse, whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ def search(
         _tell(progress, f"The grid of {known[name].title}", 0.0)
         try:
             offered = list(candidates_of(name, arch, cluster, recipe))
-        except ValueError as refusal:
+        except FieldError as refusal:
             refused[name] = str(refusal)
             continue
         if not offered:
@@ -83,18 +83,18 @@ def search(
     seconds: list[NDArray[np.float64]] = []
     for one in asked:
         name = one.layout.framework
-        if name in refused:
-            continue
+        done += one.num_plans
         try:
             needed, its_seconds = evaluate(one, cluster)
-        except ValueError as refusal:
+        except FieldError as refusal:
+            # A Plan can be made of it, but there are no formulas for it.
             refused[name] = str(refusal)
             continue
         answered.append(one)
         memory.append(needed)
         seconds.append(its_seconds)
-        done += one.num_plans
         _tell(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+    told = {one.layout.framework for one in answered}
     return Ranking(
         architecture=arch,
         cluster=cluster,
@@ -105,7 +105,7 @@ def search(
         making_bytes=of_needs(memory, "making"),
         step_seconds=np.concatenate(seconds) if seconds else np.zeros(0),
         headroom_wanted_bytes=headroom_bytes,
-        refused=refused,
+        refused={name: why for name, why in refused.items() if name not in told},
         candidates=tuple(answered),
         seconds=time.perf_counter() - start,
     )
@@ -121,7 +121,7 @@ def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.flo
     modules = modules_of(plans)
     stage = known[layout.framework].memory_model().stage(plans, table.shape)
     making = making_bytes(table.columns, table, cluster, recipe, layout)
-    needed = needs(table, cluster, recipe, stage_bytes(plans, modules, stage), making)
+    needed = needs(table, cluster, recipe, layout, stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):
         # What travels depends on the whole report; only DDP pages, and has a handful of plans.
         each = [found.plan(cluster, row).step().seconds for row in range(found.num_plans)]

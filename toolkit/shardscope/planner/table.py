@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from shardscope.layout import Degrees
 from shardscope.memory.column import Rows
 from shardscope.memory.many import Varied
 from shardscope.memory.modules.attention import broadcasts_views
-from shardscope.memory.stages import StageShape
+from shardscope.memory.stages import Shapes, StageShape
 from shardscope.plan import Plan
 from shardscope.planner.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
 from shardscope.recipe import Recipe
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardscope.cluster import Cluster
     from shardscope.frameworks.registry import MemoryModel
     from shardscope.layout import Layout
-    from shardscope.memory.stages import Shapes
 
 CHUNK = 1 << 15
 """Plans that are computed together: so many that their numbers stay in a processor's cache."""
@@ -35,13 +34,22 @@ class Table:
     pipeline stage that it has."""
 
     def __init__(
-        self, arch: Architecture, layout: Layout, model: MemoryModel, recipe: Recipe, columns: Columns
+        self,
+        arch: Architecture,
+        layout: Layout,
+        model: MemoryModel,
+        recipe: Recipe,
+        columns: Columns,
+        *,
+        every_stage: bool = False,
     ) -> None:
         self.architecture, self.columns = arch, columns
+        self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
+        """The same plans, each with a row for every pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]
-        self._stages(layout, model)
+        self._stages(layout, model, every_stage=every_stage)
         self.num_micro_batches = recipe.global_batch_size // (
             columns[MICRO_BATCH_SIZE] * columns[DATA_PARALLEL]
         )
@@ -57,8 +65,8 @@ class Table:
             name: self.rows.column(self._bits[name], column[self.owners]) for name, column in numbers.items()
         }
 
-    def _stages(self, layout: Layout, model: MemoryModel) -> None:
-        """A row for each kind of pipeline stage of each plan."""
+    def _stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
+        """A row for each kind of pipeline stage of each plan, or for every one."""
         columns = self.columns
         pp = columns.get("pp", np.ones(self.num_plans, np.int64))
         vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
@@ -67,6 +75,8 @@ class Table:
         self.pipelines = [
             shapes_of_pipeline(self.architecture, layout, model, int(pp[row]), int(vpp[row])) for row in first
         ]
+        if every_stage:
+            self.pipelines = [one_by_one(shapes) for shapes in self.pipelines]
         counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
         offsets = np.cumsum(counts) - counts
         each = counts[self.pipeline_of]
@@ -113,6 +123,12 @@ def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, p
     degrees = Degrees(data_parallel=1, pp=pp, vpp=vpp)
     layers = tuple(layout.stage_layers(arch, degrees))
     return model.shapes(Varied(Plan, None, architecture=arch, degrees=degrees, stage_layers=layers))  # type: ignore[arg-type]
+
+
+def one_by_one(shapes: Shapes) -> Shapes:
+    """Each stage a kind of its own."""
+    stages = (shapes.kinds[kind]._replace(number=number) for number, kind in enumerate(shapes.kind_of))
+    return Shapes(tuple(stages), tuple(range(len(shapes.kind_of))))
 
 
 def split(arch: Architecture, columns: Columns) -> Iterator[Columns]:

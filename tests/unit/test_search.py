@@ -1,0 +1,315 @@
+"""A search's plans one by one: the grid is what Plan takes, its numbers are what each plan says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.planning import LATENT, LLAMA, MOE
+
+import shardscope as ss
+from shardscope.fixes import as_it_is
+from shardscope.layout import Layout, divisors
+from shardscope.plan import Plan
+from shardscope.planner.candidates import candidates_of
+from shardscope.planner.grid import micro_batch_sizes
+from shardscope.planner.ranking import Ranking
+from shardscope.planner.room import fits, places
+
+NODE = ss.Cluster.parse("8xh100-sxm-80gb")
+SIX = ss.Cluster.parse("2x3xa100-sxm-80gb")
+SAMPLE = 12
+
+
+def numbers(plan: Plan) -> tuple[Any, ...]:
+    """What tells plans of one search apart."""
+    layout: Any = plan.layout
+    names = (
+        *("tp", "pp", "vpp", "cp", "ep", "etp", "replicate", "reshard_after_forward", "offload", "stage"),
+        *("offload_optimizer", "offload_params", "distributed_optimizer", "splits_sequence"),
+    )
+    options = [getattr(layout, name, None) for name in names]
+    return (plan.recipe.micro_batch_size, plan.recipe.recompute, *options)
+
+
+def grid_of(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[tuple[Any, ...]]:
+    """Every plan of the grid, made: none is refused."""
+    return [
+        numbers(found.plan(cluster, row))
+        for found in candidates_of(framework, arch, cluster, recipe)
+        for row in range(found.num_plans)
+    ]
+
+
+def every_layout(framework: str, arch: Any, cluster: Any, recipe: Any) -> list[Layout]:
+    """All that a person could try, but for what has no degrees there."""
+    ranks, layers = divisors(cluster.num_gpus), arch.num_hidden_layers
+    tried: list[dict[str, Any]] = []
+    if framework == "fsdp2":
+        chunks = [1 << power for power in range(layers.bit_length())]
+        for tp, pp, vpp, cp, copies, reshard, place in product(
+            ranks, ranks, chunks, ranks, ranks, (True, False), (None, "cpu")
+        ):
+            tried.append(
+                {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "replicate": copies, "offload": place}
+                | {"reshard_after_forward": reshard}
+            )
+        make: Any = Layout.fsdp2
+    elif framework == "deepspeed":
+        for stage, tp, pp, ep, optimizer, params in product(
+            range(4), ranks, ranks, ranks, (None, "cpu"), (None, "cpu")
+        ):
+            tried.append(
+                {"stage": stage, "tp": tp, "pp": pp, "ep": ep}
+                | {"offload_optimizer": optimizer, "offload_params": params}
+            )
+        make = Layout.zero
+    elif framework == "megatron":
+        for tp, pp, vpp, cp, ep, etp, sequence, distributed in product(
+            ranks, ranks, range(1, layers + 3), ranks, ranks, (None, 1), (None, False), (True, False)
+        ):
+            if tp == 1 and (etp is not None or sequence is not None):
+                continue  # the same layout by other words
+            tried.append(
+                {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
+                | {"sequence_parallel": sequence, "distributed_optimizer": distributed}
+            )
+        make = Layout.megatron
+    else:
+        return [Layout.ddp()]
+    found = []
+    for fields in tried:
+        try:
+            layout = make(**fields)
+            layout.degrees(arch, cluster, recipe)
+        except ValueError:
+            continue
+        found.append(layout)
+    return found
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("arch", [LLAMA, MOE, LATENT], ids=lambda arch: arch.name)
+def test_the_grid_is_what_a_plan_takes(framework: str, arch: Any) -> None:
+    arch = replace(arch, num_hidden_layers=6)
+    cluster, recipe = SIX, ss.Recipe(seq_len=1024, global_batch_size=24)
+    found = grid_of(framework, arch, cluster, recipe)
+    taken = set()
+    recipes = [
+        replace(recipe, micro_batch_size=size, recompute=recompute)
+        for size, recompute in product(micro_batch_sizes(recipe), ("none", "selective", "full", "offload"))
+    ]
+    with as_it_is():  # nobody reads the fixes
+        for layout, one in product(every_layout(framework, arch, cluster, recipe), recipes):
+            try:
+                taken.add(numbers(Plan(arch, cluster, one, layout)))
+            except ValueError:
+                continue
+    assert len(found) == len(set(found))
+    assert set(found) == taken
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dense": (LLAMA, NODE, {"global_batch_size": 64}),
+    "experts": (MOE, NODE, {"global_batch_size": 16}),
+    "latent attention": (LATENT, ss.Cluster.parse("4x4xa100-sxm-80gb"), {"global_batch_size": 32}),
+    "six GPUs": (replace(LLAMA, num_hidden_layers=6), SIX, {"global_batch_size": 24}),
+    "adapters": (LLAMA, NODE, {"global_batch_size": 16, "method": "lora"}),
+    "quantised": (LLAMA, NODE, {"global_batch_size": 16, "method": "qlora"}),
+    "eight bits": (LLAMA, NODE, {"global_batch_size": 16, "precision": "fp8-mixed"}),
+    "sgd in fp32": (LLAMA, NODE, {"global_batch_size": 16, "precision": "fp32", "optimizer": "sgd"}),
+    "paged": (LLAMA, NODE, {"global_batch_size": 16, "optimizer": "paged_adamw"}),
+    "every other layer": (
+        LLAMA,
+        NODE,
+        {"global_batch_size": 16, "recompute": "full", "recompute_interval": 2},
+    ),
+    "405B": (
+        ss.models["llama-3.1-405b"],
+        ss.Cluster.parse("2048x8xh100-sxm-80gb"),
+        {"global_batch_size": 2048, "seq_len": 8192},
+    ),
+    "experts of 671B": (
+        ss.models["deepseek-v3"],
+        ss.Cluster.parse("32x8xh100-sxm-80gb"),
+        {"global_batch_size": 256},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_plan_says_the_same_by_itself(case: str) -> None:
+    arch, cluster, fields = CASES[case]
+    found = ss.search(arch, cluster, ss.Recipe(**fields))
+    draw = random.Random(case)
+    starts = np.cumsum([0, *(one.num_plans for one in found.candidates)])
+    rows = [draw.randrange(low, high) for low, high in pairwise(starts)]
+    rows = draw.sample(rows, min(len(rows), 2 * SAMPLE)) + draw.choices(range(found.num_evaluated), k=SAMPLE)
+    for row in rows:
+        plan = found.plan(row)
+        report = plan.memory()
+        assert report.peak_bytes == found.peak_bytes[row], plan
+        assert plan.step().seconds == pytest.approx(found.step_seconds[row], rel=1e-9), plan
+        needed = {place.name: place.needed_bytes for place in places(plan, report)}
+        assert needed.get("host memory", 0) == found.host_bytes[row], plan
+        assert needed.get("NVMe", 0) == found.nvme_bytes[row], plan
+        assert needed.get("host memory while the model is made", 0) == found.making_bytes[row], plan
+        assert fits(plan, report) == found.feasible[row], plan
+        assert plan.layout.framework == found.framework[row]
+        assert plan.recipe.recompute == found.recompute[row]
+        assert plan.degrees.data_parallel == found.column("data_parallel")[row]
+
+
+def test_nvme_is_asked_where_its_speed_is_known() -> None:
+    cluster = replace(NODE, nvme_bytes=2**42, nvme_bandwidth_bytes_per_second=6e9)
+    found = ss.search(LLAMA, cluster, ss.Recipe(global_batch_size=8), ["deepspeed"])
+    rows = np.flatnonzero(found.nvme_bytes > 0)
+    assert len(rows)
+    for row in rows[:: max(1, len(rows) // SAMPLE)]:
+        plan = found.plan(int(row))
+        assert plan.memory().peak_bytes == found.peak_bytes[row]
+        assert plan.step().seconds == pytest.approx(found.step_seconds[row], rel=1e-9)
+    assert not ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=8), ["deepspeed"]).nvme_bytes.any()
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
+    return ss.search(ss.models["llama-3.1-8b"], NODE, ss.Recipe(global_batch_size=32))
+
+
+def test_the_best_is_the_fastest_that_fits(ranking: Ranking) -> None:
+    assert 0 < ranking.num_feasible < ranking.num_evaluated
+    best = ranking.best
+    assert best.memory().fits
+    assert best.step().seconds == pytest.approx(ranking.step_seconds[ranking.feasible].min(), rel=1e-8)
+    speeds = ranking.tokens_per_second_per_gpu[ranking.order]
+    assert (np.diff(speeds) <= 1e-8 * speeds[0]).all()
+    assert ranking.tokens_per_second_per_gpu[ranking.order[0]] == pytest.approx(
+        best.step().tokens_per_second_per_gpu, rel=1e-9
+    )
+    cost = ranking.cost_per_token
+    assert cost is not None
+    assert cost[ranking.order[0]] == pytest.approx(best.step().cost_per_token, rel=1e-9)
+
+
+def test_the_front_has_all_that_nothing_outdoes(ranking: Ranking) -> None:
+    front = ranking.pareto()
+    seconds, peaks = ranking.step_seconds, ranking.peak_bytes
+    assert (np.diff(peaks[front]) < 0).all()
+    for row in ranking.order[:: max(1, len(ranking.order) // 200)]:
+        assert ((seconds[front] <= seconds[row] * (1 + 1e-8)) & (peaks[front] <= peaks[row])).any()
+
+
+def test_headroom_is_kept_free() -> None:
+    arch, recipe = ss.models["llama-3.1-8b"], ss.Recipe(global_batch_size=32)
+    found = ss.search(arch, NODE, recipe, ["fsdp2"], headroom_bytes=20 * 2**30)
+    assert found.headroom_bytes[found.order].min() >= 20 * 2**30
+    with pytest.raises(ValueError, match="headroom_bytes"):
+        ss.search(arch, NODE, recipe, headroom_bytes=-1)
+
+
+def test_the_table_has_feasible_plans_first(ranking: Ranking) -> None:
+    table = ranking.to_frame()
+    assert len(table) == ranking.num_evaluated
+    assert table["feasible"].to_numpy()[: ranking.num_feasible].all()
+    assert not table["feasible"].to_numpy()[ranking.num_feasible :].any()
+    assert table.index[0] == ranking.order[0]
+    few = ranking.to_frame(limit=7)
+    assert len(few) == 7
+    row = few.iloc[0]
+    best = ranking.best
+    assert (row["tp"], row["micro_batch_size"]) == (best.degrees.tp, best.recipe.micro_batch_size)
+
+
+def test_nothing_fits_and_what_is_nearest_is_told() -> None:
+    found = ss.search(ss.models["llama-3.1-405b"], NODE, ss.Recipe(global_batch_size=8))
+    assert found.num_feasible == 0
+    assert found.num_evaluated > 100
+    with pytest.raises(ValueError, match=r"No plan of .* fits 8xh100-sxm-80gb.*lacks .* GiB of GPU memory"):
+        _ = found.best
+    nearest = found.misses[0]
+    plan = found.plan(nearest.index)
+    assert nearest.lacks["GPU memory"] == plan.memory().peak_bytes - NODE.usable_bytes_per_gpu
+    assert {miss.framework for miss in found.misses} == {"ddp", "fsdp2", "deepspeed", "megatron"}
+    assert len(found.to_frame()) == found.num_evaluated
+    assert len(found.pareto()) == 0
+
+
+def test_a_batch_that_no_layout_divides_is_said() -> None:
+    found = ss.search(LLAMA, ss.Cluster.parse("7xh100-sxm-80gb"), ss.Recipe(global_batch_size=8), ["ddp"])
+    assert found.num_evaluated == 0
+    assert "Recipe.global_batch_size" in found.refused["ddp"]
+    assert found.misses == ()
+    assert len(found.to_frame()) == 0
+    with pytest.raises(ValueError, match=r"Recipe\.global_batch_size"):
+        _ = found.best
+
+
+def test_a_framework_without_such_layers_is_said() -> None:
+    arch = next(arch for arch in ss.models.values() if arch.model_type == "olmo2")
+    found = ss.search(arch, NODE, ss.Recipe(global_batch_size=8))
+    assert "olmo2" in found.refused["megatron"]
+    assert "megatron" not in set(found.framework)
+    assert found.num_evaluated
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"peak_flops": {}}, r"Gpu\.peak_flops"),
+        ({"memory_bandwidth_bytes_per_second": None}, r"Gpu\.memory_b"),
+    ],
+)
+def test_a_half_filled_gpu_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    cluster = replace(NODE, gpu=replace(NODE.gpu, name="half-filled", **change))
+    with pytest.raises(ValueError, match=named):
+        ss.search(LLAMA, cluster, ss.Recipe(global_batch_size=8))
+
+
+def test_a_link_without_speed_is_refused_by_name() -> None:
+    bad: Any = None
+    with pytest.raises(ValueError, match=r"Link\.bandwidth_bytes_per_second"):
+        replace(NODE, intra_node_link=replace(NODE.intra_node_link, bandwidth_bytes_per_second=bad))
+
+
+@pytest.mark.parametrize("bad", [[], "fsdp2", ["fdsp2"], ["fsdp2", None]])
+def test_frameworks_are_checked(bad: Any) -> None:
+    with pytest.raises(ValueError, match="frameworks is"):
+        ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=8), bad)
+
+
+def test_a_recipe_that_no_plan_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Recipe\.seq_len"):
+        ss.search(ss.models["gpt2-xl"], NODE, ss.Recipe(seq_len=4096, global_batch_size=8))
+    with pytest.raises(ValueError, match=r"Recipe\.lora_targets"):
+        ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=8, method="lora", lora_targets=("no_proj",)))
+
+
+def test_progress_rises_and_can_end_it() -> None:
+    told: list[tuple[str, float]] = []
+    ss.search(
+        LLAMA, NODE, ss.Recipe(global_batch_size=8), progress=lambda words, done: told.append((words, done))
+    )
+    fractions = [done for _, done in told]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+    class EnoughError(Exception):
+        pass
+
+    def stop(words: str, done: float) -> None:
+        if done > 0.2:
+            raise EnoughError
+
+    with pytest.raises(EnoughError):
+        ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=8), progress=stop)
+
+
+def test_rows_beyond_the_plans_are_refused(ranking: Ranking) -> None:
+    for row in (-1, ranking.num_evaluated):
+        with pytest.raises(IndexError, match=r"of .* plans"):
+            ranking.plan(row)
