@@ -29,17 +29,22 @@ def recomputation_off(case: Case) -> Iterator[Finding]:
         return
     won = case.memory.peak_bytes - mended.memory.peak_bytes
     short = case.memory.peak_bytes - case.memory.usable_bytes
-    slower = "" if case.step is None else f", {percent(max(0.0, -case.gain(mended)))} slower"
     words = WORDS[mended.plan.recipe.recompute]
     yield Finding(
         name="recomputation-off",
         severity="danger",
         why=f"The worst rank is {gib(short)} GiB short while all activations are kept; {words} saves "
-        f"{gib(won)} GiB{slower} (Chen et al. 2016).",
+        f"{gib(won)} GiB{_slower(case, mended)} (Chen et al. 2016).",
         number=won / 2**30,
         change=words.capitalize(),
         plan=mended.plan,
     )
+
+
+def _slower(case: Case, mended: Variant) -> str:
+    """What it costs, where that is known."""
+    lost = -case.gain(mended)
+    return "" if case.step is None else f", {percent(lost)} slower" if lost >= 0.005 else ", about as fast"
 
 
 def recomputation_on(case: Case) -> Iterator[Finding]:

@@ -32,7 +32,9 @@ def no_room(case: Case) -> Iterator[Finding]:
 def _short(case: Case, place: Place) -> Finding:
     assert place.room_bytes is not None
     whose = "The worst rank" if place.name == "GPU memory" else "A node"
-    best = next(iter(case.repairs), None)
+    # Adapters in place of full training would be another task: only where nothing else is enough.
+    same_task = (repair for repair in case.repairs if repair.plan.recipe.method == case.plan.recipe.method)
+    best = next(same_task, next(iter(case.repairs), None))
     enough = best is not None and fits(best.plan, best.plan.memory())
     return Finding(
         name=f"out-of-{NAMES[place.name]}",

@@ -22,7 +22,7 @@ of 4 in TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's G
 PADDED_VOCABULARY = 64
 """Rows of a padded embedding come in multiples of this: 128 bytes, what A100 and later like best (the same
 table)."""
-PADDED_MUCH = 0.02
+PADDED_MUCH = 0.05
 """Rows that are padding, as a share of the vocabulary, from which on it is worth a look: below, it is lost in
 the step's noise."""
 BYTES = {"fp32": FP32, "fp8-mixed": 1}
@@ -81,14 +81,17 @@ def padded_vocabulary(case: Case) -> Iterator[Finding]:
     if share < PADDED_MUCH:
         return
     smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
-    mended = fastest(variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
+    better = (variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
+    mended = fastest(variant for variant in better if case.gain(variant) >= 0)
     yield Finding(
         name="vocabulary-padded-much",
         severity="hint",
         why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {percent(share)} of the "
         "embedding, the head and the logits stand for no token.",
         number=100 * share,
-        change=f"tp={mended.plan.degrees.tp}" if mended else "A smaller tp, or a vocabulary nearer to that",
+        change=f"tp={mended.plan.degrees.tp}"
+        if mended
+        else "A smaller tp where that is no slower, or a vocabulary nearer to that",
         plan=mended.plan if mended else None,
     )
 
