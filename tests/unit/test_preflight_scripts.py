@@ -131,6 +131,20 @@ def test_strategies_become_layouts(name: str, reshards: bool, replicate: int) ->
     assert found.number == found.plan.memory().peak_bytes / 2**30
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "args = TrainingArguments(fsdp='shard_grad_op auto_wrap')\n",
+        "args = TrainingArguments(fsdp=['shard_grad_op', 'offload'])\n",
+        "plugin = FullyShardedDataParallelPlugin(sharding_strategy='SHARD_GRAD_OP')\n",
+    ],
+)
+def test_strategies_named_as_text(source: str) -> None:
+    found = by_name(source, PLAN)["fsdp1-shard-grad-op"]
+    assert found.line == 1 and "reshard_after_forward=False" in found.change
+    assert by_name("args = TrainingArguments(fsdp=True)\n", PLAN) == {}
+
+
 def test_no_shard_is_ddp() -> None:
     assert translated("NO_SHARD", PLAN.cluster) is None
     found = by_name("strategy = ShardingStrategy.NO_SHARD", PLAN)["fsdp1-no-shard"]

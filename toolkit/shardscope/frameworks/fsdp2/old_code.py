@@ -93,10 +93,24 @@ def _instead(name: str, line: int) -> Finding:
     )
 
 
+BY_TEXT = ("fsdp", "sharding_strategy", "reshard_after_forward")
+"""Keywords that transformers and Accelerate take a strategy's name as text for: ``fsdp="full_shard
+auto_wrap"``."""
+
+
 def _strategies(script: Script) -> Iterator[Finding]:
-    for name in STRATEGIES:
-        if name in script.names:
-            yield _strategy(name, script.names[name], script.plan)
+    """Strategies as members of the enumeration, or as text."""
+    lines = {name: script.names[name] for name in STRATEGIES if name in script.names}
+    for keyword in script.walk(ast.keyword):
+        if not isinstance(keyword, ast.keyword) or keyword.arg not in BY_TEXT:
+            continue
+        for node in ast.walk(keyword.value):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            for word in text.upper().split():
+                if word in STRATEGIES:
+                    lines.setdefault(word, keyword.value.lineno)
+    for name, line in lines.items():
+        yield _strategy(name, line, script.plan)
 
 
 def _strategy(name: str, line: int, plan: Plan | None) -> Finding:
@@ -111,7 +125,7 @@ def _strategy(name: str, line: int, plan: Plan | None) -> Finding:
     return Finding(
         name=f"fsdp1-{name.strip('_').replace('_', '-').lower()}",
         severity="hint",
-        why=f"Line {line}: ShardingStrategy.{name} is FSDP1's name of {STRATEGIES[name].words}{costs}.",
+        why=f"Line {line}: {name} is FSDP1's name of {STRATEGIES[name].words}{costs}.",
         number=None if number is None else number / 2**30,
         change=STRATEGIES[name].words,
         plan=mended,
