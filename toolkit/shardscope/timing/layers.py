@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.activations import saved_tensors
-from shardscope.memory.arithmetic import ceil_div, largest, looked_up, where
+from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up, where
 from shardscope.memory.modules.attention import in_plain_math, is_eager
 from shardscope.memory.precision import FP32
 from shardscope.plan import Plan
@@ -73,7 +73,7 @@ class LayerWork:
         self.overlap = model.overlap(plan)
         recipe, degrees = plan.recipe, plan.degrees
         self.arch, self.gpus_per_node = plan.architecture, plan.cluster.gpus_per_node
-        self.tokens: Any = recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp)
+        self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         self.expert_tp: Any = getattr(plan.layout, "expert_tp", degrees.tp)
         self.rate = rates.matrix(PEAKS[recipe.precision])
@@ -112,14 +112,16 @@ class LayerWork:
             moved, moved_back = moved + sorted_bytes, moved_back + sorted_bytes
         elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
+        passes = self.passes
         forward = self._started(
-            Operators(matrices + adapters, attention, elementwise), self.passes.kernels_forward
+            Operators(matrices + adapters, attention, elementwise),
+            passes.kernels_forward + moe * passes.kernels_experts_forward,
         )
         # Gradients of inputs and of weights are a product each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has the first only.
         backward = self._started(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
-            self.passes.kernels_backward,
+            passes.kernels_backward + moe * passes.kernels_experts_backward,
         )
         return LayerSeconds(forward, backward, self._again(products, forward), saved)
 

@@ -57,6 +57,9 @@ class Passes(NamedTuple):
     kernels_forward: float
     """Of one layer."""
     kernels_backward: float
+    kernels_experts_forward: float
+    """Those that routed experts add to a layer."""
+    kernels_experts_backward: float
 
 
 class LinkRate(NamedTuple):
