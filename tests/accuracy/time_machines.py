@@ -19,6 +19,11 @@ _NETWORKS = {
     "bloom": "400 Gb/s a node",
 }
 """Networks that a source describes elsewhere than in its tables."""
+_NVLINKS = {
+    # The same section: GPUs of a node are joined by four NVLinks, of 25 GB/s each way.
+    "bloom": Link(name="nvlink-3-x4", bandwidth_bytes_per_second=100e9, latency_seconds=3.4e-6),
+}
+"""Links inside a node that a source describes."""
 
 
 def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
@@ -37,7 +42,10 @@ def timed_cluster(row: Row) -> tuple[ss.Cluster, list[str]]:
     made = replace(ss.Cluster.of(known, per_node, num_gpus // per_node), gpu=gpu)
     elsewhere = next((words for name, words in _NETWORKS.items() if name in text(row, "source")), "")
     stated = _network(text(row, "interconnect") or elsewhere, made)
-    return (replace(made, inter_node_link=stated) if stated else made), assumed
+    if stated:
+        made = replace(made, inter_node_link=stated)
+    inside = next((link for name, link in _NVLINKS.items() if name in text(row, "source")), None)
+    return (replace(made, intra_node_link=inside) if inside else made), assumed
 
 
 def _gpu(name: str, gpu: Gpu, is_torchtitan: bool) -> Gpu:
