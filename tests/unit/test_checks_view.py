@@ -59,7 +59,7 @@ def test_severity_is_said_in_words_and_shape() -> None:
 
 def test_why_number_and_change_are_told_and_nothing_is_markup() -> None:
     told = words(shown(*FOUND).list.value)
-    assert "a danger a-danger is <bad>: 12.3 %. set it to 8" in told
+    assert "A danger a-danger is <bad>: 12.3 %. set it to 8" in told
     assert "<bad>" not in shown(*FOUND).list.value
 
 

@@ -13,14 +13,14 @@ def advised(advice: Advice) -> str:
     first, _, rest = advice.why.partition(". ")
     why = f"<p><b>{escape(first)}{'.' if rest else ''}</b> {escape(rest)}</p>"
     if advice.plan is None:
-        return f"<h2>What to start with</h2><div class='ss-advised'>{why}</div>"
+        return f"<div class='ss-advised'>{why}</div>"
     button = "<button type='button' class='ss-act ss-first' data-act='plan'>Apply this plan</button>"
     disagrees = (
         f"<div class='ss-note'><b>The search disagrees.</b> {escape(advice.disagreement)}</div>"
         if advice.disagreement
         else ""
     )
-    return f"<h2>What to start with</h2><div class='ss-advised'>{why}{button}</div>{disagrees}"
+    return f"<div class='ss-advised'>{why}{button}</div>{disagrees}"
 
 
 def path(advice: Advice) -> str:

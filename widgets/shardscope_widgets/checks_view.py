@@ -17,6 +17,8 @@ from shardscope_widgets.sheet import Sheet
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
 """A shape for each severity beside its word: its colour says nothing that these do not."""
 
+_SPELLED = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe", "nccl": "NCCL", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
+
 NOTHING = "Nothing to mend: no check has anything against this plan."
 
 
@@ -78,7 +80,8 @@ def in_html(findings: Sequence[Finding]) -> str:
 
 
 def _row(finding: Finding) -> str:
-    title = finding.name.replace("-", " ")
+    title = " ".join(_SPELLED.get(word, word) for word in finding.name.split("-"))
+    title = title[:1].upper() + title[1:]
     mend = f"<span>{escape(finding.change)}</span>"
     if finding.plan is not None:
         label = escape(f"Apply: {finding.change}", quote=True)

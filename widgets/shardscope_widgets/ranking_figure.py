@@ -8,7 +8,6 @@ import numpy as np
 import plotly.graph_objects as go
 
 from shardscope_widgets.figures import Chart, survive_reload
-from shardscope_widgets.number_words import short
 from shardscope_widgets.ranking_rows import marks, signs
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def draw(figure: Chart, ranking: Ranking, chosen: tuple[float, float] | None) ->
             "annotations": [
                 {"x": end, "xref": "x", "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False,
                  "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
-                {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -56, "y": 1, "yref": "paper",
+                {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -50, "y": 1, "yref": "paper",
                  "yanchor": "bottom", "showarrow": False, "text": "tokens/s per GPU", "font": {"size": 12}},
             ],
         },
@@ -112,11 +111,13 @@ def draw(figure: Chart, ranking: Ranking, chosen: tuple[float, float] | None) ->
     return len(shown)
 
 
-def key() -> str:
+def key(ranking: Ranking) -> str:
     """What each mark is, as HTML."""
+    there = set(np.unique(ranking.framework).tolist())
     parts = [
         f"<span><b style='color:{sign.colour}'>{sign.text}</b> {sign.title}</span>"
-        for sign in signs().values()
+        for name, sign in signs().items()
+        if name in there
     ]
     return f"<div class='ss-key'>{''.join(parts)}<span>— fastest with this much memory</span></div>"
 
@@ -126,5 +127,5 @@ def counted(ranking: Ranking, num_marks: int) -> str:
     num, fits = ranking.num_evaluated, ranking.num_feasible
     words = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
     if num_marks < num:
-        words += f"; {short(num_marks)} marks: those that need up to {SHOWN_OVER_CAPACITY:g} cards' memory"
+        words += f"; {num_marks:,} marks stand for those that need up to {SHOWN_OVER_CAPACITY:g} cards"
     return words

@@ -22,7 +22,7 @@ ASCENDING: dict[str, bool] = {
     "framework": True,
 }
 """Columns that sort, and which end a first click brings to the top: the better one."""
-GRID = (240, 120)
+GRID = (72, 44)
 """Places that a chart of usual width can tell apart, across and upwards: two plans in one are one mark."""
 
 Indices = npt.NDArray[np.int64]

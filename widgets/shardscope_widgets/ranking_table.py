@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 import shardscope as ss
 from shardscope.memory.words import gib
 from shardscope_widgets.number_words import Scale, dollars, short
+from shardscope_widgets.pickers.layout import LABELS, WORDS
 from shardscope_widgets.ranking_rows import Indices, is_row, signs
 
 if TYPE_CHECKING:
@@ -24,22 +26,23 @@ HEADINGS = {
 }
 
 
+Chosen = tuple[ss.Plan, int]
+"""The plan that is applied, and its peak bytes."""
+
+
 def page_of(
     ranking: Ranking,
     order: Indices,
     first: int,
     column: str,
     ascending: bool,
-    chosen: tuple[ss.Plan, int] | None,
+    chosen: Chosen | None,
 ) -> str:
-    """Twelve rows from ``first`` on, with headings that sort and rows that apply.
-
-    ``chosen`` are the plan that is applied and its peak bytes.
-    """
+    """Twelve rows from ``first`` on, with headings that sort and rows that apply."""
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
     scale = Scale.of(float(steps[order[0]]))
-    head = _heading("framework", "plan", column, ascending) + "<th class='ss-text'>micro-batch</th>"
+    head = _heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
     head += "<th class='ss-text'>recompute</th>"
     head += "".join(
         _heading(name, words.format(unit=scale.unit), column, ascending) for name, words in HEADINGS.items()
@@ -69,30 +72,40 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     cost = "–" if costs is None else dollars(1e6 * float(costs[index]))
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
-    name = escape(layout_words(plan))
+    name = escape(layout_words(plan.layout))
     note = " · this plan" if current else ""
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
         f"<tr data-act='apply:{index}'{kind}><td>{mark}"
         f"<button type='button' data-act='apply:{index}'>{name}</button>{note}</td>"
-        f"<td class='ss-text'>{plan.recipe.micro_batch_size}</td>"
+        f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{short(rate)}</td>"
         f"<td>{scale.show(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
         f"<td>{gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
     )
 
 
-def layout_words(plan: ss.Plan) -> str:
-    """``Megatron, tensor 8, pipeline 4``: the framework and the degrees above one."""
-    degrees = plan.degrees
-    named = (
-        ("shard", degrees.shard),
-        ("replicate", degrees.replicate),
-        ("tensor", degrees.tp),
-        ("pipeline", degrees.pp),
-        ("context", degrees.cp),
-    )
-    return ", ".join([plan.layout.description, *(f"{name} {number}" for name, number in named if number > 1)])
+def layout_words(layout: ss.Layout) -> str:
+    """``Megatron-core tp 4 pp 4, sequence whole``: the framework and what differs from its plainest."""
+    plain = type(layout)()
+    numbers, switches = [], []
+    for name, values in layout.choices.items():
+        value = getattr(layout, name)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        # A number that has no value for "none", as ZeRO's stage, is always worth telling.
+        told = is_number and values is not None and None not in values
+        if value is None or (value == getattr(plain, name) and not told):
+            continue
+        if is_number:
+            numbers.append(f"{name} {value}")
+        elif not (name == "sequence_parallel" and value == plain_sequence(layout)):
+            switches.append(f"{LABELS.get(name, name).lower()} {WORDS.get(name, {}).get(value, value)}")
+    return ", ".join([" ".join([layout.title, *numbers]), *switches])
+
+
+def plain_sequence(layout: ss.Layout) -> bool:
+    """What sequence parallelism is where nobody said: on with tensor parallelism."""
+    return bool(replace(layout, sequence_parallel=None).splits_sequence)  # type: ignore[call-arg]
 
 
 def _pager(first: int, number: int) -> str:

@@ -72,7 +72,7 @@ class RankingView(widgets.VBox):
         if ranking is None or self.figure is None:
             return
         num_marks = draw(self.figure, ranking, self._chosen())
-        self.caption.value = f"{key()}{counted(ranking, num_marks)}"
+        self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
         self._write()
 
     def _chosen(self) -> tuple[float, float] | None:

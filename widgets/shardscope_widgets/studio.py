@@ -172,8 +172,13 @@ class Studio(widgets.VBox):
         try:
             if plan.cluster != self.plan.cluster:
                 self.cluster.fill(plan.cluster)
+            if plan.architecture != self.plan.architecture:
+                self.architecture.take(plan.architecture)
+            # What this framework has and the last one had not must be on offer before it is chosen.
+            self.recipe.offer(plan.layout)
             self.recipe.take(plan.recipe)
-            self.layout_picker.take(plan.layout)
+            nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
+            self.layout_picker.take(plan.layout, nouns)
         finally:
             self._planning = False
         self._replan()

@@ -31,6 +31,7 @@ class ArchitecturePicker(Picker):
             tooltip="Model: a name of the catalogue, a size such as 7b, or the path of a config.json",
         )
         self.hint = shared.html("", "ss-hint")
+        self._taken: dict[str, ss.Architecture] = {}
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")
         self.read()
@@ -40,6 +41,8 @@ class ArchitecturePicker(Picker):
         text = self.name.value.strip()
         if text in ss.models:
             return ss.models[text]
+        if text in self._taken:
+            return self._taken[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only what lies on this machine: a hub id would make the kernel wait for the network.
@@ -51,6 +54,11 @@ class ArchitecturePicker(Picker):
             "a name of the catalogue, a size such as 7b, or the path of a config.json that exists",
             next(iter(get_close_matches(text.lower(), list(ss.models), n=1, cutoff=0.5)), "7b"),
         )
+
+    def take(self, architecture: ss.Architecture) -> None:
+        """Set the input to an architecture that another view made, under its own name."""
+        self._taken[architecture.name] = architecture
+        self.name.value = architecture.name
 
     def read(self, change: object = None) -> None:
         """Take the text over and say what it stands for."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from html import escape
 from typing import Any
 
 import shardscope as ss
@@ -56,6 +58,7 @@ class LayoutPicker(Picker):
         self._rows: dict[str, dict[str, Row]] = {name: {} for name in frameworks}
         self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
         self._offering = False
+        self._taken: ss.Layout | None = None
         self.hint = shared.html("", "ss-hint")
         super().__init__({"framework": self._framework_row}, self.hint)
         self.framework.observe(self.read, "value")
@@ -66,9 +69,14 @@ class LayoutPicker(Picker):
         self._situation = (architecture, cluster, recipe)
         self.read()
 
-    def take(self, layout: ss.Layout) -> None:
-        """Set the inputs to ``layout``."""
+    def take(
+        self,
+        layout: ss.Layout,
+        situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None,
+    ) -> None:
+        """Set the inputs to ``layout``. What has no input is kept beside them."""
         name = layout.framework
+        self._situation = situation or self._situation
         self._offering = True
         try:
             self._make_rows(name)
@@ -83,20 +91,40 @@ class LayoutPicker(Picker):
         finally:
             self._offering = False
         self._layouts[name] = layout
-        self.read()
+        self._taken = layout
+        try:
+            self.read()
+        finally:
+            self._taken = None
 
     def make(self) -> ss.Layout:
         """The layout that the inputs describe, fallen back to what can run."""
         name = self.framework.value
         if self._situation is None:
             return self._layouts[name]
-        # Where there was only one choice nobody has made it: the field keeps its default.
-        chosen = {
-            field: None if control.value is NOTHING else control.value
-            for field, control in self._controls[name].items()
-            if len(control.options) > 1
-        }
-        return self._layouts[name].fitted(chosen, *self._situation)
+        if self._taken is not None and self._running(self._taken, {}) is not None:
+            return self._taken
+        controls = self._controls[name]
+        shown = {field: None if c.value is NOTHING else c.value for field, c in controls.items()}
+        # Where there was only one choice nobody has made it: the field keeps its default, if that runs.
+        chosen = {field: value for field, value in shown.items() if len(controls[field].options) > 1}
+        last = self._layouts[name]
+        unshown = {field: getattr(last, field) for field in _unshown(last)}
+        for values in (chosen, shown):
+            wanted = self._running(type(last)(), {**unshown, **values})
+            if wanted is not None:
+                return wanted
+        fitted = last.fitted(chosen, *self._situation)
+        return self._running(fitted, unshown) or fitted
+
+    def _running(self, layout: ss.Layout, values: dict[str, Any]) -> ss.Layout | None:
+        """The layout with these values if it runs here."""
+        try:
+            changed = replace(layout, **values)
+            changed.degrees(*self._situation)
+        except ValueError:
+            return None
+        return changed
 
     def read(self, change: object = None) -> None:
         """Take the inputs over and renew what is offered."""
@@ -127,6 +155,11 @@ class LayoutPicker(Picker):
                 current = getattr(layout, field)
                 if current is None and field == "sequence_parallel":
                     current = layout.splits_sequence
+                if current is not None and current not in values:
+                    # It runs, though alone it would not be offered: chunks of a stage need not divide the
+                    # GPUs, and some degrees need a field that comes after them.
+                    values = [*values, current]
+                    values = sorted(values) if isinstance(current, int) and None not in values else values
                 options = _options(field, values)
                 if list(control.options) != options:
                     control.options = options
@@ -164,6 +197,16 @@ def _options(field: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(words.get(value, str(value)), NOTHING if value is None else value) for value in values]
 
 
+def _unshown(layout: ss.Layout) -> list[str]:
+    """Fields without an input that are not what they are by default."""
+    plain = type(layout)()
+    return [
+        field.name
+        for field in fields(layout)
+        if field.name not in layout.choices and getattr(layout, field.name) != getattr(plain, field.name)
+    ]
+
+
 def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
     degrees = layout.degrees(architecture, cluster, recipe)
     parts = [
@@ -177,4 +220,6 @@ def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster,
         )
         if value > 1
     ]
-    return " × ".join(parts) + f" = {cluster.num_gpus:,} ranks" if parts else "one rank"
+    words = " × ".join(parts) + f" = {cluster.num_gpus:,} ranks" if parts else "one rank"
+    also = [f"{name.replace('_', ' ')} {getattr(layout, name)}" for name in _unshown(layout)]
+    return f"{words}<br>Also: {escape(', '.join(also))}" if also else words

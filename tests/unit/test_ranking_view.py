@@ -1,0 +1,286 @@
+"""The ranking view without a browser: marks, order, pages, presses, and the search in its thread."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from html import unescape
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardscope as ss
+from shardscope.memory.words import gib
+from shardscope_widgets import RankingView, Studio
+from shardscope_widgets.number_words import short
+from shardscope_widgets.plans_page import PlansPage
+from shardscope_widgets.ranking_figure import SHOWN_OVER_CAPACITY
+from shardscope_widgets.ranking_rows import GRID, marks, ordered, signs
+from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, layout_words
+
+GIB = 2**30
+MODEL, GPUS, RECIPE = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe()
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return ss.search(MODEL, GPUS, RECIPE)
+
+
+def words(html: str) -> str:
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))).strip()
+
+
+def rows_of(view: RankingView) -> list[int]:
+    """The plans of the table's rows, from top to bottom."""
+    return [int(index) for index in re.findall(r"<tr data-act='apply:(\d+)'", view.table.value)]
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(holds())
+
+
+# ------------------------------------------------------------------------------------------- chart
+
+
+def test_every_framework_has_its_own_colour_and_its_own_shape() -> None:
+    found = list(signs().values())
+    for field in ("title", "colour", "symbol", "text"):
+        assert len({getattr(sign, field) for sign in found}) == len(found)
+
+
+def test_marks_stand_where_the_plans_are(found: Any) -> None:
+    view = RankingView(found)
+    assert view.figure is not None
+    shown = {trace.name: set(zip(trace.x, trace.y, strict=True)) for trace in view.figure.data}
+    usable = found.cluster.usable_bytes_per_gpu
+    for name, sign in signs().items():
+        own = found.framework == name
+        memory, speed = found.peak_bytes[own] / GIB, found.tokens_per_second_per_gpu[own]
+        places = set(zip(memory.tolist(), speed.tolist(), strict=True))
+        assert shown[sign.title] <= places
+        near = memory * GIB <= SHOWN_OVER_CAPACITY * usable
+        assert bool(shown[sign.title]) == bool(near.any())
+    (capacity,) = view.figure.layout.shapes
+    assert capacity.x0 == capacity.x1 == usable / GIB
+
+
+def test_the_front_is_the_rankings_own_and_only_rises(found: Any) -> None:
+    view = RankingView(found)
+    assert view.figure is not None
+    front = next(trace for trace in view.figure.data if trace.name == "front")
+    assert list(front.x) == sorted(found.peak_bytes[found.pareto()] / GIB)
+    assert list(front.y) == sorted(front.y)
+
+
+def test_a_chart_of_many_plans_stays_small_and_keeps_their_outline() -> None:
+    """A million plans: no more marks than a chart can tell apart, and the fastest among them."""
+    draw = np.random.default_rng(1)
+    number = 1_000_000
+    many: Any = SimpleNamespace(
+        peak_bytes=draw.integers(1, 100, number) * GIB,
+        tokens_per_second_per_gpu=draw.uniform(0, 1000, number),
+        framework=np.array(["a", "b"])[draw.integers(0, 2, number)],
+    )
+    rows = np.argsort(-many.tokens_per_second_per_gpu, kind="stable")
+    started = time.perf_counter()
+    kept = marks(many, rows, (0.0, 100.0 * GIB), (0.0, 1000.0))
+    assert time.perf_counter() - started < 5
+    assert len(kept) <= 2 * GRID[0] * GRID[1]
+    assert rows[0] in kept
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+def test_the_best_come_first_with_their_numbers(found: Any) -> None:
+    view = RankingView(found)
+    assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist()
+    best, first = found.best, words(view.table.value.partition("<tbody>")[2].partition("</tr>")[0])
+    assert layout_words(best.layout) in first
+    assert short(best.step().tokens_per_second_per_gpu) in first
+    assert gib(best.memory().peak_bytes) in first
+    assert f"{found.num_evaluated:,} plans evaluated" in words(view.caption.value)
+
+
+@pytest.mark.parametrize("column", ["peak_bytes", "step_seconds", "headroom_bytes", "framework"])
+def test_a_heading_sorts_and_again_the_other_way(found: Any, column: str) -> None:
+    view = RankingView(found)
+    values = getattr(found, column)
+    for _ in range(2):
+        view.table.press(f"sort:{column}")
+        upwards = "aria-sort='ascending'" in view.table.value
+        everything = ordered(found, column, upwards)
+        told = values[everything].tolist()
+        assert told == sorted(told, reverse=not upwards)
+        assert sorted(everything.tolist()) == sorted(found.order.tolist())
+        assert rows_of(view) == everything[:ROWS_ON_A_PAGE].tolist()
+    assert "aria-sort='ascending'" in view.table.value or "aria-sort='descending'" in view.table.value
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.booleans())
+def test_equals_stay_in_the_rankings_order(values: list[int], ascending: bool) -> None:
+    some: Any = SimpleNamespace(order=np.arange(len(values))[::-1], key=np.array(values))
+    found = ordered(some, "key", ascending).tolist()
+    keys = [(values[row] if ascending else -values[row], -row) for row in found]
+    assert keys == sorted(keys)
+
+
+def test_pages_follow_each_other_and_end(found: Any) -> None:
+    view = RankingView(found)
+    view.table.press("page:-1")
+    assert rows_of(view) == found.order[:ROWS_ON_A_PAGE].tolist(), "nothing is before the first page"
+    view.table.press("page:1")
+    assert rows_of(view) == found.order[ROWS_ON_A_PAGE : 2 * ROWS_ON_A_PAGE].tolist()
+    seen = 2 * ROWS_ON_A_PAGE
+    while seen < len(found.order):
+        view.table.press("page:1")
+        seen += ROWS_ON_A_PAGE
+    last = rows_of(view)
+    view.table.press("page:1")
+    assert rows_of(view) == last and last[-1] == found.order[-1]
+
+
+def test_a_press_on_a_row_applies_its_plan_and_marks_it(found: Any) -> None:
+    applied: list[ss.Plan] = []
+    view = RankingView(found, on_apply=applied.append)
+    third = rows_of(view)[2]
+    view.table.press(f"apply:{third}")
+    assert applied == [found.plan(third)] and view.plan == found.plan(third)
+    marked = re.findall(r"<tr data-act='apply:(\d+)' class='ss-current'>", view.table.value)
+    assert marked == [str(third)] and view.table.value.count("this plan") == 1
+    assert view.figure is not None
+    ring = next(trace for trace in view.figure.data if trace.name == "this plan")
+    assert list(ring.x) == [found.peak_bytes[third] / GIB]
+    assert list(ring.y) == pytest.approx([found.tokens_per_second_per_gpu[third]])
+
+
+@pytest.mark.parametrize(
+    "act", ["apply:999999999", "apply:-1", "apply:x", "sort:__class__", "page:7", "", ":"]
+)
+def test_what_no_row_says_does_nothing(found: Any, act: str) -> None:
+    view = RankingView(found, on_apply=lambda _: pytest.fail("applied"))
+    before = view.table.value
+    view.table.press(act)
+    assert view.table.value == before
+
+
+def test_where_nothing_fits_the_nearest_misses_stand_there_with_what_they_lack() -> None:
+    found = ss.search(
+        ss.models["llama-3.1-405b"], ss.Cluster.parse("rtx-4090-24gb"), RECIPE, ("ddp", "fsdp2")
+    )
+    assert not found.num_feasible and found.misses
+    applied: list[ss.Plan] = []
+    view = RankingView(found, on_apply=applied.append)
+    told = words(view.table.value)
+    assert told.startswith("Nothing fits")
+    for miss in found.misses:
+        assert " ".join(miss.words.split()) in told
+    view.table.press(f"apply:{found.misses[0].index}")
+    assert applied == [found.plan(found.misses[0].index)]
+
+
+def test_a_framework_that_has_no_part_says_why() -> None:
+    found = ss.search(ss.models["gpt2"], GPUS, ss.Recipe(seq_len=1024, optimizer="paged_adamw_8bit"))
+    view = RankingView(found)
+    for name, why in found.refused.items():
+        assert f"{signs()[name].title} : {' '.join(why.split())}" in words(view.table.value)
+
+
+# ---------------------------------------------------------------------------------- in the Studio
+
+
+def test_every_row_goes_through_the_inputs_as_it_is(found: Any) -> None:
+    """Experts, chunks, offload and all: what is applied is the plan of the row, to the byte."""
+    studio = Studio()
+    mixture = ss.search(ss.models["mixtral-8x7b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), RECIPE)
+    for ranking in (found, mixture):
+        studio.architecture.name.value = ranking.architecture.name
+        for index in ranking.order[:: max(1, len(ranking.order) // 40)].tolist():
+            plan = ranking.plan(index)
+            studio.apply(plan)
+            assert studio.plan.degrees == plan.degrees, layout_words(plan.layout)
+            assert studio.plan.recipe == plan.recipe, layout_words(plan.layout)
+            assert studio.plan.memory().peak_bytes == plan.memory().peak_bytes, layout_words(plan.layout)
+
+
+def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def endless(*_: Any, progress: Any) -> Any:
+        threads.append(threading.current_thread())
+        while not goes_on.wait(0.02):
+            progress("1,234 of 9,999 plans", 0.5)
+        raise AssertionError("never cancelled")
+
+    monkeypatch.setattr(ss, "search", endless)
+    page = PlansPage(on_apply=lambda _: None)
+    page.mode.value = "search"
+    page.offer(plan_of())
+    assert until(lambda: page.search.progress.value == 0.5)
+    assert threads[0] is not threading.main_thread()
+    assert "1,234 of 9,999 plans" in page.search.words.value and page.search.button.disabled
+    page.search.cancel.click()
+    assert until(lambda: "cancelled" in page.search.words.value)
+    assert until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
+
+
+def plan_of(**recipe: Any) -> ss.Plan:
+    return ss.Plan(MODEL, GPUS, ss.Recipe(**recipe), ss.Layout.fsdp2())
+
+
+def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ss.Recipe] = []
+
+    def answered(arch: Any, cluster: Any, recipe: Any, **_: Any) -> Any:
+        asked.append(recipe)
+        return found
+
+    monkeypatch.setattr(ss, "search", answered)
+    page = PlansPage(on_apply=lambda _: None)
+    page.mode.value = "search"
+    assert not asked, "nothing is known yet to ask about"
+    page.offer(plan_of())
+    assert until(lambda: page.ranking.ranking is found and not page.search.is_busy)
+    assert len(asked) == 1 and "ss-old" not in page.ranking._dom_classes
+    page.offer(plan_of(micro_batch_size=2, recompute="full"))
+    assert "ss-old" not in page.ranking._dom_classes, "what a search chooses is no other question"
+    page.offer(plan_of(seq_len=2048))
+    assert len(asked) == 1 and "ss-old" in page.ranking._dom_classes
+    assert "Llama 3.1 8B on 8 GPUs, before something was changed" in page._about.value
+    page.search.button.click()
+    assert until(lambda: len(asked) == 2 and not page.search.is_busy)
+    assert asked[-1].seq_len == 2048 and "ss-old" not in page.ranking._dom_classes
+
+
+def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ValueError("Gpu.peak_flops is <none>. Nearest fix: ss.calibrate().")
+
+    monkeypatch.setattr(ss, "search", refused)
+    page = PlansPage(on_apply=lambda _: None)
+    page.mode.value = "search"
+    page.offer(plan_of())
+    assert until(lambda: "ss.calibrate()" in page.search.words.value)
+    assert "&lt;none&gt;" in page.search.words.value and "role='alert'" in page.search.words.value
+
+
+def test_advice_is_asked_in_the_background_too() -> None:
+    page = PlansPage(on_apply=lambda _: None)
+    page.offer(plan_of())
+    assert until(lambda: page.advice.advice is not None)
+    advice = page.advice.advice
+    assert advice is not None and advice.plan is not None
+    assert advice.plan.architecture == MODEL
