@@ -1,0 +1,339 @@
+"""Exported files in the hands of those that read them: accelerate, DeepSpeed, transformers, megatron-core."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from needs import needs
+from shardscope.export.files import contents
+from shardscope.frameworks.deepspeed import read as deepspeed_read
+from shardscope.frameworks.megatron.arguments import megatron_arguments
+from shardscope.frameworks.megatron.read import READ
+
+needs("accelerate")
+needs("transformers")
+
+EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
+MANY = ss.Cluster.parse("4x8xh100-sxm-80gb")
+LLAMA = ss.models["llama-3.1-8b"]
+
+PLANS: dict[str, ss.Plan] = {
+    "ddp": ss.Plan(LLAMA, EIGHT, ss.Recipe(micro_batch_size=2), ss.Layout.ddp()),
+    "cpu": ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
+    ),
+    "one": ss.Plan(LLAMA, ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(precision="bf16"), ss.Layout.ddp()),
+    "fsdp2": ss.Plan(
+        LLAMA,
+        EIGHT,
+        ss.Recipe(recompute="full", precision="fp16-mixed"),
+        ss.Layout.fsdp2(reshard_after_forward=False, offload="cpu"),
+    ),
+    "hsdp": ss.Plan(LLAMA, MANY, ss.Recipe(), ss.Layout.fsdp2(replicate=2, tp=2, cp=2)),
+    "zero-3": ss.Plan(
+        LLAMA, MANY, ss.Recipe(), ss.Layout.zero(3, offload_params="nvme", offload_optimizer="nvme")
+    ),
+    "zero-2": ss.Plan(LLAMA, EIGHT, ss.Recipe(precision="fp16-mixed"), ss.Layout.zero(2, tp=2)),
+    "zero-0": ss.Plan(LLAMA, EIGHT, ss.Recipe(precision="fp32"), ss.Layout.zero(0)),
+    "megatron": ss.Plan(
+        ss.models["llama-3.1-70b"], MANY, ss.Recipe(recompute="full"), ss.Layout.megatron(tp=4, pp=4, vpp=2)
+    ),
+    "experts": ss.Plan(
+        ss.models["deepseek-v3"],
+        ss.Cluster.parse("64x8xh100-sxm-80gb"),
+        ss.Recipe(global_batch_size=2048, loss="fused", recompute="selective"),
+        ss.Layout.megatron(
+            tp=2, pp=1, ep=32, etp=1, use_precision_aware_optimizer=True, exp_avg_dtype="bf16"
+        ),
+    ),
+}
+
+
+@pytest.fixture(params=PLANS)
+def exported(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan, and the folder with its export, from which everything below runs."""
+    plan = PLANS[request.param]
+    plan.export(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    return plan, tmp_path
+
+
+def needed(folder: Path, name: str) -> Path:
+    if not (folder / name).exists():
+        pytest.skip(f"this plan has no {name}: FILES.md says why")
+    return folder / name
+
+
+def test_accelerate_loads_its_yaml(exported: Any) -> None:
+    plan, folder = exported
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    found = load_config_from_file(str(needed(folder, "accelerate_config.yaml")))
+    assert isinstance(found, ClusterConfig)
+    assert found.num_processes == plan.world_size
+    assert found.num_machines == plan.cluster.num_nodes
+
+
+def test_accelerate_launch_makes_the_plan_of_it(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that its launcher gives to ranks, and the plugins that they make of that."""
+    plan, folder = exported
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    config = needed(folder, "accelerate_config.yaml")
+    arguments = launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    assert arguments.num_processes == plan.world_size
+    assert bool(arguments.use_cpu) is not plan.on_gpu
+    layout: Any = plan.layout
+    if arguments.use_deepspeed:
+        # As launch_command does with what it loaded.
+        arguments.deepspeed_fields_from_accelerate_config = "deepspeed_config_file,zero3_init_flag"
+        _, environment = prepare_deepspeed_cmd_env(arguments)
+        assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "ds_config.json"
+        assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == str(layout.stage == 3).lower()
+        return
+    environment = prepare_multi_gpu_env(arguments)
+    precision = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16": "no"}[plan.recipe.precision]
+    assert environment["ACCELERATE_MIXED_PRECISION"] == precision
+    assert bool(arguments.use_fsdp) is (plan.layout.framework == "fsdp2")
+    if not arguments.use_fsdp:
+        return
+    for name, value in environment.items():
+        if name.startswith(("FSDP_", "PARALLELISM_")):
+            monkeypatch.setenv(name, value)
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is layout.reshard_after_forward
+    assert type(plugin.cpu_offload).__name__ == (
+        "CPUOffloadPolicy" if layout.offload == "cpu" else type(plugin.cpu_offload).__name__
+    )
+    assert bool(plugin.cpu_offload) is (layout.offload == "cpu") or layout.offload is None
+    assert plugin.activation_checkpointing is (plan.recipe.recompute == "full")
+    if arguments.use_parallelism_config:
+        mesh = ParallelismConfig()
+        degrees = plan.degrees
+        assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (degrees.replicate, degrees.shard)
+        assert (mesh.tp_size, mesh.cp_size) == (degrees.tp, degrees.cp)
+        assert mesh.total_size == plan.world_size
+    else:
+        assert plan.degrees.shard == plan.world_size
+
+
+def test_deepspeed_takes_its_json(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, folder = exported
+    needs("deepspeed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ranks = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: plan.degrees.data_parallel)
+    monkeypatch.setattr("deepspeed.runtime.config.dist", ranks)
+    found = DeepSpeedConfig(str(needed(folder, "ds_config.json")))
+    layout: Any = plan.layout
+    assert found.train_batch_size == plan.recipe.global_batch_size
+    assert found.train_micro_batch_size_per_gpu == plan.recipe.micro_batch_size
+    assert found.gradient_accumulation_steps == plan.num_micro_batches
+    assert found.float16_config.enabled is (plan.recipe.precision == "fp16-mixed")
+    assert found.bfloat16_config.enabled is (plan.recipe.precision == "bf16-mixed")
+    zero = found.zero_config
+    assert zero.stage == layout.stage
+    assert zero.reduce_bucket_size == layout.reduce_bucket_size
+    for section, device in (
+        (zero.offload_optimizer, layout.offload_optimizer),
+        (zero.offload_param, layout.offload_params),
+    ):
+        where = section.device if section else None
+        assert getattr(where, "value", where) == device
+    if layout.stage == 3:
+        assert zero.prefetch_bucket_size == layout.prefetched_elements
+        assert zero.param_persistence_threshold == layout.stage3_param_persistence_threshold
+
+
+def test_deepspeed_s_keys_are_all_known() -> None:
+    """Every key of DeepSpeed's own classes is one that a plan holds, or one that is listed as left out."""
+    needs("deepspeed")
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    sections = {keys: {*known, *others} for keys, known, others in deepspeed_read.SECTIONS}
+    for keys, kind in (
+        (("zero_optimization",), DeepSpeedZeroConfig),
+        (("zero_optimization", "offload_optimizer"), DeepSpeedZeroOffloadOptimizerConfig),
+        (("zero_optimization", "offload_param"), DeepSpeedZeroOffloadParamConfig),
+        (("fp16",), DeepSpeedFP16Config),
+        (("bf16",), DeepSpeedBF16Config),
+    ):
+        fields: Any = kind.model_fields
+        theirs = {field.alias or name for name, field in fields.items()}
+        assert theirs <= sections[keys], theirs - sections[keys]
+        # MiCS left with 0.19, and older DeepSpeeds have it.
+        invented = (
+            sections[keys] - theirs - set(fields) - {"mics_shard_size", "mics_hierarchical_params_gather"}
+        )
+        assert not invented, invented
+
+
+def test_transformers_takes_its_arguments(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, folder = exported
+    from transformers import HfArgumentParser, TrainingArguments
+
+    path = needed(folder, "training_arguments.yaml")
+    if plan.layout.framework == "deepspeed":
+        needs("deepspeed")
+    parser: Any = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    # Half precision of a GPU's plan is refused where there is no GPU: what is under test is the file.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    (found,) = parser.parse_yaml_file(str(path), allow_extra_keys=False)
+    assert found.per_device_train_batch_size == plan.recipe.micro_batch_size
+    assert found.gradient_accumulation_steps == plan.num_micro_batches
+    assert found.use_cpu is not plan.on_gpu
+    assert found.fp16 is (plan.recipe.precision == "fp16-mixed")
+    if plan.layout.framework == "fsdp2":
+        layout: Any = plan.layout
+        assert found.fsdp is True
+        assert found.fsdp_plugin_args["fsdp_version"] == 2
+        assert found.fsdp_plugin_args["reshard_after_forward"] is layout.reshard_after_forward
+        assert found.fsdp_plugin_args.get("cpu_offload", False) is (layout.offload == "cpu")
+        assert found.fsdp_plugin_args["activation_checkpointing"] is (plan.recipe.recompute == "full")
+    if plan.layout.framework == "deepspeed":
+        assert found.deepspeed_plugin is not None
+        assert found.deepspeed_plugin.zero_stage == plan.layout.stage  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
+def test_torch_takes_fully_shard_s_arguments(name: str) -> None:
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    plan = PLANS[name]
+    text = next(file.text for file in contents(plan) if file.name == "fsdp2_arguments.json")
+    found = json.loads(text)
+    types = {key: getattr(torch, kind) for key, kind in found["MixedPrecisionPolicy"].items()}
+    policy = MixedPrecisionPolicy(**types)
+    assert policy.reduce_dtype is torch.float32
+    if found["CPUOffloadPolicy"]:
+        assert CPUOffloadPolicy(**found["CPUOffloadPolicy"]).pin_memory is True
+    product = 1
+    for size in found["init_device_mesh"]["mesh_shape"]:
+        product *= size
+    assert product == plan.world_size
+    assert len(found["init_device_mesh"]["mesh_dim_names"]) == len(found["init_device_mesh"]["mesh_shape"])
+
+
+# ------------------------------------------------------------------------------------------------ Megatron
+
+FLAGS: dict[str, Callable[[str], Any] | None] = {
+    "num-layers": int, "hidden-size": int, "ffn-hidden-size": int, "num-attention-heads": int,
+    "kv-channels": int, "group-query-attention": None, "num-query-groups": int,
+    "max-position-embeddings": int, "position-embedding-type": str, "normalization": str,
+    "make-vocab-size-divisible-by": int, "vocab-size": int, "swiglu": None,
+    "untie-embeddings-and-output-weights": None, "disable-bias-linear": None, "add-qkv-bias": None,
+    "qk-layernorm": None, "multi-latent-attention": None, "q-lora-rank": int, "kv-lora-rank": int,
+    "qk-head-dim": int, "qk-pos-emb-head-dim": int, "v-head-dim": int, "rope-type": str,
+    "num-experts": int, "moe-router-topk": int, "moe-ffn-hidden-size": int, "moe-layer-freq": str,
+    "moe-token-dispatcher-type": str, "moe-shared-expert-intermediate-size": int,
+    "moe-router-pre-softmax": None, "moe-expert-capacity-factor": float,
+    "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int, "context-parallel-size": int,
+    "num-virtual-stages-per-pipeline-rank": int, "expert-model-parallel-size": int,
+    "expert-tensor-parallel-size": int, "sequence-parallel": None, "use-distributed-optimizer": None,
+    "account-for-embedding-in-pipeline-split": None, "account-for-loss-in-pipeline-split": None,
+    "overlap-grad-reduce": None, "overlap-param-gather": None, "tp-comm-overlap": None,
+    "use-precision-aware-optimizer": None, "exp-avg-dtype": str, "exp-avg-sq-dtype": str,
+    "seq-length": int, "micro-batch-size": int, "global-batch-size": int, "optimizer": str,
+    "hidden-dropout": float, "attention-dropout": float, "fp16": None, "bf16": None, "fp8-format": str,
+    "accumulate-allreduce-grads-in-fp32": None, "grad-reduce-in-bf16": None, "attention-backend": str,
+    "cross-entropy-loss-fusion": None, "cross-entropy-fusion-impl": str, "recompute-granularity": str,
+    "recompute-method": str, "recompute-num-layers": int, "recompute-activations": None,
+    "use-flash-attn": None,
+}  # fmt: skip
+"""Every flag that an export writes or a reader takes, with its type; None: store_true, or store_false for
+``disable-bias-linear``. Copied from Megatron-LM's megatron/training/arguments.py, which is on no index."""
+CHOICES = {
+    "position-embedding-type": ("learned_absolute", "rope", "mrope", "relative", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "fp8-format": ("e4m3", "hybrid"),
+    "attention-backend": ("flash", "fused", "unfused", "local", "auto"),
+    "cross-entropy-fusion-impl": ("native", "te"),
+    "recompute-granularity": ("full", "selective"),
+    "recompute-method": ("uniform", "block"),
+    "rope-type": ("rope", "yarn"),
+}
+
+
+def parsed(plan: ss.Plan) -> dict[str, Any]:
+    """The file as argparse takes it with those flags and no others."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for name, kind in FLAGS.items():
+        if kind is None:
+            parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS)
+        else:
+            parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), default=argparse.SUPPRESS)
+    text = next(file.text for file in contents(plan) if file.name == "megatron_arguments.txt")
+    words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
+    return vars(parser.parse_args(words))
+
+
+def test_megatron_s_flags_are_those_of_its_source() -> None:
+    assert set(READ) == set(FLAGS)
+
+
+@pytest.mark.parametrize("name", ["megatron", "experts"])
+def test_megatron_core_takes_the_numbers(name: str) -> None:
+    """As Megatron-LM hands them on (core_transformer_config_from_args): a flag is the field of that name."""
+    needs("megatron")
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    plan = PLANS[name]
+    flags = parsed(plan)
+    assert set(flags) == {flag.replace("-", "_") for flag in megatron_arguments(plan)}
+    kind = MLATransformerConfig if "multi_latent_attention" in flags else TransformerConfig
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {flag: value for flag, value in flags.items() if flag in names}
+    given["add_bias_linear"] = "disable_bias_linear" not in flags
+    given["gated_linear_unit"] = "swiglu" in flags
+    given["virtual_pipeline_model_parallel_size"] = flags.get("num_virtual_stages_per_pipeline_rank")
+    given["num_moe_experts"] = flags.get("num_experts")
+    if "moe_layer_freq" in flags:
+        given["moe_layer_freq"] = eval(flags["moe_layer_freq"])  # as _eval_pattern does
+    import torch
+
+    config = kind(pipeline_dtype=torch.bfloat16, params_dtype=torch.bfloat16, **given)
+    assert isinstance(config, ModelParallelConfig)
+    arch, degrees = plan.architecture, plan.degrees
+    assert config.num_layers == arch.num_hidden_layers
+    assert config.num_query_groups == (
+        arch.num_key_value_heads if "num_query_groups" in flags else config.num_attention_heads
+    )
+    assert config.tensor_model_parallel_size == degrees.tp
+    assert config.pipeline_model_parallel_size == degrees.pp
+    assert config.expert_model_parallel_size == degrees.ep
+    if arch.mixture_of_experts:
+        assert config.moe_layer_freq == [int(arch.is_moe_layer(i)) for i in range(arch.num_hidden_layers)]
+
+
+def test_every_family_that_megatron_builds_has_known_flags() -> None:
+    for arch in ss.models.values():
+        plan = ss.Plan(arch, EIGHT, ss.Recipe(seq_len=512), ss.Layout.megatron())
+        if any(file.name == "megatron_arguments.txt" for file in contents(plan)):
+            assert parsed(plan)["hidden_size"] == arch.hidden_size
