@@ -78,7 +78,7 @@ def test_recomputation_off_though_short_of_memory() -> None:
 
 
 def test_recomputation_on_though_there_is_room() -> None:
-    plan = plan_of(micro_batch_size=1, seq_len=2048, recompute="full")
+    plan = plan_of(recompute="full")
     finding = one(plan, "recomputation-on")
     assert finding.plan is not None
     assert finding.number == plan.step().seconds - finding.plan.step().seconds > 0

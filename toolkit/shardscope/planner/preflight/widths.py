@@ -124,6 +124,9 @@ def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
 
 def _with_vocabulary(plan: Plan, rows: int) -> Plan | None:
     try:
-        return replace(plan, architecture=replace(plan.architecture, vocab_size=rows))
+        arch = plan.architecture
+        # Another model than the catalogue's of that name.
+        padded = replace(arch, name=f"{arch.name}-vocab-{rows}", vocab_size=rows)
+        return replace(plan, architecture=padded)
     except ValueError:
         return None

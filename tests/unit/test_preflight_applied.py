@@ -1,0 +1,40 @@
+"""A click on a finding's button puts its plan on the bench, whatever the change is of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope_widgets import Studio
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recipe", "name"),
+    [
+        ("gpt2", ss.Layout.fsdp2(), {"seq_len": 1024}, "width-misses-matrix-units"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(), {"seq_len": 1001}, "width-misses-matrix-units"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(), {"recompute": "full"}, "recomputation-on"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(), {"micro_batch_size": 2}, "recomputation-off"),
+        ("llama-3.1-8b", ss.Layout.fsdp2(), {"precision": "fp16-mixed"}, "fp16-though-bf16-is-there"),
+        ("llama-3.1-8b", ss.Layout.ddp(), {"recompute": "full"}, "out-of-gpu-memory"),
+        ("llama-3.1-8b", ss.Layout.megatron(tp=8), {"recompute": "full"}, "tensor-parallel-over-slow-link"),
+    ],
+)
+def test_a_mended_plan_goes_through_the_inputs(
+    model: str, layout: ss.Layout, recipe: dict[str, Any], name: str
+) -> None:
+    studio = Studio()
+    plan = ss.Plan(ss.models[model], ss.Cluster.parse("8xa100-sxm-80gb"), ss.Recipe(**recipe), layout)
+    (found,) = [finding for finding in plan.findings() if finding.name == name]
+    assert found.plan is not None
+    studio.apply(plan)
+    assert told(studio.plan) == told(plan)
+    studio.apply(found.plan)
+    assert told(studio.plan) == told(found.plan)
+
+
+def told(plan: ss.Plan) -> tuple[Any, ...]:
+    """What a plan comes to: the inputs write options out that a layout may leave open."""
+    return plan.architecture, plan.cluster, plan.recipe, plan.degrees, plan.memory().components
