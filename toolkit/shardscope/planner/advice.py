@@ -39,7 +39,7 @@ class Turn:
     why: str
     """One or two sentences: what the question is for, and what the answer costs or saves."""
     taken: bool
-    """Whether the plan has what the question is about. The last turn taken decided the framework."""
+    """Whether the plan has what the question is about."""
     plan: Plan | None = None
     """The plan that the figures are of; None where the question is about no single one."""
 
@@ -239,7 +239,7 @@ def _nothing_fits(path: Path) -> str:
     if not near:
         refusals = [outcome.refusal for outcome in path.seen.values() if outcome.refusal]
         return f"No plan of {model} can be made. {refusals[0] if refusals else ''}".strip()
-    nearest = min(near, key=lambda tried: tried.short_bytes)
+    nearest = min(near, key=lambda tried: tried.shortage)
     return (
         f"Nothing fits {model} with this recipe. The nearest is {words.named(nearest.plan)}: "
         f"{words.lacks(nearest)}."

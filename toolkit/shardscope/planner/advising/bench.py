@@ -61,9 +61,9 @@ class Tried:
         return self.plan.recipe.recompute == "offload"
 
     @property
-    def short_bytes(self) -> int:
-        """What is missing, of all kinds of memory together."""
-        return sum(place.short_bytes for place in self.short)
+    def shortage(self) -> float:
+        """How far from fitting: the largest part that is missing of any kind of memory, of what there is."""
+        return max((place.short_bytes / max(1, place.room_bytes or 0) for place in self.short), default=0.0)
 
     @cached_property
     def timed(self) -> StepReport | None:
@@ -103,6 +103,7 @@ class Bench:
     def __init__(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> None:
         self.architecture, self.cluster, self.recipe = architecture, cluster, recipe
         self._outcomes: dict[Layout, Outcome] = {}
+        self._with_room: dict[tuple[Layout, Recipe], Tried] = {}
 
     def tried(self, layout: Layout, recipe: Recipe) -> Tried | str:
         """The plan of a layout, or why there is none."""
@@ -130,9 +131,10 @@ class Bench:
             return Outcome(wanted, wanted, None, None)
         runs = [wanted] if isinstance(wanted, Tried) else []
         ladders = list(self._eased(layout))
-        if isinstance(wanted, Tried) and _state_is_too_much(wanted) and ladders[-1]:
-            # No easing helps: the last one tells how much is missing at the least.
-            ladders = [ladders[-1][-1:]]
+        if isinstance(wanted, Tried) and state_is_too_much(wanted):
+            # No easing helps: the one that saves most tells how much is missing at the least.
+            on_the_card = [ladder for ladder in ladders if ladder and ladder[0].recompute != "offload"]
+            ladders = [ladder[-1:] for ladder in on_the_card[-1:]]
         for ladder in ladders:
             for recipe in ladder:
                 found = self.tried(layout, recipe)
@@ -148,7 +150,7 @@ class Bench:
         if not runs:
             return Outcome(None, None, None, refusal)
         best = _fastest_way(runs)
-        nearest = None if best else min(runs, key=lambda tried: tried.short_bytes)
+        nearest = None if best else min(runs, key=lambda tried: tried.shortage)
         return Outcome(as_wanted, best, nearest, refusal)
 
     def _eased(self, layout: Layout) -> Iterator[list[Recipe]]:
@@ -165,6 +167,12 @@ class Bench:
     def with_room(self, tried: Tried) -> Tried:
         """The same layout with what room there is used: the fastest of larger micro-batches, and of less
         recomputation, that is not tight; ``tried`` itself where that gains next to nothing."""
+        key = (tried.plan.layout, tried.plan.recipe)
+        if key not in self._with_room:
+            self._with_room[key] = self._roomier(tried)
+        return self._with_room[key]
+
+    def _roomier(self, tried: Tried) -> Tried:
         recipe, layout = tried.plan.recipe, tried.plan.layout
         found = [tried]
         for again in _less_recomputed(recipe, layout):
@@ -190,7 +198,7 @@ def offloads(layout: Layout) -> bool:
     return any(getattr(layout, field, None) for field in OFFLOADS)
 
 
-def _state_is_too_much(tried: Tried) -> bool:
+def state_is_too_much(tried: Tried) -> bool:
     """Whether what stays on the card between two steps has no room there, whatever the batch is."""
     return sum(tried.report.at("rest").values()) > tried.report.usable_bytes
 

@@ -32,14 +32,14 @@ def megatron(path: Path) -> None:
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
     has_experts = arch.num_moe_layers > 0
     is_offloaded = path.current is not None and offloads(path.current.plan.layout)
-    knows = "megatron" in path.familiar
+    knows, is_split = "megatron" in path.familiar, path.rung == "split"
     size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, words.rank(cluster))}"
     question = "Over 70B, or hundreds of GPUs?"
     why = (
         "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
         "to gather than with sharding, for a model rebuilt in its own modules."
     )
-    if not (is_large or has_experts or is_offloaded or knows or path.current is None):
+    if not (is_large or has_experts or is_offloaded or knows or is_split or path.current is None):
         path.told("", question, "No: sharding is simpler.", size, why)
         return
     reasons = [
@@ -48,6 +48,7 @@ def megatron(path: Path) -> None:
             (has_experts, "it has experts"),
             (knows, "the team runs Megatron-core"),
             (is_offloaded, "offload is slow"),
+            (is_split, "layers or sequences are split already"),
             (path.current is None, "nothing fitted so far"),
         )
         if holds
@@ -59,17 +60,18 @@ def megatron(path: Path) -> None:
         number = path.needs(outcome) or size
         told = path.no(outcome).removeprefix("No: ")
         path.told(
-            "", question, f"{yes}. But Megatron-core does not fit: {told}", number, why, outcome.nearest
+            "", question, f"{yes}. Megatron-core does not fit here: {told}", number, why, outcome.nearest
         )
         return
-    answer = f"{yes}: {words.named(best.plan, path.bench.recipe)}"
+    best = path.bench.with_room(best)
+    answer = f"{yes}: {path.name(best)}"
     if path.current is None:
         answer += ", and nothing simpler fits."
         wins = True
     else:
-        by_rule = is_large or has_experts or is_offloaded
-        wins = is_faster(best, path.current) or (by_rule and not is_faster(path.current, best))
-        answer += f", {path.beside(best)}"
+        by_rule, current = is_large or has_experts or is_offloaded, path.bench.with_room(path.current)
+        wins = is_faster(best, current) or (by_rule and not is_faster(current, best))
+        answer += f", {path.beside(best, current)}"
         answer += "." if wins else ": not worth it."
     if wins:
         path.take("megatron", best)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.advising import words
+from shardscope.planner.advising.path import figures
 
 if TYPE_CHECKING:
     from shardscope.planner.advising.path import Path
@@ -22,6 +23,10 @@ def room(path: Path) -> None:
     used = 100 * current.report.peak_bytes / current.report.usable_bytes
     if current.report.is_tight:
         answer = "No: it is tight, and of runs that need over 80 % of their card some run out of it."
+        path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
+        return
+    if current.seconds is None:
+        answer = "Yes; what a larger micro-batch gains, no known time says."
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     larger = path.bench.with_room(current)
@@ -68,7 +73,7 @@ def what_the_team_knows(path: Path) -> None:
     question = f"Is it what the team runs well ({titles})?"
     why = "A framework that a team knows saves weeks; between two that do the same it decides."
     if current.plan.layout.framework in known:
-        path.told("", question, "Yes.", "", why, current, taken=True)
+        path.told("", question, "Yes.", figures(current), why, current, taken=True)
         return
     own = [
         outcome.best

@@ -43,7 +43,7 @@ def others(path: Path) -> list[tuple[Plan, str]]:
         if outcome.best is None or outcome.best.plan.layout == advised.plan.layout:
             continue
         found.append((outcome.best, GIVES[key]))
-    found += [(tried, "the same in a framework of its own") for tried in _same_elsewhere(path)]
+    found += [(tried, "the same in another framework") for tried in _same_elsewhere(path)]
     told = [
         (tried.plan, f"{words.named(tried.plan, path.bench.recipe)}: {gives}; {_beside(tried, advised)}.")
         for tried, gives in found[:MAX_OTHERS]
@@ -78,7 +78,7 @@ def _beside(tried: Tried, advised: Tried) -> str:
 def misses(path: Path) -> list[tuple[Plan, str]]:
     """Of each way of spreading what lacks least, the nearest first."""
     near = [outcome.nearest for outcome in path.seen.values() if outcome.nearest]
-    near.sort(key=lambda tried: tried.short_bytes)
+    near.sort(key=lambda tried: tried.shortage)
     return [
         (
             tried.plan,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.memory.words import count, gib
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import state_bytes
+from shardscope.planner.advising.bench import state_bytes, state_is_too_much
 from shardscope.planner.advising.path import figures
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ def one_gpu(path: Path) -> None:
     elif outcome.nearest and outcome.nearest is not outcome.wanted:
         question = "With gradient accumulation over a smaller micro-batch, or layers recomputed in backward?"
         why = "Both save activations; weights, gradients and the optimizer's state stay what they are."
-        path.told("", question, path.no(outcome), path.needs(outcome), why, outcome.nearest)
+        answer = path.no(outcome)
+        if state_is_too_much(outcome.nearest):
+            answer = "No: what stays on the card between two steps is too much by itself."
+        path.told("", question, answer, path.needs(outcome), why, outcome.nearest)
 
 
 def gathered_once(path: Path) -> None:

@@ -3,6 +3,7 @@ that has it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,8 +114,8 @@ def _first_or_faster(outcomes: list[Outcome]) -> Outcome:
     return first
 
 
-def _lacks(outcome: Outcome) -> int:
-    return outcome.nearest.short_bytes if outcome.nearest else 2**62
+def _lacks(outcome: Outcome) -> float:
+    return outcome.nearest.shortage if outcome.nearest else math.inf
 
 
 # ------------------------------------------------------------------------------------------------ Megatron
@@ -137,7 +138,7 @@ def megatron(bench: Bench) -> Outcome:
         refusal = refusal or outcome.refusal
     best = fastest(runs)
     if best is None:
-        return Outcome(None, None, min(misses, key=lambda tried: tried.short_bytes, default=None), refusal)
+        return Outcome(None, None, min(misses, key=lambda tried: tried.shortage, default=None), refusal)
     return Outcome(None, _interleaved(bench, best), None, None)
 
 
@@ -172,7 +173,7 @@ def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
             found.append(outcome.best)
             if not outcome.is_eased and not outcome.best.report.is_tight:
                 break
-        elif outcome.nearest and (nearest is None or outcome.nearest.short_bytes < nearest.short_bytes):
+        elif outcome.nearest and (nearest is None or outcome.nearest.shortage < nearest.shortage):
             nearest = outcome.nearest
     return Outcome(None, fastest(found), nearest, refusal)
 

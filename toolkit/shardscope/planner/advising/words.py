@@ -61,7 +61,7 @@ def needs(tried: Tried) -> str:
 
     told = []
     for place in places(tried.plan, tried.report):
-        if place.name == WHILE_MADE and not place.short_bytes:
+        if place.name == WHILE_MADE and tuple(tried.short) != (place,):
             continue
         where = f"a {rank(tried.plan.cluster)}" if place.name == "GPU memory" else f"of {place.name} a node"
         room = "" if place.room_bytes is None else f" of {gib(place.room_bytes)}"
@@ -90,6 +90,8 @@ def lacks(tried: Tried) -> str:
     """``12.3 GiB too little on each GPU``: every kind of memory of which there is too little."""
     told = []
     for place in tried.short:
+        if place.name == WHILE_MADE and len(tried.short) > 1:
+            continue  # What is short in the step itself comes first.
         missing = gib(place.short_bytes)
         if place.name == "GPU memory":
             told.append(f"{missing} GiB too little on each {rank(tried.plan.cluster)}")

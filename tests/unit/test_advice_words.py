@@ -1,0 +1,184 @@
+"""What advice compares, and how it says it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardscope as ss
+from shardscope.planner.advising import words
+from shardscope.planner.advising.bench import PAYS, SAFE, Bench, Tried, fastest, is_faster, offloads
+from shardscope.planner.advising.rungs import choose, gathered_once, megatron, sharded
+
+PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
+
+
+def run(seconds: float | None, *, fits: bool = True, tight: bool = False, recompute: Any = "none") -> Tried:
+    """A plan of which only its time and its fit matter."""
+    recipe = SimpleNamespace(recompute=recompute)
+    made: Any = SimpleNamespace(
+        seconds=seconds,
+        fits=fits,
+        report=SimpleNamespace(is_tight=tight),
+        moves_activations=recompute == "offload",
+        plan=SimpleNamespace(recipe=recipe),
+    )
+    found: Tried = made
+    return found
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6))
+def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float) -> None:
+    one, other = words.shares(seconds, others), words.shares(others, seconds)
+    assert one.replace("faster", "slower") == other.replace("faster", "slower")
+    if one != "no faster":
+        assert ("faster" in one) == (seconds < others)
+        assert ("faster" in one) != ("faster" in other)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "others", "told"),
+    [
+        (1.0, 1.18, "18 % faster"),
+        (1.18, 1.0, "18 % slower"),
+        (1.0, 2.5, "2.5 times faster"),
+        (1.0, 1.001, "no faster"),
+    ],
+)
+def test_shares(seconds: float, others: float, told: str) -> None:
+    assert words.shares(seconds, others) == told
+
+
+@pytest.mark.parametrize(
+    ("days", "told"),
+    [
+        (0.02, "0.48 hours"),
+        (0.5, "12 hours"),
+        (1.0, "1 day"),
+        (34.0, "34 days"),
+        (500.0, "1.4 years"),
+        (1e6, "2,738 years"),
+    ],
+)
+def test_durations(days: float, told: str) -> None:
+    assert words.duration(days) == told
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (124_439_808, "124M"),
+        (8_030_261_248, "8.03B"),
+        (70_553_706_496, "70.6B"),
+        (405_853_388_800, "406B"),
+        (8.1e12, "8.1T"),
+    ],
+)
+def test_numbers_of_parameters(number: float, told: str) -> None:
+    assert words.billions(number) == told
+
+
+def test_a_plan_is_named_by_what_sets_it_apart() -> None:
+    wanted = ss.Recipe(micro_batch_size=4)
+    changed = ss.Recipe(micro_batch_size=2, recompute="full", loss="chunked")
+    layout = ss.Layout.fsdp2(tp=2, reshard_after_forward=False)
+    plan = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(micro_batch_size=2, recompute="full"), layout)
+    assert words.named(PLAN, PLAN.recipe) == "FSDP2"
+    told = words.named(plan, wanted)
+    assert (
+        told == "FSDP2 (tp 2, weights kept between forward and backward), micro-batch 2, full recomputation"
+    )
+    tried = Bench(PLAN.architecture, PLAN.cluster, wanted).tried(ss.Layout.fsdp2(), changed)
+    assert isinstance(tried, Tried)
+    assert (
+        words.eased(tried, wanted)
+        == "micro-batch 2 instead of 4 and full recomputation and the loss in chunks"
+    )
+    split = ss.Plan(PLAN.architecture, PLAN.cluster, ss.Recipe(), ss.Layout.megatron(tp=2, pp=2, vpp=4))
+    assert words.named(split, split.recipe) == "Megatron-core (tp 2, pp 2, vpp 4)"
+
+
+# ------------------------------------------------------------------------------------- what is chosen
+
+
+@given(st.lists(st.tuples(st.floats(1, 100), st.booleans(), st.booleans()), max_size=8))
+def test_the_fastest_fits_and_is_seldom_tight(runs: list[tuple[float, bool, bool]]) -> None:
+    tried = [run(seconds, fits=fits, tight=tight) for seconds, fits, tight in runs]
+    best = fastest(tried)
+    fitting = [one for one in tried if one.fits]
+    assert (best is None) == (not fitting)
+    if best is None or best.seconds is None:
+        return
+    assert best.fits
+    for one in fitting:
+        assert one.seconds is not None
+        if not one.report.is_tight:
+            assert not is_faster(one, best, 1.0) or best.report.is_tight
+            assert not best.report.is_tight or best.seconds * SAFE < one.seconds
+
+
+def test_what_has_no_time_is_never_faster() -> None:
+    assert not is_faster(run(None), run(5.0))
+    assert not is_faster(run(5.0), run(None))
+    first = run(None)
+    assert fastest([first, run(None)]) is first
+
+
+@given(st.floats(1, 100))
+def test_it_pays_from_ten_percent_on(seconds: float) -> None:
+    assert is_faster(run(seconds), run(seconds * PAYS * 1.001))
+    assert not is_faster(run(seconds), run(seconds * PAYS * 0.999))
+
+
+def test_easing_goes_from_the_wanted_micro_batch_down() -> None:
+    recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
+    bench = Bench(ss.models["llama-3.2-1b"], ss.Cluster.parse("8xa100-sxm-80gb"), recipe)
+    outcome = bench.outcome(ss.Layout.fsdp2())
+    assert outcome.best is not None
+    assert outcome.best.fits
+    assert outcome.is_eased
+    assert 4 % outcome.best.plan.recipe.micro_batch_size == 0
+    assert bench.outcome(ss.Layout.fsdp2()) is outcome, "each layout is tried once"
+
+
+def test_room_is_used_by_what_is_faster_and_not_tight() -> None:
+    bench = Bench(
+        ss.models["gpt2"], ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(seq_len=1024, recompute="full")
+    )
+    tried = bench.tried(ss.Layout.ddp(), bench.recipe)
+    assert isinstance(tried, Tried)
+    larger = bench.with_room(tried)
+    assert larger.plan.recipe.recompute != "full", "there is room for activations"
+    assert not larger.report.is_tight
+    assert is_faster(larger, tried, 1.0)
+    assert bench.with_room(larger) is larger
+
+
+def test_another_framework_is_tried_only_where_it_could_decide() -> None:
+    bench = Bench(PLAN.architecture, PLAN.cluster, PLAN.recipe)
+    assert choose(bench, gathered_once(PLAN.cluster), ()).best is not None
+    assert {o.wanted.plan.layout.framework for o in bench.outcomes() if o.wanted} == {"fsdp2"}
+    choose(bench, sharded(PLAN.cluster), ("deepspeed",))
+    assert {o.wanted.plan.layout.framework for o in bench.outcomes() if o.wanted} == {"fsdp2", "deepspeed"}
+
+
+def test_megatron_splits_inside_nodes_with_the_fewest_stages() -> None:
+    cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
+    bench = Bench(ss.models["llama-3.1-70b"], cluster, ss.Recipe(global_batch_size=256))
+    best = megatron(bench).best
+    assert best is not None
+    assert best.fits
+    degrees = best.plan.degrees
+    assert degrees.tp <= cluster.gpus_per_node
+    assert degrees.tp * degrees.pp > 1
+
+
+def test_what_offloads() -> None:
+    assert offloads(ss.Layout.fsdp2(offload="cpu"))
+    assert offloads(ss.Layout.zero(offload_optimizer="nvme"))
+    assert not offloads(ss.Layout.ddp())
+    assert not offloads(ss.Layout.megatron())
