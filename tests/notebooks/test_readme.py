@@ -32,9 +32,10 @@ def test_the_python_example_works_as_pasted(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    report, explained, outcome, trace = done.stdout.splitlines()
+    report, step, why, outcome, trace = done.stdout.splitlines()
     assert "fits" in report
-    assert explained.startswith("optimizer, ")
+    assert "tokens/s a GPU" in step
+    assert why.startswith("Start with ")
     status, losses = outcome.split(" ", 1)
     assert status == "finished"
     values = [float(loss) for loss in losses.strip("[]").split(",")]
