@@ -48,6 +48,6 @@ def llama_405b() -> Claim:
         verdict="right" if is_right else "depends",
         why=f"With causal attention counted our model has {few.tflops_per_gpu:.0f}{beside[0]} and "
         f"{many.tflops_per_gpu:.0f}{beside[1]}; the paper does not print its formula, and with every key "
-        f"counted the long one has {whole:.0f}. Our constants were fitted on neither: Meta's own framework is "
-        f"none of ours.{memory}",
+        f"counted the long one has {whole:.0f}. Our constants were fitted on neither: Meta's own framework "
+        f"is none of ours.{memory}",
     )
