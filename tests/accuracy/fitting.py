@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import read, source
+from tests.accuracy.time_apart import OTHER_FRAMEWORKS
 from tests.accuracy.time_mapping import timed
 from tests.accuracy.time_rows import configurations, step_seconds, time_files, tokens_rate
 from tests.accuracy.unmapped import UnmappedError
@@ -94,7 +95,7 @@ def constants() -> list[Constant]:
 
 
 def calibration_rows() -> list[Fitted]:
-    """Every configuration of grade A and role ``calibration`` that has a plan."""
+    """Every configuration of grade A and role ``calibration`` that has a plan in a framework of ours."""
     found = []
     for one in configurations(read(time_files())):
         if one.row.get("role") != "calibration":
@@ -102,6 +103,8 @@ def calibration_rows() -> list[Fitted]:
         try:
             mapped = timed(one.measured)
         except UnmappedError:
+            continue
+        if mapped.framework in OTHER_FRAMEWORKS:
             continue
         rate, seconds = tokens_rate(one.measured), step_seconds(one.measured)
         recipe = mapped.plan.recipe

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from statistics import median
 
+from tests.accuracy.mapping import Mapped
 from tests.accuracy.scoring import percentile
-from tests.accuracy.time_scoring import TimeScore, TimeScored, absolute
+from tests.accuracy.time_scoring import TimeScore, TimeScored, absolute, counted, summary
 
 from shardscope.catalog import entries
 
-
-def is_calibrated(one: TimeScored) -> bool:
-    """Whether products on GPUs of this generation were fitted: nobody's rows of a V100 were there for it."""
-    return one.mapped.plan.cluster.gpu.architecture in entries("efficiency")["matrices"]
+OTHER_FRAMEWORKS = ("nanotron",)
+"""Frameworks that are none of ours: their rows are planned as the nearest of ours, and never fitted on."""
 
 
-def apart_line(score: TimeScore) -> str:
-    """The line about them; empty if there are none."""
-    rows = [one for one in score.scored if not is_calibrated(one)]
-    if not rows:
+def is_calibrated(mapped: Mapped) -> bool:
+    """Whether the framework is one of ours, and products on GPUs of this generation were fitted."""
+    generations = entries("efficiency")["matrices"]
+    return mapped.framework not in OTHER_FRAMEWORKS and mapped.plan.cluster.gpu.architecture in generations
+
+
+def calibrated(score: TimeScore) -> TimeScore:
+    """Without the stacks for which nothing was calibrated."""
+    return TimeScore(tuple(one for one in score.scored if is_calibrated(one.mapped)), score.unmapped)
+
+
+def apart_lines(score: TimeScore) -> str:
+    """A line for each such stack, and one for all rows together; empty if there are none."""
+    stacks: dict[str, list[TimeScored]] = defaultdict(list)
+    for one in score.scored:
+        if not is_calibrated(one.mapped):
+            other = one.mapped.framework in OTHER_FRAMEWORKS
+            stacks[one.mapped.framework if other else one.mapped.plan.cluster.gpu.name].append(one)
+    if not stacks:
         return ""
-    names = sorted({one.mapped.plan.cluster.gpu.name for one in rows})
-    errors = absolute(rows)
-    sources = len({one.source for one in rows})
-    return (
-        f"never calibrated ({', '.join(names)}), apart from the line below: {sources} sources, "
-        f"{len(rows)} rows, median {100 * median(errors):.1f} %, p90 {100 * percentile(errors, 0.9):.1f} %"
+    lines = [
+        f"never calibrated, apart from the last line: {name}, {len({one.source for one in rows})} sources, "
+        f"{len(rows)} rows, median {100 * median(absolute(rows)):.1f} %, "
+        f"p90 {100 * percentile(absolute(rows), 0.9):.1f} %"
+        for name, rows in sorted(stacks.items())
+    ]
+    found = summary(score.by_source)
+    assert found is not None
+    lines.append(
+        f"with them: {counted(score)}, median of source medians {100 * found[0]:.1f} %, "
+        f"p90 {100 * found[1]:.1f} %"
     )
+    return "\n\n".join(lines)

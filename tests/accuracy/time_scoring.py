@@ -167,13 +167,17 @@ def summary(groups: dict[str, list[TimeScored]]) -> tuple[float, float] | None:
     return median(medians), percentile(sorted(one for found in errors.values() for one in found), 0.9)
 
 
+def counted(score: TimeScore) -> str:
+    """Sources, and rows that were scored of those that say how fast they were."""
+    return f"{len(score.by_source)} sources, {len(score.scored)} of {score.num_configurations} rows"
+
+
 def overall_line(score: TimeScore) -> str:
     """The one line that ends the report of a kind."""
-    groups, found = score.by_source, summary(score.by_source)
+    found = summary(score.by_source)
     words = (
         "no row scored"
         if found is None
         else f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %"
     )
-    counted = f"{len(score.scored)} of {score.num_configurations} rows"
-    return f"overall time: {len(groups)} sources, {counted}, {words}"
+    return f"overall time: {counted(score)}, {words}"

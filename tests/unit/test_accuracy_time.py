@@ -202,7 +202,17 @@ def test_a_gpu_that_was_never_calibrated_is_reported_apart() -> None:
     old = row(id="old", gpu="V100-SXM-32GB", precision="fp16 mixed", source="other")
     lines = time_report(score_time([row(), old])).splitlines()
     assert lines[-1].startswith("overall time: 1 sources, 1 of 1 rows")
-    assert lines[-3].startswith("never calibrated (v100-sxm-32gb)")
+    assert lines[-3].startswith("with them: 2 sources, 2 of 2 rows")
+    assert lines[-5].startswith(
+        "never calibrated, apart from the last line: v100-sxm-32gb, 1 sources, 1 rows"
+    )
+
+
+def test_nanotron_is_no_framework_of_ours_and_apart() -> None:
+    rows = [one for one in read(time_files()) if str(one.get("id")) in ("nanotron-0008", "torchtitan-0001")]
+    lines = time_report(score_time(rows)).splitlines()
+    assert lines[-1].startswith("overall time: 1 sources, 1 of 1 rows")
+    assert lines[-5].startswith("never calibrated, apart from the last line: nanotron, 1 sources, 1 rows")
 
 
 def test_the_rows_of_the_project_are_those_of_the_wider_collection() -> None:
@@ -217,6 +227,7 @@ def test_fitting_looks_at_calibration_rows_only_and_puts_constants_back() -> Non
     rows = calibration_rows()
     assert rows
     assert all(one.mapped.row["role"] == "calibration" for one in rows)
+    assert not [one for one in rows if one.mapped.framework == "nanotron"]
     chosen = [one for one in constants() if str(one) in ("matrices.hopper.share", "matrices.ampere.share")]
     before = {one: one.value for one in constants()}
     some = rows[::20]

@@ -1,0 +1,98 @@
+"""The levels of docs/accuracy.md about step times hold: a formula that worsens them fails here, in seconds."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from tests.accuracy.document import DOCUMENT, parts
+from tests.accuracy.rows import SHARED, read
+from tests.accuracy.time_apart import OTHER_FRAMEWORKS, calibrated
+from tests.accuracy.time_rows import time_files
+from tests.accuracy.time_scoring import (
+    TimeScore,
+    absolute,
+    overall_line,
+    rank_correlation,
+    score_time,
+    summary,
+)
+from tests.accuracy.time_writing import time_report
+
+# Source -> the median of absolute errors that was reached on its judge rows, in percent, and a little room.
+MEDIANS = {
+    "BLOOM": 11.0,
+    "FMS-acceleration": 6.0,
+    "Korthikanti": 7.0,
+    "skills/docs": 76.0,
+    "Megatron-Bridge performance": 19.0,
+    "dgxc-benchmarking": 5.0,
+    "NeMo Automodel": 21.0,
+    "Qwen": 38.0,
+    "Zero Bubble": 8.0,
+    "llm-foundry": 5.0,
+    "nanotron": 70.0,
+    "torchtitan": 7.0,
+}
+# Sources that sweep layouts, and the rank correlation that was reached over all their rows, less a little.
+RANKS = {
+    "BLOOM": 0.80,
+    "Korthikanti": 0.95,
+    "Megatron-Bridge performance": 0.92,
+    "dgxc-benchmarking": 0.97,
+    "Zero Bubble": 0.97,
+    "llm-foundry": 0.98,
+    "nanotron": 0.80,
+    "torchtitan": 0.90,
+}
+
+
+@pytest.fixture(scope="module")
+def score() -> TimeScore:
+    return score_time(read(path for path in time_files() if path != SHARED))
+
+
+@pytest.mark.parametrize(("name", "percent"), MEDIANS.items())
+def test_medians_of_judge_rows_are_no_worse(score: TimeScore, name: str, percent: float) -> None:
+    (rows,) = [rows for source, rows in score.only("judge").by_source.items() if name in source]
+    assert 100 * median(absolute(rows)) <= percent
+
+
+@pytest.mark.parametrize(("name", "least"), RANKS.items())
+def test_ranks_are_no_worse(score: TimeScore, name: str, least: float) -> None:
+    (rows,) = [rows for source, rows in score.by_source.items() if name in source]
+    found = rank_correlation(rows)
+    assert found is not None
+    assert found >= least
+
+
+def test_every_source_has_a_level(score: TimeScore) -> None:
+    for source in score.by_source:
+        assert [1 for name in MEDIANS if name in source] == [1], source
+
+
+def test_the_goal_for_medians_is_reached_on_rows_that_nothing_was_fitted_on(score: TimeScore) -> None:
+    judged = summary(calibrated(score).only("judge").by_source)
+    assert judged is not None
+    assert judged[0] <= 0.08
+
+
+def test_most_rows_have_a_plan_and_none_makes_a_prediction_fail(score: TimeScore) -> None:
+    assert len(score.scored) >= 0.85 * score.num_configurations
+    assert not [reason for reason in score.reasons if reason.startswith("failed")]
+
+
+def test_the_document_has_the_figures_of_a_fresh_run(score: TimeScore) -> None:
+    """Every figure, not names only: whoever changes a formula runs `make accuracy` and commits the file."""
+    fresh, stored = time_report(score), parts(DOCUMENT.read_text(encoding="utf-8"))["time"]
+    changed = [line for line in fresh.splitlines() if line not in set(stored.splitlines())]
+    assert not changed, f"docs/accuracy.md is not of this code; run `make accuracy`. Changed: {changed[:5]}"
+    assert fresh == stored
+
+
+def test_the_report_ends_with_the_closing_line(score: TimeScore) -> None:
+    lines = time_report(score).splitlines()
+    assert lines[-1] == overall_line(calibrated(score))
+    assert lines[-1].startswith("overall time: 11 sources, ")
+    assert lines[-3].startswith("with them: 12 sources, ")
+    assert any(line.startswith("never calibrated") and OTHER_FRAMEWORKS[0] in line for line in lines)
