@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +72,12 @@ def start_kernel(seconds: float) -> subprocess.Popen[str]:
 
 
 def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
-    began = time.monotonic()
     kernel = start_kernel(8.0)
-    out, complaint = kernel.communicate(timeout=80)
+    try:
+        out, complaint = kernel.communicate(timeout=60)
+    finally:
+        kernel.kill()
     assert kernel.returncode == 0, complaint
-    took = time.monotonic() - began
-    assert took < 60
     *steps, last = map(json.loads, out.splitlines())
     assert last["heavy"] == [], "the kernel imports no torch"
     assert not ranks_of(kernel.pid)

@@ -49,12 +49,15 @@ def test_what_is_no_cluster_is_refused(cluster: Any) -> None:
         ss.calibrate(cluster)
 
 
-def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [("torch",), ("torch", "transformers")])
+def test_without_torch_the_extra_is_named(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "torch" else real(name, *more)
+        importlib.util, "find_spec", lambda name, *more: None if name in missing else real(name, *more)
     )
-    with pytest.raises(ImportError, match=r'torch: pip install "shardscope\[train\]"'):
+    with pytest.raises(ImportError, match=r'torch.*: pip install "shardscope\[train\]"'):
         ss.calibrate()
     assert not list(tmp_path.iterdir())
 

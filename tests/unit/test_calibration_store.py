@@ -241,6 +241,10 @@ def test_the_residual_counts_runs_of_this_architecture_framework_and_constants()
         pytest.approx(1.3),
     )
     assert "1.20 times" in two.words and "not corrected" in two.words
+    report = of.step()
+    assert report.residual == two
+    assert "1.20 times" in report.to_html() and report.calibration in report.to_html()
+    assert plan("fsdp2", "8m").step().residual is None
 
 
 def test_a_prediction_is_never_corrected_by_runs() -> None:

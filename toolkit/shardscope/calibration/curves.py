@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from shardscope.calibration.stopwatch import MIN_SAMPLES, Stopwatch
+from shardscope.catalog import entries
 
 Said = Callable[[str, float], None]
 """Called with words and the share of the whole that is done."""
@@ -53,7 +54,7 @@ class Curves:
         found["matrix_products"] = self._told("matrix products", "matrix_products", self._products)
         found["attention"] = self._told("attention", "attention", self._attention)
         found["memory_passes"] = self._told("memory", "memory_passes", self._passes)
-        found["kernel_seconds"] = self._told("small operators", "kernels", self._kernel)
+        found["kernel_seconds"] = self._told("the start of operators", "kernels", self._kernel)
         found["host_updates_per_second"] = self._told("the host's optimizer", "updates", self._updates)
         found["host_copies"] = self._told("copies to the host", "host_copies", self._copies)
         found["collectives"] = self._told("collectives", "collectives", self._collectives)
@@ -169,21 +170,37 @@ class Curves:
         ]
 
     def _kernel(self, seconds: float) -> float:
-        """Of one small operator in a chain of them, forward and backward, each with a gradient of its own."""
-        num_links = 50
-        start = self._random(torch.float32, 64)
-        factor = torch.full((64,), 0.99, device=self.device, requires_grad=True)
+        """Of one operator of a layer whose tensors are so small that all its time goes to starting them.
 
-        def chain() -> None:
-            value = start
-            for _ in range(num_links):
-                value = value * factor
-            value.sum().backward()
-            factor.grad = None
+        A layer is what a deeper model takes beside a shallower one, forward and backward, over the number of
+        operators that the formulas count in it.
+        """
+        shallow, deep = 2, 6
+        took = [self.watch.work(self._steps(layers), seconds / 2) for layers in (shallow, deep)]
+        counted = entries("efficiency")["passes"]["transformers"]
+        operators = float(counted["kernels_forward"] + counted["kernels_backward"])
+        # Never less than an operator can take at all: noise must not make it negative.
+        return max((took[1] - took[0]) / (deep - shallow) / operators, 1e-7)
 
-        took = self.watch.work(chain, seconds)
-        # A multiplication forward; backward one for each factor and the sum of the factor's gradients.
-        return took / (4 * num_links)
+    def _steps(self, num_layers: int) -> Callable[[], Any]:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=2,
+            num_hidden_layers=num_layers,
+            vocab_size=128,
+            use_cache=False,
+        )
+        model = LlamaForCausalLM(config).to(self.device)
+        tokens = torch.zeros((1, 8), dtype=torch.long, device=self.device)
+
+        def call() -> None:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        return call
 
     def _updates(self, seconds: float) -> float:
         """Parameters a second that torch's fused AdamW updates in host memory, all ranks together."""

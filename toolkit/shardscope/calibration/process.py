@@ -34,7 +34,7 @@ from shardscope.validation import real_number, refuse
 Progress = Callable[[str, float], Any]
 """Called with words and the share that is done, 0 to 1."""
 
-NEEDED = ("torch",)
+NEEDED = ("torch", "transformers")
 START_SECONDS = 60.0
 """What ranks may take beside measuring: importing torch, meeting each other."""
 LOOK_SECONDS = 0.05
@@ -57,12 +57,12 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine, in processes of its own, and keep the result for predictions.
 
-    Matrix products by size and precision, attention, memory, small operators, the host's optimizer, copies
-    between GPU and host, and collectives over all ranks (NCCL on GPUs, gloo on CPU ranks), all ranks at the
-    same time and with the threads that launched ranks get. ``cluster`` is this machine as
-    ``Cluster.detect()`` finds it, or fewer GPUs of it, or any number of its CPU ranks ("2xcpu"). It measures
-    for about ``seconds`` (5 to 3,600). ``progress(words, fraction)`` is called on this thread; an exception
-    in it, KeyboardInterrupt included, ends the processes and is passed on.
+    Matrix products by size and precision, attention, memory, the start of operators, the host's optimizer,
+    copies between GPU and host, and collectives over all ranks (NCCL on GPUs, gloo on CPU ranks): all ranks
+    at once, with the threads that launched ranks get. ``cluster`` is this machine as ``Cluster.detect()``
+    finds it, or fewer GPUs of it, or any number of its CPU ranks ("2xcpu"). It measures for about ``seconds``
+    (5 to 3,600). ``progress(words, fraction)`` is called on this thread; an exception in it,
+    KeyboardInterrupt included, ends the processes and is passed on.
 
     Kept in ``folder``, by default this user's data folder (``timing/calibration_store.py``), where
     ``plan.step()`` finds it; another folder is read if ``SHARDSCOPE_DATA_HOME`` names it.

@@ -38,19 +38,19 @@ class Stopwatch:
         Of its samples the first quartile. What else runs on the machine can only make a call longer, and of a
         CPU rank the processor's time is taken, which it does not.
         """
-        return self._slowest_quartile([sample.own for sample in self._samples(call, budget_seconds)])
+        samples = self._samples(call, budget_seconds)
+        return quantiles(self._slowest([one.own for one in samples]), n=4, method="inclusive")[0]
 
     def waiting(self, call: Callable[[], Any], budget_seconds: float) -> float:
-        """The same of a call in which ranks wait for each other: time by the clock."""
-        return self._slowest_quartile([sample.wall for sample in self._samples(call, budget_seconds)])
+        """The same of a call in which ranks wait for each other: time by the clock, of the fastest sample.
+
+        Each sample is its slowest rank's, for one that comes late finds the others waiting for it.
+        """
+        return min(self._slowest([one.wall for one in self._samples(call, budget_seconds)]))
 
     def slowest(self, seconds: float) -> float:
         """The most that any rank says: what they all wait for, and what they all decide by."""
-        if not dist.is_initialized():
-            return seconds
-        told = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return float(told.item())
+        return self._slowest([seconds])[0]
 
     def total(self, number: float) -> float:
         """The sum over ranks."""
@@ -85,5 +85,10 @@ class Stopwatch:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _slowest_quartile(self, seconds: list[float]) -> float:
-        return self.slowest(quantiles(seconds, n=4, method="inclusive")[0])
+    def _slowest(self, samples: list[float]) -> list[float]:
+        """Of each sample the slowest rank's."""
+        if not dist.is_initialized():
+            return samples
+        told = torch.tensor(samples, dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return [float(one) for one in told]

@@ -148,7 +148,7 @@ class Calibration(JsonNoun):
 
     Each time is the first quartile of several calls, on the slowest rank, while all ranks do the same: what a
     synchronous step waits for on a machine that nothing else keeps busy. Of what CPU ranks compute it is the
-    processor's time.
+    processor's time; of collectives, the fastest call.
     """
 
     machine: str
@@ -173,7 +173,7 @@ class Calibration(JsonNoun):
     load: float
     """Runnable processes for each core in the minute before: well above 0, others disturbed the measuring."""
     kernel_seconds: float
-    """What one operator costs beside its work, in a chain of small ones forward and backward."""
+    """What one operator of a transformers layer takes to be started, its modules' Python included."""
     host_updates_per_second: float
     """Parameters that torch's fused AdamW updates in host memory in a second, all ranks together."""
     matrix_products: tuple[MatrixProduct, ...]

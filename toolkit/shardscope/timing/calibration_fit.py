@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         MemoryPass,
     )
 
-WORTH_KERNELS = 5.0
-"""A product that takes less than so many times a kernel's own cost says little about multiplying."""
+WORTH_SECONDS = 50e-6
+"""A product that takes less says more about being started than about multiplying."""
 
 
 class Term(NamedTuple):
@@ -47,7 +47,7 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
     for precision in sorted(precisions):
         products = [one for one in calibration.matrix_products if one.precision == precision]
         peak = cluster.gpu.peak_flops.get(precision)
-        matrices[precision] = fitted_matrices(products, calibration.kernel_seconds, peak)
+        matrices[precision] = fitted_matrices(products, peak)
     memory = fitted_memory(calibration.memory_passes)
     inside = known.inside
     if calls := [call for call in calibration.collectives if call.collective in STATE]:
@@ -69,14 +69,14 @@ STATE = ("all_reduce", "all_gather", "reduce_scatter")
 """What training state travels by; a link's rate is fitted on these together."""
 
 
-def fitted_matrices(products: list[MatrixProduct], kernel_seconds: float, peak: float | None) -> MatrixRate:
+def fitted_matrices(products: list[MatrixProduct], peak: float | None) -> MatrixRate:
     """The rate and the half size of products of one precision."""
-    worth = [one for one in products if one.seconds >= WORTH_KERNELS * kernel_seconds] or products
+    worth = [one for one in products if one.seconds >= WORTH_SECONDS] or products
     terms = []
     for one in worth:
         multiplied = float(one.rows) * one.inner * one.columns
         moved = one.rows * one.inner + one.inner * one.columns + one.rows * one.columns
-        terms.append(Term(2 * multiplied, 2.0 * moved, max(one.seconds - kernel_seconds, 0.5 * one.seconds)))
+        terms.append(Term(2 * multiplied, 2.0 * moved, one.seconds))
     per_flop, per_moved = two_terms(terms)
     if not per_flop:
         # Nothing measured was large enough to be bound by multiplying.

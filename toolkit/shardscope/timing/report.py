@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from shardscope.validation import one_of, real_number
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from shardscope.timing.calibration_runs import Residual
 
 Part = Literal[
     "matrices",
@@ -91,12 +94,22 @@ class StepReport:
     """Which constants the seconds come from."""
     words: Callable[[Part], str] | None = field(default=None, repr=False, compare=False)
     """Makes the words of :meth:`explain` when somebody asks."""
+    find_residual: Callable[[], Residual | None] | None = field(default=None, repr=False, compare=False)
+    """Looks for :attr:`residual` when somebody asks."""
     tier: Literal["predicted", "measured"] = "predicted"
 
     @cached_property
     def communication(self) -> tuple[Communication, ...]:
         """Every kind of collective of the step."""
         return self.find_communication()
+
+    @cached_property
+    def residual(self) -> Residual | None:
+        """How far runs of this architecture and framework on this machine were from their predictions.
+
+        Said beside the seconds, which it does not correct. None where no such run finished.
+        """
+        return None if self.find_residual is None else self.find_residual()
 
     @cached_property
     def seconds(self) -> float:
@@ -196,8 +209,16 @@ class StepReport:
         )
         return (
             f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th><th>exposed</th>"
-            f"<th>hidden</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>"
+            f"<th>hidden</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>{self._from()}"
         )
+
+    def _from(self) -> str:
+        """Which constants the seconds come from, and how far earlier runs were from them, as paragraphs."""
+        said = (
+            self.calibration and f"From {self.calibration}.",
+            self.residual and f"{self.residual.words.capitalize()}.",
+        )
+        return "".join(f"<p>{escape(words)}</p>" for words in said if words)
 
     def _repr_html_(self) -> str:
         return self.to_html()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.activations import modules_of
 from shardscope.timing.calibration import rates_for
+from shardscope.timing.calibration_runs import residual
 from shardscope.timing.collectives import bounding_link
 from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_token
 from shardscope.timing.layers import PEAKS
@@ -83,6 +84,7 @@ def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSe
         price_per_hour_usd=plan.cluster.price_per_hour_usd,
         calibration=rates.source,
         words=lambda part: told(part, plan, rates),
+        find_residual=lambda: residual(plan),
     )
 
 
