@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SPARSE = 8
+_SPARSE = 4
 """Rows are told apart by a table of all combinations as long as these are so many times the rows at most."""
 
 
@@ -56,6 +56,9 @@ class Rows:
         index = self._index(keys)
         if found is None:
             own = distinct(codes[index.codes], int(codes.max()) + 1)
+            if own.number == index.number:
+                self._told[told] = keys
+                return keys, np.arange(index.number)
             order = np.empty(own.number, np.int64)
             order[np.argsort(own.first)] = np.arange(own.number)
             fresh = 1 << max(self._indices).bit_length()
@@ -67,8 +70,8 @@ class Rows:
     def spread(self, value: Any) -> NDArray[Any]:
         """A column, or a number, row by row, shape ``(rows,)``."""
         if isinstance(value, Column):
-            return value.values[self._index(value.keys).codes]
-        return np.broadcast_to(value, self.num_rows)
+            return value.values.take(self._index(value.keys).codes, mode="clip")
+        return np.full(self.num_rows, value)
 
     def joined(self, left: int, right: int) -> tuple[int, Any, Any]:
         """The keys of both, and for its distinct rows the place in either; None where they are in order."""
@@ -109,6 +112,19 @@ def distinct(codes: NDArray[np.int64], limit: int | None = None) -> _Index:
     first = seen[present]
     seen[present] = np.arange(len(present))
     return _Index(len(present), seen[codes], first)
+
+
+def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+    """Which of ``values`` are alike, as whole numbers from 0, and how many these are."""
+    if values.dtype == bool:
+        return values.astype(np.int64), 2
+    if values.dtype == np.int64:
+        low = values.min()
+        limit = int(values.max() - low) + 1
+        if limit <= 4 * len(values) + 64:
+            return values - low, limit
+    own, codes = np.unique(values, return_inverse=True)
+    return codes.reshape(-1), len(own)
 
 
 class Column:
@@ -178,8 +194,7 @@ def _at(whole: Column, value: Any) -> Any:
     """``value`` at the distinct rows of ``whole``."""
     if type(value) is not Column or value.keys == whole.keys:
         return value.values if type(value) is Column else value
-    place = whole.rows.joined(whole.keys, value.keys)[2]
-    return value.values[place]
+    return value.values.take(whole.rows.joined(whole.keys, value.keys)[2], mode="clip")
 
 
 def _applied(ufunc: Any, left: Column, right: Any) -> Any:
@@ -188,8 +203,9 @@ def _applied(ufunc: Any, left: Column, right: Any) -> Any:
     if left.keys == right.keys:
         return Column(left.rows, left.keys, ufunc(left.values, right.values))
     keys, one, other = left.rows.joined(left.keys, right.keys)
-    first = left.values if one is None else left.values[one]
-    second = right.values if other is None else right.values[other]
+    # Places are never out of range: "clip" only leaves the check out.
+    first = left.values if one is None else left.values.take(one, mode="clip")
+    second = right.values if other is None else right.values.take(other, mode="clip")
     return Column(left.rows, keys, ufunc(first, second))
 
 
@@ -204,9 +220,9 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
         values = _at(whole, number)
         at.append(values)
         if type(number) is Column:
-            own, places = np.unique(number.values, return_inverse=True)
-            codes = codes * len(own) + _at(whole, Column(number.rows, number.keys, places.reshape(-1)))
-            limit *= len(own)
+            places, different = value_codes(number.values)
+            codes = codes * different + _at(whole, Column(number.rows, number.keys, places))
+            limit *= different
     rows = distinct(codes, limit)
     each = [value[rows.first].tolist() if isinstance(value, np.ndarray) else value for value in at]
     answers = [
@@ -233,6 +249,19 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     return column(answers)
 
 
+def total(values: Sequence[Any]) -> Any:
+    """The sum, of columns that the same keys decide first: these have the fewest rows."""
+    alike: dict[int, Any] = {}
+    plain: Any = 0
+    for value in values:
+        if type(value) is not Column:
+            plain = plain + value
+        else:
+            before = alike.get(value.keys)
+            alike[value.keys] = value if before is None else before + value
+    return sum(sorted(alike.values(), key=lambda value: len(value.values)), plain)
+
+
 def by_value(column: Any) -> Any:
     """The same numbers, told apart by themselves: a product of two degrees may decide what both do.
 
@@ -240,10 +269,7 @@ def by_value(column: Any) -> Any:
     """
     if type(column) is not Column:
         return column
-    own, codes = np.unique(column.values, return_inverse=True)
-    if len(own) == len(column.values):
-        return column
-    keys, first = column.rows.regrouped(column.keys, codes.reshape(-1))
+    keys, first = column.rows.regrouped(column.keys, value_codes(column.values)[0])
     return Column(column.rows, keys, column.values[first])
 
 

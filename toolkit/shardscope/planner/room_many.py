@@ -9,9 +9,9 @@ import numpy as np
 from shardscope.frameworks.registry import frameworks
 from shardscope.layout import Degrees
 from shardscope.memory.activations import modules_of
+from shardscope.memory.arithmetic import looked_up
 from shardscope.memory.many import StageBytes, Varied, stage_bytes
 from shardscope.plan import Plan
-from shardscope.planner.grid import Columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,6 +48,10 @@ def needs(
         plans = table.plans(cluster, recipe, layout)
         stage = frameworks[layout.framework].memory_model().stage(plans, table.shape)
         found = stage_bytes(plans, modules_of(plans), stage)
+    nvme = _on_a_node(table, cluster, table.rows.spread(found.nvme)) if _is_some(found.nvme) else None
+    nothing = np.zeros(table.num_plans, np.int64)
+    if not _is_some(found.host):
+        return Needs(peak, nothing, nothing if nvme is None else nvme, making)
     host = table.rows.spread(found.host)
     if recipe.optimizer.startswith("paged"):
         # Of managed memory only those pages are on the host that the GPU has no room for.
@@ -57,12 +61,11 @@ def needs(
     if cluster.gpu.memory_is_shared:
         uses = np.maximum.reduceat(host, table.starts) > 0
         host = host + (uses * peak)[table.owners]
-    return Needs(
-        peak,
-        _on_a_node(table, cluster, host),
-        _on_a_node(table, cluster, table.rows.spread(found.nvme)),
-        making,
-    )
+    return Needs(peak, _on_a_node(table, cluster, host), nothing if nvme is None else nvme, making)
+
+
+def _is_some(num_bytes: Any) -> bool:
+    return not isinstance(num_bytes, int) or num_bytes > 0
 
 
 def _shares_nodes(table: Table, cluster: Cluster) -> bool:
@@ -91,28 +94,33 @@ def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDA
     return found
 
 
-def making_bytes(columns: Columns, table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
+def making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
     """Host memory of a node while all its ranks make or load the model, shape ``(num_plans,)``."""
+    found = table.making.get(layout)
+    if found is None:
+        found = table.making[layout] = _making_bytes(table, cluster, recipe, layout)
+    return found
+
+
+def _making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout) -> NDArray[np.int64]:
     model = frameworks[layout.framework].building_model()
-    names = [name for name in ("tp", "pp", "ep") if name in columns]
-    codes = np.zeros(table.num_plans, np.int64)
-    for name in names:
-        codes = codes << 21 | columns[name]
-    _, first, places = np.unique(codes, return_index=True, return_inverse=True)
-    each = []
-    for row in first:
-        degrees = {name: int(columns[name][row]) for name in names}
+    names = [name for name in ("tp", "pp", "ep") if name in table.columns]
+
+    def each(*numbers: int) -> int:
+        degrees = dict(zip(names, numbers, strict=False))
         spread = Degrees(data_parallel=1, **degrees)
-        varied: Any = Varied(type(layout), layout, **degrees)
         plan: Any = Varied(
             Plan,
             None,
             architecture=table.architecture,
             cluster=cluster,
             recipe=recipe,
-            layout=varied,
+            layout=Varied(type(layout), layout, **degrees),
             degrees=spread,
             stage_layers=tuple(layout.stage_layers(table.architecture, spread)),
         )
-        each.append(model.on_host(plan).num_bytes)
-    return np.array(each, np.int64)[places.reshape(-1)] * cluster.gpus_per_node
+        return model.on_host(plan).num_bytes
+
+    on_a_rank = looked_up(each, *(table.number(name) for name in names)) if names else each()
+    found: NDArray[np.int64] = table.rows.spread(on_a_rank)[table.starts] * cluster.gpus_per_node
+    return found

@@ -120,7 +120,7 @@ def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.flo
     plans: Any = table.plans(cluster, recipe, layout)
     modules = modules_of(plans)
     stage = known[layout.framework].memory_model().stage(plans, table.shape)
-    making = making_bytes(table.columns, table, cluster, recipe, layout)
+    making = making_bytes(table, cluster, recipe, layout)
     needed = needs(table, cluster, recipe, layout, stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):
         # What travels depends on the whole report; only DDP pages, and has a handful of plans.

@@ -47,6 +47,8 @@ class Table:
         self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
         """The same plans, each with a row for every pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
+        self.making: dict[Layout, NDArray[np.int64]] = {}
+        """Host memory while models are made, which no recomputation changes (``room_many.py``)."""
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]
         self._stages(layout, model, every_stage=every_stage)
@@ -96,6 +98,10 @@ class Table:
         """The stages, as columns."""
         keys = self._bits["place"] | self._bits.get("pp", 0) | self._bits.get("vpp", 0)
         return StageShape(*(self.rows.column(keys, column) for column in self._shapes.T))
+
+    def number(self, name: str) -> Any:
+        """A field of the layouts, as a column, or a number where all have the same."""
+        return self._numbers[name]
 
     def plans(self, cluster: Cluster, recipe: Recipe, layout: Layout) -> Any:
         """All of them as formulas read one plan."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.memory.activations import modules_of
+from shardscope.memory.column import total
 from shardscope.timing.calibration import rates_for
-from shardscope.timing.stages import stage_seconds
+from shardscope.timing.stages import ONCE, stage_seconds
 from shardscope.timing.step import bubble_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     Raises ``ValueError`` naming a figure that is not known.
     """
     found = stage_seconds(plans, stage, modules_of(plans), rates_for(plans.cluster))
-    busy, flowing = table.rows.spread(found.busy), table.rows.spread(found.flowing)
+    parts = found.parts
+    through = total([seconds for part, seconds in parts.items() if part not in ONCE])
+    busy = table.rows.spread(total([through, *(parts[part] for part in ONCE)]))
+    flowing = table.rows.spread(through)
     most = np.maximum.reduceat(busy, table.starts)
     if len(busy) == table.num_plans:
         return most

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
     from shardscope.timing.traffic import Beneath, Transfer
 
-_ONCE: tuple[Part, ...] = ("gradients", "gathers", "optimizer", "offload")
+ONCE: tuple[Part, ...] = ("gradients", "gathers", "optimizer", "offload")
 """Parts that a pipeline's first and last micro-batches do not wait for."""
 
 
@@ -51,7 +51,7 @@ class StageSeconds(NamedTuple):
     @property
     def flowing(self) -> Any:
         """What of it passes from stage to stage, micro-batch by micro-batch."""
-        return sum(found for part, found in self.parts.items() if part not in _ONCE)
+        return sum(found for part, found in self.parts.items() if part not in ONCE)
 
 
 class _Cover(NamedTuple):

@@ -6,7 +6,7 @@ followed once, and what was counted is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,7 +147,7 @@ def counted(plan: Plan, stage: Stage) -> Counted:
     )
     if not any(is_array(number) for number in numbers):
         return _counted(kind, *numbers)
-    return _spread(lambda *row: _counted(kind, *row), *numbers)
+    return _spread(kind, *numbers)
 
 
 def swap_failure(arch: Architecture, recipe: Recipe, layout: Any, ranks: int) -> SwapFailure | None:
@@ -309,18 +309,22 @@ def _most(in_forward: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...
     return (*found, *found[-1:] * (_IN_FORWARD - len(found)))
 
 
-def _spread(function: Callable[..., Counted], *numbers: Any) -> Counted:
-    """``looked_up`` for tuples inside of tuples."""
-    like: list[Counted] = []
+def _spread(kind: _Kind, *numbers: Any) -> Counted:
+    """``looked_up`` for tuples inside of tuples, all of which have the same form."""
+    leaves: list[Any] = []
 
     def flat(*row: int) -> tuple[int, ...]:
-        answer = function(*row)
-        like.append(answer)
-        return tuple(_leaves(answer))
+        leaves.append(row)
+        return _flat(kind, *row)
 
     found = looked_up(flat, *numbers)
-    spread: Counted = _rebuilt(like[0], iter(found))
+    spread: Counted = _rebuilt(_counted(kind, *leaves[0]), iter(found))
     return spread
+
+
+@lru_cache(maxsize=4096)
+def _flat(kind: _Kind, *row: int) -> tuple[int, ...]:
+    return tuple(_leaves(_counted(kind, *row)))
 
 
 def _leaves(value: Any) -> Iterator[int]:

@@ -92,7 +92,8 @@ class Groups(NamedTuple):
                 return _NOTHING
             return self.experts if index >= self.first_with_experts else self.dense
         found = where(index >= self.first_with_experts, self.experts, self.dense)
-        return Group(*((index >= 0) * field for field in found))
+        there = index >= 0
+        return Group(*(there * field for field in found))
 
     def kept_before(self, index: Any) -> Any:
         """Gathered parameters of all layers before ``index`` that forward leaves for backward."""

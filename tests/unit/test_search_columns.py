@@ -1,0 +1,207 @@
+"""Columns of many plans: the same numbers as arrays row by row, and as the schedules that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.planning import LATENT, LLAMA, MOE
+
+from shardscope.frameworks.megatron.layer import Layer
+from shardscope.frameworks.megatron.layout import splits
+from shardscope.frameworks.megatron.schedule import Fullest, _steps, chunk_layers, fullest
+from shardscope.memory.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
+from shardscope.memory.column import Column, Rows, total
+from shardscope.memory.many import Varied
+
+KEYS = ("a", "b", "c")
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "plus": lambda x, y: x + y,
+    "minus": lambda x, y: x - y,
+    "times": lambda x, y: x * y,
+    "whole parts": lambda x, y: x // (y * y + 1),
+    "rest": lambda x, y: x % (y * y + 1),
+    "parts": lambda x, y: x / (y * y + 1),
+    "rounded up": lambda x, y: ceil_div(x, y * y + 1),
+    "largest": lambda x, y: largest(x, y, 3),
+    "smallest": smallest,
+    "of two": lambda x, y: where(x > y, x, y * 2),
+    "condition": lambda x, y: (x >= y) * x + (x == y) * 5 + ((x < y) & (y > 0)),
+    "from a number": lambda x, y: 7 - x + 12 // (y * y + 1) + 2 * (3 - y),
+    "by value": lambda x, y: by_value(x * y) + by_value(x % 3),
+    "looked up": lambda x, y: looked_up(lambda p, q: 10 * p + q % 2, x, y),
+}
+
+
+@st.composite
+def tables(draw: Any) -> tuple[Rows, dict[str, Any], dict[str, Any]]:
+    """Rows, and of each key a column and its numbers row by row."""
+    number = draw(st.integers(1, 30))
+    keys = {name: draw(st.lists(st.integers(0, 4), min_size=number, max_size=number)) for name in KEYS}
+    rows = Rows([np.array(codes, np.int64) for codes in keys.values()])
+    columns, plain = {}, {}
+    for bit, (name, codes) in enumerate(keys.items()):
+        values = np.array(draw(st.lists(st.integers(-6, 9), min_size=5, max_size=5)), np.int64)
+        plain[name] = values[np.array(codes)]
+        columns[name] = rows.column(1 << bit, plain[name])
+    return rows, columns, plain
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables(), st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 9)), max_size=6))
+def test_arithmetic_on_columns_is_that_on_rows(table: Any, steps: list[tuple[str, int]]) -> None:
+    rows, columns, plain = table
+    values = [[int(number) for number in plain[name]] for name in KEYS]
+    found: list[Any] = [columns[name] for name in KEYS]
+    for operation, place in steps:
+        function = OPERATIONS[operation]
+        left, right = place % len(found), (place * 7 + 1) % len(found)
+        both = zip(values[left], values[right], strict=True)
+        one_by_one = [function(x, y) for x, y in both]
+        many = function(found[left], found[right])
+        assert rows.spread(many).tolist() == pytest.approx(one_by_one)
+        if operation != "parts":  # divided numbers would not stay whole
+            values.append(one_by_one)
+            found.append(many)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables())
+def test_sums_and_largest_of_several_columns(table: Any) -> None:
+    rows, columns, plain = table
+    several = [columns["a"], columns["b"] * columns["c"], 4, columns["a"] + columns["b"], columns["c"]]
+    arrays = [plain["a"], plain["b"] * plain["c"], 4, plain["a"] + plain["b"], plain["c"]]
+    assert rows.spread(total(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
+    expected = np.max([np.broadcast_to(array, plain["a"].shape) for array in arrays], axis=0)
+    assert rows.spread(largest(*several)).tolist() == expected.tolist()
+
+
+def test_a_column_has_as_many_numbers_as_decide_it() -> None:
+    keys = np.arange(12)
+    rows = Rows([keys % 3, keys // 3])
+    third, quarter = rows.column(1, keys % 3 + 1), rows.column(2, 2 ** (keys // 3))
+    assert len(third.values) == 3
+    assert len((third * 5 + 1).values) == 3
+    assert len((third * quarter).values) == 12
+    assert len(by_value((third > 1) * quarter).values) == 5
+    assert rows.column(1, np.full(12, 7)) == 7
+    assert looked_up(lambda one, other: 4, third, quarter) == 4
+    # A key that follows from others adds no rows.
+    follows = Rows([keys % 3, keys // 3, keys])
+    whole, part = follows.column(4, keys), follows.column(1, keys % 3)
+    assert len((whole + part).values) == 12
+    assert follows.spread(whole + part).tolist() == (keys + keys % 3).tolist()
+
+
+def test_a_column_is_no_condition() -> None:
+    rows = Rows([np.arange(3)])
+    column = rows.column(1, np.arange(3))
+    with pytest.raises(TypeError, match="where"):
+        bool(column > 1)
+    assert holds(column >= 0)
+    assert not holds(column > 0)
+    assert np.sqrt(column).values.tolist() == pytest.approx([0, 1, 2**0.5])
+
+
+def test_answers_in_tuples_become_columns() -> None:
+    class Pair(NamedTuple):
+        first: int
+        second: int
+
+    rows = Rows([np.arange(6) % 3])
+    asked = []
+
+    def pair(number: int) -> Pair:
+        asked.append(number)
+        return Pair(number // 2, 9)
+
+    found = looked_up(pair, rows.column(1, np.arange(6) % 3))
+    assert sorted(asked) == [0, 1, 2]
+    assert isinstance(found, Pair)
+    assert isinstance(found.first, Column)
+    assert rows.spread(found.first).tolist() == [0, 0, 1, 0, 0, 1]
+    assert found.second == 9
+
+
+def test_properties_and_methods_of_a_noun_run_over_columns() -> None:
+    class Noun:
+        size = 2
+
+        @property
+        def double(self) -> Any:
+            return 2 * self.size
+
+        def times(self, number: int) -> Any:
+            return self.double * number
+
+    rows = Rows([np.arange(3)])
+    several: Any = Varied(Noun, Noun(), size=rows.column(1, np.array([1, 5, 2])))
+    assert several.double.values.tolist() == [2, 10, 4]
+    assert several.times(3).values.tolist() == [6, 30, 12]
+
+
+def played(arch: Any, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Fullest:
+    """What a stage holds, step by step through its schedule."""
+    pp, vpp, number, micro_batches = numbers
+    layers = chunk_layers(arch, pp, vpp, number)
+    saved = [a * dense.saved + b * moe.saved for a, b in layers]
+    gone = 0 if moe.retained else moe.saved
+    working = [
+        max(
+            (b > 0) * (moe.working + (b - 1) * moe.retained),
+            (a > 0) * (dense.working - b * (gone - moe.retained)),
+        )
+        for a, b in layers
+    ]
+    ending = [moe.ending if b else dense.ending * (a > 0) for a, b in layers]
+    held = [0] * vpp
+    waiting = forward = head = backward = last = first = chunks = 0
+    for is_forward, chunk in _steps(pp, vpp, number, micro_batches):
+        if is_forward:
+            held[chunk] += 1
+            waiting += saved[chunk]
+            forward = max(forward, waiting + ending[chunk])
+            if chunk == vpp - 1:
+                head = max(head, waiting)
+            continue
+        if not chunks:
+            first, chunks = held[0], sum(held)
+        backward = max(backward, waiting + working[chunk])
+        held[chunk] -= 1
+        waiting -= saved[chunk]
+        if chunk == 0:
+            last = max(last, waiting + layers[chunk][1] * 2 * moe.retained)
+    return Fullest(forward, head, backward, last, 0, 0, first, chunks)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> None:
+    arch: Any = data.draw(st.sampled_from([LLAMA, MOE, LATENT]))
+    chunks = [
+        (pp, vpp) for pp in range(2, 9) for vpp in range(1, 12) if splits(arch.num_hidden_layers, pp, vpp)
+    ]
+    pp, vpp = data.draw(st.sampled_from([(1, 1), *chunks]))
+    number = data.draw(st.integers(0, pp - 1))
+    micro_batches = pp * data.draw(st.integers(1, 2)) if vpp > 1 else data.draw(st.integers(1, 2 * pp))
+    some = st.integers(1, 1000)
+    dense = Layer(*(data.draw(some) for _ in range(3)))
+    moe = Layer(*(data.draw(some) for _ in range(3)), data.draw(st.sampled_from([0, 1, 300])))
+    if not arch.num_moe_layers:
+        moe = Layer(0, 0, 0, 0)
+    if arch.num_moe_layers == arch.num_hidden_layers:
+        dense = Layer(0, 0, 0, 0)
+
+    class Stand:
+        architecture = arch
+        degrees = type("Degrees", (), {"pp": pp, "vpp": vpp})
+        num_micro_batches = micro_batches
+
+    plan: Any = Stand
+    found = fullest(plan, number, dense, moe)
+    expected = played(arch, (pp, vpp, number, micro_batches), dense, moe)
+    assert found._replace(dense=0, moe=0) == expected
