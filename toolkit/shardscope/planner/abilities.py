@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from shardscope.frameworks.registry import Framework
 
-FACTORIES = ("ddp", "fsdp2", "zero", "megatron")
+FACTORIES = tuple(name for name, member in vars(Layout).items() if isinstance(member, staticmethod))
 """How ``Layout`` spells each framework."""
 
 

@@ -18,6 +18,7 @@ from shardscope.plan import Plan
 from shardscope.planner.advising import large, last, otherwise, questions, words
 from shardscope.planner.advising.bench import Bench, Tried
 from shardscope.planner.advising.disagreement import Disagreement, disagreement
+from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Path
 from shardscope.recipe import Recipe
 from shardscope.validation import one_of, refuse
@@ -209,7 +210,7 @@ def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
 def _why(path: Path, best: Tried) -> str:
     plan, report = best.plan, best.report
     said = [f"Start with {words.named(plan)}: the simplest plan that fits here."]
-    if path.rung in ("megatron", "experts"):
+    if path.rung == SPLIT:
         said = [f"Start with {words.named(plan)}."]
     said.append(f"It {words.needs(best)}" + (", which is tight." if report.is_tight else "."))
     if best.timed is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardscope.layout import divisors
+from shardscope.layout import Layout, divisors
 from shardscope.memory.words import count
 from shardscope.planner.advising import rungs, words
 from shardscope.planner.advising.bench import Tried, is_faster, offloads
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shardscope.planner.advising.path import Path
     from shardscope.timing.report import Part
 
+SPLIT = "split_in_three"
+"""The rung that splits layers, stages and experts."""
 MANY_GPUS = 200
 """"Hundreds of GPUs"."""
 SLOWER = 1.5
@@ -32,7 +34,7 @@ def megatron(path: Path) -> None:
     is_large = arch.num_parameters > LARGE_FROM or cluster.num_gpus >= MANY_GPUS
     has_experts = arch.num_moe_layers > 0
     is_offloaded = path.current is not None and offloads(path.current.plan.layout)
-    knows, is_split = "megatron" in path.familiar, path.rung == "split"
+    knows, is_split = Layout.megatron().framework in path.familiar, path.rung == "split"
     size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, words.rank(cluster))}"
     question = "Over 70B, or hundreds of GPUs?"
     why = (
@@ -54,7 +56,7 @@ def megatron(path: Path) -> None:
         if holds
     ]
     yes = "Yes" if is_large else f"No, but {reasons[0]}"
-    outcome = path.seen["megatron"] = rungs.megatron(path.bench)
+    outcome = path.seen[SPLIT] = rungs.megatron(path.bench)
     best = outcome.best
     if best is None:
         number = path.needs(outcome) or size
@@ -74,8 +76,8 @@ def megatron(path: Path) -> None:
         answer += f", {path.beside(best, current)}"
         answer += "." if wins else ": not worth it."
     if wins:
-        path.take("megatron", best)
-    path.told("megatron", question, answer, f"{size}; {figures(best)}", why, best)
+        path.take(SPLIT, best)
+    path.told(SPLIT, question, answer, f"{size}; {figures(best)}", why, best)
 
 
 def experts(path: Path) -> None:
@@ -88,7 +90,7 @@ def experts(path: Path) -> None:
         "With expert parallelism (ep) a rank keeps some experts and tokens travel to them; with sharding "
         "every rank gathers all experts, of which each token uses few."
     )
-    outcome, current = path.seen.get("megatron"), path.current
+    outcome, current = path.seen.get(SPLIT), path.current
     ep = current.plan.degrees.ep if current else 1
     if current is not None and ep > 1:
         answer = f"Yes: ep {ep}, {moe.num_experts // ep} of them on each rank."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
 from shardscope.planner.advising.bench import Bench, Tried, offloads, state_bytes
+from shardscope.planner.advising.large import SPLIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +28,7 @@ GIVES = {
     "split": "layers or sequences split inside a node as well",
     "host": "state in host memory, for a slower step",
     "nvme": "state on drives, for the slowest step",
-    "megatron": "layers split in a node, pipeline across, in Megatron-core's own modules",
-    "experts": "whole experts on each rank, in Megatron-core's own modules",
+    SPLIT: "layers split in a node, pipeline across, in Megatron-core's own modules",
 }
 """What a rung gives and costs."""
 
@@ -130,7 +130,7 @@ def _eight_bit(bench: Bench) -> Tried | None:
 
 def _half_moments(path: Path) -> Tried | None:
     """Megatron-core's nearest miss with both moments in bf16 (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2)."""
-    outcome = path.seen.get("megatron")
+    outcome = path.seen.get(SPLIT)
     if outcome is None or outcome.nearest is None or outcome.best is not None:
         return None
     options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
