@@ -93,6 +93,10 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
         assumed.append("recomputation not stated: none")
     if row.get("optimizer") is None and kind.family == "megatron":
         changed["optimizer"] = "Adam (distributed)" if _has_distributed_optimizer(row) else None
+    if "dgxc" in about and "nemotron 340b" in text(row, "model") and number(row, "vpp") is None:
+        # NVIDIA/dgxc-benchmarking, nemotron/README_340b.md: VP=12 at every scale of its H100.
+        changed["vpp"] = 12
+        assumed.append("interleaving not stated: 12 chunks, as the recipe's own page has")
     if number(row, "cp") == 16 and number(row, "dp") == 4 and "llama 3" in text(row, "source", "model"):
         # Its table prints 4 where 16,384 GPUs in tp 8, cp 16, pp 16 leave 8.
         changed["dp"] = None

@@ -1,4 +1,4 @@
-"""The levels of docs/accuracy.md about step times hold: a formula that worsens them fails here, in seconds."""
+"""The levels that step times reached hold: a formula that worsens them fails here, in seconds."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from shardscope.timing.products import (
     LayerProducts,
     adapter_products,
     attention_per_token,
+    count_adapters,
     layer_products,
     plain_attention,
 )
@@ -38,6 +39,11 @@ _ADDS = 2 * 3
 _CAST_TO_8_BITS = 2 * (2 + 1)
 """Bytes to cast one number: a pass for its largest value and one that also writes a byte; or, on Blackwell
 and with delayed scaling, one that writes it as it is and transposed (Micikevicius et al. 2022)."""
+
+
+_ADAPTER_KERNELS = (8, 12)
+"""What one adapter starts beside its base, forward and backward: peft/tuners/lora/layer.py, ``Linear``,
+counted by torch's dispatcher with fp32 adapters under autocast, as peft casts them; in one type 4 and 8."""
 
 
 class Operators(NamedTuple):
@@ -113,15 +119,20 @@ class LayerWork:
         elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
         passes = self.passes
+        num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         forward = self._started(
             Operators(matrices + adapters, attention, elementwise),
-            passes.kernels_forward + moe * passes.kernels_experts_forward,
+            passes.kernels_forward
+            + moe * passes.kernels_experts_forward
+            + num_adapters * _ADAPTER_KERNELS[0],
         )
         # Gradients of inputs and of weights are a product each (Kaplan et al. 2020, section 2.1); a frozen
         # matrix has the first only.
         backward = self._started(
             Operators((1 if frozen else 2) * matrices + 2 * adapters, attention_back, elementwise_back),
-            passes.kernels_backward + moe * passes.kernels_experts_backward,
+            passes.kernels_backward
+            + moe * passes.kernels_experts_backward
+            + num_adapters * _ADAPTER_KERNELS[1],
         )
         return LayerSeconds(forward, backward, self._again(products, forward), saved)
 
@@ -199,8 +210,12 @@ class LayerWork:
         return copies * 2 * self.routed_tokens() * self.arch.hidden_size * self.modules.compute
 
     def _started(self, work: Operators, num_kernels: float) -> Operators:
-        """With the time that kernels take to be started, where that is more than they run for."""
-        waiting = largest(0.0, num_kernels * self.rates.kernel_seconds - work.seconds)
+        """With the time that kernels take to be started, where that is more than they run for.
+
+        A CPU rank computes nothing meanwhile: it starts an operator itself, and then runs it.
+        """
+        starting = num_kernels * self.rates.kernel_seconds
+        waiting = largest(0.0, starting - work.seconds) if self.plan.on_gpu else starting
         return work._replace(elementwise=work.elementwise + waiting)
 
     def _again(self, products: LayerProducts, forward: Operators) -> Any:

@@ -107,6 +107,12 @@ def _adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: int) ->
     return Products(weights, edges)
 
 
+def count_adapters(arch: Architecture, moe: bool, recipe: Recipe) -> int:
+    """Adapters of one layer."""
+    targets = adapter_targets(arch, recipe)
+    return sum(target in targets for target, _ in arch.layer_linears(first_layer(arch, moe)))
+
+
 @lru_cache(maxsize=1024)
 def attention_per_token(arch: Architecture, seq_len: int) -> float:
     """Forward FLOPs of attention's two products, causal, for one token in one layer, the mean of all.
