@@ -40,6 +40,7 @@ class Seen(train.Training):
                 getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter)).numel()
                 for parameter in parameters
             ),
+            "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             "stage": engine.zero_optimization_stage() if engine is not None else None,
             "ours": [name for name in sys.modules if name.startswith("shardscope")],
         }))
@@ -101,6 +102,18 @@ def test_a_plain_script_trains(layout: Any, recipe: dict[str, Any], tmp_path: Pa
         return
     assert made["kinds"] == ["DTensor"]
     assert made["here"] == MODEL.num_parameters // plan.degrees.shard
+
+
+@needs_installed("peft")
+@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=["ddp", "fsdp2"])
+def test_a_plain_script_trains_adapters(layout: Any, tmp_path: Path) -> None:
+    recipe = ss.Recipe(**RECIPE, method="lora", lora_rank=8)
+    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), recipe, layout)
+    made, losses = trained(plan, tmp_path)
+    shapes = [shape for index in range(MODEL.num_hidden_layers) for shape in MODEL.layer_linears(index)]
+    attention = [shape for target, shape in shapes if target in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    assert made["trained"] == 8 * sum(sum(shape) for shape in attention)
+    assert losses[-1] < losses[0], losses
 
 
 @needs_installed("deepspeed")

@@ -18,7 +18,7 @@ from planning import plans
 
 import shardscope as ss
 from needs import needs
-from shardscope.export.files import EVERY_NAME, Exported, contents
+from shardscope.export.files import Exported, contents
 from shardscope.validation import FieldError
 
 needs("accelerate")  # which brings PyYAML
@@ -205,6 +205,7 @@ def test_what_there_is_none_of_says_why() -> None:
     cpu = texts(small(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
     assert "silently trains with DDP" in cpu["FILES.md"]
+    assert "accelerate launch starts one process" in texts(small(ss.Layout.ddp()))["FILES.md"]
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
     assert "pp=2" in texts(pipeline)["FILES.md"]
     chunked = texts(small(ss.Layout.ddp(), loss="chunked"))
@@ -238,7 +239,7 @@ def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["train.py", "accelerate_config.yaml", "job.sbatch"])
 def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> None:
-    plan = small(ss.Layout.ddp())
+    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
     plan.export(tmp_path)
     (tmp_path / name).write_text("# mine\n")
     with pytest.raises(ValueError, match=name):
@@ -246,11 +247,12 @@ def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> Non
     assert (tmp_path / name).read_text() == "# mine\n"
 
 
-@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("name", [*CONFIGURATIONS, "plan.json", "torchrun.sh", "train.py", "FILES.md"])
 def test_what_a_person_wrote_is_not_replaced(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
+    layouts = {"ds_config.json": ss.Layout.zero(), "megatron_arguments.txt": ss.Layout.megatron()}
     with pytest.raises(ValueError, match=name):
-        small(ss.Layout.ddp()).export(tmp_path)
+        small(layouts.get(name, ss.Layout.fsdp2()), "8xh100-sxm-80gb").export(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

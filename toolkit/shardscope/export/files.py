@@ -46,7 +46,7 @@ def export(plan: Plan, folder: str | Path) -> list[Path]:
     if home.exists() and not home.is_dir():
         refuse("folder", str(folder), "a folder, or a path at which there is nothing yet", "'exported'")
     files = contents(plan)
-    stale = _earlier(home)
+    stale = _earlier(home, {file.name for file in files})
     home.mkdir(parents=True, exist_ok=True)
     for old in stale:
         (home / old).unlink()
@@ -91,16 +91,17 @@ def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> 
     return "\n".join(lines) + "\n"
 
 
-def _earlier(home: Path) -> list[str]:
+def _earlier(home: Path, names: set[str]) -> list[str]:
     """Names of the files that an earlier export left in ``home``, as it left them.
 
-    Raises ``ValueError`` where this export would replace what a person wrote or changed.
+    Raises ``ValueError`` where ``names``, which this export writes, would replace what a person wrote or
+    changed.
     """
     from shardscope.plan import Plan  # it imports this module
 
     there = {path.name for path in home.iterdir()} if home.is_dir() else set()
     if PLAN_FILE not in there:
-        mine = there & set(EVERY_NAME)
+        mine = there & names
         if mine:
             fix = f"an empty folder, such as {str(home / 'exported')!r}"
             allowed = f"a folder without {', '.join(sorted(mine))}, which no export of Shardscope left there"
@@ -110,26 +111,13 @@ def _earlier(home: Path) -> list[str]:
         before = contents(Plan.from_json((home / PLAN_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{home / PLAN_FILE} is no plan, and would be replaced: {error}") from error
+    guarded = [file for file in before if file.name in there and file.name != LIST_FILE]
     changed = sorted(
-        file.name
-        for file in before
-        if file.name in there and (home / file.name).read_text(encoding="utf-8") != file.text
+        file.name for file in guarded if (home / file.name).read_text(encoding="utf-8") != file.text
     )
-    changed += sorted((there & set(EVERY_NAME)) - {file.name for file in before})
+    changed += sorted((there & names) - {file.name for file in before})
     if changed:
-        allowed = f"a folder whose {', '.join(changed)} is as an export left it; there it was changed since"
+        listed = ", ".join(changed)
+        allowed = f"a folder whose {listed} is as an export of this version left it; there it differs"
         refuse("folder", str(home), allowed, "another folder, or move that file away")
     return [file.name for file in before if file.name in there]
-
-
-EVERY_NAME = (
-    PLAN_FILE,
-    LIST_FILE,
-    "accelerate_config.yaml",
-    "training_arguments.yaml",
-    "torchrun.sh",
-    "accelerate_launch.sh",
-    "job.sbatch",
-    "train.py",
-)
-"""Names that exports of several frameworks share; no file of a person's is replaced by one of them."""

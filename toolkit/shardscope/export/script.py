@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.export.files import Absent, Exported, described
 from shardscope.export.text import WIDTH
 from shardscope.memory.head import loss_in_force
+from shardscope.memory.lora import adapter_targets
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 SCRIPT_FILE = "train.py"
 
 TRAINED: Mapping[str, tuple[object, ...]] = {
-    "method": ("full",),
+    "method": ("full", "lora"),
     "quantization": (None,),
     "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
     "recompute": ("none", "selective", "full"),
@@ -96,6 +97,7 @@ def plain_script(
         "NUM_MICRO_BATCHES": repr(plan.num_micro_batches),
         "COMPUTE": TYPES.get(recipe.precision, "None"),
         "PARAMETERS": "torch.bfloat16" if recipe.precision == "bf16" else "torch.float32",
+        "LORA": _lora(plan),
         "RECOMPUTE": repr(recipe.recompute),
         "RECOMPUTE_INTERVAL": repr(recipe.recompute_interval),
         "DEVICE": "f\"cuda:{os.environ['LOCAL_RANK']}\"" if plan.on_gpu else '"cpu"',
@@ -103,6 +105,20 @@ def plain_script(
     }.items():
         text = text.replace(f"@@{name}@@", value)
     return Exported(name=SCRIPT_FILE, what="a plain script that trains the plan", text=text)
+
+
+def _lora(plan: Plan) -> str:
+    """Arguments of ``LoraConfig`` as Python text; None without adapters."""
+    recipe = plan.recipe
+    if not recipe.has_adapters:
+        return "None"
+    values = {
+        "r": recipe.adapter_rank,
+        "lora_alpha": 2 * recipe.adapter_rank,
+        "lora_dropout": recipe.lora_dropout,
+        "target_modules": list(adapter_targets(plan.architecture, recipe)),
+    }
+    return pprint.pformat(values, width=WIDTH, sort_dicts=False)
 
 
 def _config(plan: Plan) -> dict[str, Any]:

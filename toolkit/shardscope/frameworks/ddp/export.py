@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.export.commands import started
 from shardscope.export.files import Absent, Exported
 from shardscope.export.script import plain_script
-from shardscope.frameworks.accelerate.export import launched
+from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import training_arguments
 
 if TYPE_CHECKING:
@@ -68,8 +68,14 @@ def files(plan: Plan) -> list[Exported | Absent]:
     one = plan.world_size == 1
     kind = "NO" if one else "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"
     script = plain_script(plan, PART, IMPORTS, NOTES)
+    launch: list[Exported | Absent] = [
+        *launched(plan, kind, {}, notes=("Each process is one replica: DistributedDataParallel.",))
+    ]
+    if kind == "MULTI_CPU":
+        why = "on CPUs accelerate launch starts one process, however many it is told, unless under MPI."
+        launch = [*none_of_it(why)]
     return [
-        *launched(plan, kind, {}, notes=("Each process is one replica: DistributedDataParallel.",)),
+        *launch,
         training_arguments(plan, {}, eight_bit="adamw_bnb_8bit"),
         *started(plan, script),
     ]

@@ -245,7 +245,7 @@ def fill(model, home, device, shard):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if name.endswith("bias"):
+            if name.endswith("bias") or "lora_B" in name:
                 own.zero_()
             elif parameter.ndim < 2:
                 own.fill_(1.0)
