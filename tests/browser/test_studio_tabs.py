@@ -34,6 +34,7 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     page.locator(".jp-Notebook .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
     page.wait_for_selector(".ss-memory .barlayer path", state="attached")
+    page.keyboard.press("Control+b")
     yield page
     page.close()
 

@@ -73,11 +73,11 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
     name = escape(layout_words(plan.layout))
-    note = " · this plan" if current else ""
+    note = "<span>· this plan</span>" if current else ""
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
-        f"<tr data-act='apply:{index}'{kind}><td>{mark}"
-        f"<button type='button' data-act='apply:{index}'>{name}</button>{note}</td>"
+        f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"
+        f"<button type='button' data-act='apply:{index}'>{name}</button>{note}</div></td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{short(rate)}</td>"
         f"<td>{scale.show(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
@@ -117,7 +117,7 @@ def _pager(first: int, number: int) -> str:
     return (
         f"<div class='ss-pager'><button type='button' class='ss-act' data-act='page:-1'{back}>Back</button>"
         f"<button type='button' class='ss-act' data-act='page:1'{on}>More</button>"
-        f"<span>{first + 1:,} to {last:,} of {number:,} that fit</span></div>"
+        f"<span>{first + 1:,} to {last:,} of {number:,} plans</span></div>"
     )
 
 

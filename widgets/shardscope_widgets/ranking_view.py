@@ -10,6 +10,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable
 from shardscope_widgets.figures import Chart
@@ -42,8 +43,13 @@ class RankingView(widgets.VBox):
         self.figure: Chart | None = None
         self._place = widgets.VBox(layout=shared.layout())
         self.caption = shared.html("", "ss-hint")
+        spare = 100 - TIGHT_PERCENT
+        self.room = shared.segments([(f"with {spare} % to spare", spare), ("all that fit", 0)], "Memory")
+        self.room.observe(self._sort, "value")
+        bar = widgets.HBox([self.room], layout=shared.layout())
+        bar.add_class("ss-toolbar")
         self.table = Clickable(self._act)
-        super().__init__([Sheet(), self._place, self.caption, self.table])
+        super().__init__([Sheet(), self._place, self.caption, bar, self.table])
         for name in ("ss-root", "ss-view", "ss-ranking"):
             self.add_class(name)
         if ranking is not None:
@@ -54,7 +60,7 @@ class RankingView(widgets.VBox):
         with self._lock:
             self.ranking = ranking
             self._column, self._ascending, self._first = BEST_FIRST, ASCENDING[BEST_FIRST], 0
-            self._order = ordered(ranking, self._column, self._ascending)
+            self._order = self._ordered(ranking)
             if self.figure is None:
                 self.figure = empty_figure()
                 self._place.children = [self.figure]
@@ -95,6 +101,20 @@ class RankingView(widgets.VBox):
         page = page_of(ranking, order, self._first, self._column, self._ascending, self._current)
         self.table.value = page + refusals(ranking)
 
+    def _sort(self, change: object = None) -> None:
+        with self._lock:
+            if self.ranking is not None:
+                self._first = 0
+                self._order = self._ordered(self.ranking)
+                self._write()
+
+    def _ordered(self, ranking: Ranking) -> Indices:
+        """The rows to show: of those that leave enough free; where none does, of all that fit."""
+        least = ranking.cluster.usable_bytes_per_gpu * self.room.value // 100
+        rows = ordered(ranking, self._column, self._ascending)
+        roomy = rows[ranking.headroom_bytes[rows] >= least]
+        return roomy if len(roomy) else rows
+
     def _act(self, act: str) -> None:
         kind, _, what = act.partition(":")
         with self._lock:
@@ -103,9 +123,8 @@ class RankingView(widgets.VBox):
                 return
             if kind == "sort" and what in ASCENDING:
                 self._ascending = not self._ascending if what == self._column else ASCENDING[what]
-                self._column, self._first = what, 0
-                self._order = ordered(ranking, self._column, self._ascending)
-                self._write()
+                self._column = what
+                self._sort()
                 return
             if kind == "page" and what in ("1", "-1"):
                 first = self._first + int(what) * ROWS_ON_A_PAGE

@@ -64,7 +64,7 @@ def _layout() -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
         "hoverlabel": {"align": "left"},
-        "xaxis": {"zeroline": False, "fixedrange": True, "nticks": 6, "tickangle": 0, "tickformat": ",~r"},
+        "xaxis": {"zeroline": False, "fixedrange": True, "tickformat": ",~r"},
         "yaxis": {
             "fixedrange": True,
             "showgrid": False,
