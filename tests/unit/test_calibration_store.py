@@ -102,6 +102,20 @@ def test_a_prediction_takes_the_calibration_of_this_machine() -> None:
     assert f"the calibration of {machine_name()}" in report.calibration
 
 
+def test_a_cpu_rank_computes_sends_and_starts_operators_in_turn() -> None:
+    store_calibration(calibration())
+    report = plan("fsdp2").step()
+    assert report.parts["gathers"] > 0 and not any(report.hidden.values())
+    slow_start = 1e-3
+    store_calibration(calibration(kernel_seconds=slow_start))
+    counted = rates_for(CPU).passes("transformers")
+    kernels = plan("fsdp2").architecture.num_hidden_layers * (
+        counted.kernels_forward + counted.kernels_backward
+    )
+    waited = plan("fsdp2").step().parts["elementwise"] - report.parts["elementwise"]
+    assert waited == pytest.approx(kernels * (slow_start - KERNEL_SECONDS), rel=1e-6)
+
+
 def test_a_new_calibration_is_seen_at_once() -> None:
     store_calibration(calibration())
     before = rates_for(CPU).matrix("fp32").flops_per_second

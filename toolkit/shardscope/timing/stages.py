@@ -55,13 +55,16 @@ class StageSeconds(NamedTuple):
 
 
 class _Cover(NamedTuple):
-    """Seconds of arithmetic in a step that collectives may run beneath."""
+    """Seconds of arithmetic in a step that collectives may run beneath.
 
-    forward: Any
-    backward: Any
-    last_backward: Any
-    first_forward: Any
-    attention: Any
+    None of a CPU rank's: gloo's threads need the cores that compute.
+    """
+
+    forward: Any = 0.0
+    backward: Any = 0.0
+    last_backward: Any = 0.0
+    first_forward: Any = 0.0
+    attention: Any = 0.0
 
 
 def work_of(plan: Plan, modules: Modules, rates: Rates) -> LayerWork:
@@ -124,14 +127,16 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
     whole = sum(found.values())
     forward = forward + end.forward
     backward = whole - forward
-    cover = _Cover(
-        micro_batches * forward,
-        micro_batches * backward,
-        # Of interleaved chunks all have gone backward once when the last micro-batch has.
-        backward,
-        forward,
-        micro_batches * found["attention"],
-    )
+    cover = _Cover()
+    if work.plan.on_gpu:
+        cover = _Cover(
+            micro_batches * forward,
+            micro_batches * backward,
+            # Of interleaved chunks all have gone backward once when the last micro-batch has.
+            backward,
+            forward,
+            micro_batches * found["attention"],
+        )
     return {part: micro_batches * one for part, one in found.items()}, cover, micro_batches * dropped
 
 
