@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planning import CLUSTERS, EVERY_FAMILY
 
 import shardscope as ss
+from shardscope.catalog import links
 from shardscope.planner.advice import Advice, recommend
 from shardscope.planner.advising import disagreement as disagreement_room
 from shardscope.planner.advising.bench import LARGEST_MICRO_BATCH
@@ -133,6 +134,18 @@ def test_slow_links_keep_tensor_parallelism_inside() -> None:
     assert found.plan.degrees.tp == 1
     turn = next(turn for turn in found.path if "links" in turn.question)
     assert turn.answer.startswith("Yes, 10 times")
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("llama-3.1-8b", 4), ("llama-3.1-70b", 8)])
+def test_where_sharding_waits_for_ethernet_a_pipeline_crosses_nodes(model: str, nodes: int) -> None:
+    cluster = replace(ss.Cluster.parse(f"{nodes}x8x{H100}"), inter_node_link=links["ethernet-25g"])
+    found = recommend(ss.models[model], cluster, ss.Recipe(global_batch_size=128))
+    assert found.plan is not None
+    assert found.plan.degrees.pp > 1
+    assert found.plan.degrees.tp <= 8
+    turn = next(turn for turn in found.path if "hundreds of GPUs" in turn.question)
+    assert "waits for state to cross nodes" in turn.answer
+    assert turn.taken
 
 
 def test_cpu_ranks_are_ranks_and_their_time_is_not_made_up() -> None:

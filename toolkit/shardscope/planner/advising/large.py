@@ -20,6 +20,8 @@ SPLIT = "split_in_three"
 """The rung that splits layers, stages and experts."""
 MANY_GPUS = 200
 """"Hundreds of GPUs"."""
+MUCH = 0.25
+"""The share of a step that waits for sharded state, from which on a pipeline across nodes is looked at."""
 SLOWER = 1.5
 """How many times slower than inside a node links are that tensor parallelism should not cross."""
 
@@ -41,9 +43,7 @@ def megatron(path: Path) -> None:
         "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
         "to gather than with sharding, for a model rebuilt in its own modules."
     )
-    if not (is_large or has_experts or is_offloaded or knows or is_split or path.current is None):
-        path.told("", question, "No: sharding is simpler.", size, why)
-        return
+    waiting = _waiting_between_nodes(path)
     reasons = [
         reason
         for holds, reason in (
@@ -51,10 +51,14 @@ def megatron(path: Path) -> None:
             (knows, "the team runs Megatron-core"),
             (is_offloaded, "offload is slow"),
             (is_split, "layers or sequences are split already"),
+            (waiting > MUCH, f"{waiting:.0%} of a step waits for state to cross nodes".replace("%", " %")),
             (path.current is None, "nothing fitted so far"),
         )
         if holds
     ]
+    if not (is_large or reasons):
+        path.told("", question, "No: sharding is simpler.", size, why)
+        return
     yes = "Yes" if is_large else f"No, but {reasons[0]}"
     outcome = path.seen[SPLIT] = rungs.megatron(path.bench)
     best = outcome.best
@@ -78,6 +82,15 @@ def megatron(path: Path) -> None:
     if wins:
         path.take(SPLIT, best)
     path.told(SPLIT, question, answer, f"{size}; {figures(best)}", why, best)
+
+
+def _waiting_between_nodes(path: Path) -> float:
+    """The share of a step that waits for sharded weights and gradients; 0 on one node, with a copy on every
+    GPU, which a larger batch would serve better, or where no time is known."""
+    if path.current is None or path.rung == "whole" or path.bench.cluster.num_nodes == 1:
+        return 0.0
+    report = path.bench.with_room(path.current).timed
+    return 0.0 if report is None else (report.parts["gathers"] + report.parts["gradients"]) / report.seconds
 
 
 def experts(path: Path) -> None:

@@ -160,19 +160,23 @@ def _inside(bench: Bench) -> Iterator[dict[str, int | None]]:
 
 
 def _fewest_stages(bench: Bench, split: Mapping[str, int | None]) -> Outcome:
-    """The best of the fewest stages that fit, and of the fewest that fit without being eased."""
+    """The best of the fewest stages that fit, of the fewest that fit without being eased, and of one a node,
+    for what then crosses nodes is a layer's output and no weights.
+    """
     found: list[Tried] = []
     nearest: Tried | None = None
     refusal = None
+    is_enough = False
     for pp in divisors(bench.cluster.num_gpus // (split["tp"] or 1)):
         if pp > min(MAX_STAGES, bench.architecture.num_hidden_layers):
             break
+        if is_enough and pp != bench.cluster.num_nodes:
+            continue
         outcome = bench.outcome(Layout.megatron(pp=pp, **split))  # type: ignore[arg-type]
         refusal = refusal or outcome.refusal
         if outcome.best:
             found.append(outcome.best)
-            if not outcome.is_eased and not outcome.best.report.is_tight:
-                break
+            is_enough = is_enough or not (outcome.is_eased or outcome.best.report.is_tight)
         elif outcome.nearest and (nearest is None or outcome.nearest.shortage < nearest.shortage):
             nearest = outcome.nearest
     return Outcome(None, fastest(found), nearest, refusal)
