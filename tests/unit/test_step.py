@@ -300,5 +300,5 @@ def test_rates_are_read_from_the_catalogue_by_generation() -> None:
         rate = rates.matrix("bf16")
         assert rate.peak_flops is not None
         assert 0.3 < rate.flops_per_second / rate.peak_flops < 1
-    # A narrower type multiplies faster and moves its bytes no faster.
-    assert hopper.matrix("fp8").half_size == pytest.approx(2 * hopper.matrix("bf16").half_size)
+    # Twice as fast, and what it moves is two thirds as many bytes: its products must be larger.
+    assert hopper.matrix("fp8").balance == pytest.approx(4 / 3 * hopper.matrix("bf16").balance)

@@ -33,10 +33,13 @@ def test_large_products_come_near_the_share_of_the_peak_and_small_ones_do_not() 
     def reached(m: int, k: int, n: int) -> float:
         return 2 * m * k * n / rate.seconds(m * k * n, m * k + k * n + m * n) / rate.flops_per_second
 
-    size = 3 * rate.half_size
-    assert reached(round(size), round(size), round(size)) == pytest.approx(0.5, rel=0.01)
+    # Memory keeps up with a product of three equal sides where a third of one is the machine's balance.
+    size = round(1.5 * rate.balance)
+    assert reached(size, size, size) == pytest.approx(0.5, rel=0.01)
     assert reached(2**17, 2**17, 2**17) > 0.95
-    assert reached(8192, 8192, 1024) < reached(8192, 8192, 8192)
+    assert reached(8192, 8192, 16) < 0.1 < reached(8192, 8192, 64) < reached(8192, 8192, 8192)
+    balance = rate.flops_per_second / rates_of(NODE).memory()
+    assert rate.balance == pytest.approx(balance)
 
 
 def test_tensor_parallelism_makes_products_smaller_and_so_slower() -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.catalog import entries
+from shardscope.memory.arithmetic import largest
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -25,17 +26,20 @@ class MatrixRate(NamedTuple):
     flops_per_second: float
     """What large ones reach."""
     half_size: float
-    """Where 1 / (1/m + 1/k + 1/n) is this, half of it is reached: a product moves bytes, too."""
+    """Where 1 / (1/m + 1/k + 1/n) is this, half of it is reached: what measured products say of size."""
     peak_flops: float | None
     """The datasheet's; None: not known (a measured machine)."""
+    balance: float = 0.0
+    """Where that is this, memory takes as long to move what is multiplied; 0: measured with the rest."""
 
     def seconds(self, multiplied: Any, moved: Any) -> Any:
         """Seconds of products that multiply ``multiplied`` pairs of numbers and move ``moved`` numbers.
 
-        Of one m x k by k x n that is m k n and m k + k n + m n (a roofline whose two times add: Williams et
-        al. 2009). Sums over several products give the sum of their seconds; arrays give arrays.
+        Of one m x k by k x n that is m k n and m k + k n + m n. No product is faster than memory moves it
+        (the roofline of Williams et al. 2009); of several, memory is asked for all of them together. Arrays
+        give arrays.
         """
-        return 2 * (multiplied + self.half_size * moved) / self.flops_per_second
+        return 2 * largest(multiplied + self.half_size * moved, self.balance * moved) / self.flops_per_second
 
 
 class AttentionRate(NamedTuple):
@@ -144,23 +148,18 @@ def rates_of(cluster: Cluster) -> Rates:
     generation = gpu.architecture or "default"
     products = _of(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
-    # A narrower type multiplies faster while it moves its bytes no faster: its products must be larger.
+    memory = bandwidth and bandwidth * _of(table["memory"], generation)["share"]
     known = generation if generation in table["matrices"] else "generations without figures of their own"
-    half_peak = gpu.peak_flops.get("bf16") or gpu.peak_flops.get("fp16")
     return Rates(
         matrices=MappingProxyType(
             {
-                precision: MatrixRate(
-                    peak * products["share"],
-                    products["half_size"] * (max(1.0, peak / half_peak) if half_peak else 1.0),
-                    peak,
-                )
+                precision: _matrix(precision, peak, products, memory)
                 for precision, peak in gpu.peak_flops.items()
             }
         ),
         attention=_attention(gpu.peak_flops, _of(table["attention"], generation)),
         cudnn_attention=_attention(gpu.peak_flops, table["cudnn_attention"].get(generation)),
-        memory_bytes_per_second=bandwidth and bandwidth * _of(table["memory"], generation)["share"],
+        memory_bytes_per_second=memory,
         kernel_seconds=_of(table["launch"], generation)["seconds_per_kernel"],
         operators=MappingProxyType(
             {
@@ -174,6 +173,20 @@ def rates_of(cluster: Cluster) -> Rates:
         host_updates_per_second=table["host_update"]["parameters_per_second"],
         source=f"the catalogue's constants for {known}",
     )
+
+
+_MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
+"""Bytes of a number that a product moves, the mean of both operands and what it puts out (from fp8: bf16)."""
+
+
+def _matrix(precision: str, peak: float, share: Mapping[str, Any], memory: float | None) -> MatrixRate:
+    """Products at a share of the peak, as long as memory keeps up with them.
+
+    Without a known bandwidth, which a step needs anyway, nothing is said of that.
+    """
+    reached = peak * share["share"]
+    balance = _MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
+    return MatrixRate(reached, share["half_size"], peak, balance)
 
 
 def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:

@@ -22,8 +22,8 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
     words: dict[Part, str] = {
         "matrices": (
             f"2 FLOPs for each pair of numbers, forward once and backward twice, at "
-            f"{rate.flops_per_second / 1e12:,.0f} TFLOP/s in {precision} for large products, half of "
-            f"it where 1 / (1/m + 1/k + 1/n) is {rate.half_size:.0f} (Williams et al. 2009)"
+            f"{rate.flops_per_second / 1e12:,.0f} TFLOP/s in {precision}, or as long as memory moves what is "
+            f"multiplied: where 1 / (1/m + 1/k + 1/n) is below {rate.balance:.0f} (Williams et al. 2009)"
         ),
         "attention": (
             f"causal FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, five "
