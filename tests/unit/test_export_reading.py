@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shardscope as ss
 from needs import needs
@@ -277,6 +282,7 @@ def test_an_edited_export_holds_over_the_plan_beside_it(
         ),
         ("distributed_type: FSDP", "distributed_type: TPU", r"line 3, distributed_type is 'TPU'"),
         ("distributed_type: FSDP\n", "", r"distributed_type is None"),
+        ("mixed_precision: bf16", "mixed_precision: {a: b}", r"line 16, mixed_precision"),
         ("mixed_precision: bf16", "mixed_precision: int4", r"line 16, mixed_precision is 'int4'"),
         ("mixed_precision: bf16", "mixed_precision: [bf16", r"line \d+, column \d+"),
         (
@@ -368,6 +374,57 @@ def test_broken_megatron_arguments_name_line_and_flag(
     assert before in MEGATRON
     with pytest.raises(ValueError, match=rf"(?s)({named})"):
         from_megatron(tmp_path, MEGATRON.replace(before, after))
+
+
+ODD = (
+    "",
+    " null",
+    " -1",
+    " 0",
+    " 1e400",
+    " 1.5",
+    " true",
+    ' "x"',
+    " []",
+    " {}",
+    " 9" * 20,
+    ' "auto"',
+    " .nan",
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    which=st.sampled_from(("yaml", "json", "args")),
+    damage=st.lists(DAMAGE, max_size=4),
+        st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n &*!#x7"))), max_size=4
+    ),
+)
+def test_whatever_is_wrong_with_a_file_is_a_value_error(which: str, damage: list[tuple[float, str]]) -> None:
+    text, read = {
+        "yaml": (FSDP, from_fsdp),
+        "json": (json.dumps(ZERO, indent=2), from_zero),
+        "args": (MEGATRON, from_megatron),
+    }[which]
+    for place, change in damage:
+        lines = text.split("\n")
+        number = int(place * len(lines))
+        if change == "cut":
+            del lines[number]
+        elif change in ODD:
+            lines[number] = re.sub(r"(?<=[: ])\S+$", change, lines[number])
+        else:
+            column = int(place * 1000) % (len(lines[number]) + 1)
+            lines[number] = lines[number][:column] + change + lines[number][column:]
+        text = "\n".join(lines)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = read(Path(folder), text)
+        except ValueError as refused:
+            assert str(refused)
+        else:
+            assert found.world_size == EIGHT.num_gpus
 
 
 def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ class Plan(JsonNoun):
         sense for its framework: ``accelerate_config.yaml``, ``training_arguments.yaml``, ``ds_config.json``,
         ``fsdp2_arguments.json``, ``megatron_arguments.txt``, commands for torchrun, Accelerate and Slurm, and
         ``train.py``, which trains without Shardscope. What a format has no words for is named in the file.
-        An earlier export is replaced. Raises ``ValueError`` where files in ``folder`` are not as an export
-        left them.
+        An earlier export is replaced. ``train.py`` wants transformers (the ``train`` extra), which is
+        imported for it. Raises ``ValueError`` where files in ``folder`` are not as an export left them.
         """
         from shardscope.export.files import export
 

@@ -159,7 +159,7 @@ def _precision(document: Document, recipe: Recipe) -> str | None:
     if value is None or MIXED[recipe.precision] == value:
         return None
     names = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-mixed", "no": "fp32"}
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         document.refuse(("mixed_precision",), ", ".join(map(repr, names)), "'bf16'")
     return names[value]
 
