@@ -26,6 +26,18 @@ def calibrated(score: TimeScore) -> TimeScore:
     return TimeScore(tuple(one for one in score.scored if is_calibrated(one.mapped)), score.unmapped)
 
 
+def alone_line(score: TimeScore) -> str:
+    """The closing line's figures by ``plan.step()`` and nothing else."""
+    known = calibrated(score).by_product
+    found = summary(known.by_source)
+    if found is None:
+        return ""
+    return (
+        f"plan.step() alone: {counted(known)}, median of source medians {100 * found[0]:.1f} %, "
+        f"p90 {100 * found[1]:.1f} %"
+    )
+
+
 def apart_lines(score: TimeScore) -> str:
     """A line for each such stack, and one for all rows together; empty if there are none."""
     stacks: dict[str, list[TimeScored]] = defaultdict(list)

@@ -18,6 +18,7 @@ from tests.accuracy.mapping import Mapped, checked_data_parallel, data_parallel,
 from tests.accuracy.megatron_options import megatron_options, with_options
 from tests.accuracy.models import whole_architecture
 from tests.accuracy.nanotron_layout import NanotronLayout
+from tests.accuracy.own_code import own_code
 from tests.accuracy.own_rows import planned
 from tests.accuracy.recipes import recipe
 from tests.accuracy.rows import Row, number, text
@@ -68,7 +69,7 @@ def _timed(row: Row) -> Mapped:
         *about_type,
         *about_plan,
     )
-    return Mapped(row, plan, kind.name, assumed, ())
+    return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe))
 
 
 def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[str]]:

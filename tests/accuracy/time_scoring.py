@@ -11,6 +11,7 @@ from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import Row, source
 from tests.accuracy.scoring import percentile
 from tests.accuracy.time_mapping import timed
+from tests.accuracy.time_own_code import beside_seconds
 from tests.accuracy.time_rows import configurations, step_seconds, tokens_rate
 from tests.accuracy.unmapped import UnmappedError
 
@@ -26,11 +27,28 @@ class TimeScored(NamedTuple):
     report: StepReport
     num_rows: int
     """Rows of the source with this configuration."""
+    beside: float = 0.0
+    """Seconds of code that ran beside the plan, described (``time_own_code``)."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted: by ``plan.step()``, and what ran beside."""
+        return self.report.seconds + self.beside
 
     @property
     def error(self) -> float:
         """Predicted seconds over measured ones, less one."""
-        return self.report.seconds / self.measured - 1
+        return self.seconds / self.measured - 1
+
+    @property
+    def by_product(self) -> TimeScored:
+        """The same row as ``plan.step()`` alone has it."""
+        return self._replace(beside=0.0)
+
+    @property
+    def predicted_rate(self) -> float:
+        """Tokens a second of one GPU."""
+        return self.report.num_tokens / self.report.num_gpus / self.seconds
 
     @property
     def source(self) -> str:
@@ -69,6 +87,11 @@ class TimeScore(NamedTuple):
         return dict(sorted(found.items()))
 
     @property
+    def by_product(self) -> TimeScore:
+        """The same rows as ``plan.step()`` alone has them."""
+        return self._replace(scored=tuple(one.by_product for one in self.scored))
+
+    @property
     def reasons(self) -> Counter[str]:
         """Reason -> unmapped configurations."""
         return Counter(reason for _, reason in self.unmapped)
@@ -89,7 +112,8 @@ def score_time(rows: Iterable[Row]) -> TimeScore:
         except UnmappedError as reason:
             unmapped.append((found.row, str(reason)))
             continue
-        scored.append(TimeScored(plan, _measured(found.measured, report), report, len(found.rows)))
+        measured = _measured(found.measured, report)
+        scored.append(TimeScored(plan, measured, report, len(found.rows), beside_seconds(plan)))
     return TimeScore(tuple(scored), tuple(unmapped))
 
 
@@ -116,7 +140,7 @@ def rank_correlation(rows: Sequence[TimeScored]) -> float | None:
     if len(rows) < 5:
         return None
     return spearman(
-        [row.report.tokens_per_second_per_gpu for row in rows],
+        [row.predicted_rate for row in rows],
         [row.tokens_per_second_per_gpu for row in rows],
     )
 

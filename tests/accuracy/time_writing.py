@@ -8,7 +8,7 @@ from statistics import median
 
 from tests.accuracy.rows import source
 from tests.accuracy.scoring import percentile
-from tests.accuracy.time_apart import apart_lines, calibrated
+from tests.accuracy.time_apart import alone_line, apart_lines, calibrated
 from tests.accuracy.time_scoring import (
     TimeScore,
     TimeScored,
@@ -24,7 +24,9 @@ from shardscope.timing.report import PARTS
 
 HEADING = "# How accurate the predicted step times are"
 _HOW = """Grade A rows of others' published runs that say how fast they were, mapped to plans by what they
-say, each predicted by `plan.step()` and nothing else; of nanotron's rows a fixed sample of 150. What is
+say, each predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. For Qwen's 4-bit rows the
+unpacking of AutoGPTQ, which the product does not plan, is added from its published code
+(`tests/accuracy/time_own_code.py`, nothing fitted); the line above the last one is without it. What is
 compared is the time of one step, from tokens a second of one GPU where a row has them, never MFU or
 TFLOP/s, which every source counts in its own way. Errors are predicted over measured seconds, less one;
 medians and p90 are of absolute errors. NVIDIA's tables repeat configurations from release to release, whose
@@ -61,6 +63,7 @@ def time_report(score: TimeScore) -> str:
         _assumed(score),
         _unmapped(score),
         apart_lines(score),
+        alone_line(score),
         overall_line(calibrated(score)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -186,7 +189,7 @@ def _worst(score: TimeScore) -> str:
         for row in sorted(rows, key=lambda row: (-abs(row.error), str(row.mapped.row.get("id"))))[:5]:
             lines.append(
                 f"| {row.mapped.row.get('id')} | {_what(row)} | {row.measured:.3g} s | "
-                f"{row.report.seconds:.3g} s | {100 * row.error:+.1f} % | {_largest(row)} |"
+                f"{row.seconds:.3g} s | {100 * row.error:+.1f} % | {_largest(row)} |"
             )
     return "\n".join(lines)
 

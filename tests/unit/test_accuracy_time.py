@@ -202,7 +202,7 @@ def test_a_gpu_that_was_never_calibrated_is_reported_apart() -> None:
     old = row(id="old", gpu="V100-SXM-32GB", precision="fp16 mixed", source="other")
     lines = time_report(score_time([row(), old])).splitlines()
     assert lines[-1].startswith("overall time: 1 sources, 1 of 1 rows")
-    assert lines[-3].startswith("with them: 2 sources, 2 of 2 rows")
+    assert lines[-5].startswith("with them: 2 sources, 2 of 2 rows")
     assert lines[-5].startswith(
         "never calibrated, apart from the last line: v100-sxm-32gb, 1 sources, 1 rows"
     )
@@ -212,7 +212,7 @@ def test_nanotron_is_no_framework_of_ours_and_apart() -> None:
     rows = [one for one in read(time_files()) if str(one.get("id")) in ("nanotron-0008", "torchtitan-0001")]
     lines = time_report(score_time(rows)).splitlines()
     assert lines[-1].startswith("overall time: 1 sources, 1 of 1 rows")
-    assert lines[-5].startswith("never calibrated, apart from the last line: nanotron, 1 sources, 1 rows")
+    assert lines[-7].startswith("never calibrated, apart from the last line: nanotron, 1 sources, 1 rows")
 
 
 def test_the_rows_of_the_project_are_those_of_the_wider_collection() -> None:
