@@ -198,3 +198,14 @@ def test_gpt_3_on_64_gpus(how: Any, measured: float) -> None:
     layout = ss.Layout.megatron(tp=8, pp=8, vpp=3)
     found = ss.Plan(gpt, ss.Cluster.parse("8x8xa100-sxm-80gb"), recipe, layout).step()
     assert found.seconds == pytest.approx(measured, rel=0.25)
+
+
+def test_copies_of_shards_average_once_a_step() -> None:
+    """HSDP: shards are scattered with every micro-batch, and all-reduced between copies with the last."""
+    cluster = ss.Cluster.parse("2x8xh100-sxm-80gb")
+    found = report_of("llama-3.1-8b", cluster, ss.Layout.fsdp2(replicate=2), global_batch_size=64)
+    (between,) = (one for one in found.communication if one.collective == "all_reduce")
+    (within,) = (one for one in found.communication if one.collective == "reduce_scatter")
+    assert (between.link, within.link) == ("infiniband-ndr", "nvlink-4")
+    # Four micro-batches, and each of eight ranks has an eighth to average.
+    assert within.num_bytes == pytest.approx(4 * 8 * between.num_bytes)

@@ -48,9 +48,9 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         reduced / ranks,
         degrees.replicate,
         stride * ranks,
-        reductions,
+        1,
         calls,
-        "backward",
+        "last_backward",
     )
     transfers.append(copies)
     alone = ranks == 1
