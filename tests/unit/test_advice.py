@@ -13,6 +13,7 @@ from planning import CLUSTERS, EVERY_FAMILY
 
 import shardscope as ss
 from shardscope.catalog import links
+from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.planner.advice import Advice, recommend
 from shardscope.planner.advising import disagreement as disagreement_room
 from shardscope.planner.advising.bench import LARGEST_MICRO_BATCH
@@ -257,25 +258,25 @@ def test_where_the_search_disagrees_it_is_said_by_how_much() -> None:
     assert found.disagreement in str(found)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama-3.2-1b", "qwen3-8b", "mixtral-8x7b"])
-@pytest.mark.parametrize("cluster", ["l4-24gb", "2xa100-sxm-80gb", f"8x{H100}"])
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [("llama-3.2-1b", "l4-24gb"), ("qwen3-8b", f"8x{H100}"), ("mixtral-8x7b", f"8x{H100}")],
+)
 def test_advice_and_search_agree_or_say_so(model: str, cluster: str) -> None:
     found = advice(model, cluster, seq_len=1024)
-    if found.plan is None:
+    assert found.plan is not None
+    advised, room = found.plan.step().seconds, found.plan.cluster.usable_bytes_per_gpu
+    headroom = 0 if found.plan.memory().is_tight else room - room * TIGHT_PERCENT // 100
+    ranking = ss.search(
+        ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(seq_len=1024), headroom_bytes=headroom
+    )
+    fastest = ranking.best.step().seconds if ranking.num_feasible else advised
+    if found.fastest is None:
         assert found.disagreement is None
-        return
-    best = ss.search(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(seq_len=1024)).best.step().seconds
-    advised = found.plan.step().seconds
-    if found.disagreement is None:
-        room = found.plan.cluster.usable_bytes_per_gpu
-        headroom = 0 if found.plan.memory().is_tight else room - room * 80 // 100
-        ranking = ss.search(
-            ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(seq_len=1024), headroom_bytes=headroom
-        )
-        assert not ranking.num_feasible or advised <= 1.02 * ranking.best.step().seconds
+        assert advised <= 1.02 * fastest * (1 + 1e-9)
     else:
-        assert found.fastest is not None
-        assert best * 0.999 <= found.fastest.step().seconds < advised
+        assert found.fastest.step().seconds == pytest.approx(fastest)
+        assert fastest * 1.02 <= advised
 
 
 def test_the_search_waits_until_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +306,7 @@ def test_advice_is_there_at_once() -> None:
 # ------------------------------------------------------------------------------------------ properties
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     arch=st.sampled_from(EVERY_FAMILY),
     cluster=st.sampled_from(CLUSTERS),
