@@ -10,7 +10,7 @@ from shardscope.memory.activations import modules_of
 from shardscope.memory.column import total
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.stages import ONCE, stage_seconds
-from shardscope.timing.step import bubble_seconds
+from shardscope.timing.step import ALIKE, bubble_seconds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,8 +33,9 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     if len(busy) == table.num_plans:
         return most
     # Of stages that are equally slow the first is the slowest.
-    slowest = np.flatnonzero(busy == most[table.owners])
-    first = slowest[np.unique(table.owners[slowest], return_index=True)[1]]
+    slowest = np.flatnonzero(busy >= ALIKE * most[table.owners])
+    owners = table.owners[slowest]
+    first = slowest[np.flatnonzero(np.diff(owners, prepend=-1))]
     every = np.add.reduceat(flowing * table.num_alike, table.starts)
     columns = table.columns
     bubble = bubble_seconds(every, flowing[first], columns.get("vpp", 1), table.num_micro_batches)

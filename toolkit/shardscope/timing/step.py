@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
 
 
+ALIKE = 1 - 1e-12
+"""Stages as slow as that share of the slowest are as slow: where a link bounds them all, sums differ by their
+rounding only, and the first of them is looked at."""
+
+
 def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
     """The step of ``plan``. Raises ``ValueError`` naming the figure that is not known.
 
@@ -35,7 +40,8 @@ def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
     shapes = model.shapes(plan)
     work = work_of(plan, modules, rates)
     kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
-    slowest = max(kinds, key=lambda one: one.busy)
+    most = max(one.busy for one in kinds)
+    slowest = next(one for one in kinds if one.busy >= ALIKE * most)
     bubble = 0.0
     if len(shapes.kind_of) > 1:
         flowing = [kind.flowing for kind in kinds]
