@@ -50,7 +50,10 @@ def planner() -> None:
     for name, (fresh, again) in planning.step_microseconds().items():
         budget, holds = f"{TIME_BUDGET_MICROSECONDS} us", fresh < TIME_BUDGET_MICROSECONDS
         note = f"on a plan just made; asked again {again:.0f} us"
-        row(f"plan.step()    {name}", f"{fresh:.0f} us", budget, holds, note)
+        if name == planning.STAGED:
+            row(f"plan.step()    {name}", f"{fresh:.0f} us", note=f"{note}; three stages")
+        else:
+            row(f"plan.step()    {name}", f"{fresh:.0f} us", budget, holds, note)
 
 
 def searcher() -> None:

@@ -111,7 +111,9 @@ def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
     assert "<script" not in report.to_html()
     assert "MFU" in repr(report)
     assert "Narayanan" in report.explain("bubble")
-    assert "beneath arithmetic" in report.explain("tensor_parallel")
+    told = report.explain("tensor_parallel")
+    assert "beneath arithmetic" in told
+    assert "reduce scatter of" in told and "among 8 ranks over nvlink-4" in told
     with pytest.raises(ValueError, match=r"part is 'bubbles'.*'bubble'"):
         report.explain("bubbles")
     with pytest.raises(ValueError, match="num_tokens"):
@@ -120,7 +122,14 @@ def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(123.4, "123 s"), (12.34, "12.3 s"), (1.0, "1.00 s"), (0.0456, "45.6 ms"), (7.9e-6, "7.90 µs")],
+    [
+        (123.4, "123 s"),
+        (12.34, "12.3 s"),
+        (1.0, "1.00 s"),
+        (0.0456, "45.6 ms"),
+        (7.9e-6, "7.90 µs"),
+        (0, "0 s"),
+    ],
 )
 def test_seconds_have_three_digits(seconds: float, words: str) -> None:
     assert seconds_words(seconds) == words
