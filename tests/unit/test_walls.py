@@ -39,7 +39,7 @@ HEAVY = {
 
 DESIGNED = {
     *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Pretrain", "Run", "Trace"),
-    *("calibrate", "gpus", "models", "launch", "runs"),
+    *("calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
 }
 """The public names. A new one is added here when it is designed, not before."""
 
