@@ -264,7 +264,7 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "use-flash-attn": None,
 }  # fmt: skip
 """Every flag that an export writes or a reader takes, with its type; None: store_true, or store_false for
-``disable-bias-linear``. Copied from Megatron-LM's megatron/training/arguments.py, which is on no index."""
+``disable-bias-linear``. Read off Megatron-LM's megatron/training/arguments.py (commit 000c4ac2, 2025), which is on no index."""
 CHOICES = {
     "position-embedding-type": ("learned_absolute", "rope", "mrope", "relative", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),

@@ -6,6 +6,7 @@ import ast
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -205,12 +206,31 @@ def test_what_there_is_none_of_says_why() -> None:
     cpu = texts(small(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
     assert "silently trains with DDP" in cpu["FILES.md"]
+    assert "training_arguments.yaml" not in {*cpu, *texts(small(ss.Layout.zero(2)))}
     assert "accelerate launch starts one process" in texts(small(ss.Layout.ddp()))["FILES.md"]
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
     assert "pp=2" in texts(pipeline)["FILES.md"]
     chunked = texts(small(ss.Layout.ddp(), loss="chunked"))
     assert "train.py" not in chunked
     assert "Recipe.loss is 'chunked'" in chunked["FILES.md"]
+
+
+def test_without_transformers_there_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    files = texts(small(ss.Layout.fsdp2()))
+    assert "train.py" not in files
+    assert 'pip install "shardscope[train]"' in files["FILES.md"]
+    assert "SCRIPT" in files["torchrun.sh"]
+
+
+def test_without_pyyaml_reading_names_the_line_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
+    plan.export(tmp_path)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .shardscope\[train\]"):
+        ss.Plan.from_accelerate(tmp_path / "accelerate_config.yaml")
 
 
 def test_what_a_format_has_no_words_for_is_named() -> None:

@@ -11,7 +11,7 @@ from shardscope.export.files import PLAN_FILE, Absent, Exported, described
 from shardscope.export.script import OPTIMIZERS, SCRIPT_FILE, plain_script
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
-from shardscope.frameworks.accelerate.training_arguments import training_arguments
+from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 
 if TYPE_CHECKING:
@@ -72,10 +72,12 @@ def _config(plan: Plan) -> Exported:
     )
 
 
+ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP instead."
+
+
 def _accelerate(plan: Plan) -> list[Exported | Absent]:
     if not plan.on_gpu:
-        why = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP instead."
-        return [*none_of_it(why)]
+        return [*none_of_it(ON_CPU)]
     if plan.degrees.pp > 1:
         return [*none_of_it(f"Accelerate has no pipeline engine, and the plan has pp={plan.degrees.pp}.")]
     layout: Any = plan.layout
@@ -99,9 +101,11 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
 
 
 def _trainer(plan: Plan) -> Exported | Absent:
+    if not plan.on_gpu:
+        return Absent(name=ARGUMENTS_FILE, why=ON_CPU)
     if plan.degrees.pp > 1:
         why = f"the Trainer has no pipeline engine, and the plan has pp={plan.degrees.pp}."
-        return Absent(name="training_arguments.yaml", why=why)
+        return Absent(name=ARGUMENTS_FILE, why=why)
     # Has to agree with ds_config.json (transformers/integrations/deepspeed.py, trainer_config_process).
     sections = {"deepspeed": CONFIG_FILE, "bf16": plan.recipe.precision in ("bf16", "bf16-mixed")}
     return training_arguments(plan, sections, said=("precision",), layout=_elsewhere(plan))

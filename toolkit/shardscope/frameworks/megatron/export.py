@@ -77,6 +77,9 @@ def _text(plan: Plan) -> str:
     # bf16 and bf16-mixed are one for Megatron, which always keeps fp32 main weights.
     said = [field for field in RECIPE if field != "precision" or plan.recipe.precision != "bf16"]
     notes = sentences(unsaid(plan, {*said, "kernels"}, carried), "whoever runs it")
+    notes.append(
+        "What a plan does not hold has Megatron-LM's defaults: --rotary-base, --norm-epsilon and the like."
+    )
     if plan.architecture.model_type in GATES:
         notes.append(
             f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
