@@ -183,7 +183,7 @@ def test_repairs_of_any_plan_are_all_enough_or_none_is(plan: ss.Plan) -> None:
     assert all(": saves " in words for words in in_words(plan, found))
 
 
-# ------------------------------------------------------------------------------ the first-order time
+# ------------------------------------------------------------------------------ what a change costs
 
 
 def test_what_is_not_known_is_no_number() -> None:

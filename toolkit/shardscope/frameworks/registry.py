@@ -82,7 +82,7 @@ class Framework:
         return found  # type: ignore[no-any-return]
 
     def timing_model(self) -> TimingModel:
-        """The framework's own part of the time estimate."""
+        """The framework's own part of the step's time."""
         found: Any = import_module(f"shardscope.frameworks.{self.name}.timing")
         return found  # type: ignore[no-any-return]
 

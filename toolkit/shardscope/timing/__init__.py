@@ -1,1 +1,1 @@
-"""How long a step takes: the first-order pieces, good enough to compare two plans of the same model."""
+"""How long a step takes: arithmetic by class of operator, collectives by link, pipelines, the host."""
