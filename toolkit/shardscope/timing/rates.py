@@ -17,7 +17,7 @@ from shardscope.memory.arithmetic import largest
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.cluster import Cluster, Link
+    from shardscope.cluster import Cluster, Gpu, Link
 
 
 class MatrixRate(NamedTuple):
@@ -152,10 +152,7 @@ def rates_of(cluster: Cluster) -> Rates:
     known = generation if generation in table["matrices"] else "generations without figures of their own"
     return Rates(
         matrices=MappingProxyType(
-            {
-                precision: _matrix(precision, peak, products, memory)
-                for precision, peak in gpu.peak_flops.items()
-            }
+            {precision: _matrix(precision, gpu, products, memory) for precision in gpu.peak_flops}
         ),
         attention=_attention(gpu.peak_flops, _of(table["attention"], generation)),
         cudnn_attention=_attention(gpu.peak_flops, table["cudnn_attention"].get(generation)),
@@ -179,14 +176,19 @@ _MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 """Bytes of a number that a product moves, the mean of both operands and what it puts out (from fp8: bf16)."""
 
 
-def _matrix(precision: str, peak: float, share: Mapping[str, Any], memory: float | None) -> MatrixRate:
-    """Products at a share of the peak, as long as memory keeps up with them.
+def _matrix(precision: str, gpu: Gpu, fitted: Mapping[str, Any], memory: float | None) -> MatrixRate:
+    """Products at a share of the peak, as long as memory and the card's power limit keep up with them.
 
-    Without a known bandwidth, which a step needs anyway, nothing is said of that.
+    Without a known bandwidth, which a step needs anyway, nothing is said of that. Of a narrower type a FLOP
+    takes as much less energy as its peak is higher.
     """
-    reached = peak * share["share"]
+    peak = gpu.peak_flops[precision]
+    reached = peak * fitted["share"]
+    half_peak = gpu.peak_flops.get("bf16")
+    if "joules_per_flop" in fitted and gpu.tdp_watts and half_peak:
+        reached = min(reached, gpu.tdp_watts / fitted["joules_per_flop"] * peak / half_peak)
     balance = _MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
-    return MatrixRate(reached, share["half_size"], peak, balance)
+    return MatrixRate(reached, fitted["half_size"], peak, balance)
 
 
 def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:
