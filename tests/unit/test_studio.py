@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import gzip
 import json
 import re
 import weakref
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from shardscope_widgets.checks_view import summary
 from shardscope_widgets.launch_panel import offer_for
 from shardscope_widgets.number_words import short
 from shardscope_widgets.pickers import LayoutPicker
+from shardscope_widgets.studio import PAUSE_SECONDS
 from shardscope_widgets.words import device_count, title, verdict
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
@@ -491,3 +494,39 @@ def test_a_runs_steps_stand_in_the_time_tab(studio: Studio) -> None:
 def test_an_unknown_tab_is_refused(studio: Studio) -> None:
     with pytest.raises(TraitError, match="there are Memory, Time"):
         studio.tabs.value = "Speed"
+
+
+def test_findings_are_counted_when_a_person_pauses(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel, where an event loop runs: three quick moves are one count, of the last plan."""
+    asked: list[str] = []
+    findings = ss.Plan.findings
+    monkeypatch.setattr(
+        ss.Plan, "findings", lambda plan: (asked.append(plan.architecture.name), findings(plan))[1]
+    )
+
+    async def move() -> None:
+        for name in ("llama-3.2-1b", "mixtral-8x7b", "llama-3.1-70b"):
+            studio.architecture.name.value = name
+        assert not asked
+        await asyncio.sleep(2 * PAUSE_SECONDS)
+
+    asyncio.run(move())
+    assert asked == ["llama-3.1-70b"]
+    assert studio.tabs.badges["Checks"][0] == str(len(studio.findings))
+
+
+def test_what_the_framework_has_no_input_for_is_kept_and_said_while_it_runs(studio: Studio) -> None:
+    chunked = replace(studio.plan, layout=ss.Layout.fsdp2(pp=2, vpp=2))
+    studio.apply(chunked)
+    assert studio.plan.layout.vpp == 2 and "Also: vpp 2" in studio.layout_picker.hint.value
+    studio.recipe.seq_len.value = "2048"
+    assert studio.plan.layout.vpp == 2
+    studio.layout_picker._controls["fsdp2"]["pp"].value = 1
+    assert studio.plan.degrees.pp == studio.plan.layout.vpp == 1
+    assert "Also" not in studio.layout_picker.hint.value and not errors(studio)
+
+
+def test_the_path_is_a_click_away(studio: Studio) -> None:
+    studio.plans.mode.value = "search"
+    studio.which.click()
+    assert (studio.tabs.value, studio.plans.mode.value) == ("Plans", "advice")

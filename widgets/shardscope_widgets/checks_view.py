@@ -9,6 +9,7 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight import SEVERITIES, Finding
 from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable
@@ -17,7 +18,15 @@ from shardscope_widgets.sheet import Sheet
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
 """A shape for each severity beside its word: its colour says nothing that these do not."""
 
-_SPELLED = {"gpu": "GPU", "cpu": "CPU", "nvme": "NVMe", "nccl": "NCCL", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
+_SPELLED = {
+    "gpu": "GPU",
+    "cpu": "CPU",
+    "nvme": "NVMe",
+    "nccl": "NCCL",
+    "fsdp1": "FSDP1",
+    **{name: framework.title for name, framework in frameworks.items()},
+}
+"""Words of a finding's name that are no plain ones."""
 
 NOTHING = "Nothing to mend: no check has anything against this plan."
 

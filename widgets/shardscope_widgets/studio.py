@@ -19,6 +19,7 @@ from shardscope.planner.preflight import Finding
 from shardscope.planner.room import fits
 from shardscope_widgets import shared
 from shardscope_widgets.checks_view import ChecksView, summary
+from shardscope_widgets.later import Later
 from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
@@ -33,18 +34,9 @@ from shardscope_widgets.tabs import Tabs
 from shardscope_widgets.trace_view import TraceView
 from shardscope_widgets.words import sentence, verdict
 
-TABS = tuple(
-    name
-    for name, is_there in (
-        ("Memory", True),
-        ("Time", True),
-        ("Plans", hasattr(ss, "search") and hasattr(ss, "recommend")),
-        ("Checks", hasattr(ss.Plan, "findings")),
-        ("Run", True),
-        ("Trace", True),
-    )
-    if is_there
-)
+TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
+PAUSE_SECONDS = 0.25
+"""After so long without a move of an input, the preflight is asked how much it has against the plan."""
 TRACE_PIXELS = 640
 NO_TRACE = "No trace yet: a run that records one shows it here."
 
@@ -61,7 +53,13 @@ class Studio(widgets.VBox):
         self.architecture = ArchitecturePicker()
         self.cluster = ClusterPicker()
         self.recipe = RecipePicker()
-        self.layout_picker = LayoutPicker()
+        self.which = shared.button(
+            "Which framework? See the path",
+            "ss-link",
+            tooltip="Plans: the questions on the way to a framework",
+        )
+        self.which.on_click(self._show_path)
+        self.layout_picker = LayoutPicker(below=self.which)
         self.memory = MemoryView()
         self.run_view = RunView(on_end=self._run_ended)
         self.launch_panel = LaunchPanel(self.cluster.machine)
@@ -110,6 +108,7 @@ class Studio(widgets.VBox):
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(self._launch)
         self._planning = False
+        self._count = Later(self._count_findings, PAUSE_SECONDS)
         self._report: MemoryReport | None = None
         self._found: tuple[ss.Plan, list[Finding]] | None = None
         self._show_page()
@@ -132,6 +131,11 @@ class Studio(widgets.VBox):
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
         return self._put("Checks", ChecksView(on_apply=self.apply))
+
+    def _show_path(self, _: object) -> None:
+        self.plans.mode.value = "advice"
+        self.tabs.value = "Plans"
+        self.sheet.show()
 
     def _put(self, tab: str, view: View) -> View:
         self._pages[tab].children = [view]
@@ -202,7 +206,7 @@ class Studio(widgets.VBox):
         self.rates.value = rates(shown_step(plan))
         self._offer_repairs()
         self.launch_panel.offer(plan, report)
-        self._count_findings()
+        self._count.ask()
 
     def _draw_shown(self) -> None:
         """Bring the page in sight up to date; all others wait until they are shown."""
@@ -236,8 +240,6 @@ class Studio(widgets.VBox):
         return self._found[1]
 
     def _count_findings(self) -> None:
-        if "Checks" not in TABS:
-            return
         self.tabs.mark("Checks", len(self.findings), summary(self.findings))
 
     def _show_error(self, error: ValueError) -> None:

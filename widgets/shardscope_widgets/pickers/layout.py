@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 from html import escape
 from typing import Any
 
+import ipywidgets as widgets
+
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope_widgets import shared
@@ -40,11 +42,11 @@ WORDS: dict[str, dict[Any, str]] = {
 
 
 class LayoutPicker(Picker):
-    """A framework and its degrees. ``offer`` says for which model, GPUs and recipe."""
+    """A framework and its degrees. ``offer`` says for which model, GPUs and recipe; ``below`` comes last."""
 
     heading = "Framework"
 
-    def __init__(self, layout: ss.Layout | None = None) -> None:
+    def __init__(self, layout: ss.Layout | None = None, below: widgets.Widget | None = None) -> None:
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
         layout = layout or ss.Layout.fsdp2()
         self._layouts[layout.framework] = layout
@@ -60,6 +62,7 @@ class LayoutPicker(Picker):
         self._offering = False
         self._taken: ss.Layout | None = None
         self.hint = shared.html("", "ss-hint")
+        self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
         self.framework.observe(self.read, "value")
         self.read()
@@ -133,7 +136,7 @@ class LayoutPicker(Picker):
         name = self.framework.value
         self._make_rows(name)
         self.rows = {"framework": self._framework_row, **self._rows[name]}
-        rows = [self.children[0], self._framework_row, *self._rows[name].values(), self.hint]
+        rows = [self.children[0], self._framework_row, *self._rows[name].values(), *self._below]
         if list(self.children) != rows:
             self.children = rows
         if self._situation is None:
