@@ -134,7 +134,10 @@ def _names(frameworks: Sequence[str] | None) -> list[str]:
         return list(known)
     if isinstance(frameworks, str) or not frameworks:
         refuse(
-            "frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({'fsdp2'!r},)"
+            "frameworks",
+            frameworks,
+            f"names among {', '.join(known)}, or None for all",
+            f"({next(iter(known))!r},)",
         )
     return list(dict.fromkeys(one_of("frameworks", name, list(known)) for name in frameworks))
 
