@@ -17,6 +17,7 @@ from run_helpers import make_plan, seconds_until
 import shardscope as ss
 from shardscope.calibration import process
 from shardscope.calibration.process import CalibrationError
+from shardscope.host import host_cores
 from shardscope.timing.calibration import COLLECTIVES, Calibration, rates_for
 from shardscope.timing.calibration_runs import residual
 from shardscope.timing.calibration_store import data_folder, file_for, locked, stored
@@ -88,7 +89,7 @@ def test_two_cpu_ranks_are_measured_kept_and_used(folder: Path) -> None:
 
     one = Calibration.from_dict(last["calibration"])
     assert (one.gpu, one.num_ranks, one.backend) == ("cpu", 2, "gloo")
-    assert one.threads_per_rank == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert one.threads_per_rank == max(1, host_cores() // 2)
     assert {"fp32", "bf16"} == {product.precision for product in one.matrix_products}
     assert {call.collective for call in one.collectives} == set(COLLECTIVES)
     assert not one.host_copies

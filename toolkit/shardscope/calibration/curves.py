@@ -79,7 +79,7 @@ class Curves:
     def _products(self, seconds: float) -> list[dict[str, Any]]:
         precisions, found = self.precisions(), []
         for precision in precisions:
-            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
             for rows, inner, columns, took in self._growing(
                 self._shapes(), partial(self._product, TYPES[precision]), seconds / len(precisions)
             ):
@@ -88,7 +88,7 @@ class Curves:
                     "precision": precision, "rows": rows, "inner": inner, "columns": columns,
                     "seconds": took / 3,
                 })  # fmt: skip
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
         return found
 
     def _shapes(self) -> list[tuple[int, int, int]]:
