@@ -264,7 +264,17 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "use-flash-attn": None,
 }  # fmt: skip
 """Every flag that an export writes or a reader takes, with its type; None: store_true, or store_false for
-``disable-bias-linear``. Read off Megatron-LM's megatron/training/arguments.py (commit 000c4ac2, 2025), which is on no index."""
+``disable-bias-linear``. Read off Megatron-LM's megatron/training/arguments.py (commit 000c4ac2 of 2025): no
+package has that file."""
+WRITTEN_OUT = frozenset({
+    "group-query-attention", "max-position-embeddings", "position-embedding-type", "vocab-size", "swiglu",
+    "make-vocab-size-divisible-by", "untie-embeddings-and-output-weights", "multi-latent-attention",
+    "num-experts", "num-virtual-stages-per-pipeline-rank", "seq-length", "micro-batch-size",
+    "global-batch-size", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16",
+    "recompute-activations", "use-flash-attn",
+})  # fmt: skip
+"""Those that stand in that file alone; Megatron-LM makes the others from megatron-core's dataclasses since
+0.16 (megatron/training/argument_utils.py, ArgumentGroupFactory)."""
 CHOICES = {
     "position-embedding-type": ("learned_absolute", "rope", "mrope", "relative", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -295,6 +305,23 @@ def parsed(plan: ss.Plan) -> dict[str, Any]:
 
 def test_megatron_s_flags_are_those_of_its_source() -> None:
     assert set(READ) == set(FLAGS)
+
+
+def test_megatron_core_has_the_fields_behind_the_flags() -> None:
+    """Each flag is a field's name, ``no-`` or ``disable-`` one that is true, or what its metadata says."""
+    needs("megatron")
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    kinds: Any = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    made = set()
+    for field in (field for kind in kinds for field in dataclasses.fields(kind)):
+        name = field.name.replace("_", "-")
+        plain = [f"--no-{name}", f"--disable-{name}"] if field.default is True else [f"--{name}"]
+        made.update(field.metadata.get("argparse_meta", {}).get("arg_names", plain))
+    unknown = {flag for flag in FLAGS if f"--{flag}" not in made} - WRITTEN_OUT
+    assert not unknown, unknown
 
 
 @pytest.mark.parametrize("name", ["megatron", "experts"])
