@@ -23,6 +23,7 @@ from tests.accuracy.time_apart import OTHER_FRAMEWORKS
 from tests.accuracy.time_mapping import timed
 from tests.accuracy.time_own_code import beside_seconds
 from tests.accuracy.time_rows import configurations, step_seconds, time_files, tokens_rate
+from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
@@ -196,11 +197,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[], help="constants whose names contain one of these")
     chosen = parser.parse_args(arguments)
+    with uncalibrated():
+        _fit(chosen.only, chosen.rounds)
+
+
+def _fit(only: Sequence[str], rounds: int) -> None:
     rows = calibration_rows()
-    wanted = [one for one in constants() if not chosen.only or any(word in str(one) for word in chosen.only)]
+    wanted = [one for one in constants() if not only or any(word in str(one) for word in only)]
     known = [(constant, matters(rows, constant)) for constant in wanted]
     print(f"{len(rows)} calibration rows, loss {loss(rows):.4f}")
-    found = fit(rows, [constant for constant, count in known if count], chosen.rounds)
+    found = fit(rows, [constant for constant, count in known if count], rounds)
     for constant, count in known:
         print(
             f"{constant} = {found.get(constant, constant.value):.4g} (was {constant.value:.4g}), {count} rows"

@@ -94,10 +94,16 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
         assumed.append("recomputation not stated: none")
     if row.get("optimizer") is None and kind.family == "megatron":
         changed["optimizer"] = "Adam (distributed)" if _has_distributed_optimizer(row) else None
-    if "dgxc" in about and "nemotron 340b" in text(row, "model") and number(row, "vpp") is None:
+    is_340b = re.search(r"nemotron4? 340b", text(row, "model"))
+    if "dgxc" in about and is_340b and (number(row, "pp") or 1) > 1 and number(row, "vpp") is None:
         # NVIDIA/dgxc-benchmarking, nemotron/README_340b.md: VP=12 at every scale of its H100.
         changed["vpp"] = 12
         assumed.append("interleaving not stated: 12 chunks, as the recipe's own page has")
+    is_70b = re.search(r"llama3[_ ]70b", text(row, "model")) and is_nvidias_own(row)
+    if is_70b and (number(row, "pp") or 1) > 1 and number(row, "vpp") is None:
+        # Megatron-Bridge, scripts/performance/configs/llama/llama3_workload_base_configs.py: 5 on every GPU.
+        changed["vpp"] = 5
+        assumed.append("interleaving not stated: 5 chunks, as the recipe has")
     if number(row, "cp") == 16 and number(row, "dp") == 4 and "llama 3" in text(row, "source", "model"):
         # Its table prints 4 where 16,384 GPUs in tp 8, cp 16, pp 16 leave 8.
         changed["dp"] = None

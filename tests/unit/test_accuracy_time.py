@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.accuracy import fitting
 from tests.accuracy.__main__ import main
 from tests.accuracy.document import parts, put
 from tests.accuracy.fitting import calibration_rows, constants, fit, loss, restored
@@ -19,9 +21,11 @@ from tests.accuracy.time_mapping import timed
 from tests.accuracy.time_rows import configurations, time_files
 from tests.accuracy.time_scoring import score_time, spearman
 from tests.accuracy.time_writing import HEADING, time_report
+from tests.accuracy.uncalibrated import uncalibrated
 from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
+from shardscope.timing.calibration_store import FOLDER_VARIABLE
 
 
 def row(**fields: Any) -> dict[str, Any]:
@@ -203,7 +207,7 @@ def test_a_gpu_that_was_never_calibrated_is_reported_apart() -> None:
     lines = time_report(score_time([row(), old])).splitlines()
     assert lines[-1].startswith("overall time: 1 sources, 1 of 1 rows")
     assert lines[-5].startswith("with them: 2 sources, 2 of 2 rows")
-    assert lines[-5].startswith(
+    assert lines[-7].startswith(
         "never calibrated, apart from the last line: v100-sxm-32gb, 1 sources, 1 rows"
     )
 
@@ -252,3 +256,22 @@ def test_nanotron_deals_layers_by_cost_with_the_head_among_them() -> None:
     )
     assert deeper.stage_layers == (5, 5, 5, 1)
     assert sum(deeper.stage_layers) == found.architecture.num_hidden_layers
+
+
+def test_what_was_calibrated_here_says_nothing_of_others_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "/calibrated/here")
+    with uncalibrated():
+        assert os.listdir(os.environ[FOLDER_VARIABLE]) == []
+    assert os.environ[FOLDER_VARIABLE] == "/calibrated/here"
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    with uncalibrated():
+        assert FOLDER_VARIABLE in os.environ
+    assert FOLDER_VARIABLE not in os.environ
+
+
+def test_the_fit_says_what_it_found_and_on_how_many_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    fitting.main(["--rounds", "1", "--only", "matrices.ampere.share"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("1")
+    assert [line for line in printed if line.startswith("matrices.ampere.share = ")]
+    assert printed[-1].startswith("loss ")
