@@ -91,7 +91,8 @@ def _launch(plan: Plan) -> str:
     return (
         SHELL
         + header(plan, f"{note}The first argument is your own script; the others are that script's.")
-        + 'script=$(realpath "${1:?name a script that uses Accelerator or Trainer}")\nshift\n'
+        + ': "${1:?name a script that uses Accelerator or Trainer}"\n'
+        + 'script=$(realpath -e "$1") || exit\nshift\n'
         + HERE
         + needed
         + where
