@@ -301,6 +301,21 @@ def test_a_missing_bandwidth_or_drive_is_named() -> None:
         plan_of(layout=ss.Layout.zero(offload_optimizer="nvme")).step()
 
 
+@pytest.mark.parametrize("link", [None, "nvlink-9"])
+def test_a_gpu_whose_link_nobody_knows_is_refused_by_name(link: str | None) -> None:
+    """Not where it has no neighbours, nor where the cluster says what its link is."""
+    gpu = replace(EIGHT.gpu, name="my-gpu", link=link)
+    plan = replace(plan_of(micro_batch_size=4, seq_len=8192), cluster=ss.Cluster.of(gpu, 8))
+    with pytest.raises(ValueError, match=r"Gpu\.link is .*nvlink-4.*Nearest fix: link='pcie-4-x16'"):
+        plan.step()
+    repairs = plan.repairs()
+    assert repairs and all(math.isnan(repair.seconds_lost) for repair in repairs)
+    named = replace(plan.cluster, intra_node_link=EIGHT.intra_node_link)
+    assert replace(plan, cluster=named).step().seconds > 0
+    alone = ss.Plan(ss.models["gpt2"], ss.Cluster.of(gpu, 1), ss.Recipe(seq_len=512), ss.Layout.ddp())
+    assert alone.step().communication == ()
+
+
 def test_rates_are_read_from_the_catalogue_by_generation() -> None:
     hopper, ampere = (rates_of(ss.Cluster.parse(name)) for name in ("h100-sxm-80gb", "a100-sxm-80gb"))
     assert "hopper" in hopper.source

@@ -7,12 +7,14 @@ measured on the machine itself. Every formula of the step's time reads its speed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.catalog import entries
+import numpy as np
+
+from shardscope.catalog import entries, links
 from shardscope.memory.arithmetic import largest
 from shardscope.validation import refuse
 
@@ -76,6 +78,24 @@ class LinkRate(NamedTuple):
     """One step of a ring with a small message."""
 
 
+class MeasuredCalls(NamedTuple):
+    """One collective as it was measured on this machine, by size."""
+
+    ranks: int
+    """In the group, on one node."""
+    log_bytes: tuple[float, ...]
+    """Natural logarithms of the whole vector's bytes, rising."""
+    log_seconds: tuple[float, ...]
+    """Of one call."""
+
+    def seconds(self, num_bytes: Any, messages: Any) -> Any:
+        """One vector in ``messages`` calls: between sizes a line of logarithms, then the largest one's speed."""
+        size = np.log(largest(num_bytes / messages, 1.0))
+        beyond = largest(size - self.log_bytes[-1], 0.0)
+        found = messages * np.exp(np.interp(size, self.log_bytes, self.log_seconds) + beyond)
+        return found if isinstance(found, np.ndarray) else float(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """The speeds of one cluster."""
@@ -94,6 +114,8 @@ class Rates:
     """By ``Recipe.kernels``."""
     inside: LinkRate
     """Between the GPUs of a node."""
+    collectives: Mapping[str, MeasuredCalls] = field(default_factory=dict)
+    """By name, for groups inside a node of as many ranks as were measured; others go by their links."""
     between: LinkRate
     """Between nodes, per GPU."""
     host: LinkRate
@@ -172,6 +194,27 @@ def rates_of(cluster: Cluster) -> Rates:
     )
 
 
+def check_links(cluster: Cluster, rates: Rates) -> None:
+    """Raise ``ValueError`` where GPUs of one node have a link that nobody named or measured.
+
+    :meth:`Cluster.of` puts PCIe 4.0 between GPUs whose entry has none: enough to make a plan, but a guess of
+    its speed.
+    """
+    name = cluster.gpu.link
+    if cluster.gpus_per_node == 1 or name in links or cluster.intra_node_link.name != ASSUMED_LINK:
+        return
+    if rates.inside == rates_of(cluster).inside:
+        refuse(
+            "Gpu.link",
+            name,
+            f"the link between GPUs of one node, one of {', '.join(links)}; or another intra_node_link of "
+            "the cluster, or a calibration of the machine",
+            f"link={ASSUMED_LINK!r}",
+        )
+
+
+ASSUMED_LINK = "pcie-4-x16"
+"""What :meth:`Cluster.of` takes where a GPU's link is not known."""
 _MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 """Bytes of a number that a product moves, the mean of both operands and what it puts out (from fp8: bf16)."""
 

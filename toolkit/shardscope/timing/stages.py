@@ -10,6 +10,7 @@ from shardscope.timing.head import ends
 from shardscope.timing.host import host_seconds
 from shardscope.timing.layers import LayerWork
 from shardscope.timing.parallel import parallel_transfers
+from shardscope.timing.rates import check_links
 from shardscope.timing.report import PARTS
 from shardscope.timing.update import update_seconds
 
@@ -71,6 +72,7 @@ def work_of(plan: Plan, modules: Modules, rates: Rates) -> LayerWork:
     """What all stages of ``plan`` have in common. Raises ``ValueError`` naming a figure that is not known."""
     from shardscope.frameworks.registry import frameworks
 
+    check_links(plan.cluster, rates)
     return LayerWork(plan, modules, rates, frameworks[plan.layout.framework].timing_model())
 
 
