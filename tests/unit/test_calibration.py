@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from calibrations import (
     ATTENTION_BACKWARD,
@@ -25,6 +27,7 @@ from hypothesis import strategies as st
 import shardscope as ss
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_fit import Term, two_terms
+from shardscope.timing.collectives import one_call
 from shardscope.timing.rates import rates_of
 
 CPU = ss.Cluster.parse("2xcpu")
@@ -65,6 +68,36 @@ def test_what_was_not_measured_stays_the_catalogues() -> None:
     assert rates.matrix("fp8") == known.matrix("fp8")
     assert rates.matrix("bf16").flops_per_second == pytest.approx(FLOPS, rel=1e-3)
     assert rates.matrix("bf16").peak_flops == cluster.gpu.peak_flops["bf16"]
+
+
+def test_a_collective_takes_what_was_measured_at_its_size() -> None:
+    slow = [{"collective": "all_gather", "num_bytes": 4**k, "seconds": 1e-4 * 3**k} for k in (5, 7, 9)]
+    rates = calibration("8xh100-sxm-80gb", collectives=slow).rates(ss.Cluster.parse("2x8xh100-sxm-80gb"))
+
+    def took(num_bytes: Any, ranks: Any, messages: Any = 1, name: Any = "all_gather") -> Any:
+        return one_call(name, num_bytes, ranks, 1, messages, 8, rates)
+
+    for call in slow:
+        assert took(call["num_bytes"], 8) == pytest.approx(call["seconds"])
+    assert took(2 * 4**9, 8) == pytest.approx(2 * slow[-1]["seconds"]), "as fast as the largest"
+    assert took(1, 8) == pytest.approx(slow[0]["seconds"]), "not shorter than the smallest"
+    assert slow[0]["seconds"] < took(4**6, 8) < slow[1]["seconds"]
+    assert took(3 * 4**7, 8, messages=3) == pytest.approx(3 * slow[1]["seconds"])
+    known = replace(rates, collectives={})
+    for ranks, name in ((4, "all_gather"), (16, "all_gather"), (8, "all_reduce")):
+        assert took(4**7, ranks, name=name) == one_call(name, 4**7, ranks, 1, 1, 8, known), "by its link"
+    sizes, groups = np.array([4.0**6, 4.0**7, 4.0**12]), np.array([8, 4, 8])
+    many = took(sizes, groups)
+    assert list(many) == pytest.approx([took(*one) for one in zip(sizes, groups, strict=True)])
+
+
+def test_noise_never_makes_a_small_call_longer_than_a_large_one() -> None:
+    calls = [
+        {"collective": "all_reduce", "num_bytes": size, "seconds": took}
+        for size, took in ((2**14, 2e-4), (2**16, 1e-4), (2**18, 3e-4))
+    ]
+    curve = calibration(collectives=calls).rates(CPU).collectives["all_reduce"]
+    assert [curve.seconds(2**power, 1) for power in (14, 16, 18)] == pytest.approx([1e-4, 1e-4, 3e-4])
 
 
 def test_the_slower_way_to_the_host_counts() -> None:

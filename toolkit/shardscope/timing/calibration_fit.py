@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardscope.timing.collectives import seconds
-from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, Rates, rates_of
+from shardscope.timing.rates import AttentionRate, LinkRate, MatrixRate, MeasuredCalls, Rates, rates_of
 from shardscope.timing.traffic import Transfer
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def fitted(calibration: Calibration, cluster: Cluster) -> Rates:
         memory_bytes_per_second=memory,
         kernel_seconds=calibration.kernel_seconds,
         inside=inside,
+        collectives=MappingProxyType(measured_calls(calibration.collectives, calibration.num_ranks)),
         host=_host(calibration, known.host, memory),
         host_updates_per_second=calibration.host_updates_per_second,
         source=calibration.source,
@@ -106,6 +107,20 @@ def fitted_link(known: Rates, calls: list[CollectiveCall], ranks: int) -> LinkRa
         else:
             factor = factor**0.5
     return link
+
+
+def measured_calls(calls: Iterable[CollectiveCall], ranks: int) -> dict[str, MeasuredCalls]:
+    """By collective, the measured curve; a smaller call is never said to take longer than a larger one."""
+    by_name: dict[str, list[CollectiveCall]] = {}
+    for call in calls:
+        by_name.setdefault(call.collective, []).append(call)
+    found = {}
+    for name, measured in by_name.items():
+        measured.sort(key=lambda call: call.num_bytes)
+        at_most = [min(later.seconds for later in measured[i:]) for i in range(len(measured))]
+        sizes = tuple(log(call.num_bytes) for call in measured)
+        found[name] = MeasuredCalls(ranks, sizes, tuple(map(log, at_most)))
+    return found
 
 
 FINEST = 1.001

@@ -65,6 +65,9 @@ def one_call(
         each = _all_to_all(num_bytes, ranks, way, messages, inside, between)
     else:
         each = _ring_or_tree(collective, num_bytes, ranks, way, messages, inside, between)
+    if measured := rates.collectives.get(collective):
+        as_then = (ranks == measured.ranks) & (way.num_nodes == 1)
+        each = where(as_then, measured.seconds(num_bytes, messages), each)
     return (ranks > 1) * each
 
 
