@@ -89,7 +89,7 @@ class MeasuredCalls(NamedTuple):
     """Of one call."""
 
     def seconds(self, num_bytes: Any, messages: Any) -> Any:
-        """One vector in ``messages`` calls: between sizes a line of logarithms, beyond them the end's speed."""
+        """One vector in ``messages`` calls: between sizes on a line of logarithms, beyond at the last speed."""
         size = np.log(largest(num_bytes / messages, 1.0))
         beyond = largest(size - self.log_bytes[-1], 0.0)
         found = messages * np.exp(np.interp(size, self.log_bytes, self.log_seconds) + beyond)
