@@ -123,7 +123,7 @@ def what_does_not_fit_is_mended_by_a_button(page: Any) -> None:
     screenshot(page, "repairs")
     chips.filter(has_text="Micro-batch").click()
     page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
-    assert chips.count() == 0
+    chips.first.wait_for(state="detached")
     row = page.locator(".ss-side .widget-hbox", has=page.get_by_text("Batch", exact=True)).last
     assert int(row.locator("input").first.input_value()) < 4
     fill(page, "Batch", "1")
