@@ -121,9 +121,11 @@ def calibration_rows() -> list[Fitted]:
 def log_errors(rows: Sequence[Fitted]) -> list[float]:
     """log(predicted / measured) of each row, with the constants as they are now."""
     rates_of.cache_clear()
-    return [
-        math.log(step(row.mapped.plan).seconds + beside_seconds(row.mapped)) - row.log_seconds for row in rows
-    ]
+    found = []
+    for row in rows:
+        report = step(row.mapped.plan)
+        found.append(math.log(report.seconds + beside_seconds(row.mapped, report)) - row.log_seconds)
+    return found
 
 
 def loss(rows: Sequence[Fitted]) -> float:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.accuracy.mapping import Mapped
+from tests.accuracy.rows import text
 
 from shardscope.memory.quantization import layer_linears
 from shardscope.timing.calibration import rates_for
+from shardscope.timing.report import StepReport
 
 _PLANNED_BYTES = 3 * 2.5
 """What a plan in NF4 moves for one number in three passes: half a byte is read, two are written."""
@@ -18,15 +22,53 @@ _KERNELS = 2 * 11
 of the weights; the input's cast and the bias."""
 _MATRICES = 5
 """modeling_qwen.py: c_attn, c_proj, w1, w2 and the MLP's c_proj."""
+_FLEX = re.compile(r"qwen3[-_ ]?30b|deepseek[-_ ]?v3")
+"""Models whose recipes take DeepEP or HybridEP (``moe_flex_dispatcher_backend`` of Megatron-Bridge's
+scripts/performance/configs: qwen3_workload_base_configs.py, deepseek_workload_base_configs.py)."""
 
 
-def beside_seconds(mapped: Mapped) -> float:
-    """Seconds that the row's own code adds to a step of its plan."""
-    if "zero2_over_gptq" not in mapped.own_code:
-        return 0.0
+def beside_seconds(mapped: Mapped, report: StepReport) -> float:
+    """Seconds that the row's own code adds to a step of its plan, or saves (below zero)."""
+    if "zero2_over_gptq" in mapped.own_code:
+        return _unpacking(mapped)
+    if sends_once_to_a_node(mapped):
+        return _sent_once(mapped, report)
+    return 0.0
+
+
+def _unpacking(mapped: Mapped) -> float:
     plan = mapped.plan
     rates = rates_for(plan.cluster)
     numel, _, _ = layer_linears(plan.architecture, False, "nf4_double")
     moved = (_UNPACKED_BYTES - _PLANNED_BYTES) * numel / rates.memory()
     started = _MATRICES * _KERNELS * rates.kernel_seconds
     return plan.num_micro_batches * plan.architecture.num_hidden_layers * (moved + started)
+
+
+def sends_once_to_a_node(mapped: Mapped) -> bool:
+    """Whether a token crosses once to each node that has experts of its own, not once for each of them."""
+    said = text(mapped.row, "source", "model")
+    return "megatron-bridge" in said and bool(_FLEX.search(text(mapped.row, "model")))
+
+
+def _sent_once(mapped: Mapped, report: StepReport) -> float:
+    """DeepSeek-V3 (arXiv:2412.19437), section 3.2.2: over the network once a node, then over NVLink.
+
+    With k experts a token, evenly over n nodes, k (n - 1) / n copies would cross; (n - 1) (1 - (1 - 1/n)^k)
+    nodes have to be reached. All copies but a rank's own then travel inside.
+    """
+    plan = mapped.plan
+    experts, inside = plan.architecture.mixture_of_experts, plan.cluster.gpus_per_node
+    ep, rates = plan.degrees.ep, rates_for(plan.cluster)
+    if experts is None or ep * plan.degrees.tp <= inside:
+        return 0.0
+    members = inside // plan.degrees.tp
+    nodes, top = ep // members, experts.num_experts_per_tok
+    copies = top * (nodes - 1) / nodes
+    reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** top)
+    across = copies / rates.between.bytes_per_second
+    once = max(
+        reached / rates.between.bytes_per_second,
+        top * (members - 1) / members / rates.inside.bytes_per_second,
+    )
+    return report.parts["expert_parallel"] * (min(1.0, once / across) - 1)

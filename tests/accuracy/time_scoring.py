@@ -119,7 +119,7 @@ def _scored(rows: Iterable[Row]) -> TimeScore:
             unmapped.append((found.row, str(reason)))
             continue
         measured = _measured(found.measured, report)
-        scored.append(TimeScored(plan, measured, report, len(found.rows), beside_seconds(plan)))
+        scored.append(TimeScored(plan, measured, report, len(found.rows), beside_seconds(plan, report)))
     return TimeScore(tuple(scored), tuple(unmapped))
 
 

@@ -261,7 +261,7 @@ def test_nanotron_deals_layers_by_cost_with_the_head_among_them() -> None:
 def test_what_was_calibrated_here_says_nothing_of_others_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "/calibrated/here")
     with uncalibrated():
-        assert os.listdir(os.environ[FOLDER_VARIABLE]) == []
+        assert not [*Path(os.environ[FOLDER_VARIABLE]).iterdir()]
     assert os.environ[FOLDER_VARIABLE] == "/calibrated/here"
     monkeypatch.delenv(FOLDER_VARIABLE)
     with uncalibrated():
@@ -275,3 +275,18 @@ def test_the_fit_says_what_it_found_and_on_how_many_rows(capsys: pytest.CaptureF
     assert printed[0].startswith("1")
     assert [line for line in printed if line.startswith("matrices.ampere.share = ")]
     assert printed[-1].startswith("loss ")
+
+
+def test_what_ran_beside_a_plan_is_told_from_what_the_product_says() -> None:
+    """AutoGPTQ unpacks in plain operations; DeepEP sends a token to a node once, whatever experts it has."""
+    wanted = {"qwen-0066": 1, "mbskill-0022": -1, "mbskill-0005": 0, "torchtitan-0001": 0}
+    rows = [one for one in read(time_files()) if str(one.get("id")) in wanted]
+    score = score_time(rows)
+    assert len(score.scored) == len(wanted)
+    for one in score.scored:
+        sign = wanted[str(one.mapped.row["id"])]
+        assert (one.beside > 0) - (one.beside < 0) == sign
+        assert one.by_product.seconds == one.report.seconds
+        assert one.seconds > 0
+        # What a dispatcher saves is some of the expert parallelism's time.
+        assert one.beside >= -one.report.parts["expert_parallel"]
