@@ -128,6 +128,16 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         NODE,
         {"global_batch_size": 16, "recompute": "full", "recompute_interval": 2},
     ),
+    "quantised, in stages": (
+        ss.models["pythia-6.9b"],
+        ss.Cluster.parse("4x8xh100-sxm-80gb"),
+        {"global_batch_size": 48, "method": "qlora"},
+    ),
+    "adapters of experts, in stages": (
+        ss.models["qwen3-30b-a3b"],
+        ss.Cluster.parse("4x8xh100-sxm-80gb"),
+        {"global_batch_size": 48, "method": "lora"},
+    ),
     "405B": (
         ss.models["llama-3.1-405b"],
         ss.Cluster.parse("2048x8xh100-sxm-80gb"),

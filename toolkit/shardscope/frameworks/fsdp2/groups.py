@@ -91,8 +91,10 @@ class Groups(NamedTuple):
             if index < 0:
                 return _NOTHING
             return self.experts if index >= self.first_with_experts else self.dense
-        found = where(index >= self.first_with_experts, self.experts, self.dense)
-        there = index >= 0
+        if self.experts is _NOTHING:
+            there = (index >= 0) & (index < self.first_with_experts)
+            return Group(*(there * field for field in self.dense))
+        found, there = where(index >= self.first_with_experts, self.experts, self.dense), index >= 0
         return Group(*(there * field for field in found))
 
     def kept_before(self, index: Any) -> Any:

@@ -82,7 +82,7 @@ class StagedStep(Step):
             if kind not in fullest:
                 fullest[kind] = self._fullest(place, self.adds)
             # Of arrays each place has a kind of its own.
-            if is_array(place.index) or is_other_end:
+            if is_array(place.kind.num_layers) or is_array(place.index) or is_other_end:
                 # The other end of a kind, where most of its layers are gathered.
                 found += self._where(waits.repeats, self._forward_again, place)
             found += self._layer(place, *fullest[kind])
