@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardscope as ss
 from shardscope.timing.collectives import bounding_link, route, seconds
-from shardscope.timing.rates import rates_of
+from shardscope.timing.rates import MeasuredCalls, rates_of
 from shardscope.timing.traffic import Collective, Transfer
 
 NODE, TWO, MANY = (ss.Cluster.parse(f"{n}8xh100-sxm-80gb") for n in ("", "2x", "64x"))
@@ -96,3 +96,13 @@ def test_arrays_of_groups_take_what_each_of_them_takes(collective: Collective, s
     together = took(collective, size, ranks, strides)
     alone = [took(collective, size, int(r), int(s)) for r, s in zip(ranks, strides, strict=True)]
     assert together == pytest.approx(alone, rel=1e-12)
+
+
+def test_measured_calls_are_interpolated_for_arrays_too() -> None:
+    measured = MeasuredCalls(8, (2.0, 5.0, 9.0), (-9.0, -8.0, -4.0))
+    sizes = np.exp(np.array([0.0, 2.0, 3.3, 7.0, 9.0, 12.0]))
+    # Below the smallest it takes as long, beyond the largest as many bytes a second.
+    expected = np.exp(np.array([-9.0, -9.0, -9.0 + 1.3 / 3, -6.0, -4.0, -1.0]))
+    assert measured.seconds(sizes, 1) == pytest.approx(expected)
+    assert [measured.seconds(size, 1) for size in sizes] == pytest.approx(expected)
+    assert measured.seconds(8 * sizes, 8) == pytest.approx(8 * expected)

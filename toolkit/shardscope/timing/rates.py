@@ -89,11 +89,19 @@ class MeasuredCalls(NamedTuple):
     """Of one call."""
 
     def seconds(self, num_bytes: Any, messages: Any) -> Any:
-        """One vector in ``messages`` calls: between sizes on a line of logarithms, beyond at the last speed."""
-        size = np.log(largest(num_bytes / messages, 1.0))
-        beyond = largest(size - self.log_bytes[-1], 0.0)
-        found = messages * np.exp(np.interp(size, self.log_bytes, self.log_seconds) + beyond)
-        return found if isinstance(found, np.ndarray) else float(found)
+        """One vector in ``messages`` calls: a line of logarithms between sizes, then the last one's speed."""
+        sizes, seconds = self.log_bytes, self.log_seconds
+        size = largest(np.log(largest(num_bytes / messages, 1.0)), sizes[0])
+        # A bend at each measured size, for columns of plans know no np.interp.
+        found: Any = seconds[0]
+        slope = 0.0
+        for index, at in enumerate(sizes):
+            after = 1.0
+            if index + 1 < len(sizes):
+                after = (seconds[index + 1] - seconds[index]) / (sizes[index + 1] - at)
+            found = found + (after - slope) * largest(size - at, 0.0)
+            slope = after
+        return messages * np.exp(found)
 
 
 @dataclass(frozen=True, kw_only=True)
