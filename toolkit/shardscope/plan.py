@@ -102,7 +102,7 @@ class Plan(JsonNoun):
         """Predicted seconds of one optimizer step, by what they go to, and tokens/s, MFU, days and cost.
 
         Raises ``ValueError`` naming the figure that is not known: the GPU's peak in this precision, the
-        bandwidth of its memory, the speed of an NVMe.
+        bandwidth of its memory, its link, the speed of an NVMe. ``ss.calibrate()`` measures them.
         """
         from shardscope.timing.step import step
 
