@@ -77,6 +77,8 @@ def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[st
     changed: dict[str, Any] = {}
     assumed: list[str] = []
     said, about = text(row, "precision"), text(row, "framework", "source")
+    if "tf32" in said:
+        raise UnmappedError("fp32 weights whose products run in TF32, which no recipe says")
     if re.search(r"fp8|mxfp8|float8", said) and kind.family == "megatron":
         # Delayed, current, blockwise and MX scaling multiply at the same speed; their casts differ.
         changed["precision"] = "fp8"

@@ -28,7 +28,8 @@ say, each predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. 
 ours says is added from its published code (`tests/accuracy/time_own_code.py`, nothing fitted): AutoGPTQ's
 unpacking in Qwen's 4-bit rows, and in Megatron-Bridge's recipes that take DeepEP or HybridEP tokens that
 cross to a node once; the line above the last one is without either. What is compared is the time of one step,
-from tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its own way. Errors are predicted over measured seconds, less one;
+from tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its
+own way. Errors are predicted over measured seconds, less one;
 medians and p90 are of absolute errors. NVIDIA's tables repeat configurations from release to release, whose
 figures differ by up to two thirds: such a configuration counts once, by the median of its figures.
 
@@ -42,6 +43,8 @@ constants of their own. Its runs hang on what no plan says: Python between small
 micro-batch at tp > 1, whatever its size), reductions parameter by parameter, messages about messages between
 stages, and a network that gives rings over nodes a fifth of its cards; some took ten times as long as their
 like."""
+_SWEEP = 5
+"""Layouts from which on a source sweeps them."""
 _GOALS = (0.08, 0.25, 0.9)
 """Median of source medians, p90, rank correlation in every source that sweeps layouts."""
 
@@ -92,6 +95,17 @@ def _goals(score: TimeScore) -> str:
             for value, goal in zip(found, _GOALS, strict=False)
         ]
         lines.append(f"| {name} | {len(some.scored)} | {' | '.join(verdicts)} |")
+    lines += [
+        "",
+        "| source that sweeps layouts | configurations | layouts | rank correlation (goal 0.9) |",
+        "|---|---|---|---|",
+    ]
+    for source_name, rows in known.by_source.items():
+        layouts = {(row.mapped.plan.degrees, row.mapped.plan.layout.framework) for row in rows}
+        found = rank_correlation(rows)
+        if found is not None and len(layouts) >= _SWEEP:
+            verdict = "reached" if found >= _GOALS[2] else "**missed**"
+            lines.append(f"| {source_name} | {len(rows)} | {len(layouts)} | {found:.2f}: {verdict} |")
     return "\n".join(lines)
 
 

@@ -25,10 +25,10 @@ MEDIANS = {
     "FMS-acceleration": 6.0,
     "Korthikanti": 7.0,
     "skills/docs": 76.0,
-    "Megatron-Bridge performance": 19.0,
+    "Megatron-Bridge performance": 15.0,
     "dgxc-benchmarking": 5.0,
-    "NeMo Automodel": 21.0,
-    "Qwen": 38.0,
+    "NeMo Automodel": 22.0,
+    "Qwen": 18.0,
     "Zero Bubble": 8.0,
     "llm-foundry": 5.0,
     "nanotron": 70.0,
@@ -71,10 +71,14 @@ def test_every_source_has_a_level(score: TimeScore) -> None:
         assert [1 for name in MEDIANS if name in source] == [1], source
 
 
-def test_the_goal_for_medians_is_reached_on_rows_that_nothing_was_fitted_on(score: TimeScore) -> None:
-    judged = summary(calibrated(score).only("judge").by_source)
-    assert judged is not None
-    assert judged[0] <= 0.08
+def test_the_goals_are_reached_on_rows_that_nothing_was_fitted_on(score: TimeScore) -> None:
+    """That for the 90th percentile with what ran beside plans described; by the product alone nearly."""
+    judged = calibrated(score).only("judge")
+    for one, p90 in ((judged, 0.25), (judged.by_product, 0.28)):
+        found = summary(one.by_source)
+        assert found is not None
+        assert found[0] <= 0.08
+        assert found[1] <= p90
 
 
 def test_most_rows_have_a_plan_and_none_makes_a_prediction_fail(score: TimeScore) -> None:
