@@ -89,7 +89,7 @@ class MeasuredCalls(NamedTuple):
     """Of one call."""
 
     def seconds(self, num_bytes: Any, messages: Any) -> Any:
-        """One vector in ``messages`` calls: a line of logarithms between sizes, then the last one's speed."""
+        """One vector in ``messages`` calls: on a line of logarithms, past its end at the last speed."""
         sizes, seconds = self.log_bytes, self.log_seconds
         size = largest(np.log(largest(num_bytes / messages, 1.0)), sizes[0])
         # A bend at each measured size, for columns of plans know no np.interp.
