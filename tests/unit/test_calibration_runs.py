@@ -1,0 +1,93 @@
+"""What a run folder's metrics become beside the calibration of its machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibrations import calibration
+
+import shardscope as ss
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.measured_step import MIN_PROFILED_STEPS, keep_step, predicted_step
+from shardscope.runs.records import append_line
+from shardscope.timing.calibration_runs import MIN_STEPS, SKIPPED_STEPS
+from shardscope.timing.calibration_store import data_folder, file_for, store_calibration, stored
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv("SHARDSCOPE_DATA_HOME", str(tmp_path / "data"))
+    run = RunFolder(tmp_path / "runs" / "a-run")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def plan() -> ss.Plan:
+    recipe = ss.Recipe(seq_len=64, global_batch_size=2, precision="fp32")
+    return ss.Plan(ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), recipe, ss.Layout.ddp())
+
+
+def description(plan: ss.Plan) -> dict[str, Any]:
+    """As ``launch`` writes it, as far as a measured step needs it."""
+    return {
+        "name": "a-run",
+        "world_size": 2,
+        "plan": json.loads(plan.to_json()),
+        "predicted": predicted_step(plan),
+    }
+
+
+def log(folder: RunFolder, num_steps: int, seconds: float) -> None:
+    for step in range(num_steps):
+        for rank in (0, 1):
+            append_line(folder.events(rank), {"step": step, "rank": rank, "step_seconds": seconds})
+
+
+def test_a_step_is_predicted_at_launch_where_it_can_be(plan: ss.Plan) -> None:
+    assert predicted_step(plan) is None
+    store_calibration(calibration())
+    said = predicted_step(plan)
+    assert said == {"step_seconds": plan.step().seconds, "from": calibration().source}
+
+
+def test_a_finished_run_is_held_against_its_prediction(folder: RunFolder, plan: ss.Plan) -> None:
+    store_calibration(calibration())
+    told, took = description(plan), 1.5 * plan.step().seconds
+    log(folder, SKIPPED_STEPS + MIN_STEPS, took)
+    assert keep_step(folder, told)
+    found = plan.step().residual
+    assert found is not None and found.median == pytest.approx(1.5)
+
+
+def test_without_a_prediction_the_step_is_kept_all_the_same(folder: RunFolder, plan: ss.Plan) -> None:
+    told = description(plan)
+    log(folder, 20, 0.25)
+    assert keep_step(folder, told)
+    record = stored(file_for("cpu", data_folder()))
+    assert record is not None and record.steps[0].seconds == 0.25 and record.steps[0].ratio is None
+    assert not record.calibrations
+
+
+def test_too_few_steps_are_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
+    log(folder, SKIPPED_STEPS + MIN_STEPS - 1, 0.25)
+    assert not keep_step(folder, description(plan))
+    assert not data_folder().exists()
+
+
+def test_a_short_recorded_run_is_not_kept(folder: RunFolder, plan: ss.Plan) -> None:
+    folder.trace(0).write_bytes(b"")
+    log(folder, SKIPPED_STEPS + MIN_STEPS, 0.25)
+    assert not keep_step(folder, description(plan))
+    log(folder, SKIPPED_STEPS + MIN_PROFILED_STEPS, 0.25)
+    assert keep_step(folder, description(plan))
+
+
+def test_broken_lines_of_metrics_are_passed_over(folder: RunFolder, plan: ss.Plan) -> None:
+    folder.events(0).write_text('ep": 3}\n[1]\nnull\n')
+    log(folder, 20, 0.25)
+    append_line(folder.events(0), {"step": "x", "step_seconds": "NaN"})
+    assert keep_step(folder, description(plan))
