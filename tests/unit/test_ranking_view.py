@@ -255,6 +255,12 @@ def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled
     assert until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
 
 
+def marked(view: RankingView) -> list[float]:
+    """Where the ring around the applied plan is; empty: nowhere."""
+    assert view.figure is not None
+    return list(next(trace for trace in view.figure.data if trace.name == "this plan").x)
+
+
 def plan_of(**recipe: Any) -> ss.Plan:
     return ss.Plan(MODEL, GPUS, ss.Recipe(**recipe), ss.Layout.fsdp2())
 
@@ -273,10 +279,12 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     page.offer(plan_of())
     assert until(lambda: page.ranking.ranking is found and not page.search.is_busy)
     assert len(asked) == 1 and "ss-old" not in page.ranking._dom_classes
+    assert marked(page.ranking)
     page.offer(plan_of(micro_batch_size=2, recompute="full"))
     assert "ss-old" not in page.ranking._dom_classes, "what a search chooses is no other question"
     page.offer(plan_of(seq_len=2048))
     assert len(asked) == 1 and "ss-old" in page.ranking._dom_classes
+    assert not marked(page.ranking), "another question's plan has no place in this chart"
     assert "Llama 3.1 8B on 8 GPUs, before something was changed" in page._about.value
     page.search.button.click()
     assert until(lambda: len(asked) == 2 and not page.search.is_busy)

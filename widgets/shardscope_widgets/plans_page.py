@@ -90,7 +90,7 @@ class PlansPage(widgets.VBox):
     def offer(self, plan: ss.Plan) -> None:
         """Say which plan is applied; what was answered for other nouns is shown as that."""
         self._plan = plan
-        self.ranking.mark(plan)
+        self._mark()
         self._look()
 
     def _look(self, change: object = None) -> None:
@@ -148,8 +148,12 @@ class PlansPage(widgets.VBox):
 
     def _show_ranking(self, ranking: Ranking) -> None:
         self.ranking.show(ranking)
-        if self._plan is not None:
-            self.ranking.mark(self._plan)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Mark the plan in the chart and the table, if they answer for its model and GPUs."""
+        is_one = self._plan is not None and self._answered.get("search") == Question.of(self._plan)
+        self.ranking.mark(self._plan if is_one else None)
 
     def _got(self, mode: str, plan: ss.Plan, show: Callable[[], None]) -> None:
         self._answered[mode] = Question.of(plan)

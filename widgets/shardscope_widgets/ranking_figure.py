@@ -69,11 +69,14 @@ def _layout() -> dict[str, Any]:
     }
 
 
-def draw(figure: Chart, ranking: Ranking, chosen: tuple[float, float] | None) -> int:
-    """Show every plan in its place; how many marks that took.
+def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
+    """Mark the plan that is applied, by its peak bytes and a GPU's tokens a second; None: no mark."""
+    place = {"x": [chosen[0] / GIB], "y": [chosen[1]]} if chosen else {"x": [], "y": []}
+    figure.redraw([*({} for _ in figure.data[:-1]), place], {})
 
-    ``chosen`` are the peak bytes and the tokens a second of a GPU of the plan that is applied.
-    """
+
+def draw(figure: Chart, ranking: Ranking) -> int:
+    """Show every plan in its place; how many marks that took."""
     memory = ranking.peak_bytes.astype(float)
     speed = ranking.tokens_per_second_per_gpu
     capacity = float(ranking.cluster.usable_bytes_per_gpu)
@@ -88,7 +91,7 @@ def draw(figure: Chart, ranking: Ranking, chosen: tuple[float, float] | None) ->
         traces.append({"x": (memory[own] / GIB).tolist(), "y": speed[own].tolist()})
     front = ranking.pareto()[::-1]
     traces.append({"x": (memory[front] / GIB).tolist(), "y": speed[front].tolist()})
-    traces.append({"x": [chosen[0] / GIB], "y": [chosen[1]]} if chosen else {"x": [], "y": []})
+    traces.append({"x": [], "y": []})
     line = {"width": 2, "color": INK}
     end = capacity / GIB
     figure.redraw(

@@ -14,7 +14,7 @@ from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable
 from shardscope_widgets.figures import Chart
-from shardscope_widgets.ranking_figure import counted, draw, empty_figure, key
+from shardscope_widgets.ranking_figure import counted, draw, empty_figure, key, ring
 from shardscope_widgets.ranking_rows import ASCENDING, Indices, ordered
 from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
 from shardscope_widgets.sheet import Sheet
@@ -64,22 +64,22 @@ class RankingView(widgets.VBox):
             if self.figure is None:
                 self.figure = empty_figure()
                 self._place.children = [self.figure]
-            self._draw()
+            num_marks = draw(self.figure, ranking)
+            self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
+            self._mark_again()
 
-    def mark(self, plan: ss.Plan) -> None:
-        """Say which plan is applied already: its row and its place in the chart are marked."""
+    def mark(self, plan: ss.Plan | None) -> None:
+        """Say which plan is applied: its row and its place in the chart are marked. None: none of these."""
         with self._lock:
-            if self._current is None or plan != self._current[0]:
-                self._current = plan, plan.memory().peak_bytes
-                self._draw()
+            before = self._current and self._current[0]
+            if plan != before:
+                self._current = None if plan is None else (plan, plan.memory().peak_bytes)
+                self._mark_again()
 
-    def _draw(self) -> None:
-        ranking = self.ranking
-        if ranking is None or self.figure is None:
-            return
-        num_marks = draw(self.figure, ranking, self._chosen())
-        self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
-        self._write()
+    def _mark_again(self) -> None:
+        if self.figure is not None:
+            ring(self.figure, self._chosen())
+            self._write()
 
     def _chosen(self) -> tuple[float, float] | None:
         """Peak bytes and tokens a second of the plan that is applied; None where its time is not known."""
