@@ -36,7 +36,7 @@ class Rows:
 
     def __init__(self, keys: Sequence[NDArray[np.int64]]) -> None:
         self.num_rows = len(keys[0])
-        self._indices = {1 << bit: distinct(codes) for bit, codes in enumerate(keys)}
+        self._indices = {1 << bit: distinct(codes, int(codes.max()) + 1) for bit, codes in enumerate(keys)}
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
         self._told: dict[tuple[int, bytes], int] = {}
         self._partitions: dict[bytes, int] = {}
@@ -100,9 +100,9 @@ class Rows:
         return found
 
 
-def distinct(codes: NDArray[np.int64], limit: int | None = None) -> _Index:
+def distinct(codes: NDArray[np.int64], limit: int) -> _Index:
     """Which of ``codes`` (0 to below ``limit``) are alike."""
-    if limit is None or limit > _SPARSE * len(codes) + 1024:
+    if limit > _SPARSE * len(codes) + 1024:
         _, first, places = np.unique(codes, return_index=True, return_inverse=True)
         return _Index(len(first), places.reshape(-1), first)
     seen = np.full(limit, -1, np.int64)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.layout import Degrees
-from shardscope.memory.column import Rows
+from shardscope.memory.column import Rows, value_codes
 from shardscope.memory.many import Varied
 from shardscope.memory.modules.attention import broadcasts_views
 from shardscope.memory.stages import Shapes, StageShape
@@ -60,7 +60,7 @@ class Table:
             "num_micro_batches": self.num_micro_batches,
             "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
         }
-        codes = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in numbers.values()]
+        codes = [value_codes(column)[0] for column in numbers.values()]
         self.rows = Rows([*(each[self.owners] for each in codes), self.place])
         self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
         self._numbers = {
