@@ -46,10 +46,9 @@ def test_time_plans_and_checks(page: Any) -> None:
     advice_is_applied(page)
     a_row_of_the_search_is_applied(page)
     tabs_are_moved_through_by_keyboard(page)
-    for theme in ("light", "dark"):
-        if theme == "dark":
-            use_theme(page, "JupyterLab Dark", light="false")
-        nothing_sticks_out(page, theme)
+    for theme, light in (("Light", "true"), ("Dark", "false")):
+        use_theme(page, f"JupyterLab {theme}", light=light)
+        nothing_sticks_out(page, theme.lower())
 
 
 def the_head_and_the_time_follow_the_model(page: Any) -> None:
@@ -107,7 +106,7 @@ def advice_is_applied(page: Any) -> None:
     show(page, "Plans")
     page.locator(".ss-path li.ss-taken").first.wait_for(timeout=ASKED)
     assert page.locator(".ss-path li.ss-passed").count() >= 1
-    assert page.locator(".ss-matrix tbody tr").count() > 10
+    page.locator(".ss-matrix tbody tr").nth(10).wait_for()
     page.get_by_role("button", name="Apply this plan").click()
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('FSDP2')")
 
