@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import smallest, where
+from shardscope.memory.arithmetic import by_value, smallest, where
 from shardscope.memory.precision import base_width, widths
 from shardscope.timing.traffic import Overlap, StateTraffic, Transfer
 
@@ -27,7 +27,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """
     layout: Any = plan.layout
     degrees, width = plan.degrees, widths[plan.recipe.precision]
-    ranks, stride, calls = degrees.shard * degrees.cp, degrees.tp, stage.num_layers + 1
+    ranks, stride, calls = by_value(degrees.shard * degrees.cp), degrees.tp, stage.num_layers + 1
     gathered, reduced = stage.base * width.compute, stage.trainable * width.reduce
     micro_batches, reshard = plan.num_micro_batches, layout.reshard_after_forward
     staged = degrees.pp > 1

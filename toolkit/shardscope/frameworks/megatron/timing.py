@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
-from shardscope.memory.arithmetic import ceil_div, largest
+from shardscope.memory.arithmetic import by_value, ceil_div, largest
 from shardscope.memory.precision import FP32, widths
 from shardscope.timing.traffic import Beneath, Overlap, StateTraffic, Transfer
 
@@ -25,7 +25,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """
     layout: Any = plan.layout
     degrees = plan.degrees
-    ranks, stride = degrees.data_parallel * degrees.cp, degrees.tp
+    ranks, stride = by_value(degrees.data_parallel * degrees.cp), degrees.tp
     half = widths[plan.recipe.precision].compute
     width = FP32 if reduces_in_fp32(layout, plan.recipe) else half
     gradients, parameters = stage.trainable * width, stage.trainable * half
