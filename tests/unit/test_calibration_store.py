@@ -255,8 +255,11 @@ def test_the_residual_counts_runs_of_this_architecture_framework_and_constants()
         pytest.approx(1.3),
     )
     assert "1.20 times" in two.words and "not corrected" in two.words
+    store_step(measured(of, 1.2, load=3.0), "cpu")
+    three = residual(of)
+    assert three is not None and three.num_busy == 1 and "1 of them while it was busy" in three.words
     report = of.step()
-    assert report.residual == two
+    assert report.residual == three
     assert "1.20 times" in report.to_html() and report.calibration in report.to_html()
     assert plan("fsdp2", "8m").step().residual is None
 
@@ -276,6 +279,7 @@ def test_a_prediction_is_never_corrected_by_runs() -> None:
         ("seconds", -1.0),
         ("predicted_seconds", float("inf")),
         ("num_steps", 0),
+        ("load", -1.0),
         ("plan", {"architecture": {}}),
         ("run", ""),
         ("predicted_from", 7),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,18 @@ def keep_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
         seconds=seconds,
         predicted_seconds=predicted.get("step_seconds"),
         predicted_from=predicted.get("from"),
+        load=_load(description),
     )
     store_step(step, str(plan["cluster"]["gpu"]["name"]))
     return True
+
+
+def _load(description: Mapping[str, Any]) -> float:
+    """Runnable processes for each core over the last minute; of CPU ranks, those beside them."""
+    if not hasattr(os, "getloadavg"):
+        return 0.0
+    own = int(description["world_size"]) if description.get("device") == "cpu" else 0
+    return round(max(0.0, os.getloadavg()[0] - own) / (os.cpu_count() or 1), 2)
 
 
 def _events(folder: RunFolder, rank: int) -> Iterator[dict[str, Any]]:

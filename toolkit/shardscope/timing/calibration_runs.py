@@ -42,6 +42,8 @@ class MeasuredStep(JsonNoun):
     """What ``plan.step()`` said when the run was launched; None where it could not."""
     predicted_from: str | None
     """Which constants that came from."""
+    load: float = 0.0
+    """Runnable processes for each core in its last minute, its own ranks apart."""
 
     def __post_init__(self) -> None:
         for name in ("run", "finished_at"):
@@ -57,6 +59,7 @@ class MeasuredStep(JsonNoun):
         real_number("MeasuredStep.seconds", self.seconds, low=1e-9, high=1e7)
         if self.predicted_seconds is not None:
             real_number("MeasuredStep.predicted_seconds", self.predicted_seconds, low=1e-9, high=1e7)
+        real_number("MeasuredStep.load", self.load, low=0.0, high=1e6)
         if self.predicted_from is not None and not isinstance(self.predicted_from, str):
             refuse("MeasuredStep.predicted_from", self.predicted_from, "text or None", "None")
 
@@ -74,15 +77,23 @@ class Residual(NamedTuple):
     """Measured over predicted."""
     low: float
     high: float
+    num_busy: int = 0
+    """Runs beside which others kept the machine busy."""
 
     @property
     def words(self) -> str:
         """For people."""
         runs = "one finished run" if self.num_runs == 1 else f"{self.num_runs} finished runs"
+        then = (
+            "the machine was busy then"
+            if self.num_runs == 1
+            else f"{self.num_busy} of them while it was busy"
+        )
+        busy = f"; {then}" if self.num_busy else ""
         spread = "" if self.num_runs == 1 else f" (median; {self.low:.2f} to {self.high:.2f})"
         return (
             f"{runs} of this architecture with this framework on this machine took {self.median:.2f} times "
-            f"the predicted step{spread}; the prediction is not corrected by that"
+            f"the predicted step{spread}{busy}; the prediction is not corrected by that"
         )
 
 
@@ -92,7 +103,7 @@ def residual(plan: Plan) -> Residual | None:
     Counted are runs of the same architecture and framework on such GPUs of this machine, predicted from the
     same constants as ``plan`` would be now. Raises ``ValueError`` for a stored file that is damaged.
     """
-    from shardscope.timing.calibration import rates_for
+    from shardscope.timing.calibration import BUSY_LOAD, rates_for
     from shardscope.timing.calibration_store import data_folder, file_for, stored
 
     record = stored(file_for(plan.cluster.gpu.name, data_folder()))
@@ -100,15 +111,19 @@ def residual(plan: Plan) -> Residual | None:
         return None
     shape = plan.architecture.to_dict()
     framework, source = plan.layout.framework, rates_for(plan.cluster).source
-    ratios = [
-        one.ratio
+    counted = [
+        (one.ratio, one.load > BUSY_LOAD)
         for one in record.steps
         if one.ratio is not None
         and one.predicted_from == source
         and one.plan["layout"].get("framework") == framework
         and one.plan["architecture"] == shape
     ]
-    return Residual(len(ratios), median(ratios), min(ratios), max(ratios)) if ratios else None
+    if not counted:
+        return None
+    ratios = [ratio for ratio, _ in counted]
+    num_busy = sum(busy for _, busy in counted)
+    return Residual(len(ratios), median(ratios), min(ratios), max(ratios), num_busy)
 
 
 def median_step(metrics: Iterable[Mapping[str, Any]]) -> tuple[int, float] | None:
