@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.timing.calibration_runs import Residual
 from shardscope.timing.report import PARTS
-from shardscope_widgets import StepView
+from shardscope_widgets import StepView, step_rows
 from shardscope_widgets.step_rows import RunSteps, shown_step
 from shardscope_widgets.step_table import figures, table
 from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
@@ -195,3 +196,15 @@ def test_a_measurement_is_shown_where_nothing_can_be_predicted(monkeypatch: pyte
     view.show(plan)
     assert drawn(view) == {"measured": {"measured": 500.0}}
     assert notes(view)["measured"] == "500 ms"
+
+
+def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Residual(3, 1.12, 1.02, 1.31)
+    monkeypatch.setattr(step_rows, "residual", lambda plan: found)
+    assert found.words in words(StepView(plan_of()).caption.value)
+
+    def damaged(plan: ss.Plan) -> None:
+        raise ValueError("calibration.json, line 3: <no number>")
+
+    monkeypatch.setattr(step_rows, "residual", damaged)
+    assert "line 3: <no number>" in words(StepView(plan_of()).caption.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 
 from shardscope.memory.words import gib
@@ -78,8 +78,8 @@ def _price(shown: ShownStep) -> str:
     return f"${gpu.price_per_hour_usd:,.2f} an hour for each GPU, read on {gpu.price_date}"
 
 
-def _or(value: float | None, words: object) -> str:
-    return "–" if value is None else words(value)  # type: ignore[operator,no-any-return]
+def _or(value: float | None, words: Callable[[float], str]) -> str:
+    return "–" if value is None else words(value)
 
 
 def _or_words(value: float | None, known: str, unknown: str) -> str:
