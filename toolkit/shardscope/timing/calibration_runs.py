@@ -84,11 +84,8 @@ class Residual(NamedTuple):
     def words(self) -> str:
         """For people."""
         runs = "one finished run" if self.num_runs == 1 else f"{self.num_runs} finished runs"
-        then = (
-            "the machine was busy then"
-            if self.num_runs == 1
-            else f"{self.num_busy} of them while it was busy"
-        )
+        alone = self.num_runs == 1
+        then = "the machine was busy then" if alone else f"{self.num_busy} of them while it was busy"
         busy = f"; {then}" if self.num_busy else ""
         spread = "" if self.num_runs == 1 else f" (median; {self.low:.2f} to {self.high:.2f})"
         return (
