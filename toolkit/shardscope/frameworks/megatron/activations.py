@@ -95,26 +95,27 @@ class _Stage:
         # (seen in rehearsals from the middle stage on; before it there was one stage that held neither).
         later = interleaved * (1 - self.stage.is_first) * (self.plan.num_micro_batches > self.degrees.pp)
         sent = 2 * later * arrived
-        forward = tokens * held.head + angles + edges + moving
-        ending = tokens * held.forward + angles + moving + arrived + sent
+        # Angles are there all along. They are added last, for of many plans cp decides nothing else.
+        forward = tokens * held.head + edges + moving
+        ending = tokens * held.forward + moving + arrived + sent
         # The last layer's own forward may need more than the head, before there are logits.
         is_ending = ending > forward + logits[0]
         # When backward reaches the first layer, the other micro-batches still wait, and the embedding's
         # gradient comes: the layer's own activations have gone by then.
-        last = tokens * held.last + angles + travelling + where(self.stage.is_first, self._whole(), stream)
+        last = tokens * held.last + travelling + where(self.stage.is_first, self._whole(), stream)
         # In fp32 the logits' gradient is not cast, and so still there when that of the head's input comes.
         uncast = self.stream if self.modules.compute == FP32 and not self._casts_loss() else 0
         again = " and recomputed" if self.plan.recipe.recompute == "full" else ""
         return StageActivations(
-            forward=Term(where(is_ending, ending, forward), words),
+            forward=Term(where(is_ending, ending, forward) + angles, words),
             head=Term(
-                tokens * held.head + angles + edges + where(interleaved, arrived, travelling) + uncast, words
+                tokens * held.head + edges + where(interleaved, arrived, travelling) + uncast + angles, words
             ),
             first=Term(
-                tokens * held.backward + angles + travelling + sent,
+                tokens * held.backward + travelling + sent + angles,
                 lambda: f"{words()} + gradients in flight{again} in one layer",
             ),
-            last=Term(last, lambda: f"the other micro-batches' share of {words()}"),
+            last=Term(last + angles, lambda: f"the other micro-batches' share of {words()}"),
             logits_forward=Term(
                 where(is_ending, 0, logits[0]),
                 lambda: (
