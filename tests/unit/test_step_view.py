@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from html import unescape
 from types import SimpleNamespace
 from typing import Any
@@ -208,3 +210,39 @@ def test_what_finished_runs_took_stands_under_the_prediction(monkeypatch: pytest
 
     monkeypatch.setattr(step_rows, "residual", damaged)
     assert "line 3: <no number>" in words(StepView(plan_of()).caption.value)
+
+
+# ------------------------------------------------------------------------------- measuring this machine
+
+HERE = ss.Cluster.parse("2xcpu")
+
+
+def test_only_a_plan_for_this_machine_offers_to_measure_it() -> None:
+    view = StepView(plan_of(), machine=HERE)
+    assert view.calibrate.layout.display == "none"
+    view.show(plan_of(cluster="2xcpu"))
+    assert view.calibrate.layout.display == ""
+    ours = StepView(plan_of(), machine=ss.Cluster.parse("8xh100-sxm-80gb"))
+    assert ours.calibrate.layout.display == ""
+    ours.show(plan_of(cluster="2x8xh100-sxm-80gb"))
+    assert ours.calibrate.layout.display == "none"
+
+
+def test_measuring_says_how_far_it_is_and_the_prediction_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, told = threading.Event(), threading.Event()
+
+    def calibrate(cluster: ss.Cluster, progress: Any) -> None:
+        progress("matrix products", 0.25)
+        assert cluster == HERE and goes_on.wait(10)
+
+    monkeypatch.setattr(ss, "calibrate", calibrate)
+    view = StepView(plan_of(cluster="2xcpu"), machine=HERE, on_calibrate=told.set)
+    shown: list[ss.Plan] = []
+    monkeypatch.setattr(view, "show", shown.append)
+    view.calibrate.button.click()
+    deadline = time.monotonic() + 10
+    while view.calibrate.progress.value != 0.25 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert view.calibrate.button.disabled and "matrix products" in view.calibrate.words.value
+    goes_on.set()
+    assert told.wait(10) and [plan.cluster for plan in shown] == [HERE]

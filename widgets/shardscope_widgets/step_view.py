@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 
 import ipywidgets as widgets
@@ -9,6 +10,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.timing.report import StepReport
 from shardscope_widgets import shared
+from shardscope_widgets.calibrate_panel import CalibratePanel
 from shardscope_widgets.number_words import dollars, duration, short, typed_tokens
 from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.sheet import Sheet
@@ -21,9 +23,19 @@ MAX_REMEMBERED = 32
 
 
 class StepView(widgets.VBox):
-    """A plan's step, predicted and measured, redrawn in place when ``show`` gets another plan."""
+    """A plan's step, predicted and measured, redrawn in place when ``show`` gets another plan.
 
-    def __init__(self, plan: ss.Plan | None = None) -> None:
+    Where the plan is for ``machine`` (None: this one), a button measures that and calls ``on_calibrate``.
+    """
+
+    def __init__(
+        self,
+        plan: ss.Plan | None = None,
+        *,
+        machine: ss.Cluster | None = None,
+        on_calibrate: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_calibrate = on_calibrate
         self.shown: ShownStep | None = None
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         self.figure = empty_figure()
@@ -34,7 +46,10 @@ class StepView(widgets.VBox):
         self.budget_words = shared.html("", "ss-budget")
         self.budget_row = Row("For tokens", self.budget, self.budget_words)
         self.table = shared.html()
-        super().__init__([Sheet(), self.figure, self.caption, self.figures, self.budget_row, self.table])
+        self.calibrate = CalibratePanel(machine or ss.Cluster.detect(), self._calibrated)
+        measuring = [self.calibrate, self.calibrate.words]
+        parts = [self.figure, self.caption, *measuring, self.figures, self.budget_row, self.table]
+        super().__init__([Sheet(), *parts])
         for name in ("ss-root", "ss-view", "ss-step"):
             self.add_class(name)
         if plan is not None:
@@ -47,6 +62,7 @@ class StepView(widgets.VBox):
 
     def show(self, plan: ss.Plan) -> None:
         """Draw a plan's step; where it cannot be predicted, say why."""
+        self.calibrate.offer(plan)
         measured = next((step for known, step in self._measured if known == plan), None)
         self.shown = shown_step(plan, measured)
         draw(self.figure, self.shown)
@@ -61,6 +77,11 @@ class StepView(widgets.VBox):
         self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
         if self.shown is not None and self.shown.plan == plan:
             self.show(plan)
+
+    def _calibrated(self) -> None:
+        if self.shown is not None:
+            self.show(self.shown.plan)
+        self._on_calibrate()
 
     def _show_budget(self, change: object = None) -> None:
         """Days, price and energy of the tokens that are typed; what is no number is said at the input."""

@@ -117,7 +117,7 @@ class Studio(widgets.VBox):
     @cached_property
     def time(self) -> StepView:
         """The Time tab's view."""
-        view = StepView()
+        view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates)
         for plan, steps in self._measured:
             view.add(plan, steps)
         return self._put("Time", view)
@@ -203,10 +203,13 @@ class Studio(widgets.VBox):
         )
         # The browser draws what is in sight while the rest, which takes longer, is still computed.
         self._draw_shown()
-        self.rates.value = rates(shown_step(plan))
+        self._show_rates()
         self._offer_repairs()
         self.launch_panel.offer(plan, report)
         self._count.ask()
+
+    def _show_rates(self) -> None:
+        self.rates.value = rates(shown_step(self.plan))
 
     def _draw_shown(self) -> None:
         """Bring the page in sight up to date; all others wait until they are shown."""
