@@ -155,21 +155,35 @@ class Ranking:
         if not len(rows):
             return ()
         over = np.max([np.maximum(0, lacks[name][rows]) / max(1, rooms[name]) for name in lacks], axis=0)
-        nearest = rows[np.lexsort((self.step_seconds[rows], over))]
-        first = np.sort(np.unique(self.framework[nearest], return_index=True)[1])
-        chosen = list(dict.fromkeys([*nearest[first].tolist(), *nearest[: 2 * MISSES].tolist()]))[:MISSES]
+        seconds, owners = self.step_seconds[rows], self._owners(rows)
+        names = [found.layout.framework for found in self.candidates]
+        # Of each framework the nearest, and then whatever is nearest of all.
+        firsts = []
+        for name in dict.fromkeys(names):
+            places = np.flatnonzero(np.array([name == own for own in names])[owners])
+            if len(places):
+                places = places[over[places] == over[places].min()]
+                firsts.append(int(places[np.argmin(seconds[places])]))
+        firsts.sort(key=lambda place: float(over[place]))
+        near = np.flatnonzero(
+            over <= np.partition(over, min(MISSES, len(rows)) - 1)[min(MISSES, len(rows)) - 1]
+        )
+        near = near[np.lexsort((seconds[near], over[near]))]
+        chosen = rows[list(dict.fromkeys([*firsts, *near.tolist()]))[:MISSES]].tolist()
         return tuple(self._miss(row) for row in chosen)
 
     def to_frame(self, limit: int | None = None) -> pd.DataFrame:
         """A row for each plan, ``limit`` at most: feasible ones first, fastest first, then the nearest."""
         import pandas as pd
 
-        others = np.flatnonzero(~self.feasible)
-        others = others[np.lexsort((self.step_seconds[others], self.peak_bytes[others]))]
-        rows = np.concatenate([self.order, others])[:limit]
+        rows = self.order[:limit]
+        if limit is None or len(rows) < limit:
+            others = np.flatnonzero(~self.feasible)
+            others = others[np.lexsort((self.step_seconds[others], self.peak_bytes[others]))]
+            rows = np.concatenate([rows, others])[:limit]
         found: dict[str, Any] = {
             "framework": self.framework[rows],
-            "layout": self.options[rows],
+            "layout": self.options(rows),
             "recompute": self.recompute[rows],
             MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
             **{name: self.column(name)[rows] for name in _DEGREES},
@@ -186,20 +200,25 @@ class Ranking:
     def column(self, name: str) -> NDArray[np.int64]:
         """``micro_batch_size`` or a degree (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``, ``replicate``,
         ``data_parallel``) of each plan; 1 where a framework has none of it."""
-        parts = [
-            found.table.columns.get(name, np.ones(found.num_plans, np.int64)) for found in self.candidates
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        found = self._columns.get(name)
+        if found is None:
+            parts = [one.table.columns.get(name, np.ones(one.num_plans, np.int64)) for one in self.candidates]
+            found = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+            self._columns[name] = found
+        return found
 
     @cached_property
     def recompute(self) -> NDArray[np.str_]:
         """What is recomputed, by plan."""
         return self._repeated([found.recipe.recompute for found in self.candidates])
 
+    def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
+        """What the layouts of some rows choose beside their degrees, in words."""
+        return np.array([_options(found.layout) for found in self.candidates], str)[self._owners(rows)]
+
     @cached_property
-    def options(self) -> NDArray[np.str_]:
-        """What a layout chooses beside its degrees, in words."""
-        return self._repeated([_options(found.layout) for found in self.candidates])
+    def _columns(self) -> dict[str, NDArray[np.int64]]:
+        return {}
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -228,6 +247,10 @@ class Ranking:
         }
         return {name: needed[name] - room for name, room in self._rooms.items()}
 
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Whose rows they are, by place in :attr:`candidates`."""
+        return np.searchsorted(np.array(self._starts), rows, side="right") - 1
+
     def _repeated(self, values: list[str]) -> NDArray[np.str_]:
         return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
 
@@ -238,7 +261,9 @@ class Ranking:
             for name in (*_DEGREES, MICRO_BATCH_SIZE)
             if self.column(name)[row] > 1
         )
-        what = f"{self.options[row]}, recompute {self.recompute[row]}" + (f", {numbers}" if numbers else "")
+        what = f"{self.options(np.array([row]))[0]}, recompute {self.recompute[row]}" + (
+            f", {numbers}" if numbers else ""
+        )
         missing = " and ".join(f"{gib(short)} GiB of {name}" for name, short in lacks.items())
         words = f"{what}: lacks {missing}"
         return Miss(index=int(row), framework=str(self.framework[row]), lacks=lacks, words=words)
