@@ -29,6 +29,15 @@ class CheckpointFormat:
     """Where that is written."""
 
 
+TORCH_CHECKPOINT = CheckpointFormat(
+    name="torch.distributed.checkpoint",
+    tied_to=(),
+    remedy="",
+    source="torch.distributed.checkpoint: loads over any number of ranks",
+)
+"""What the engines of plain PyTorch save, under the model's own names."""
+
+
 class Habits(Protocol):
     """What every framework's ``habits.py`` offers."""
 
