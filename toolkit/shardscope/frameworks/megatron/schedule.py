@@ -43,7 +43,18 @@ def fullest(plan: Plan, number: Any, dense: Layer, moe: Layer) -> Fullest:
     arch, degrees = plan.architecture, plan.degrees
     # No schedule holds more micro-batches of a chunk than that.
     micro_batches = smallest(plan.num_micro_batches, 2 * degrees.pp)
-    held = _looked_up(arch, degrees.pp, degrees.vpp, number, micro_batches)
+    numbers = (degrees.pp, degrees.vpp, number, micro_batches)
+    if any(map(is_array, (*numbers, *dense, *moe))):
+        return _told(_looked_up(arch, *numbers), dense, moe)
+    return _of_one(arch, numbers, dense, moe)
+
+
+@lru_cache(maxsize=4096)
+def _of_one(arch: Architecture, numbers: tuple[int, ...], dense: Layer, moe: Layer) -> Fullest:
+    return _told(_profile(arch, *numbers), dense, moe)
+
+
+def _told(held: Profile, dense: Layer, moe: Layer) -> Fullest:
     # Layers with experts come last: they go backward first, and are gone when the others do.
     gone = where(moe.retained > 0, 0, moe.saved)
 
