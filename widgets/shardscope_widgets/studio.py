@@ -36,7 +36,8 @@ from shardscope_widgets.words import sentence, verdict
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
 PAUSE_SECONDS = 0.25
-"""After so long without a move of an input, the preflight is asked how much it has against the plan."""
+"""After so long without a move of an input, repairs are looked for and the preflight is asked: both take
+longer than all the rest, and the next move would wait for them."""
 TRACE_PIXELS = 640
 NO_TRACE = "No trace yet: a run that records one shows it here."
 
@@ -108,7 +109,7 @@ class Studio(widgets.VBox):
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(self._launch)
         self._planning = False
-        self._count = Later(self._count_findings, PAUSE_SECONDS)
+        self._pause = Later(self._on_pause, PAUSE_SECONDS)
         self._report: MemoryReport | None = None
         self._found: tuple[ss.Plan, list[Finding]] | None = None
         self._show_page()
@@ -204,9 +205,8 @@ class Studio(widgets.VBox):
         # The browser draws what is in sight while the rest, which takes longer, is still computed.
         self._draw_shown()
         self._show_rates()
-        self._offer_repairs()
         self.launch_panel.offer(plan, report)
-        self._count.ask()
+        self._pause.ask()
 
     def _show_rates(self) -> None:
         self.rates.value = rates(shown_step(self.plan))
@@ -242,7 +242,8 @@ class Studio(widgets.VBox):
             self._found = (self.plan, list(self.plan.findings()))
         return self._found[1]
 
-    def _count_findings(self) -> None:
+    def _on_pause(self) -> None:
+        self._offer_repairs()
         self.tabs.mark("Checks", len(self.findings), summary(self.findings))
 
     def _show_error(self, error: ValueError) -> None:
