@@ -26,15 +26,15 @@ def calibrated(score: TimeScore) -> TimeScore:
     return TimeScore(tuple(one for one in score.scored if is_calibrated(one.mapped)), score.unmapped)
 
 
-def alone_line(score: TimeScore) -> str:
-    """The closing line's figures by ``plan.step()`` and nothing else."""
-    known = calibrated(score).by_product
+def described_line(score: TimeScore) -> str:
+    """The closing line's figures with foreign code described, which no plan says."""
+    known = calibrated(score)
     found = summary(known.by_source)
     if found is None:
         return ""
     return (
-        f"plan.step() alone: {counted(known)}, median of source medians {100 * found[0]:.1f} %, "
-        f"p90 {100 * found[1]:.1f} %"
+        f"with what ran beside it described: {counted(known)}, "
+        f"median of source medians {100 * found[0]:.1f} %, p90 {100 * found[1]:.1f} %"
     )
 
 

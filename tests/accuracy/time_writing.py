@@ -8,7 +8,7 @@ from statistics import median
 
 from tests.accuracy.rows import source
 from tests.accuracy.scoring import percentile
-from tests.accuracy.time_apart import alone_line, apart_lines, calibrated
+from tests.accuracy.time_apart import apart_lines, calibrated, described_line
 from tests.accuracy.time_scoring import (
     TimeScore,
     TimeScored,
@@ -23,15 +23,17 @@ from tests.accuracy.time_scoring import (
 from shardscope.timing.report import PARTS
 
 HEADING = "# How accurate the predicted step times are"
-_HOW = """Grade A rows of others' published runs that say how fast they were, mapped to plans by what they
-say, each predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. What ran beside and no plan of
-ours says is added from its published code (`tests/accuracy/time_own_code.py`, nothing fitted): AutoGPTQ's
+_HOW = """\
+Grade A rows of others' published runs that say how fast they were, mapped to plans by what they say, each
+predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. What ran beside and no plan of ours
+says is added from its published code (`tests/accuracy/time_own_code.py`, nothing fitted): AutoGPTQ's
 unpacking in Qwen's 4-bit rows, and in Megatron-Bridge's recipes that take DeepEP or HybridEP tokens that
-cross to a node once; the line above the last one is without either. What is compared is the time of one step,
-from tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its
-own way. Errors are predicted over measured seconds, less one;
-medians and p90 are of absolute errors. NVIDIA's tables repeat configurations from release to release, whose
-figures differ by up to two thirds: such a configuration counts once, by the median of its figures.
+cross to a node once. The tables by source and below have both; the last line has neither, for it is the
+product's, and the line above it says what both change. What is compared is the time of one step, from
+tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its
+own way. Errors are predicted over measured seconds, less one; medians and p90 are of absolute errors.
+NVIDIA's tables repeat configurations from release to release, whose figures differ by up to two thirds:
+such a configuration counts once, by the median of its figures.
 
 Constants (`catalog/efficiency.toml`) were fitted by `python -m tests.accuracy.fitting` on rows of role
 `calibration` alone, by GPU generation and never by model or source; `judge` rows are apart. Published figures
@@ -66,8 +68,8 @@ def time_report(score: TimeScore) -> str:
         _assumed(score),
         _unmapped(score),
         apart_lines(score),
-        alone_line(score),
-        overall_line(calibrated(score)),
+        described_line(score),
+        overall_line(calibrated(score).by_product),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -81,11 +83,11 @@ def _goals(score: TimeScore) -> str:
     ]
     known = calibrated(score)
     for name, some in (
-        ("judge", known.only("judge")),
-        ("calibration", known.only("calibration")),
-        ("both", known),
-        ("judge, by `plan.step()` alone", known.only("judge").by_product),
-        ("both, by `plan.step()` alone", known.by_product),
+        ("judge", known.only("judge").by_product),
+        ("calibration", known.only("calibration").by_product),
+        ("both", known.by_product),
+        ("judge, with what ran beside it described", known.only("judge")),
+        ("both, with what ran beside it described", known),
     ):
         found = summary(some.by_source)
         if found is None:
