@@ -100,6 +100,23 @@ def test_hardware_flops_count_what_is_computed_again() -> None:
     assert plain.step().hardware_flops == pytest.approx(tokens * model)
     assert again.step().hardware_flops == pytest.approx(tokens * (model + (model - head) / 3))
     assert again.step().model_flops == plain.step().model_flops
+    chunked = plan_of(loss="chunked").step()
+    assert chunked.hardware_flops == pytest.approx(tokens * (model + head / 3))
+    assert "chunked loss" in chunked.explain("recomputation")
+    some = plan_of(recompute="full", recompute_interval=7).step()
+    assert some.hardware_flops == pytest.approx(tokens * (model + 5 / 32 * (model - head) / 3))
+    assert "one layer of 7" in some.explain("recomputation")
+
+
+def test_frozen_weights_count_for_what_they_need() -> None:
+    """4 FLOPs each and not 6, so that MFU cannot pass what the GPUs execute."""
+    full, lora = plan_of().step(), plan_of(method="lora").step()
+    weights = ss.models["llama-3.1-8b"].matrix_parameters_per_token
+    assert full.model_flops - lora.model_flops == pytest.approx(2 * weights * full.num_tokens)
+    crowded = plan_of("llama-3.1-70b", "8xa100-sxm-80gb", method="lora", global_batch_size=512).step()
+    assert crowded.mfu is not None
+    assert crowded.tflops_per_gpu == pytest.approx(crowded.hardware_tflops_per_gpu)
+    assert crowded.mfu < 1
 
 
 def test_a_report_tells_itself_in_a_table_and_in_words() -> None:

@@ -1,9 +1,11 @@
-"""FLOPs that a plan's GPUs execute, beside the model's own."""
+"""Model FLOPs of a plan's tokens, and those that its GPUs execute."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from shardscope.memory.arithmetic import ceil_div
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -11,26 +13,41 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=1024)
-def model_flops_per_token(architecture: Architecture, seq_len: int, causal: bool) -> float:
+def _all_trained(architecture: Architecture, seq_len: int, causal: bool) -> float:
     """:meth:`Architecture.flops_per_token`, once for all plans of a model."""
     return architecture.flops_per_token(seq_len, causal=causal)
 
 
-def hardware_flops_per_token(plan: Plan) -> float:
-    """FLOPs executed for one token: the model's, less what frozen weights save, and what is computed again.
+def model_flops_per_token(plan: Plan, causal: bool) -> float:
+    """FLOPs that one token's training needs, forward and backward, without recomputation.
 
-    A frozen base (adapters) needs no weight gradients: two thirds of its matrices' FLOPs remain. A layer that
-    is recomputed whole repeats its forward, a third; Megatron's selective recomputation repeats attention's
-    core alone (Korthikanti et al. 2022, section 5).
+    Frozen weights (adapters' base, the head with it) need no gradients of their own: 4 FLOPs each and not 6,
+    or MFU would count what nobody computes. Adapters' own products, under a hundredth, are left out.
+    """
+    arch = plan.architecture
+    found = _all_trained(arch, plan.recipe.seq_len, causal)
+    return found - 2.0 * arch.matrix_parameters_per_token if plan.recipe.has_adapters else found
+
+
+def hardware_flops_per_token(plan: Plan) -> float:
+    """FLOPs executed for one token: the model's with causal attention, and what is computed again.
+
+    A layer that is recomputed whole repeats its forward; Megatron's selective recomputation repeats
+    attention's core alone (Korthikanti et al. 2022, section 5); a chunked loss repeats the head's product.
+    Attention without a fused kernel computes every score, masked or not.
     """
     arch, recipe = plan.architecture, plan.recipe
-    matrices = 6.0 * arch.matrix_parameters_per_token
-    attention = model_flops_per_token(arch, recipe.seq_len, causal=True) - matrices
-    head = 6.0 * arch.vocab_size * arch.hidden_size
-    trained = matrices * 2 / 3 if recipe.has_adapters else matrices
+    matrices = 2.0 * arch.matrix_parameters_per_token
+    head = 2.0 * arch.vocab_size * arch.hidden_size
+    causal = recipe.attention != "eager"
+    attention = (_all_trained(arch, recipe.seq_len, causal) - 3 * matrices) / 3
     again = 0.0
     if recipe.recompute == "full":
-        again = (matrices - head + attention) / 3
+        again = matrices - head + attention
     elif recipe.recompute == "selective" and plan.kernels == "megatron":
-        again = attention / 3
-    return trained + attention + again / recipe.recompute_interval
+        again = attention
+    layers = arch.num_hidden_layers
+    again *= float(ceil_div(layers, recipe.recompute_interval)) / layers
+    if recipe.loss == "chunked":
+        again += head
+    return model_flops_per_token(plan, causal) + again

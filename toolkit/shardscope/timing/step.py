@@ -70,7 +70,7 @@ def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) 
 
 
 def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
-    arch, recipe, gpu = plan.architecture, plan.recipe, plan.cluster.gpu
+    recipe, gpu = plan.recipe, plan.cluster.gpu
     tokens = recipe.global_batch_size * recipe.seq_len
     hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for one in slowest.told:
@@ -82,8 +82,8 @@ def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSe
         find_communication=lambda: _communication(plan, rates, slowest.told),
         num_gpus=plan.world_size,
         num_tokens=tokens,
-        model_flops=model_flops_per_token(arch, recipe.seq_len, causal=True) * tokens,
-        model_flops_full_attention=model_flops_per_token(arch, recipe.seq_len, causal=False) * tokens,
+        model_flops=model_flops_per_token(plan, causal=True) * tokens,
+        model_flops_full_attention=model_flops_per_token(plan, causal=False) * tokens,
         hardware_flops=hardware_flops_per_token(plan) * tokens,
         peak_flops=gpu.peak_flops.get(PEAKS[recipe.precision]),
         watts=gpu.tdp_watts,

@@ -8,6 +8,7 @@ from shardscope.timing.layers import HALF_PEAKS, PEAKS
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+    from shardscope.recipe import Recipe
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
 
@@ -26,19 +27,18 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
             f"multiplied: where 1 / (1/m + 1/k + 1/n) is below {rate.balance:.0f} (Williams et al. 2009)"
         ),
         "attention": (
-            f"causal FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, five "
-            f"products, {attention.backward / 1e12:,.0f} backward (Dao 2023)"
+            "every score, masked or not, as two plain products forward and four backward, at the speed of "
+            "matrices"
+            if recipe.attention == "eager"
+            else f"causal FLOPs of the fused kernel at {attention.forward / 1e12:,.0f} TFLOP/s forward and, "
+            f"five products, {attention.backward / 1e12:,.0f} backward (Dao 2023)"
         ),
         "elementwise": (
             f"{passes.forward:g} bytes moved forward and {passes.backward:g} backward for each byte that the "
             f"{plan.kernels} modules save, at {memory}, or as long as the host takes to start the kernels"
         ),
         "loss": f"logits, their fp32 copies and gradients written and read once at {memory}",
-        "recomputation": (
-            f"{recipe.recompute} recomputation of every {recipe.recompute_interval}. layer"
-            if recipe.recompute != "none"
-            else "nothing is recomputed"
-        ),
+        "recomputation": " + ".join(_recomputed(recipe)) or "nothing is recomputed",
         "tensor_parallel": (
             f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
             "4; Korthikanti et al. 2022, section 4.2.2)"
@@ -59,3 +59,15 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
         ),
     }
     return f"{words[part]} · {rates.source}"
+
+
+def _recomputed(recipe: Recipe) -> list[str]:
+    """What is computed a second time."""
+    words = []
+    if recipe.recompute in ("full", "selective"):
+        interval = recipe.recompute_interval
+        which = "every layer" if interval == 1 else f"one layer of {interval}"
+        words.append(f"{recipe.recompute} recomputation of {which}")
+    if recipe.loss == "chunked":
+        words.append("the chunked loss's logits, made again in backward")
+    return words
