@@ -201,6 +201,13 @@ def test_commands_on_several_nodes(tmp_path: Path) -> None:
         words_of(tmp_path, "accelerate_launch.sh", **where)
 
 
+def test_a_job_on_gpus_asks_for_the_whole_node() -> None:
+    """Slurm's usual default would be one CPU for all ranks."""
+    job = texts(small(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))["job.sbatch"]
+    assert "#SBATCH --gpus-per-node=8\n#SBATCH --exclusive\n#SBATCH --mem=0\n" in job
+    assert "--exclusive" not in texts(small(ss.Layout.ddp()))["job.sbatch"]
+
+
 def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
     """bash splits the file into the words that argparse shall see, stars and all."""
     plan = ss.Plan(

@@ -73,7 +73,12 @@ def _sbatch(plan: Plan, program: str, needs: str, environment: str) -> str:
         f"--job-name={word(plan.architecture.name)}",
         f"--nodes={nodes}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={per_node}"] if plan.on_gpu else [f"--cpus-per-task={per_node}"]),
+        # Slurm's usual default is one CPU for all ranks of a node, and offloading needs the host's memory.
+        *(
+            [f"--gpus-per-node={per_node}", "--exclusive", "--mem=0"]
+            if plan.on_gpu
+            else [f"--cpus-per-task={per_node}"]
+        ),
     ]
     said = [
         "Submit it from this folder. Partition, account and time are the cluster's own: give them to sbatch.",
