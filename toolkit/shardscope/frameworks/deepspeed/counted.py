@@ -32,7 +32,7 @@ from shardscope.frameworks.deepspeed.tensors import (
     partition,
     tensors_on,
 )
-from shardscope.memory.arithmetic import is_array, looked_up
+from shardscope.memory.arithmetic import is_array, largest, looked_up
 from shardscope.memory.precision import widths
 from shardscope.memory.stages import INPUTS, outer_tensors
 
@@ -201,9 +201,8 @@ def _counted(
     tensors = tensors_on(kind.arch, kind.adapted, tp, ep, dense_layers, moe_layers, is_first, is_last)
     has_tied_head = kind.arch.tie_word_embeddings and is_first and is_last
     tied = tensors.trained[0] if has_tied_head and not kind.adapted else 0
-    # An expert has fewer replicas than a dense weight: ep of them were spent on other experts.
     dense = partition(tensors.trained, ranks, kind.half)
-    experts = partition(tensors.experts, max(1, ranks // ep), kind.half)
+    experts = partition(tensors.experts, expert_replicas(ranks, ep), kind.half)
     whole = sum(tensors.trained) + sum(tensors.experts)
     part, kept = dense.part + experts.part, dense.whole + experts.whole
     group, frozen = part, sum(tensors.frozen)
@@ -255,6 +254,11 @@ def _counted(
         embedding=embedding.peak,
         end=(end_part.base, end_part.peak),
     )
+
+
+def expert_replicas(ranks: Any, ep: Any) -> Any:
+    """Of so many data-parallel ranks those with the same experts: ep of them were spent on other experts."""
+    return largest(1, ranks // ep)
 
 
 def is_late(stage: int, overlaps: bool, accumulates: Any) -> Any:

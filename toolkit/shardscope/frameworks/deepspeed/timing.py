@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.arithmetic import ceil_div, largest
+from shardscope.frameworks.deepspeed.counted import expert_replicas
+from shardscope.memory.arithmetic import ceil_div, largest, where
 from shardscope.memory.precision import FP32, num_moments, widths
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
@@ -23,27 +24,53 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     Reductions run beneath backward with ``overlap_comm`` only, which stage 3 has by default.
     """
     layout: Any = plan.layout
-    half, ranks, stride = widths[plan.recipe.precision].compute, plan.degrees.data_parallel, plan.degrees.tp
+    half, degrees = widths[plan.recipe.precision].compute, plan.degrees
+    ranks, stride = degrees.data_parallel, degrees.tp
     micro_batches = plan.num_micro_batches
     gathered, reduced = stage.base * half, stage.trainable * half
     overlaps = layout.stage == 3 if layout.overlap_comm is None else layout.overlap_comm
     # Below stage 2 gradients are reduced at the boundary of accumulation, else with every micro-batch.
     times = micro_batches if layout.stage >= 2 else 1
-    buckets = largest(1, ceil_div(stage.trainable, layout.reduce_bucket_size))
     beneath: Beneath = "nothing"
     if overlaps and layout.stage > 0:
         beneath = "backward" if layout.stage >= 2 else "last_backward"
     collective: Collective = "all_reduce" if layout.stage == 0 else "reduce_scatter"
-    transfers = [Transfer("gradients", collective, reduced, ranks, stride, times, buckets, beneath)]
+    groups = _groups(plan, stage)
+    transfers = [
+        Transfer(
+            "gradients",
+            collective,
+            weights * half,
+            replicas,
+            apart,
+            times,
+            largest(1, ceil_div(weights, layout.reduce_bucket_size)),
+            beneath,
+        )
+        for weights, replicas, apart in groups
+    ]
     if layout.stage in (1, 2):
-        calls = largest(1, ceil_div(stage.trainable, largest(1, layout.allgather_bucket_size)))
-        transfers.append(Transfer("gathers", "all_gather", reduced, ranks, stride, 1, calls))
+        bucket = largest(1, layout.allgather_bucket_size)
+        transfers += [
+            Transfer(
+                "gathers",
+                "all_gather",
+                weights * half,
+                replicas,
+                apart,
+                1,
+                largest(1, ceil_div(weights, bucket)),
+            )
+            for weights, replicas, apart in groups
+        ]
     elif layout.stage == 3:
         gather = Transfer(
             "gathers", "all_gather", gathered, ranks, stride, micro_batches, stage.num_layers + 1, "forward"
         )
         transfers += [gather, gather._replace(beneath="backward")]
-    owned = stage.trainable if layout.stage == 0 else stage.trainable / ranks
+    owned = stage.trainable
+    if layout.stage > 0:
+        owned = sum(weights / replicas for weights, replicas, _ in groups)
     found = StateTraffic(
         tuple(transfers),
         # Into the bucket and, accumulated, into fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
@@ -52,6 +79,23 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         main_copies=half < FP32,
     )
     return _offloaded(plan, stage, found, owned, gathered / ranks) if plan.on_gpu else found
+
+
+def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:
+    """Trained weights of a rank, ranks that have the same ones, and how far apart these are.
+
+    With ep experts are a group of their own (deepspeed/moe/utils.py), each ep ranks from the next
+    (deepspeed/utils/groups.py, ``_create_expert_and_data_parallel``). Adapters are none of them.
+    """
+    ranks, ep, stride = plan.degrees.data_parallel, plan.degrees.ep, plan.degrees.tp
+    if not plan.architecture.num_moe_layers or plan.recipe.has_adapters:
+        return [(stage.trainable, ranks, stride)]
+    apart = (ep > 1) & (stage.experts > 0)
+    experts = where(apart, stage.experts, 0)
+    return [
+        (stage.trainable - experts, ranks, stride),
+        (experts, where(apart, expert_replicas(ranks, ep), 1), stride * ep),
+    ]
 
 
 def _offloaded(plan: Plan, stage: Stage, found: StateTraffic, owned: Any, gathered: Any) -> StateTraffic:

@@ -16,6 +16,7 @@ from shardscope.frameworks.megatron.activations import stage_activations
 from shardscope.frameworks.megatron.core_config import MAKE_VOCAB_SIZE_DIVISIBLE_BY, padded_vocab_size
 from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
+from shardscope.frameworks.megatron.replicas import replicas_of
 from shardscope.frameworks.megatron.schedule import chunk_layers
 from shardscope.memory.arithmetic import by_value, ceil_div, fullest, largest, looked_up, where
 from shardscope.memory.backward import Peak
@@ -78,15 +79,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     if layout.use_precision_aware_optimizer:
         kept = precision_aware.kept_bytes(layout, recipe)
     gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
-    replicas = by_value(degrees.data_parallel * degrees.cp)
     dense_ranks = expert_ranks = 1
     dense, experts = stage.layers + stage.edges, stage.experts
     if layout.distributed_optimizer:
-        dense_ranks = replicas
-        # An expert has fewer replicas than a dense weight: ranks were spent on other experts. With ep 1 it
-        # is in the dense weights' own buffers (tensor_parallel/layers.py, "allreduce").
-        fewer = largest(1, replicas * degrees.tp // (degrees.ep * layout.expert_tp))
-        expert_ranks = where(degrees.ep > 1, fewer, replicas)
+        dense_ranks, expert_ranks = replicas_of(plan)
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
     dense_updated, experts_updated = ceil_div(dense, dense_ranks), ceil_div(experts, expert_ranks)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
-from shardscope.memory.arithmetic import by_value, ceil_div, largest
+from shardscope.frameworks.megatron.replicas import replicas_of
+from shardscope.memory.arithmetic import ceil_div, largest, where
 from shardscope.memory.precision import FP32, widths
 from shardscope.timing.traffic import Beneath, Overlap, StateTraffic, Transfer
 
@@ -24,29 +25,40 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     written in place of what a product writes.
     """
     layout: Any = plan.layout
-    degrees = plan.degrees
-    ranks, stride = by_value(degrees.data_parallel * degrees.cp), degrees.tp
+    degrees, replicas = plan.degrees, replicas_of(plan)
     half = widths[plan.recipe.precision].compute
     width = FP32 if reduces_in_fp32(layout, plan.recipe) else half
-    gradients, parameters = stage.trainable * width, stage.trainable * half
-    buckets = 1
-    if layout.overlap_grad_reduce:
-        buckets = largest(1, ceil_div(stage.trainable, largest(BUCKET_WEIGHTS, 1_000_000 * ranks)))
     beneath: Beneath = "last_backward" if layout.overlap_grad_reduce else "nothing"
-    added = plan.num_micro_batches * stage.trainable * 2 * width
-    if not layout.distributed_optimizer:
-        reduced = Transfer("gradients", "all_reduce", gradients, ranks, stride, 1, buckets, beneath)
-        return StateTraffic(
-            (reduced,), copied_for_gradients=added, updated=stage.trainable, main_copies=half < FP32
-        )
-    gather = Transfer("gathers", "all_gather", parameters, ranks, stride, 1, buckets)
-    if layout.overlap_param_gather:
-        gather = gather._replace(beneath="first_forward")
+    dense, experts = stage.layers + stage.edges, stage.experts
+    added = plan.num_micro_batches * (dense + experts) * 2 * width
+    if not plan.architecture.num_moe_layers:
+        groups = [(dense, replicas.dense, degrees.tp)]
+    else:
+        # Experts have buffers and a group of their own with ep only, whose ranks lie outside of ep's
+        # (parallel_state.py, "tp-cp-ep-dp-pp").
+        apart = (degrees.ep > 1) & (experts > 0)
+        groups = [
+            (dense + where(apart, 0, experts), replicas.dense, degrees.tp),
+            (where(apart, experts, 0), where(apart, replicas.experts, 1), layout.expert_tp * degrees.ep),
+        ]
+    transfers: list[Transfer] = []
+    for weights, ranks, stride in groups:
+        buckets = 1
+        if layout.overlap_grad_reduce:
+            buckets = largest(1, ceil_div(weights, largest(BUCKET_WEIGHTS, 1_000_000 * replicas.dense)))
+        reduced = Transfer("gradients", "all_reduce", weights * width, ranks, stride, 1, buckets, beneath)
+        if not layout.distributed_optimizer:
+            transfers.append(reduced)
+            continue
+        gather = Transfer("gathers", "all_gather", weights * half, ranks, stride, 1, buckets)
+        if layout.overlap_param_gather:
+            gather = gather._replace(beneath="first_forward")
+        transfers += [reduced._replace(collective="reduce_scatter"), gather]
+    updated = dense + experts
+    if layout.distributed_optimizer:
+        updated = dense / replicas.dense + experts / replicas.experts
     return StateTraffic(
-        (Transfer("gradients", "reduce_scatter", gradients, ranks, stride, 1, buckets, beneath), gather),
-        copied_for_gradients=added,
-        updated=stage.trainable / ranks,
-        main_copies=half < FP32,
+        tuple(transfers), copied_for_gradients=added, updated=updated, main_copies=half < FP32
     )
 
 
