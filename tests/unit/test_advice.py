@@ -129,6 +129,15 @@ def test_the_largest_experts_on_too_few_nodes_say_how_many_would_do() -> None:
     assert more[0].degrees.ep > 8
 
 
+def test_cards_without_bf16_are_told_to_take_fp16() -> None:
+    found = advice("gpt2", "8xv100-sxm-32gb", seq_len=1024)
+    assert found.plan is not None and "fp16-mixed" in found.why
+    fp16 = [plan for plan, _ in found.alternatives if plan.recipe.precision == "fp16-mixed"]
+    assert fp16 and fp16[0].layout == found.plan.layout and fp16[0].step().seconds > 0
+    there = advice("gpt2", "8xa100-sxm-80gb", seq_len=1024)
+    assert not any(plan.recipe.precision == "fp16-mixed" for plan, _ in there.alternatives)
+
+
 def test_slow_links_keep_tensor_parallelism_inside() -> None:
     found = advice("llama-3.1-8b", "4x8xrtx-4090-24gb")
     assert found.plan is not None

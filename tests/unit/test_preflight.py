@@ -180,6 +180,17 @@ def test_fp16_though_bf16_is_there() -> None:
     assert found_in(plan_of(), "fp16-though-bf16-is-there") is None
 
 
+@pytest.mark.parametrize("card", ["v100-sxm-32gb", "t4-16gb"])
+def test_bf16_though_it_is_not_there(card: str) -> None:
+    plan = plan_of("gpt2", f"8x{card}", ss.Layout.ddp(), seq_len=1024)
+    finding = one(plan, "bf16-is-not-there")
+    assert finding.severity == "warning" and finding.plan is not None
+    assert finding.plan.recipe == replace(plan.recipe, precision="fp16-mixed")
+    assert finding.number == plan.cluster.gpu.peak_flops["fp16"] / 1e12
+    for there in (finding.plan, plan_of("gpt2", "8xa100-sxm-80gb", seq_len=1024)):
+        assert found_in(there, "bf16-is-not-there") is None
+
+
 def test_reductions_in_half_precision() -> None:
     name = "reductions-in-half-precision"
     plan = plan_of(layout=ss.Layout.zero(stage=2))

@@ -16,7 +16,7 @@ from shardscope.cluster import Cluster
 from shardscope.frameworks.registry import frameworks, why_not_trained
 from shardscope.plan import Plan
 from shardscope.planner.advising import large, last, otherwise, questions, words
-from shardscope.planner.advising.bench import Bench, Tried
+from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16
 from shardscope.planner.advising.disagreement import Disagreement, disagreement
 from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Path
@@ -225,6 +225,8 @@ def _why(path: Path, best: Tried) -> str:
             said.append(f"Pretraining on {budget} would take {words.duration(best.timed.days(tokens))}.")
     else:
         said.append(f"No time is told: {words.why_no_time(plan)}")
+    if lacks_bf16(plan):
+        said.append(f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'.")
     if words.unsaid(best):
         said.append(words.unsaid(best))
     if why_not_trained(plan) is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.cluster import BEFORE_AMPERE
 from shardscope.fixes import as_it_is
 from shardscope.layout import Layout, divisors
 from shardscope.plan import Plan
@@ -196,6 +197,11 @@ class Bench:
 def offloads(layout: Layout) -> bool:
     """Whether training state is kept outside of the GPU."""
     return any(getattr(layout, field, None) for field in OFFLOADS)
+
+
+def lacks_bf16(plan: Plan) -> bool:
+    """Whether it computes in bf16 on cards whose matrix units do not have it."""
+    return plan.recipe.precision.startswith("bf16") and plan.cluster.gpu.architecture in BEFORE_AMPERE
 
 
 def state_is_too_much(tried: Tried) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import Bench, Tried, offloads, state_bytes
+from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16, offloads, state_bytes
 from shardscope.planner.advising.large import SPLIT
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def others(path: Path) -> list[tuple[Plan, str]]:
         (tried.plan, f"{words.named(tried.plan, path.bench.recipe)}: {gives}; {_beside(tried, advised)}.")
         for tried, gives in found[:MAX_OTHERS]
     ]
+    told += _told_if(_half(path.bench, advised), path.bench, "In fp16, which these cards have")
     told += _told_if(
         _larger_batch(path.bench), path.bench, "With a global batch that every GPU has a part of"
     )
@@ -108,6 +109,14 @@ def _told_if(found: Tried | None, bench: Bench, words_before: str) -> list[tuple
         return []
     figures = f"{words.needs(found)}, {words.pace(found.timed)}"
     return [(found.plan, f"{words_before}: {words.named(found.plan, bench.recipe)}; {figures}.")]
+
+
+def _half(bench: Bench, advised: Tried) -> Tried | None:
+    """The advised plan in fp16, on cards that have no bf16."""
+    if not lacks_bf16(advised.plan):
+        return None
+    found = bench.tried(advised.plan.layout, replace(advised.plan.recipe, precision="fp16-mixed"))
+    return found if isinstance(found, Tried) and found.fits else None
 
 
 def _larger_batch(bench: Bench) -> Tried | None:

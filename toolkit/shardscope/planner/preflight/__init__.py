@@ -38,6 +38,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     sharding.gathered_twice,
     sharding.too_fine,
     precision.narrow_fp16,
+    precision.missing_bf16,
     precision.rounded_reductions,
     precision.lost_updates,
     widths.misses_matrix_units,

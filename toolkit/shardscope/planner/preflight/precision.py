@@ -1,4 +1,4 @@
-"""Types that are too small: fp16 where bf16 is there, gradients summed in bf16, updates that round away."""
+"""Types that do not suit: fp16 beside bf16, bf16 where it is not there, sums and updates that round away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardscope.cluster import BEFORE_AMPERE
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight.case import Case, changed_plan
 from shardscope.planner.preflight.finding import Finding
@@ -33,6 +34,24 @@ def narrow_fp16(case: Case) -> Iterator[Finding]:
         number=float(FP16_MAX),
         change="Mixed precision (bf16)",
         plan=changed_plan(plan, recipe={"precision": "bf16-mixed"}),
+    )
+
+
+def missing_bf16(case: Case) -> Iterator[Finding]:
+    """bf16 on a GPU whose matrix units do not have it: it runs, in fp32's arithmetic or in software."""
+    gpu = case.plan.cluster.gpu
+    if not case.plan.recipe.precision.startswith("bf16") or gpu.architecture not in BEFORE_AMPERE:
+        return
+    peak = gpu.peak_flops.get("fp16")
+    there = "" if peak is None else f", {peak / 1e12:,.0f} TFLOP/s of them"
+    yield Finding(
+        name="bf16-is-not-there",
+        severity="warning",
+        why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{there}, with a "
+        "loss scale (Micikevicius et al. 2018, section 3.2).",
+        number=None if peak is None else peak / 1e12,
+        change="Mixed precision (fp16)",
+        plan=changed_plan(case.plan, recipe={"precision": "fp16-mixed"}),
     )
 
 
