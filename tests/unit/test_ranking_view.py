@@ -214,6 +214,20 @@ def test_a_framework_that_has_no_part_says_why() -> None:
         assert f"{signs()[name].title} : {' '.join(why.split())}" in words(view.table.value)
 
 
+def test_plans_that_need_a_host_of_unknown_size_are_counted_under_the_table() -> None:
+    found = ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
+    assert found.unsaid
+    assert found.unsaid in words(showing_all(found).table.value)
+
+
+def test_the_order_is_the_rankings_until_speed_is_asked_for(found: Any) -> None:
+    view = showing_all(found)
+    assert "aria-sort" not in view.table.value
+    view.table.press("sort:tokens_per_second_per_gpu")
+    assert "aria-sort='descending'" in view.table.value
+    assert rows_of(view)[0] in np.flatnonzero(found.step_seconds == found.step_seconds[found.order].min())
+
+
 # ---------------------------------------------------------------------------------- in the Studio
 
 

@@ -17,7 +17,7 @@ from shardscope.layout import Layout, divisors
 from shardscope.plan import Plan
 from shardscope.planner.candidates import candidates_of
 from shardscope.planner.grid import micro_batch_sizes
-from shardscope.planner.ranking import Ranking
+from shardscope.planner.ranking import AS_FAST, Ranking
 from shardscope.planner.room import fits, places
 
 NODE = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -191,13 +191,11 @@ def ranking() -> Ranking:
     return ss.search(ss.models["llama-3.1-8b"], NODE, ss.Recipe(global_batch_size=32))
 
 
-def test_the_best_is_the_fastest_that_fits(ranking: Ranking) -> None:
+def test_the_best_is_as_fast_as_any_that_fits(ranking: Ranking) -> None:
     assert 0 < ranking.num_feasible < ranking.num_evaluated
     best = ranking.best
     assert best.memory().fits
-    assert best.step().seconds == pytest.approx(ranking.step_seconds[ranking.feasible].min(), rel=1e-8)
-    speeds = ranking.tokens_per_second_per_gpu[ranking.order]
-    assert (np.diff(speeds) <= 1e-8 * speeds[0]).all()
+    assert best.step().seconds <= AS_FAST * ranking.step_seconds[ranking.feasible].min() * (1 + 1e-9)
     assert ranking.tokens_per_second_per_gpu[ranking.order[0]] == pytest.approx(
         best.step().tokens_per_second_per_gpu, rel=1e-9
     )

@@ -50,9 +50,11 @@ def signs() -> dict[str, Sign]:
     }
 
 
-def ordered(ranking: Ranking, column: str, ascending: bool) -> Indices:
-    """Feasible rows by a column; equals stay in the ranking's order, the faster first."""
+def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
+    """Feasible rows by a column, equals in the ranking's order; None: in the ranking's order."""
     rows = ranking.order
+    if column is None:
+        return rows
     values = np.asarray(getattr(ranking, column))[rows]
     if not ascending:
         # Stable in both directions: a reversed stable sort would turn equals around.

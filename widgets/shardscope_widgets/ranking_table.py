@@ -34,7 +34,7 @@ def page_of(
     ranking: Ranking,
     order: Indices,
     first: int,
-    column: str,
+    column: str | None,
     ascending: bool,
     chosen: Chosen | None,
 ) -> str:
@@ -54,7 +54,7 @@ def page_of(
     )
 
 
-def _heading(name: str, words: str, column: str, ascending: bool) -> str:
+def _heading(name: str, words: str, column: str | None, ascending: bool) -> str:
     sorts, arrow = "", ""
     if name == column:
         sorts = f" aria-sort='{'ascending' if ascending else 'descending'}'"
@@ -133,9 +133,10 @@ def misses(ranking: Ranking) -> str:
 
 
 def refusals(ranking: Ranking) -> str:
-    """Frameworks that have no part in the chart, and why."""
+    """Frameworks that have no part in the chart, and plans that are last in the table, and why."""
     titles = signs()
-    rows = "".join(
+    rows = f"<div>{escape(ranking.unsaid)}</div>" if ranking.unsaid else ""
+    rows += "".join(
         f"<div><b>{titles[name].title}</b>: {escape(why)}</div>" for name, why in ranking.refused.items()
     )
     return f"<div class='ss-hint ss-refused'>{rows}</div>" if rows else ""

@@ -22,8 +22,6 @@ from shardscope_widgets.sheet import Sheet
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
 
-BEST_FIRST = "tokens_per_second_per_gpu"
-
 
 class RankingView(widgets.VBox):
     """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it."""
@@ -38,7 +36,9 @@ class RankingView(widgets.VBox):
         self._current: tuple[ss.Plan, int] | None = None
         # A search ends in a thread of its own, while a person may sort what is there.
         self._lock = threading.RLock()
-        self._column, self._ascending, self._first = BEST_FIRST, ASCENDING[BEST_FIRST], 0
+        self._column: str | None = None
+        """None: as the ranking has them."""
+        self._ascending, self._first = True, 0
         self._order: Indices | None = None
         self.figure: Chart | None = None
         self._place = widgets.VBox(layout=shared.layout())
@@ -56,10 +56,10 @@ class RankingView(widgets.VBox):
             self.show(ranking)
 
     def show(self, ranking: Ranking) -> None:
-        """Draw what a search found, the fastest first."""
+        """Draw what a search found, the best first."""
         with self._lock:
             self.ranking = ranking
-            self._column, self._ascending, self._first = BEST_FIRST, ASCENDING[BEST_FIRST], 0
+            self._column, self._ascending, self._first = None, True, 0
             self._order = self._ordered(ranking)
             if self.figure is None:
                 self.figure = empty_figure()

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 MISSES = 5
 """Nearest misses that are told."""
+AS_FAST = 1.01
+"""Plans whose step takes up to so many times that of the fastest count as equally fast: the median error of a
+predicted step is 6 %, so that less than a sixth of it says nothing of which is faster."""
 _DEGREES = ("data_parallel", "replicate", "tp", "pp", "vpp", "cp", "ep")
 
 
@@ -46,7 +49,14 @@ class Miss:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranking:
-    """All plans that a search evaluated. Columns have a number for each, shape ``(num_evaluated,)``."""
+    """All plans that a search evaluated. Columns have a number for each, shape ``(num_evaluated,)``.
+
+    :attr:`order` ranks those that fit by speed, but for two things. Within 1 % of the fastest
+    (:data:`AS_FAST`) a prediction cannot tell plans apart: there the plainest is first, which has the fewest
+    degrees above 1 and options (chunks, offload, recomputation), then the fewest chunks, then the most
+    headroom. And plans that need host memory or NVMe whose size the cluster does not say come after those
+    that need none: :attr:`unsaid` says how many there are.
+    """
 
     architecture: Architecture
     cluster: Cluster
@@ -115,18 +125,58 @@ class Ranking:
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Rows of feasible plans, the fastest first; of equally fast ones the plainest, then the leanest."""
-        rows = np.flatnonzero(self.feasible)
+        """Rows of feasible plans: the plainest of those within 1 % of the fastest first, then by speed;
+        those that need what the cluster says no size of come last."""
+        rows = self._by_speed
         if not len(rows):
             return rows
-        seconds = self.step_seconds[rows]
-        alike = np.round(seconds / seconds.min(), 9)
-        above = np.sum([self.column(name)[rows] > 1 for name in _DEGREES if name != "data_parallel"], axis=0)
-        return rows[np.lexsort((self.peak_bytes[rows], above, alike))]
+        told = self.is_room_known[rows]
+        rows = np.concatenate([rows[told], rows[~told]])
+        # Of those whose room is not known none goes before one whose room is.
+        leading = rows[: int(told.sum()) or len(rows)]
+        num = int(np.searchsorted(self.step_seconds[leading], AS_FAST * self.step_seconds[rows[0]], "right"))
+        alike = leading[:num]
+        keys = (-self.headroom_bytes[alike], self.column("vpp")[alike], self._num_turned_on(alike))
+        return np.concatenate([alike[np.lexsort(keys)], rows[num:]])
+
+    @cached_property
+    def is_room_known(self) -> NDArray[np.bool_]:
+        """Whether the cluster says how much there is of all that the plan needs in its steps.
+
+        Making the model is left out: every framework's small plans pass through host memory before the first
+        step, and would all come after those of another that does not.
+        """
+        found = np.ones(self.num_evaluated, bool)
+        for needed in self._open.values():
+            found &= needed == 0
+        return found
+
+    @property
+    def unsaid(self) -> str:
+        """How many of the plans that fit need memory of which the cluster says no size, and why they come
+        last; empty: none."""
+        feasible = self.feasible
+        num = int((feasible & ~self.is_room_known).sum())
+        if not num:
+            return ""
+        told = [
+            f"{name} ({gib(int(needed[feasible & (needed > 0)].min()))} GiB a node at least)"
+            for name, needed in self._open.items()
+            if (feasible & (needed > 0)).any()
+        ]
+        verb = "needs" if num == 1 else "need"
+        last = "" if num == self.num_feasible else " They come after the others."
+        return (
+            f"{num:,} of the {self.num_feasible:,} plans that fit {verb} {' or '.join(told)}, and the "
+            f"cluster does not say how much a node has: whether it is there is for you to say.{last}"
+        )
 
     @property
     def best(self) -> Plan:
-        """The fastest plan that fits. Raises ``ValueError`` naming the nearest misses where none does."""
+        """The first plan of :attr:`order`: within 1 % of the fastest that fits, and the plainest of these.
+
+        Raises ``ValueError`` naming the nearest misses where none fits.
+        """
         if not len(self.order):
             raise ValueError(self._why_none())
         return self.plan(int(self.order[0]))
@@ -140,7 +190,7 @@ class Ranking:
 
     def pareto(self) -> NDArray[np.int64]:
         """Rows of feasible plans that no other outdoes in both speed and memory, the fastest first."""
-        rows = self.order
+        rows = self._by_speed
         peaks = self.peak_bytes[rows]
         least = np.minimum.accumulate(peaks)
         better = np.ones(len(rows), bool)
@@ -173,7 +223,7 @@ class Ranking:
         return tuple(self._miss(row) for row in chosen)
 
     def to_frame(self, limit: int | None = None) -> pd.DataFrame:
-        """A row for each plan, ``limit`` at most: feasible ones first, fastest first, then the nearest."""
+        """A row for each plan, ``limit`` at most: feasible ones as in :attr:`order`, then the nearest."""
         import pandas as pd
 
         rows = self.order[:limit]
@@ -192,6 +242,7 @@ class Ranking:
             "peak_bytes": self.peak_bytes[rows],
             "headroom_bytes": self.headroom_bytes[rows],
             "feasible": self.feasible[rows],
+            "is_room_known": self.is_room_known[rows],
         }
         if self.cost_per_token is not None:
             found["cost_per_token"] = self.cost_per_token[rows]
@@ -215,6 +266,28 @@ class Ranking:
     def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
         """What the layouts of some rows choose beside their degrees, in words."""
         return np.array([_options(found.layout) for found in self.candidates], str)[self._owners(rows)]
+
+    @cached_property
+    def _by_speed(self) -> NDArray[np.int64]:
+        """Rows of feasible plans, the fastest first; of equally fast ones the plainest, then the leanest."""
+        rows = np.flatnonzero(self.feasible)
+        if not len(rows):
+            return rows
+        seconds = self.step_seconds[rows]
+        alike = np.round(seconds / seconds.min(), 9)
+        return rows[np.lexsort((self.peak_bytes[rows], self._num_above_one(rows), alike))]
+
+    def _num_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Degrees of some rows that are above 1; copies that only follow from the GPUs are none."""
+        above = [self.column(name)[rows] > 1 for name in _DEGREES if name != "data_parallel"]
+        found: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
+        return found
+
+    def _num_turned_on(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What a person has to set and understand: degrees above 1, offload and recomputation."""
+        extras = [_num_extras(found) for found in self.candidates]
+        beside: NDArray[np.int64] = np.array(extras, np.int64)[self._owners(rows)]
+        return self._num_above_one(rows) + beside
 
     @cached_property
     def _columns(self) -> dict[str, NDArray[np.int64]]:
@@ -247,6 +320,12 @@ class Ranking:
         }
         return {name: needed[name] - room for name, room in self._rooms.items()}
 
+    @cached_property
+    def _open(self) -> dict[str, NDArray[np.int64]]:
+        """What plans need in a step of the places whose size the cluster does not say."""
+        needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
+        return {name: num_bytes for name, num_bytes in needed.items() if name not in self._rooms}
+
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Whose rows they are, by place in :attr:`candidates`."""
         return np.searchsorted(np.array(self._starts), rows, side="right") - 1
@@ -277,9 +356,10 @@ class Ranking:
         )
 
     def __repr__(self) -> str:
+        unsaid = f" {self.unsaid}" if self.unsaid else ""
         return (
             f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
-            f"{self.seconds:.2f} s>"
+            f"{self.seconds:.2f} s.{unsaid}>"
         )
 
 
@@ -292,6 +372,13 @@ def _options(layout: Any) -> str:
         if name not in _DEGREES and getattr(layout, name) != getattr(plain, name)
     ]
     return f"{layout.title}{' (' if changed else ''}{', '.join(changed)}{')' if changed else ''}"
+
+
+def _num_extras(found: Candidates) -> int:
+    """Places of a layout that are moved off the GPU, and recomputation."""
+    names = [name for name in found.layout.choices if name.startswith("offload")]
+    moved = sum(getattr(found.layout, name) is not None for name in names)
+    return moved + (found.recipe.recompute != "none")
 
 
 def of_needs(needs: list[Needs], name: str) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ class Disagreement(NamedTuple):
 
 
 def disagreement(bench: Bench, advised: Tried) -> Disagreement | None:
-    """The search's fastest plan, where it is faster than the advised one; None where both agree.
+    """The search's first plan, where it is faster than the advised one; None where both agree.
 
     Or where no time can be told. Where the advised plan is not tight, the search's is not either.
     """
@@ -49,7 +49,7 @@ def disagreement(bench: Bench, advised: Tried) -> Disagreement | None:
         if seconds * PAYS < advised.seconds
         else "Less than such predictions are usually wrong by: begin with the simpler one."
     )
-    found = f"Of {ranking.num_evaluated:,} plans a search finds {words.named(plan)} the fastest"
+    found = f"Of {ranking.num_evaluated:,} plans a search puts {words.named(plan)} first"
     tried = bench.tried(plan.layout, plan.recipe)
     unsaid = words.unsaid(tried) if isinstance(tried, Tried) else ""
     return Disagreement(plan, f"{found}: {beside}. {clear} {unsaid}".strip())

@@ -1,0 +1,111 @@
+"""Which plan a search puts first: no difference that a prediction cannot tell decides, nor room unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardscope as ss
+from shardscope.memory.words import gib
+from shardscope.plan import Plan
+from shardscope.planner.ranking import AS_FAST, Ranking
+
+MODEL = ss.models["llama-3.1-8b"]
+NODES = {
+    "room to spare": ("qwen3-0.6b", "8xh100-sxm-80gb"),
+    "tight": ("llama-3.1-8b", "8xh100-sxm-80gb"),
+    "two nodes": ("llama-3.1-8b", "2x8xh100-sxm-80gb"),
+    "experts": ("mixtral-8x7b", "2x8xh100-sxm-80gb"),
+}
+
+
+@pytest.fixture(scope="module", params=NODES)
+def ranking(request: pytest.FixtureRequest) -> Ranking:
+    model, gpus = NODES[request.param]
+    return ss.search(ss.models[model], ss.Cluster.parse(gpus), ss.Recipe())
+
+
+@pytest.fixture(scope="module")
+def unsized() -> Ranking:
+    """Some plans fit by themselves and some with a host whose memory nobody said."""
+    return ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
+
+
+def plainness(plan: Plan) -> tuple[int, int, int]:
+    """What a person has to set, chunks, and what is not free of the worst card."""
+    layout: Any = plan.layout
+    values = [getattr(layout, name, 1) for name in ("tp", "pp", "vpp", "cp", "ep", "replicate")]
+    places = [getattr(layout, name, None) for name in ("offload", "offload_optimizer", "offload_params")]
+    turned_on = sum(value > 1 for value in values) + sum(place is not None for place in places)
+    turned_on += plan.recipe.recompute != "none"
+    return turned_on, getattr(layout, "vpp", 1), plan.memory().peak_bytes
+
+
+def test_of_plans_as_fast_as_the_fastest_the_plainest_is_first(ranking: Ranking) -> None:
+    fastest = ranking.step_seconds[ranking.feasible].min()
+    alike = np.flatnonzero(ranking.feasible & (ranking.step_seconds <= AS_FAST * fastest))
+    assert len(alike) > 1
+    assert set(ranking.order[: len(alike)]) == set(alike)
+    told = [plainness(ranking.plan(int(row))) for row in ranking.order[: min(len(alike), 40)]]
+    assert told == sorted(told)
+    least = min(plainness(ranking.plan(int(row))) for row in alike[:: max(1, len(alike) // 100)])
+    assert plainness(ranking.best) <= least
+
+
+def test_the_rest_is_ordered_by_speed(ranking: Ranking) -> None:
+    seconds = ranking.step_seconds[ranking.order]
+    num_alike = int((seconds <= AS_FAST * seconds.min()).sum())
+    assert (np.diff(seconds[num_alike:]) >= -1e-8 * seconds.min()).all()
+    assert sorted(ranking.order) == np.flatnonzero(ranking.feasible).tolist()
+    assert (np.diff(ranking.step_seconds[ranking.pareto()]) >= -1e-8 * seconds.min()).all()
+
+
+def test_chunks_that_gain_less_than_a_prediction_can_tell_are_not_taken() -> None:
+    """The fastest has 17 chunks a stage, 0.7 % before 8, and 0.3 GiB left of a card."""
+    found = ss.search(MODEL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ["megatron"])
+    by_chunks = {
+        vpp: found.step_seconds[found.feasible & (found.column("pp") == 2) & (found.column("vpp") == vpp)]
+        for vpp in (8, 17)
+    }
+    assert by_chunks[17].min() < by_chunks[8].min() < AS_FAST * by_chunks[17].min()
+    assert found.column("vpp")[found.order[0]] <= 8
+    assert found.headroom_bytes[found.order[0]] > 2**30
+
+
+def test_plans_whose_room_is_not_known_come_last(unsized: Ranking) -> None:
+    known = unsized.is_room_known[unsized.order]
+    assert 0 < known.sum() < len(known)
+    assert known[: known.sum()].all()
+    assert unsized.host_bytes[unsized.order[0]] == 0
+    assert (unsized.host_bytes[unsized.order[known.sum() :]] > 0).all()
+    seconds = unsized.step_seconds[unsized.order]
+    assert seconds[known.sum() :].min() > 0
+    assert (np.diff(seconds[known.sum() :]) >= -1e-8 * seconds.min()).all()
+
+
+def test_how_many_they_are_and_why_is_said(unsized: Ranking) -> None:
+    hosted = unsized.feasible & (unsized.host_bytes > 0)
+    assert f"{hosted.sum():,} of the {unsized.num_feasible:,} plans" in unsized.unsaid
+    assert f"host memory ({gib(int(unsized.host_bytes[hosted].min()))} GiB a node at least)" in unsized.unsaid
+    assert "after the others" in unsized.unsaid
+    assert unsized.unsaid in repr(unsized)
+
+
+def test_where_every_plan_needs_such_room_the_best_is_one_of_them_and_it_is_said() -> None:
+    found = ss.search(ss.models["llama-3.1-405b"], ss.Cluster.parse("1xa10-24gb"), ss.Recipe())
+    assert found.num_feasible
+    assert not found.is_room_known[found.order].any()
+    assert found.host_bytes[found.order[0]] > 2**40
+    assert f"{found.num_feasible} of the {found.num_feasible} plans that fit need host memory" in found.unsaid
+    assert "after the others" not in found.unsaid
+
+
+def test_a_host_of_known_size_leaves_nothing_to_say() -> None:
+    cluster = replace(ss.Cluster.parse("8xa10-24gb"), host_memory_bytes=2**40)
+    found = ss.search(MODEL, cluster, ss.Recipe(seq_len=1024))
+    assert found.num_feasible
+    assert found.unsaid == ""
+    assert found.is_room_known.all()
