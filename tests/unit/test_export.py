@@ -88,6 +88,44 @@ def test_a_file_alone_carries_its_layout(framework: str) -> None:
     alone()
 
 
+ALONE = ("accelerate_config.yaml", "ds_config.json")
+
+
+@pytest.mark.parametrize("framework", ("ddp", "fsdp2", "deepspeed"))
+def test_a_file_alone_carries_its_recipe(framework: str) -> None:
+    """What the format has no words for stands in the file with its values, and is read from there."""
+
+    @settings(deadline=None, max_examples=30)
+    @given(plan=plans(framework))
+    def alone(plan: ss.Plan) -> None:
+        files = texts(plan)
+        for name in set(ALONE) & set(files):
+            with tempfile.TemporaryDirectory() as folder:
+                for other in {name, "ds_config.json"} & set(files):
+                    (Path(folder) / other).write_text(files[other])
+                nouns: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
+                found = READERS[name](Path(folder) / name, **nouns)
+                given_one = READERS[name](Path(folder) / name, **nouns, recipe=plan.recipe)
+            assert found.recipe == plan.recipe, name
+            assert given_one.layout == found.layout
+
+    alone()
+
+
+def test_what_a_caller_gives_holds_over_the_comment(tmp_path: Path) -> None:
+    plan = small(ss.Layout.fsdp2(), "8xh100-sxm-80gb", precision="bf16", method="lora")
+    text = texts(plan)["accelerate_config.yaml"]
+    (tmp_path / "a.yaml").write_text(text)
+    nouns: dict[str, Any] = {"architecture": plan.architecture, "cluster": plan.cluster}
+    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns).recipe == plan.recipe
+    full = replace(plan.recipe, method="full")
+    assert ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns, recipe=full).recipe == full
+    for broken, why in (("method=lora", "mend it"), ("methd='lora'", "methd"), ("method='x'", "method")):
+        (tmp_path / "a.yaml").write_text(text.replace("method='lora'", broken))
+        with pytest.raises(ValueError, match=f"a.yaml.*{why}"):
+            ss.Plan.from_accelerate(tmp_path / "a.yaml", **nouns)
+
+
 OPEN = frozenset({
     "shard", "etp", "sequence_parallel", "grad_reduce_in_fp32", "stage3_prefetch_bucket_size", "kernels",
     "offload_params_buffer_count", "offload_params_buffer_size", "reshard_after_forward",

@@ -33,6 +33,8 @@ class Rest:
     recipe: Recipe
     layout: Layout | None
     """The layout of the plan beside the file, if there is one."""
+    is_recipe_open: bool = False
+    """Whether neither the caller nor a plan beside the file says the recipe."""
 
     def need(self, noun: str, file: str, fix: str) -> Any:
         """The noun of that name; ``ValueError`` where neither the caller nor a plan beside has it."""
@@ -86,6 +88,7 @@ def rest_of(
         cluster=cluster or (stored.cluster if stored else None),
         recipe=recipe or (stored.recipe if stored else Recipe()),
         layout=stored.layout if stored else None,
+        is_recipe_open=recipe is None and stored is None,
     )
 
 

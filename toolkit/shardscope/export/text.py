@@ -16,12 +16,25 @@ _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n",
 
 
 def comments(sentences: Iterable[str]) -> str:
-    """Each sentence as lines that begin with "# "; continued lines are set in."""
+    """Each sentence as lines that begin with "# "; continued lines are set in (:func:`uncommented`)."""
     lines: list[str] = []
     for sentence in sentences:
         plain = " ".join(sentence.split())
-        lines += textwrap.wrap(plain, WIDTH - 2, subsequent_indent="  ", break_long_words=False)
+        lines += textwrap.wrap(
+            plain, WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     return "".join(f"# {line}\n" for line in lines)
+
+
+def uncommented(text: str) -> list[str]:
+    """The sentences that :func:`comments` made lines of."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#   ") and found:
+            found[-1] += f" {line[1:].strip()}"
+        elif line.startswith("# "):
+            found.append(line[1:].strip())
+    return found
 
 
 def yaml_text(values: Mapping[str, Any], indent: int = 0) -> str:

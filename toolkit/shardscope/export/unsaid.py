@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.text import uncommented
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
 """Fields of a recipe that every run needs, whatever their default here."""
+OPENING = "Not said here, for this format has no words for it, and up to"
 
 
 def unsaid(plan: Plan, recipe: Collection[str], layout: Collection[str] = ()) -> list[tuple[str, object]]:
@@ -33,4 +37,26 @@ def sentences(found: list[tuple[str, object]], who: str) -> list[str]:
     if not found:
         return []
     listed = ", ".join(f"{name}={value!r}" for name, value in found)
-    return [f"Not said here, for this format has no words for it, and up to {who}: {listed}."]
+    return [f"{OPENING} {who}: {listed}."]
+
+
+def stated(text: str, name: str) -> dict[str, Any]:
+    """Fields and values that :func:`sentences` wrote into a comment of ``text``, the file ``name``.
+
+    Raises ``ValueError`` where a person's edit left such a comment that cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for sentence in uncommented(text):
+        if not sentence.startswith(OPENING):
+            continue
+        listed = sentence.partition(": ")[2].removesuffix(".")
+        try:
+            call = ast.parse(f"dict({listed})", mode="eval").body
+            assert isinstance(call, ast.Call)
+            found |= {str(pair.arg): ast.literal_eval(pair.value) for pair in call.keywords}
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, AssertionError) as error:
+            raise ValueError(
+                f'{name}, the comment "{OPENING} ...": it is to list field=value, and cannot be read; '
+                "mend it, or delete it and give recipe=."
+            ) from error
+    return found

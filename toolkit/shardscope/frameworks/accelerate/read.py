@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
-from shardscope.export.documents import Document, Keys, read_json, read_yaml
+from shardscope.export.documents import Document, Keys, read_json, read_yaml, text_of
+from shardscope.export.unsaid import stated
 from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.recipe import Recipe
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.cluster import Cluster
     from shardscope.plan import Plan
-    from shardscope.recipe import Recipe
 
 TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 """``distributed_type`` values that a layout here is made from."""
@@ -84,6 +85,7 @@ OTHER_PARALLEL: Mapping[str, Any] = {
     "parallelism_config_sp_seq_length_is_variable": True,
     "parallelism_config_sp_attn_implementation": None,
 }
+RECIPE = frozenset(field.name for field in fields(Recipe))
 STRATEGIES = {
     "FULL_SHARD": "fsdp_version: 2 with fsdp_reshard_after_forward: true",
     "SHARD_GRAD_OP": "fsdp_version: 2 with fsdp_reshard_after_forward: false",
@@ -123,12 +125,18 @@ def read(
     if kind == "DEEPSPEED":
         path = _deepspeed_file(document, Path(file).expanduser())
         return deepspeed.read(path, architecture, cluster, recipe) if path else _inline(document, rest)
+    noted = _noted(document, file, Fsdp2Layout if kind == "FSDP" else DdpLayout)
+    if rest.is_recipe_open:
+        of_recipe = {name: value for name, value in noted.items() if name in RECIPE}
+        rest = replace(rest, recipe=changed(rest.recipe, document, of_recipe))
     said: dict[str, tuple[Keys, Any]] = {
         "precision": (("mixed_precision",), _precision(document, rest.recipe))
     }
     if kind != "FSDP":
         return planned(rest, document, changed(rest.recipe, document, said), said, DdpLayout)
     start, layout_says = _fsdp(document, rest)
+    if rest.layout is None:
+        layout_says = {**{name: said for name, said in noted.items() if name not in RECIPE}, **layout_says}
     said |= _recomputation(document, rest.recipe)
     values = {field: value for field, (_, value) in layout_says.items()}
     return planned(
@@ -138,6 +146,17 @@ def read(
         {**said, **layout_says},
         lambda: replace(start, **values),
     )
+
+
+def _noted(document: Document, file: str | Path, layout: type) -> dict[str, tuple[Keys, Any]]:
+    """Field -> (place, value) of recipe and layout that an export named in its comment, having no key."""
+    known = RECIPE | {field.name for field in fields(layout)}
+    found = stated(text_of(file), document.name)
+    for name in found:
+        if name not in known:
+            where = f"{document.name}, its comment of what is not said here: this field"
+            refuse(where, name, ", ".join(sorted(known)), "leave it out")
+    return {name: (("# Not said here", name), value) for name, value in found.items()}
 
 
 def _check_ranks(document: Document, rest: Rest) -> None:

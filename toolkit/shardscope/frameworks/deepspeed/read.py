@@ -110,6 +110,7 @@ SECTIONS: tuple[tuple[Keys, tuple[str, ...], tuple[str, ...]], ...] = (
     (("tensor_parallel",), ("autotp_size",), ("enabled", "tp", "dtype", "tp_grain_size", "preset_model")),
     (("optimizer",), ("type",), ("params", "legacy_fusion")),
     ((OWN_KEY, "layout"), tuple(field.name for field in fields(ZeroLayout)), ()),
+    ((OWN_KEY, "not_said_here"), tuple(field.name for field in fields(Recipe)), ()),
     (("fp16",), ("enabled",), OTHER_FP16),
     (("bf16",), ("enabled",), OTHER_BF16),
 )
@@ -126,6 +127,8 @@ def read(
     for keys, known, others in SECTIONS:
         document.known(keys, known, others)
     rest = rest_of(file, architecture, cluster, recipe)
+    if rest.is_recipe_open:
+        rest = replace(rest, recipe=changed(rest.recipe, document, _own_recipe(document)))
     layout_says = _layout(document, rest)
     start = rest.layout if isinstance(rest.layout, ZeroLayout) else ZeroLayout()
     values = {field: value for field, (_, value) in layout_says.items()}
@@ -137,6 +140,12 @@ def read(
         {**recipe_says, **layout_says},
         lambda: replace(start, **values),
     )
+
+
+def _own_recipe(document: Document) -> dict[str, tuple[Keys, Any]]:
+    """Field -> (key, value) of what an export wrote of the recipe, for which DeepSpeed has no words."""
+    part: Keys = (OWN_KEY, "not_said_here")
+    return {field: ((*part, field), value) for field, value in document.section(*part).items()}
 
 
 def _layout(document: Document, rest: Rest) -> dict[str, tuple[Keys, Any]]:
