@@ -231,6 +231,15 @@ def test_a_plan_that_was_never_profiled(tmp_path: Path) -> None:
     assert found_in(plan, name, ss.Pretrain(), [other]) is not None
 
 
+def test_runs_that_are_none_are_refused_in_words() -> None:
+    plan = tiny()
+    assert plan.findings(runs=None) == plan.findings()
+    wrong: tuple[Any, ...] = ([1], 3, "runs", [None], [plan])
+    for runs in wrong:
+        with pytest.raises(ValueError, match=r"findings\.runs.*Nearest fix: ss\.runs\(\)"):
+            plan.findings(ss.Pretrain(), runs)
+
+
 def test_a_function_that_profiles_itself() -> None:
     def looks(ctx: Any) -> None:
         with ctx.profile():

@@ -118,13 +118,13 @@ class Plan(JsonNoun):
 
         return repairs(self)
 
-    def findings(self, task: object = None, runs: Iterable[Run] = ()) -> list[Finding]:
+    def findings(self, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
         """What runs, but badly, the worst first: each with the number behind it and the change that mends it.
 
         ``task`` is what will be run of the plan (a ``Pretrain``, a function ``f(ctx)``, whose source is
         read): its learning rate, its data and its checkpoint are looked at, too. ``runs`` are earlier runs
         (:func:`shardscope.runs`), which tell whether anybody ever profiled this plan. A check of which a
-        figure is not known finds nothing.
+        figure is not known finds nothing. Raises ``ValueError`` for ``runs`` that are none.
         """
         from shardscope.planner.preflight import findings
 

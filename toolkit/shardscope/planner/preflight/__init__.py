@@ -22,6 +22,7 @@ from shardscope.planner.preflight import (
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.finding import SEVERITIES, Finding, Severity
 from shardscope.planner.preflight.scripts import findings_in
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -54,8 +55,21 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
 """Every check; each looks at one thing."""
 
 
-def findings(plan: Plan, task: object = None, runs: Iterable[Run] = ()) -> list[Finding]:
+def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
     """See :meth:`shardscope.plan.Plan.findings`."""
-    case = Case(plan=plan, task=task, runs=tuple(runs))
+    case = Case(plan=plan, task=task, runs=_checked(runs))
     found = [finding for check in CHECKS for finding in check(case)]
     return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def _checked(runs: object) -> tuple[Run, ...]:
+    """``runs`` as Runs; None is none of them. Raises ``ValueError`` for anything else."""
+    if runs is None:
+        return ()
+    if isinstance(runs, str | bytes) or not isinstance(runs, Iterable):
+        refuse("findings.runs", runs, "several Runs", "ss.runs()")
+    found = tuple(runs)
+    for number, run in enumerate(found):
+        if not {"plan", "folder"} <= set(dir(run)):
+            refuse(f"findings.runs[{number}]", run, "a Run", "ss.runs()")
+    return found
