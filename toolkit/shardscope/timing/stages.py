@@ -66,6 +66,8 @@ class _Cover(NamedTuple):
     last_backward: Any = 0.0
     first_forward: Any = 0.0
     attention: Any = 0.0
+    attention_forward: Any = 0.0
+    """The part of ``attention`` that is in ``forward``; the rest is in ``backward``."""
 
 
 def work_of(plan: Plan, modules: Modules, rates: Rates) -> LayerWork:
@@ -93,7 +95,7 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
         if not (transfer.ranks.__class__ is int and transfer.ranks == 1)
         and not (transfer.times.__class__ is int and transfer.times == 0)
     ]
-    told = _exposed(work, transfers, cover)
+    told = _exposed(work, transfers, cover, micro_batches)
     for transfer, took, hidden in told:
         parts[transfer.part] = parts[transfer.part] + (took - hidden)
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
@@ -112,6 +114,7 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
     forward: Any = 0.0
     again: Any = 0.0
     dropped: Any = 0.0
+    attention_forward: Any = 0.0
     operators: tuple[Part, ...] = ("matrices", "attention", "elementwise")
     for moe, layers in layers_by_kind(work.arch, stage):
         each = work.layer(moe)
@@ -121,6 +124,7 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
         again = again + chosen * each.again
         dropped = dropped + (recipe.recompute == "offload") * chosen * each.dropped_bytes
         forward = forward + layers * each.forward.seconds
+        attention_forward = attention_forward + layers * each.forward.attention
     end = ends(work, stage)
     found["matrices"] = found["matrices"] + end.forward + end.backward
     found["elementwise"] = found["elementwise"] + end.lookup
@@ -138,11 +142,12 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
             backward,
             forward,
             micro_batches * found["attention"],
+            micro_batches * attention_forward,
         )
     return {part: micro_batches * one for part, one in found.items()}, cover, micro_batches * dropped
 
 
-def _exposed(work: LayerWork, transfers: list[Transfer], cover: _Cover) -> list[Told]:
+def _exposed(work: LayerWork, transfers: list[Transfer], cover: _Cover, micro_batches: Any) -> list[Told]:
     """Each collective's seconds, and how many of them arithmetic covers.
 
     What runs beneath the same arithmetic shares it, each by its own length: of a layer's next gather and the
@@ -160,10 +165,7 @@ def _exposed(work: LayerWork, transfers: list[Transfer], cover: _Cover) -> list[
         bare = 1 / transfer.num_messages if transfer.bare is None else transfer.bare
         free.append(one * (1 - bare))
         sums[transfer.beneath] = sums.get(transfer.beneath, 0.0) + free[-1]
-    shares = {
-        beneath: smallest(1.0, getattr(cover, beneath) / where(together > 0, together, 1.0))
-        for beneath, together in sums.items()
-    }
+    shares = _shares(sums, cover, micro_batches)
     return [
         Told(
             transfer,
@@ -172,3 +174,33 @@ def _exposed(work: LayerWork, transfers: list[Transfer], cover: _Cover) -> list[
         )
         for transfer, one, part in zip(transfers, took, free, strict=True)
     ]
+
+
+def _shares(sums: dict[Beneath, Any], cover: _Cover, micro_batches: Any) -> dict[Beneath, Any]:
+    """Of what could hide beneath each arithmetic, the share that does; no second of arithmetic covers twice.
+
+    Attention is in forward and backward, and those of one micro-batch are in those of all: what hides beneath
+    the narrower is no room for what may run beneath the wider.
+    """
+    shares: dict[Beneath, Any] = {}
+
+    def hidden(beneath: Beneath, covered: Any) -> Any:
+        """Seconds hidden beneath it, of which others have ``covered`` some."""
+        together = sums.get(beneath)
+        if together is None:
+            return 0.0
+        room = largest(0.0, getattr(cover, beneath) - covered)
+        shares[beneath] = smallest(1.0, room / where(together > 0, together, 1.0))
+        return shares[beneath] * together
+
+    forward = backward = 0.0
+    around = hidden("attention", 0.0)
+    if "attention" in sums:
+        # Of keys and values as much passes beneath each second of attention, whichever way it goes.
+        forward = around * (cover.attention_forward / where(cover.attention > 0, cover.attention, 1.0))
+        backward = around - forward
+    first = hidden("first_forward", forward / micro_batches)
+    last = hidden("last_backward", backward / micro_batches)
+    hidden("forward", forward + first)
+    hidden("backward", backward + last)
+    return shares
