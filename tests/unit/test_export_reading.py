@@ -188,6 +188,25 @@ def test_what_deepspeed_takes_where_nothing_is_said(tmp_path: Path) -> None:
     assert from_zero(tmp_path, {}).layout.stage == 0  # type: ignore[attr-defined]
 
 
+def test_deepspeed_s_older_flags_offload(tmp_path: Path) -> None:
+    plan = from_zero(tmp_path, {"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    named = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert plan.layout == from_zero(tmp_path, {"zero_optimization": named}).layout
+    assert plan.layout.offload_optimizer == "cpu"  # type: ignore[attr-defined]
+    params = {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": False}}
+    plan = from_zero(tmp_path, params)
+    assert plan.layout.offload_params == "cpu"  # type: ignore[attr-defined]
+    assert plan.layout.offload_optimizer is None  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"zero_optimization.cpu_offload is True; allowed: nothing beside"):
+        from_zero(tmp_path, {"zero_optimization": {**named, "cpu_offload": True}})
+
+
+def test_megatron_s_layers_of_a_chunk(tmp_path: Path) -> None:
+    flag = "--num-layers-per-virtual-pipeline-stage"
+    plan = from_megatron(tmp_path, MEGATRON.replace("--lr 3e-4", f"{flag} 4"))
+    assert plan.layout == ss.Layout.megatron(tp=2, pp=2, vpp=4)
+
+
 def test_megatron_s_own_scripts(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"not understood.*--lr \(line 22\)"):
         plan = from_megatron(tmp_path)
@@ -365,6 +384,13 @@ def test_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_p
         ("--global-batch-size 32", "", "global-batch-size"),
         ("--attention-dropout 0.0", "--attention-dropout 0.1", r"line 20, attention-dropout"),
         ("--lr 3e-4", "--lr '3", r"line 22"),
+        ("--lr 3e-4", "--num-layers-per-virtual-pipeline-stage 5", r"line 22, num-layers-per.*16 layers"),
+        (
+            "--lr 3e-4",
+            "--num-layers-per-virtual-pipeline-stage 4 --num-virtual-stages-per-pipeline-rank 4",
+            r"line 22, num-layers-per.*nothing beside --num-virtual",
+        ),
+        ("--lr 3e-4", "--optimizer-cpu-offload", r"line 22, optimizer-cpu-offload.*nothing"),
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
     ],
 )

@@ -47,6 +47,11 @@ DEVICES: dict[str, Keys] = {
     "offload_optimizer": (ZERO, "offload_optimizer", "device"),
     "offload_params": (ZERO, "offload_param", "device"),
 }
+LEGACY: dict[Keys, Keys] = {
+    (ZERO, "offload_optimizer"): (ZERO, "cpu_offload"),
+    (ZERO, "offload_param"): (ZERO, "cpu_offload_param"),
+}
+"""Sections, and the flags of older files that stand for one with the CPU (runtime/zero/config.py)."""
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TOP_LEVEL = (
@@ -69,7 +74,7 @@ OTHER_TOP_LEVEL = (
 """Keys of DeepSpeed 0.19 (runtime/constants.py and the sections' own) that no plan holds."""
 OTHER_ZERO = (
     "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions", "compute_grad_norm",
-    "load_from_fp32_weights", "elastic_checkpoint", "zenflow", "cpu_offload_param", "cpu_offload",
+    "load_from_fp32_weights", "elastic_checkpoint", "zenflow",
     "cpu_offload_use_pin_memory", "stage3_model_persistence_threshold", "round_robin_gradients",
     "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold",
     "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters",
@@ -94,7 +99,11 @@ SECTIONS: tuple[tuple[Keys, tuple[str, ...], tuple[str, ...]], ...] = (
     ((), TOP_LEVEL, OTHER_TOP_LEVEL),
     (
         (ZERO,),
-        tuple(keys[1] for keys in (*NUMBERS.values(), *FLAGS.values(), *DEVICES.values()) if keys[0] == ZERO),
+        tuple(
+            keys[1]
+            for keys in (*NUMBERS.values(), *FLAGS.values(), *DEVICES.values(), *LEGACY.values())
+            if keys[0] == ZERO
+        ),
         OTHER_ZERO,
     ),
     (
@@ -175,7 +184,7 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
         return document.flag(*keys)
     if field in DEVICES:
         device = document.choice(*keys, among=("none", "cpu", "nvme"))
-        if device is None and document.section(*keys[:-1]):
+        if _legacy(document, keys[:-1]) or (device is None and document.section(*keys[:-1])):
             return "cpu"  # what DeepSpeed takes where a section names none (offload_config.py)
         return None if device == "none" else device
     if document.get(*keys) == "auto":
@@ -192,12 +201,21 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
     return document.number(*keys, low=0, high=MAX_ELEMENTS)
 
 
+def _legacy(document: Document, section: Keys) -> bool:
+    """Whether the file has the section's older flag; DeepSpeed refuses it beside the section itself."""
+    is_on = bool(document.flag(*LEGACY[section]))
+    if is_on and document.get(*section) is not None:
+        document.refuse(LEGACY[section], f"nothing beside {'.'.join(section)}", "leave it out")
+    return is_on
+
+
 def _pinned(document: Document, before: Mapping[str, Any] | None) -> tuple[Keys, Any] | None:
     """DeepSpeed has ``pin_memory`` twice, a layout once; left out it is false."""
     found: dict[Keys, bool] = {}
     for part in ("offload_optimizer", "offload_param"):
         place: Keys = (ZERO, part, "pin_memory")
-        if document.section(ZERO, part) and document.get(ZERO, part, "device") != "none":
+        used = _legacy(document, (ZERO, part)) or document.section(ZERO, part)
+        if used and document.get(ZERO, part, "device") != "none":
             found[place] = bool(document.flag(*place))
     if not found or (
         before is not None and all(_at(before, place) == value for place, value in found.items())

@@ -17,6 +17,7 @@ from shardscope.frameworks.megatron.arguments import (
     architecture_flags,
     megatron_arguments,
 )
+from shardscope.frameworks.megatron.chunks import CHUNK, chunks
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 from shardscope.recipe import Recipe
@@ -63,8 +64,10 @@ SIZES = {
     "micro_batch_size": "micro-batch-size",
     "global_batch_size": "global-batch-size",
 }
+REFUSED = {"optimizer-cpu-offload": "its optimizer's state on the host is not planned here"}
+"""Flags that change memory or time in ways for which there is no formula."""
 READ = (
-    *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
+    CHUNK, *REFUSED, *SHAPE, *DEGREES.values(), *SWITCHES.values(), *TYPES.values(), *SIZES.values(),
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "optimizer",
     "hidden-dropout", "attention-dropout", "fp16", "bf16", "fp8-format", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "attention-backend", "cross-entropy-loss-fusion",
@@ -77,7 +80,7 @@ ALONE = frozenset({
     "moe-router-pre-softmax", "account-for-embedding-in-pipeline-split",
     "account-for-loss-in-pipeline-split", "fp16", "bf16", "grad-reduce-in-bf16",
     "accumulate-allreduce-grads-in-fp32", "cross-entropy-loss-fusion", "recompute-activations",
-    "use-flash-attn",
+    "use-flash-attn", *REFUSED,
 })  # fmt: skip
 """Flags without a value."""
 MISSPELT = 0.9
@@ -94,6 +97,9 @@ def read(
 ) -> Plan:
     """See :meth:`shardscope.plan.Plan.from_megatron`."""
     document, file = _document(arguments)
+    for flag, why in REFUSED.items():
+        if document.get(flag):
+            document.refuse((flag,), f"nothing: {why}", "leave it out")
     rest = rest_of(file, architecture, cluster, recipe)
     rest = replace(rest, architecture=_architecture(document, rest))
     before = rest.layout if isinstance(rest.layout, MegatronLayout) else None
@@ -105,6 +111,8 @@ def read(
         allowed = "a number: Megatron-LM's default depends on the cluster"
         refuse(f"{where}, --global-batch-size", None, allowed, "--global-batch-size 64")
     says = _layout(document, made, before)
+    if document.get(CHUNK) is not None:
+        says["vpp"] = ((CHUNK,), chunks(document, rest.the_architecture(document.name), says["pp"][1]))
     values = {name: value for name, (_, value) in says.items()}
     start = before or MegatronLayout()
     plan = planned(rest, document, made, {**recipe_says, **says}, lambda: replace(start, **values))
