@@ -91,6 +91,13 @@ def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> 
     return "\n".join(lines) + "\n"
 
 
+def _is_as_left(home: Path, file: Exported) -> bool:
+    try:
+        return (home / file.name).read_bytes() == file.text.encode()
+    except OSError:
+        return False  # a folder of that name, or a file that is another person's
+
+
 def _earlier(home: Path, names: set[str]) -> list[str]:
     """Names of the files that an earlier export left in ``home``, as it left them.
 
@@ -111,10 +118,7 @@ def _earlier(home: Path, names: set[str]) -> list[str]:
         before = contents(Plan.from_json((home / PLAN_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{home / PLAN_FILE} is no plan, and would be replaced: {error}") from error
-    guarded = [file for file in before if file.name in there and file.name != LIST_FILE]
-    changed = sorted(
-        file.name for file in guarded if (home / file.name).read_text(encoding="utf-8") != file.text
-    )
+    changed = sorted(file.name for file in before if file.name in there and not _is_as_left(home, file))
     changed += sorted((there & names) - {file.name for file in before})
     if changed:
         listed = ", ".join(changed)
