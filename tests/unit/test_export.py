@@ -279,6 +279,37 @@ def test_plain_scripts_are_python_without_shardscope(plan: ss.Plan) -> None:
     assert not any(name.startswith("shardscope") for name in imported)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3), ss.Layout.zero(2, offload_optimizer="cpu")],
+)
+def test_every_script_decays_the_same_weights(layout: Any) -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch: the script's optimizer is its own")
+    tree = ast.parse(texts(small(layout))["train.py"])
+    (made,) = (node for node in tree.body if getattr(node, "name", None) == "build_optimizer")
+    words = ast.unparse(made)
+    assert words.count("weight_decay") == 2
+    matrix, vector, frozen = (torch.nn.Parameter(torch.zeros(size)) for size in ((2, 3), (3,), (3, 3)))
+    frozen.requires_grad_(False)
+    cut = torch.nn.Parameter(torch.zeros(0))
+    cut.ds_shape = (5, 5)  # as stage 3 leaves a matrix
+    matrices = [matrix, cut] if layout.framework == "deepspeed" else [matrix]
+    spaces: dict[str, Any] = {"torch": torch}
+    exec(words, spaces)
+    arguments = ([*matrices, vector, frozen], 0.1, torch.device("cpu"))
+    extra = (False,) if layout.framework == "deepspeed" else ()
+    groups = spaces["build_optimizer"](*arguments, *extra).param_groups
+    found = [([id(one) for one in group["params"]], group["weight_decay"]) for group in groups]
+    assert found == [([id(one) for one in matrices], 0.1), ([id(vector)], 0.0)]
+
+
+def test_a_name_is_no_place_to_fill() -> None:
+    plan = replace(small(ss.Layout.fsdp2()), architecture=replace(SMALL, name="@@FRAMEWORK@@ @@X@@"))
+    script = texts(plan)["train.py"]
+    assert ast.get_docstring(ast.parse(script), clean=False).startswith("@@FRAMEWORK@@ @@X@@ on ")  # type: ignore[union-attr]
+    assert script.count("class Training") == 1
+
+
 def test_what_there_is_none_of_says_why() -> None:
     cpu = texts(small(ss.Layout.fsdp2()))
     assert "accelerate_config.yaml" not in cpu
@@ -319,50 +350,6 @@ def test_what_a_format_has_no_words_for_is_named() -> None:
     assert (
         "reduces gradients in bf16" in texts(small(ss.Layout.fsdp2(), "8xh100-sxm-80gb"))[CONFIGURATIONS[0]]
     )
-
-
-# ------------------------------------------------------------------------------------------------- folders
-
-
-def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
-    small(ss.Layout.fsdp2(), "8xh100-sxm-80gb").export(tmp_path)
-    assert (tmp_path / "fsdp2_arguments.json").exists()
-    (tmp_path / "notes.txt").write_text("mine")
-    plan = small(ss.Layout.zero(2), "8xh100-sxm-80gb")
-    written = {path.name for path in plan.export(tmp_path)}
-    assert {path.name for path in tmp_path.iterdir()} == written | {"notes.txt"}
-    assert ss.Plan.from_deepspeed(tmp_path / "ds_config.json") == plan
-
-
-@pytest.mark.parametrize("name", ["train.py", "accelerate_config.yaml", "job.sbatch"])
-def test_what_a_person_changed_is_not_replaced(name: str, tmp_path: Path) -> None:
-    plan = small(ss.Layout.ddp(), "8xh100-sxm-80gb")
-    plan.export(tmp_path)
-    (tmp_path / name).write_text("# mine\n")
-    with pytest.raises(ValueError, match=name):
-        plan.export(tmp_path)
-    assert (tmp_path / name).read_text() == "# mine\n"
-
-
-@pytest.mark.parametrize("name", [*CONFIGURATIONS, "plan.json", "torchrun.sh", "train.py", "FILES.md"])
-def test_what_a_person_wrote_is_not_replaced(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("mine")
-    layouts = {"ds_config.json": ss.Layout.zero(), "megatron_arguments.txt": ss.Layout.megatron()}
-    with pytest.raises(ValueError, match=name):
-        small(layouts.get(name, ss.Layout.fsdp2()), "8xh100-sxm-80gb").export(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("folder", [None, 3, "", "a\0b"])
-def test_folders_that_are_none(folder: Any) -> None:
-    with pytest.raises(ValueError, match="folder"):
-        small(ss.Layout.ddp()).export(folder)
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("")
-    with pytest.raises(ValueError, match="folder"):
-        small(ss.Layout.ddp()).export(tmp_path / "x")
 
 
 def test_two_exports_are_the_same_bytes() -> None:

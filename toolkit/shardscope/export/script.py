@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pprint
+import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -36,14 +37,18 @@ OPTIMIZERS = {
     "adafactor": "torch.optim.Adafactor(groups, lr=rate)",
 }
 
-OPTIMIZER = '''
-def build_optimizer(parameters, rate, device):
-    """The plan's optimizer; vectors (norms, biases) are not decayed."""
+GROUPS = """\
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]"""
+"""Of every script's ``build_optimizer``: what decays, and what does not."""
+
+OPTIMIZER = '''
+def build_optimizer(parameters, rate, device):
+    """The plan's optimizer; vectors (norms, biases) are not decayed."""
+@@GROUPS@@
     return @@MAKE@@
 
 '''
@@ -81,10 +86,11 @@ def plain_script(
         return Absent(name=SCRIPT_FILE, why=why)
     recipe, cluster = plan.recipe, plan.cluster
     if "def build_optimizer(" not in framework:
-        framework = OPTIMIZER.lstrip("\n").replace("@@MAKE@@", optimizers[recipe.optimizer]) + framework
+        made = OPTIMIZER.lstrip("\n").replace("@@GROUPS@@", GROUPS)
+        framework = made.replace("@@MAKE@@", optimizers[recipe.optimizer]) + framework
     many = cluster.num_nodes > 1
     text = resources.files("shardscope.export").joinpath("train.py.txt").read_text(encoding="utf-8")
-    for name, value in {
+    parts = {
         "DESCRIBED": described(plan).replace("\\", "/").replace('"""', "'''"),
         "COMMAND": "./torchrun.sh" if many else f"torchrun --nproc-per-node {cluster.gpus_per_node} train.py",
         "NOTES": notes,
@@ -102,8 +108,9 @@ def plain_script(
         "RECOMPUTE_INTERVAL": repr(recipe.recompute_interval),
         "DEVICE": "f\"cuda:{os.environ['LOCAL_RANK']}\"" if plan.on_gpu else '"cpu"',
         "FRAMEWORK": framework.strip("\n") + "\n",
-    }.items():
-        text = text.replace(f"@@{name}@@", value)
+    }
+    # In one pass: a name of the architecture may look like a place to be filled.
+    text = re.sub("@@([A-Z_]+)@@", lambda place: parts[place[1]], text)
     return Exported(name=SCRIPT_FILE, what="a plain script that trains the plan", text=text)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.commands import started
 from shardscope.export.files import PLAN_FILE, Absent, Exported, described
-from shardscope.export.script import OPTIMIZERS, SCRIPT_FILE, plain_script
+from shardscope.export.script import GROUPS, OPTIMIZERS, SCRIPT_FILE, plain_script
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
@@ -155,15 +155,20 @@ class Training:
 
 
 def build_optimizer(parameters, rate, device, offloads):
-    """The plan's optimizer; DeepSpeed's own Adam where its state lives on the host."""
-    groups = [parameter for parameter in parameters if parameter.requires_grad]
+    """The plan's optimizer; DeepSpeed's own Adam where its state lives on the host.
+
+    Vectors (norms, biases) are not decayed; ds_shape is a tensor's shape before stage 3 cut it."""
+@@GROUPS@@
     if offloads:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+        return DeepSpeedCPUAdam(groups, lr=rate, betas=(0.9, 0.95))
     return @@MAKE@@
 
 '''
+
+CUT_GROUPS = GROUPS.replace("parameter.ndim", 'len(getattr(parameter, "ds_shape", parameter.shape))')
+"""Stage 3 has cut each tensor into one axis by then; ``ds_shape`` is what it was."""
 
 NOTES = """Stage, offloading, batches and precision are read from ds_config.json. With stage 3 each tensor
 is cut as it is made. What the plan does not hold (rotary base, epsilons) is its family's own."""
@@ -182,4 +187,6 @@ def _script(plan: Plan) -> Exported | Absent:
         return Absent(name=SCRIPT_FILE, why=why)
     makes = {name: make for name, make in OPTIMIZERS.items() if name != "adamw_foreach"}
     make = makes.get(plan.recipe.optimizer, "")
-    return plain_script(plan, PART.replace("@@MAKE@@", make), IMPORTS, NOTES, makes)
+    return plain_script(
+        plan, PART.replace("@@GROUPS@@", CUT_GROUPS).replace("@@MAKE@@", make), IMPORTS, NOTES, makes
+    )
