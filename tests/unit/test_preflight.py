@@ -304,6 +304,23 @@ def test_host_memory_that_nobody_knows_and_a_model_that_is_made_there() -> None:
     assert one(unknown, "host-memory-at-start-not-known").number == making.needed_bytes / 2**30
 
 
+def test_a_card_that_is_nearly_full() -> None:
+    name = "card-nearly-full"
+    # Already of one sequence and whole layers: another layout would have to do it.
+    plan = plan_of("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
+    finding, memory = one(plan, name), plan.memory()
+    assert memory.is_tight and finding.severity == "warning" and finding.plan is None
+    assert finding.number == pytest.approx(100 * memory.peak_bytes / memory.usable_bytes)
+    eased = plan_of(
+        "gpt2", "l4-24gb", ss.Layout.ddp(), seq_len=1024, micro_batch_size=12, global_batch_size=12
+    )
+    mended = one(eased, name).plan
+    assert mended is not None and mended.memory().fits and not mended.memory().is_tight
+    assert found_in(plan_of("gpt2", seq_len=1024), name) is None
+    full = plan_of(micro_batch_size=2)
+    assert not full.memory().fits and found_in(full, name) is None, "what does not fit is said as such"
+
+
 def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
     plan = plan_of("llama-3.1-8b", layout=ss.Layout.ddp(), recompute="full")
     finding = one(plan, "out-of-gpu-memory")

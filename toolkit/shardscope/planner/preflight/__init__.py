@@ -32,6 +32,7 @@ __all__ = ["CHECKS", "SEVERITIES", "Finding", "Severity", "findings", "findings_
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     room.no_room,
+    room.nearly_full,
     recomputation.recomputation_off,
     recomputation.recomputation_on,
     pipeline.few_micro_batches,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from shardscope.layout import divisors
+from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.words import gib
-from shardscope.planner.preflight.case import Case
+from shardscope.planner.changes import RECIPE_WORDS
+from shardscope.planner.preflight.case import Case, Variant, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.recomputation import recomputing
+from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import Place, fits, places
+from shardscope.support import supported
+
+RECOMPUTED = ("none", "selective", "full")
 
 NAMES = {
     "GPU memory": "gpu-memory",
@@ -27,6 +35,46 @@ def no_room(case: Case) -> Iterator[Finding]:
             yield _short(case, place)
         elif place.room_bytes is None:
             yield _unknown(place)
+
+
+def nearly_full(case: Case) -> Iterator[Finding]:
+    """A card so full that of such runs some run out of memory, though the plan fits.
+
+    The mend is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
+    """
+    memory, recipe, layout = case.memory, case.plan.recipe, case.plan.layout
+    if memory is None or not memory.is_tight or not case.has_room:
+        return
+    changes: list[dict[str, Any]] = []
+    if recipe.recompute in RECOMPUTED:
+        more = RECOMPUTED[RECOMPUTED.index(recipe.recompute) + 1 :]
+        changes += [{"recompute": value} for value in more if value in supported(layout, "recompute")]
+    changes += [{"micro_batch_size": size} for size in divisors(recipe.micro_batch_size)[:-1]]
+    if recipe.loss is None and recipe.kernels is None and "chunked" in supported(layout, "loss"):
+        changes.append({"loss": "chunked"})
+    found = variants(case.plan, [(change, {}) for change in changes])
+    best = fastest(variant for variant in found if not variant.memory.is_tight)
+    share = memory.peak_bytes / memory.usable_bytes
+    yield Finding(
+        name="card-nearly-full",
+        severity="warning",
+        why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
+        f"{percent(share)} of the card: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
+        number=100 * share,
+        change="No smaller micro-batch and no recomputation is enough: another layout, or more GPUs"
+        if best is None
+        else _words(case, best),
+        plan=None if best is None else best.plan,
+    )
+
+
+def _words(case: Case, variant: Variant) -> str:
+    was, now = case.plan.recipe, variant.plan.recipe
+    if now.recompute != was.recompute:
+        return RECIPE_WORDS["recompute", now.recompute]
+    if now.loss != was.loss:
+        return RECIPE_WORDS["loss", now.loss]
+    return f"Micro-batch {now.micro_batch_size} instead of {was.micro_batch_size}"
 
 
 def _short(case: Case, place: Place) -> Finding:
