@@ -138,6 +138,22 @@ def test_cards_without_bf16_are_told_to_take_fp16() -> None:
     assert not any(plan.recipe.precision == "fp16-mixed" for plan, _ in there.alternatives)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "tokens", "recompute"),
+    [("llama-3.1-8b", "8xl40s-48gb", 2048, "full"), ("gpt2-xl", "8xrtx-4090-24gb", 1024, "selective")],
+)
+def test_more_recomputation_makes_room_for_a_larger_micro_batch(
+    model: str, cluster: str, tokens: int, recompute: Any
+) -> None:
+    """Over slow links a larger micro-batch saves more gathers than recomputation costs."""
+    plan = advice(model, cluster, seq_len=tokens).plan
+    asked = advice(model, cluster, seq_len=tokens, recompute=recompute).plan
+    assert plan is not None and asked is not None
+    assert not plan.memory().is_tight
+    assert plan.recipe.recompute == recompute and plan.recipe.micro_batch_size > 1
+    assert plan.step().seconds == pytest.approx(asked.step().seconds, rel=0.02)
+
+
 def test_slow_links_keep_tensor_parallelism_inside() -> None:
     found = advice("llama-3.1-8b", "4x8xrtx-4090-24gb")
     assert found.plan is not None

@@ -166,8 +166,8 @@ class Bench:
                 yield [one for one in found if one != recipe]
 
     def with_room(self, tried: Tried) -> Tried:
-        """The same layout with what room there is used: the fastest of larger micro-batches, and of less
-        recomputation, that is not tight; ``tried`` itself where that gains next to nothing."""
+        """The same layout with what room there is used: the fastest of larger micro-batches, with less
+        recomputation and with more, that is not tight; ``tried`` itself where that gains next to nothing."""
         key = (tried.plan.layout, tried.plan.recipe)
         if key not in self._with_room:
             self._with_room[key] = self._roomier(tried)
@@ -176,16 +176,16 @@ class Bench:
     def _roomier(self, tried: Tried) -> Tried:
         recipe, layout = tried.plan.recipe, tried.plan.layout
         found = [tried]
-        for again in _less_recomputed(recipe, layout):
-            lighter = (
+        for again in _other_recomputed(recipe, layout):
+            other = (
                 recipe
                 if again == recipe.recompute
                 else replace(recipe, recompute=again, recompute_interval=1)
             )
             for size in _powers_of_two(recipe.micro_batch_size, recipe.global_batch_size):
-                changed = replace(lighter, micro_batch_size=size)
-                if changed == recipe:
-                    continue
+                changed = replace(other, micro_batch_size=size)
+                if size == recipe.micro_batch_size and not _is_less(again, recipe.recompute):
+                    continue  # As it is, or more computed again that makes room for nothing.
                 larger = self.tried(layout, changed)
                 if isinstance(larger, str) or not larger.fits or larger.report.is_tight:
                     break
@@ -248,10 +248,15 @@ def _more_recomputed(recipe: Recipe, layout: Layout, moves: bool) -> Iterator[Re
         yield from _recomputed(layout, (*more, "offload") if moves else more)
 
 
-def _less_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
+def _other_recomputed(recipe: Recipe, layout: Layout) -> Iterator[Recompute]:
+    """As it is, then every other that keeps activations on the GPU."""
     yield recipe.recompute
     if recipe.recompute in RECOMPUTED:
-        yield from _recomputed(layout, RECOMPUTED[: RECOMPUTED.index(recipe.recompute)])
+        yield from _recomputed(layout, (value for value in RECOMPUTED if value != recipe.recompute))
+
+
+def _is_less(again: Recompute, than: Recompute) -> bool:
+    return than in RECOMPUTED and RECOMPUTED.index(again) < RECOMPUTED.index(than)
 
 
 def _recomputed(layout: Layout, values: Iterable[Recompute]) -> Iterator[Recompute]:

@@ -21,7 +21,7 @@ SPLIT = "split_in_three"
 MANY_GPUS = 200
 """"Hundreds of GPUs"."""
 MUCH = 0.25
-"""The share of a step that waits for sharded state, from which on a pipeline across nodes is looked at."""
+"""The share of a step that sharded state costs, from which on a pipeline across nodes is looked at."""
 SLOWER = 1.5
 """How many times slower than inside a node links are that tensor parallelism should not cross."""
 
@@ -51,7 +51,12 @@ def megatron(path: Path) -> None:
             (knows, "the team runs Megatron-core"),
             (is_offloaded, "offload is slow"),
             (is_split, "layers or sequences are split already"),
-            (waiting > MUCH, f"{waiting:.0%} of a step waits for state to cross nodes".replace("%", " %")),
+            (
+                waiting > MUCH,
+                f"{waiting:.0%} of a step waits for state to cross nodes, or recomputes to wait less".replace(
+                    "%", " %"
+                ),
+            ),
             (path.current is None, "nothing fitted so far"),
         )
         if holds
@@ -85,12 +90,17 @@ def megatron(path: Path) -> None:
 
 
 def _waiting_between_nodes(path: Path) -> float:
-    """The share of a step that waits for sharded weights and gradients; 0 on one node, with a copy on every
-    GPU, which a larger batch would serve better, or where no time is known."""
+    """The share of a step that waits for sharded weights and gradients, or recomputes so as to wait less
+    often; 0 on one node, with a copy on every GPU, which a larger batch would serve better, or where no time
+    is known."""
     if path.current is None or path.rung == "whole" or path.bench.cluster.num_nodes == 1:
         return 0.0
-    report = path.bench.with_room(path.current).timed
-    return 0.0 if report is None else (report.parts["gathers"] + report.parts["gradients"]) / report.seconds
+    before, report = path.current.timed, path.bench.with_room(path.current).timed
+    if before is None or report is None:
+        return 0.0
+    # Layers recomputed for the sake of a larger micro-batch are what slow links cost as well.
+    again = max(0.0, report.parts["recomputation"] - before.parts["recomputation"])
+    return (report.parts["gathers"] + report.parts["gradients"] + again) / report.seconds
 
 
 def experts(path: Path) -> None:

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 
 def room(path: Path) -> None:
-    """Whether a larger micro-batch, or less recomputation, makes use of what is left of the card."""
+    """Whether a larger micro-batch, or other recomputation, makes use of what is left of the card."""
     current = path.current
     if current is None:
         return
     question = f"Is there room left on each {words.rank(current.plan.cluster)}?"
-    why = "Larger micro-batches and less recomputation keep the arithmetic busier; the step's batch stays."
+    why = (
+        "Larger micro-batches and less recomputation keep the arithmetic busier, and more recomputation can "
+        "make room for a larger micro-batch that is worth it; the step's batch stays."
+    )
     used = 100 * current.report.peak_bytes / current.report.usable_bytes
-    if current.report.is_tight:
+    larger = path.bench.with_room(current)
+    if current.report.is_tight and larger is current:
         answer = "No: it is tight, and of runs that need over 80 % of their card some run out of it."
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
@@ -29,14 +33,14 @@ def room(path: Path) -> None:
         answer = "Yes; what a larger micro-batch gains, no known time says."
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
-    larger = path.bench.with_room(current)
     if larger is current:
         answer = "Yes, but nothing that fits there is predicted to be faster."
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     then = 100 * larger.report.peak_bytes / larger.report.usable_bytes
     gained = words.compared(larger, current)
-    answer = f"Yes: {words.eased(larger, current.plan.recipe)}, {gained}."
+    yes = "Not as it is, but there can be" if current.report.is_tight else "Yes"
+    answer = f"{yes}: {words.eased(larger, current.plan.recipe)}, {gained}."
     path.told("", question, answer, f"{used:.0f} % of it is used, {then:.0f} % then", why, larger, taken=True)
     path.take(path.rung, larger)
 
