@@ -252,6 +252,7 @@ FLAGS: dict[str, Callable[[str], Any] | None] = {
     "moe-router-pre-softmax": None, "moe-expert-capacity-factor": float,
     "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int, "context-parallel-size": int,
     "num-virtual-stages-per-pipeline-rank": int, "expert-model-parallel-size": int,
+    "num-layers-per-virtual-pipeline-stage": int, "optimizer-cpu-offload": None,
     "expert-tensor-parallel-size": int, "sequence-parallel": None, "use-distributed-optimizer": None,
     "account-for-embedding-in-pipeline-split": None, "account-for-loss-in-pipeline-split": None,
     "overlap-grad-reduce": None, "overlap-param-gather": None, "tp-comm-overlap": None,
@@ -270,6 +271,7 @@ WRITTEN_OUT = frozenset({
     "group-query-attention", "max-position-embeddings", "position-embedding-type", "vocab-size", "swiglu",
     "make-vocab-size-divisible-by", "untie-embeddings-and-output-weights", "multi-latent-attention",
     "num-experts", "num-virtual-stages-per-pipeline-rank", "seq-length", "micro-batch-size",
+    "num-layers-per-virtual-pipeline-stage",
     "global-batch-size", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16",
     "recompute-activations", "use-flash-attn",
 })  # fmt: skip
