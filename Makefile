@@ -27,11 +27,10 @@ lab: $(STAMP)
 	  --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) \
 	  --FileContentsManager.post_save_hook=clean_notebook.tell_git
 
-# Units and launches share the cores, for launches mostly wait for imports; notebooks and browsers take them all, and
-# so come one after another.
+# Unit tests share the cores; launches, notebooks and browsers take them all, and so come one after another.
 test: $(STAMP) browser check
-	$(BIN)/python -m pytest tests/unit tests/runs -n logical --maxprocesses 4 --dist loadfile
-	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/runs
+	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --ignore=tests/unit
 
 # Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.
 test-nvme: $(STAMP)
