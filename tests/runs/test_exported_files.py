@@ -71,7 +71,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 def needed(folder: Path, name: str) -> Path:
     if not (folder / name).exists():
-        pytest.skip(f"this plan has no {name}: FILES.md says why")
+        pytest.skip(f"this plan has no {name}, as its FILES.md says: other plans of this file run the test")
     return folder / name
 
 

@@ -221,7 +221,7 @@ def test_nanotron_is_no_framework_of_ours_and_apart() -> None:
 
 def test_the_rows_of_the_project_are_those_of_the_wider_collection() -> None:
     if not SHARED.is_file():
-        pytest.skip("no wider collection of measured rows beside the project")
+        pytest.skip("the wider collection of measured rows is not here: run this beside ../shared/data")
     own = configurations(read(path for path in time_files() if path != SHARED))
     both = configurations(read(time_files()))
     assert [one.measured for one in own] == [one.measured for one in both]

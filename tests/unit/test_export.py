@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from planning import plans
+from tests.needs import needs
 
 import shardscope as ss
-from needs import needs
 from shardscope.export.files import Exported, contents
 from shardscope.validation import FieldError
 
@@ -284,7 +284,7 @@ def test_plain_scripts_are_python_without_shardscope(plan: ss.Plan) -> None:
     [ss.Layout.ddp(), ss.Layout.fsdp2(), ss.Layout.zero(3), ss.Layout.zero(2, offload_optimizer="cpu")],
 )
 def test_every_script_decays_the_same_weights(layout: Any) -> None:
-    torch = pytest.importorskip("torch", reason="needs PyTorch: the script's optimizer is its own")
+    torch = needs("torch")
     tree = ast.parse(texts(small(layout))["train.py"])
     (made,) = (node for node in tree.body if getattr(node, "name", None) == "build_optimizer")
     words = ast.unparse(made)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.needs import needs
 
 import shardscope as ss
-from needs import needs
 
 needs("accelerate")  # which brings PyYAML
 
@@ -264,7 +264,7 @@ def test_megatron_s_own_scripts(tmp_path: Path) -> None:
 def test_an_edited_export_holds_over_the_plan_beside_it(
     framework: str, name: str, before: str, after: str, is_now: dict[str, Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers", reason="needs transformers: it spells the model in train.py")
+    needs("transformers")
     layout = {"fsdp2": ss.Layout.fsdp2, "zero": ss.Layout.zero, "megatron": ss.Layout.megatron}[framework]()
     plan = ss.Plan(LLAMA, EIGHT, ss.Recipe(), layout)
     plan.export(tmp_path)
