@@ -6,6 +6,7 @@ from collections import defaultdict
 from statistics import correlation, median
 
 from tests.accuracy.ablation import ablation_report
+from tests.accuracy.counting import counted_table
 from tests.accuracy.goals import alone_line, goals_report
 from tests.accuracy.pairs import pairs_report
 from tests.accuracy.reasons import reason
@@ -207,25 +208,10 @@ def _fits(score: MemoryScore) -> str:
 
 
 def _assumed(score: MemoryScore) -> str:
-    counted: dict[tuple[str, str], int] = defaultdict(int)
-    for row in score.scored:
-        for assumption in row.mapped.assumed:
-            counted[source(row.mapped.row), assumption] += 1
-    if not counted:
-        return ""
-    lines = ["## What rows leave open, and was assumed", "", "| rows | source | assumed |", "|---|---|---|"]
-    for (name, words), count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
-        lines.append(f"| {count} | {name} | {words} |")
-    return "\n".join(lines)
+    pairs = ((source(one.mapped.row), words) for one in score.scored for words in one.mapped.assumed)
+    return counted_table("What rows leave open, and was assumed", "assumed", pairs)
 
 
 def _unmapped(score: MemoryScore) -> str:
-    if not score.unmapped:
-        return ""
-    lines = ["## Rows without a plan", "", "| rows | source | reason |", "|---|---|---|"]
-    counted: dict[tuple[str, str], int] = defaultdict(int)
-    for row, why in score.unmapped:
-        counted[source(row), why] += 1
-    for (name, why), count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
-        lines.append(f"| {count} | {name} | {why} |")
-    return "\n".join(lines)
+    pairs = ((source(row), why) for row, why in score.unmapped)
+    return counted_table("Rows without a plan", "reason", pairs)
