@@ -1,0 +1,156 @@
+"""Which parameters of transformers become which parameters of Megatron's ``GPTModel``, and how.
+
+Names of transformers are those of a model in memory (``model.state_dict()``). Names of Megatron are those
+of its local modules (``get_gpt_layer_local_spec``); :mod:`~shardscope.frameworks.megatron.weights` knows how
+Transformer Engine spells them. Imports no torch, so that a plan can be refused before any rank starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from shardscope.frameworks.megatron.families import check_family
+from shardscope.parameter_names import names_of
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
+
+MAPPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+"""Families whose weights go into a ``GPTModel`` and come back."""
+
+Cut = Literal["whole", "rows", "columns", "vocabulary", "qkv", "gated"]
+"""How tensor parallelism cuts a parameter of Megatron's, and how it is made of those of transformers.
+
+``whole``: every rank holds it. ``rows``, ``columns``: in even parts of the first or second dimension.
+``vocabulary``: in rows, once padded with zeros to 128 x tp rows. ``qkv``: queries, keys and values are
+interleaved by key-value head, then cut in rows. ``gated``: gate and up are cut in rows each, and a rank holds
+its part of the one above its part of the other.
+"""
+
+
+class Pair(NamedTuple):
+    """One parameter of Megatron's and what it is made of."""
+
+    megatron: str
+    """Inside a layer: relative to the layer. Of experts: relative to one expert."""
+    hf: tuple[str, ...]
+    """In order; inside a layer, relative to the layer. One name with ``qkv`` or ``gated``: fused there too."""
+    cut: Cut
+    transposed: bool = False
+    """Whether transformers stores it (in, out), as GPT-2's Conv1D does."""
+
+
+def check_mapped(arch: Architecture) -> None:
+    """Raise ``ValueError`` for a family without a mapping, naming an engine that trains it."""
+    check_family(arch)
+    if arch.model_type not in MAPPED_FAMILIES:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"{', '.join(map(repr, MAPPED_FAMILIES))} to train with Megatron-core: there is no mapping of this "
+            "family's weights to its GPTModel",
+            "layout=Layout.fsdp2()",
+        )
+
+
+def layer_prefix(arch: Architecture, layer: int) -> str:
+    """``model.layers.3.``: what precedes a layer's own names in transformers."""
+    return f"{names_of(arch).layers}.{layer}."
+
+
+def outer_pairs(arch: Architecture, *, embedding: bool, head: bool) -> list[Pair]:
+    """Parameters outside the layers of a model chunk with the embedding, the final norm and head, or both.
+
+    A tied head is there only where the embedding is not: Megatron keeps a copy on the last stage.
+    """
+    names = names_of(arch)
+    found: list[Pair] = []
+    if embedding:
+        found.append(Pair("embedding.word_embeddings.weight", (f"{names.embedding}.weight",), "vocabulary"))
+        if arch.position_embedding == "learned":
+            found.append(Pair("embedding.position_embeddings.weight", ("transformer.wpe.weight",), "whole"))
+    if head:
+        found += _norm(arch, "decoder.final_layernorm", names.final_norm)
+        source = f"{names.embedding}.weight" if arch.tie_word_embeddings else "lm_head.weight"
+        if not (arch.tie_word_embeddings and embedding):
+            found.append(Pair("output_layer.weight", (source,), "vocabulary"))
+    return found
+
+
+def layer_pairs(arch: Architecture, layer: int) -> list[Pair]:
+    """Parameters of one decoder layer (counted from 0), but its experts'."""
+    attention = _gpt2_attention() if arch.model_type == "gpt2" else _attention(arch)
+    if arch.is_moe_layer(layer):
+        mlp = [Pair("mlp.router.weight", (f"{names_of(arch).router}.weight",), "whole")]
+    else:
+        mlp = _gpt2_mlp() if arch.model_type == "gpt2" else _mlp(arch)
+    first, second = (
+        ("ln_1", "ln_2")
+        if arch.model_type == "gpt2"
+        else (
+            "input_layernorm",
+            "post_attention_layernorm",
+        )
+    )
+    norms = _norm(arch, "input_layernorm", first) + _norm(arch, "pre_mlp_layernorm", second)
+    return [*norms, *attention, *mlp]
+
+
+def expert_pairs() -> list[Pair]:
+    """Parameters of one routed expert; transformers stacks those of all experts of a layer."""
+    return [
+        Pair("linear_fc1.weight", ("mlp.experts.gate_up_proj",), "gated"),
+        Pair("linear_fc2.weight", ("mlp.experts.down_proj",), "columns"),
+    ]
+
+
+def _norm(arch: Architecture, megatron: str, hf: str) -> list[Pair]:
+    kinds = ("weight", "bias") if arch.norm == "layernorm" else ("weight",)
+    return [Pair(f"{megatron}.{kind}", (f"{hf}.{kind}",), "whole") for kind in kinds]
+
+
+def _attention(arch: Architecture) -> list[Pair]:
+    product, output = "self_attention.linear_qkv", "self_attention.linear_proj"
+    kinds = ("weight", "bias") if arch.attention_bias else ("weight",)
+    found = [
+        Pair(f"{product}.{kind}", tuple(f"self_attn.{name}_proj.{kind}" for name in "qkv"), "qkv")
+        for kind in kinds
+    ]
+    found.append(Pair(f"{output}.weight", ("self_attn.o_proj.weight",), "columns"))
+    if arch.attention_output_bias:
+        found.append(Pair(f"{output}.bias", ("self_attn.o_proj.bias",), "whole"))
+    if arch.qk_norm:
+        for name in "qk":
+            found += _norm(arch, f"self_attention.{name}_layernorm", f"self_attn.{name}_norm")
+    return found
+
+
+def _mlp(arch: Architecture) -> list[Pair]:
+    found = []
+    for kind in ("weight", "bias") if arch.mlp_bias else ("weight",):
+        found.append(
+            Pair(f"mlp.linear_fc1.{kind}", (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"), "gated")
+        )
+        down: Cut = "columns" if kind == "weight" else "whole"
+        found.append(Pair(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down))
+    return found
+
+
+def _gpt2_attention() -> list[Pair]:
+    product, output = "self_attention.linear_qkv", "self_attention.linear_proj"
+    return [
+        Pair(f"{product}.weight", ("attn.c_attn.weight",), "qkv", transposed=True),
+        Pair(f"{product}.bias", ("attn.c_attn.bias",), "qkv"),
+        Pair(f"{output}.weight", ("attn.c_proj.weight",), "columns", transposed=True),
+        Pair(f"{output}.bias", ("attn.c_proj.bias",), "whole"),
+    ]
+
+
+def _gpt2_mlp() -> list[Pair]:
+    return [
+        Pair("mlp.linear_fc1.weight", ("mlp.c_fc.weight",), "rows", transposed=True),
+        Pair("mlp.linear_fc1.bias", ("mlp.c_fc.bias",), "rows"),
+        Pair("mlp.linear_fc2.weight", ("mlp.c_proj.weight",), "columns", transposed=True),
+        Pair("mlp.linear_fc2.bias", ("mlp.c_proj.bias",), "whole"),
+    ]
