@@ -6,7 +6,8 @@ This file imports no torch, so the launcher and the tests may name engines witho
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +40,21 @@ class Context(Protocol):
     def record(self, name: str, mapping: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldTensors:
+    """What an engine holds on this rank at this moment, by whose it is; a storage may come more than once."""
+
+    parameters: Iterable[torch.Tensor]
+    """This rank's own, shards where the framework shards."""
+    gradients: Iterable[torch.Tensor]
+    optimizer: Iterable[torch.Tensor]
+    """Moments and main copies."""
+    gathered: Iterable[torch.Tensor] = ()
+    """Whole parameters held beside their shards, emptied ones included."""
+    buffers: Iterable[torch.Tensor] = ()
+    """The module's own, which no optimizer touches."""
+
+
 class Engine(ABC):
     """One framework, one plan, this rank.
 
@@ -58,6 +74,10 @@ class Engine(ABC):
     """
     max_grad_norm: float | None = 1.0
     """Every step scales the gradient of the whole model down to this norm; None: never."""
+    learning_rate: float = 3e-4
+    """Of the optimizer that ``setup`` makes itself, until ``set_learning_rate``. Set it before ``setup``."""
+    weight_decay: float = 0.1
+    """The same of its decoupled decay, on matrices only."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -66,6 +86,10 @@ class Engine(ABC):
         """Optimizer steps taken so far, those before the loaded checkpoint included."""
         self.grad_norm = float("nan")
         """Norm of the whole model's gradient in the last step, before clipping."""
+        self.held_after_step: dict[str, int] = {}
+        """Bytes of parameters, gradients and optimizer as the last step left them."""
+        self.peak_accounted_bytes = 0
+        """Most bytes of the three seen together, right after an optimizer step."""
 
     @property
     def data_rank(self) -> int:
@@ -81,6 +105,7 @@ class Engine(ABC):
     def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
         """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run.
 
+        Without ``build_optimizer`` the engine makes the recipe's, of ``learning_rate`` and ``weight_decay``.
         The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` is set. Steps clip
         gradients to ``max_grad_norm``, with an optimizer of one's own too.
         """
@@ -117,8 +142,27 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def export(self, path: str | Path) -> None:
+        """Write the model's weights as a folder that ``transformers`` opens, all ranks together.
+
+        After ``setup``. ``config.json`` and ``model.safetensors``, where it is large in several files with an
+        index, which ``AutoModelForCausalLM.from_pretrained`` reads; of adapters peft's own format. Weights
+        have the type that the engine keeps: fp32 but for a pure bf16 recipe. Aside first, renamed when it is
+        whole; a relative ``path`` is one in the run folder, and an older export there is replaced.
+        """
+
+    @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: ``parameters``, ``gradients``, ``optimizer``, the device's own."""
+
+    def held_tensors(self) -> HeldTensors | None:
+        """The tensors behind :meth:`memory`, for the census of a step; None where no engine can tell them."""
+        return None
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of buffers that the framework keeps for gradients, whether or not gradients lie in them."""
+        return 0
 
     @abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:

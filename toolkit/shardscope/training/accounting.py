@@ -33,8 +33,13 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state tensors (its moments; step counters are a few bytes each)."""
+    return tensor_bytes(optimizer_tensors(optimizer))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of the optimizer's state."""
     values = (value for state in optimizer.state.values() for value in state.values())
-    return tensor_bytes(value for value in values if isinstance(value, torch.Tensor))
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:

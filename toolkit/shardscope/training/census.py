@@ -10,7 +10,7 @@ what operators have in hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardscope.training.gradients import local
+
+if TYPE_CHECKING:
+    from shardscope.frameworks.engine import HeldTensors
 
 NEWS = 1.005
 """How much more there may be than was seen until somebody looks: a peak is missed by this share at most, and
@@ -42,21 +45,16 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        held: Callable[[], HeldTensors],
         *,
         vocab_sizes: Iterable[int],
-        gathered: Callable[[], Iterable[torch.Tensor]],
         bucket_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.phases: dict[str, Weighed] = {}
-        # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
-        self._parameters = list(model.parameters())
-        self._optimizer = optimizer
-        self._buffers = list(model.buffers())
+        self._held = held
+        self._buffers = list(held().buffers)
         self._vocab_sizes = frozenset(vocab_sizes)
-        self._gathered = gathered
         self._bucket_bytes = bucket_bytes
         self._phase = "forward"
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -122,12 +120,13 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         return tensor.dim() > 1 and tensor.is_floating_point() and tensor.shape[-1] in self._vocab_sizes
 
     def _weigh(self) -> Weighed:
-        states = (value for state in self._optimizer.state.values() for value in state.values())
+        held = self._held()
+        gradients = [local(gradient) for gradient in held.gradients]
         owned: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": [local(parameter) for parameter in self._parameters],
-            "gradients": [local(p.grad) for p in self._parameters if p.grad is not None],
-            "optimizer": [local(value) for value in states if isinstance(value, torch.Tensor)],
-            "gather_buffers": [local(tensor) for tensor in self._gathered()],
+            "parameters": map(local, held.parameters),
+            "gradients": gradients,
+            "optimizer": map(local, held.optimizer),
+            "gather_buffers": map(local, held.gathered),
         }
         seen: set[int] = set()
         weighed: Weighed = {}
@@ -139,7 +138,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                     seen.add(storage._cdata)
                     num_bytes += storage.nbytes()
             weighed[component] = num_bytes
-        weighed["gradients"] += self._unseen_buckets()
+        weighed["gradients"] += self._unseen_buckets(gradients)
         weighed["activations"] = weighed["logits"] = weighed[_LIBRARY] = 0
         for key, (weak, kind) in list(self._made.items()):
             alive = _alive_bytes(weak)
@@ -152,7 +151,7 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
                 weighed[kind] += alive
         return weighed
 
-    def _unseen_buckets(self) -> int:
+    def _unseen_buckets(self, gradients: Iterable[torch.Tensor]) -> int:
         """Bytes of a framework's gradient buffers in which no gradient lies just now.
 
         A gradient that accumulates outside of its buffer is held beside it, so both count.
@@ -160,12 +159,10 @@ class Census(TorchDispatchMode):  # type: ignore[misc]
         if not self._bucket_bytes:
             return 0
         seen: dict[int, int] = {}
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                storage = gradient.untyped_storage()
-                if storage.nbytes() > gradient.numel() * gradient.element_size():
-                    seen[storage._cdata] = storage.nbytes()
+        for gradient in gradients:
+            storage = gradient.untyped_storage()
+            if storage.nbytes() > gradient.numel() * gradient.element_size():
+                seen[storage._cdata] = storage.nbytes()
         return max(0, self._bucket_bytes - sum(seen.values()))
 
 

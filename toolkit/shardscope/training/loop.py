@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardscope.frameworks.engine import Engine
 from shardscope.training.commands import look
 from shardscope.training.data import Windows
 from shardscope.training.memory_watch import Snapshot
 from shardscope.training.metrics import step_metrics
 from shardscope.training.recording import Recorder
 from shardscope.training.schedule import Schedule
-from shardscope.training.torch_engine import TorchEngine
 
 PROFILED_STEPS = 3
 SKIPPED_STEPS = 2
@@ -27,7 +27,7 @@ MAX_RECORDED_WINDOWS = 4096
 
 def train(
     ctx: Any,
-    engine: TorchEngine,
+    engine: Engine,
     windows: Windows,
     schedule: Schedule,
     *,
@@ -98,7 +98,7 @@ def train(
         _save(ctx, engine)
 
 
-def _save(ctx: Any, engine: TorchEngine) -> None:
+def _save(ctx: Any, engine: Engine) -> None:
     path = checkpoint_path(ctx.folder, engine.num_steps_done)
     engine.save(path)
     print(f"saved {path.relative_to(ctx.folder)}", flush=True)

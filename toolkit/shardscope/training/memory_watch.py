@@ -5,16 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from shardscope.frameworks.engine import Engine, HeldTensors
 from shardscope.runs.folder import RunFolder
 from shardscope.training import accounting
 from shardscope.training.census import Census
-
-if TYPE_CHECKING:
-    from shardscope.training.torch_engine import TorchEngine
 
 WATCHED_STEPS = (0, 2)
 """Of an engine's steps: the third is as all others will be (in the second DDP still makes its buckets anew),
@@ -26,7 +24,7 @@ MAX_HISTORY = 200_000
 class MemoryWatch:
     """One engine's. ``step`` goes around a step, ``mark`` at the end of each of its phases."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._device = engine.ctx.device
         self._num_steps = 0
@@ -48,13 +46,9 @@ class MemoryWatch:
         self._peaks = {}
         accounting.reset_peak(self._device)
         # Compiled graphs run no operators that could be seen; the allocator's peaks remain.
-        if engine.plan.kernels != "compiled":
+        if engine.plan.kernels != "compiled" and engine.held_tensors() is not None:
             self._census = Census(
-                engine.model,
-                engine.optimizer,
-                vocab_sizes=_vocab_sizes(engine),
-                gathered=engine.gathered_tensors,
-                bucket_bytes=engine.bucket_bytes,
+                lambda: _held(engine), vocab_sizes=_vocab_sizes(engine), bucket_bytes=engine.bucket_bytes
             )
         try:
             with self._census or nullcontext():
@@ -99,7 +93,13 @@ class MemoryWatch:
         return found
 
 
-def _vocab_sizes(engine: TorchEngine) -> set[int]:
+def _held(engine: Engine) -> HeldTensors:
+    held = engine.held_tensors()
+    assert held is not None
+    return held
+
+
+def _vocab_sizes(engine: Engine) -> set[int]:
     vocab = engine.plan.architecture.vocab_size
     return {vocab, -(-vocab // engine.plan.degrees.tp)}
 

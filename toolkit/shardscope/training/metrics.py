@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from shardscope.training.accounting import device_bytes
 
 if TYPE_CHECKING:
-    from shardscope.training.torch_engine import TorchEngine
+    from shardscope.frameworks.engine import Engine
 
 
 def step_metrics(
-    engine: TorchEngine, *, loss: float, learning_rate: float, num_tokens: int, seconds: float
+    engine: Engine, *, loss: float, learning_rate: float, num_tokens: int, seconds: float
 ) -> dict[str, Any]:
     """Names and values for ``ctx.log``.
 

@@ -75,20 +75,16 @@ class Pretrain:
         from shardscope.training.data import Windows, read_tokens
         from shardscope.training.loop import train
         from shardscope.training.model import build_model
-        from shardscope.training.optimizers import build_optimizer
         from shardscope.training.schedule import Schedule
 
         plan, engine = ctx.plan, ctx.engine
         engine.seed, engine.fresh_weights = self.seed, True
-        engine.setup(
-            lambda: build_model(plan.architecture, plan.recipe.dropout),
-            lambda parameters: build_optimizer(
-                plan.recipe.optimizer, parameters, self.learning_rate, self.weight_decay, engine.model
-            ),
-        )
+        engine.learning_rate, engine.weight_decay = self.learning_rate, self.weight_decay
+        engine.setup(lambda: build_model(plan.architecture, plan.recipe.dropout))
         if self.resume_from is not None:
             engine.load(self.resume_from)
-        torch.manual_seed(self.seed + 1 + ctx.rank)
+        # Ranks of one tensor group drop out the same numbers: they have one share of the data.
+        torch.manual_seed(self.seed + 1 + engine.data_rank)
         windows = Windows(
             tokens=read_tokens(self.text),
             seq_len=plan.recipe.seq_len,

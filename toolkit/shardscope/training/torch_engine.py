@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
+from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
 from shardscope.frameworks.registry import check_trained
 from shardscope.memory.head import loss_in_force
-from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers
+from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers, pretrained
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.quantized import quantize_base
@@ -40,10 +40,6 @@ class TorchEngine(Engine):
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
         self.recipe = self.plan.recipe
-        self.peak_accounted_bytes = 0
-        """Most bytes of parameters, gradients and optimizer seen together (right after an optimizer step)."""
-        self.held_after_step: dict[str, int] = {}
-        """Bytes of parameters, gradients and optimizer as the last step left them."""
         self._scaler: torch.amp.GradScaler | None = None
         self._watch: MemoryWatch | None = None
 
@@ -91,8 +87,11 @@ class TorchEngine(Engine):
         self._module = self.wrap(build_model)
         self._module.train()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
+        self._parameters = list(self.model.parameters())
         if build_optimizer is None:
-            self.optimizer = optimizers.build_optimizer(self.recipe.optimizer, trained, model=self.model)
+            name, rate, decay = self.recipe.optimizer, self.learning_rate, self.weight_decay
+            self.optimizer = optimizers.build_optimizer(name, trained, rate, decay, self.model)
         else:
             self.optimizer = build_optimizer(trained)
         if self.recipe.precision == "fp16-mixed":
@@ -125,10 +124,14 @@ class TorchEngine(Engine):
         with self._watch.step():
             return self._step(batch, self._watch)
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of buffers that the framework keeps for gradients, whether or not gradients lie in them."""
-        return 0
+    def held_tensors(self) -> HeldTensors:
+        return HeldTensors(
+            parameters=self._parameters,
+            gradients=[p.grad for p in self._parameters if p.grad is not None],
+            optimizer=accounting.optimizer_tensors(self.optimizer),
+            gathered=self.gathered_tensors(),
+            buffers=self.model.buffers(),
+        )
 
     def gathered_tensors(self) -> Iterable[torch.Tensor]:
         """Whole parameters that the framework gathered and holds beside its shards, emptied ones included."""
@@ -175,6 +178,13 @@ class TorchEngine(Engine):
         if self._scaler and position["loss_scale"]:
             state = self._scaler.state_dict()
             self._scaler.load_state_dict({**state, "scale": float(position["loss_scale"])})
+
+    def export(self, path: str | Path) -> None:
+        pretrained.write_pretrained(self._in_run(path), self.model, self.whole_tensors())
+
+    def whole_tensors(self) -> pretrained.WholeTensors:
+        """What :meth:`export` writes: adapters alone where they train, else all weights."""
+        return pretrained.whole_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
 
     def memory(self) -> dict[str, int]:
         return {**self._accounted(), **accounting.device_bytes(self.ctx.device)}
