@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,18 +20,25 @@ def clip(
     device: torch.device,
     shard_group: Any | None,
     max_norm: float | None,
+    copies: Callable[[torch.nn.Parameter], int] | None = None,
 ) -> torch.Tensor:
     """Scale gradients to ``max_norm`` in place (None: leave them); return the whole model's norm before that.
 
     The norm stays on ``device``: reading it here would make the host wait for the device once more a step.
 
     ``shard_group`` is the process group over which gradients are sharded, None if each rank holds them whole.
+    ``copies`` tells on how many of its ranks the same part of a parameter is, where that is not one: a norm's
+    weights under tensor parallelism are on all.
     ``torch.nn.utils.clip_grad_norm_`` is not used because with CPU-offloaded shards it reduces CPU tensors,
     which NCCL cannot do; here one number travels, on ``device``.
     """
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-    total = torch.stack(norms).square().sum().to(device)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in trained]
+    squares = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).square()
+    if copies is not None:
+        counts = torch.tensor([copies(parameter) for parameter in trained], dtype=torch.float32)
+        squares = squares / counts.to(squares.device, non_blocking=True)
+    total = squares.sum().to(device)
     if shard_group is not None:
         dist.all_reduce(total, group=shard_group)
     norm = total.sqrt()
