@@ -4,11 +4,16 @@ A search asks of hundreds of thousands of plans what few of their numbers decide
 tp alone, its activations on tp and the micro-batch. A :class:`Column` has one value for each distinct row of
 the keys that decide it, and arithmetic between two columns is done for the distinct rows of both: as numpy
 broadcasts axes, but over the combinations that there are, not over all that there could be.
+
+What was computed once is not computed again: an operation on the same columns gives the very same column, so
+that plans which differ in recomputation only, say, have the seconds of their products in common. That is
+value numbering (Cocke 1970): a column is known by the operation and the columns that made it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +42,8 @@ class Rows:
     def __init__(self, keys: Sequence[NDArray[np.int64]]) -> None:
         self.num_rows = len(keys[0])
         self._indices = {1 << bit: distinct(codes, int(codes.max()) + 1) for bit, codes in enumerate(keys)}
+        self.known: dict[tuple[Any, ...], Any] = {}
+        """What was computed, by the operation and the numbers of the columns in it."""
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
         self._told: dict[tuple[int, bytes], int] = {}
         self._partitions: dict[bytes, int] = {}
@@ -45,6 +52,10 @@ class Rows:
         """A column of each row's ``values``, alike where ``keys`` (bits) are; a number if all are one."""
         found = values[self._index(keys).first]
         return found[0].item() if len(found) and (found == found[0]).all() else Column(self, keys, found)
+
+    def forget(self) -> None:
+        """Keeps nothing of what was computed: it stays right, and takes its time again."""
+        self.known.clear()
 
     def regrouped(self, keys: int, codes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
         """A key that tells apart what ``codes`` of the distinct rows of ``keys`` do, and no more.
@@ -127,13 +138,17 @@ def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
     return codes.reshape(-1), len(own)
 
 
+_numbers = count()
+
+
 class Column:
     """One number for each distinct row of some keys; reads like a number in formulas that broadcast."""
 
-    __slots__ = ("keys", "rows", "values")
+    __slots__ = ("keys", "number", "rows", "values")
 
     def __init__(self, rows: Rows, keys: int, values: NDArray[Any]) -> None:
         self.rows, self.keys, self.values = rows, keys, values
+        self.number = next(_numbers)
 
     def max(self) -> Any:
         """The largest number."""
@@ -159,10 +174,10 @@ class Column:
         return together(ufunc, *inputs)
 
     def __neg__(self) -> Column:
-        return Column(self.rows, self.keys, -self.values)
+        return _alone(np.negative, self)
 
     def __invert__(self) -> Column:
-        return Column(self.rows, self.keys, ~self.values)
+        return _alone(np.invert, self)
 
     def __add__(self, other: Any) -> Any:
         return self if _is_nothing(other) else _applied(np.add, self, other)
@@ -179,27 +194,60 @@ def _is_nothing(number: Any) -> bool:
     return number.__class__ in (int, bool) and not number
 
 
-def together(function: Callable[..., NDArray[Any]], *values: Any) -> Any:
-    """``function`` of the values, of which some are columns, at the distinct rows of all of them."""
-    whole: Column | None = None
+def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
+    """``ufunc`` (or ``numpy.where``) of the values, of which some are columns, at the distinct rows of all."""
+    rows = _rows_of(values)
+    key = (ufunc, *map(_told, values))
+    found = rows.known.get(key)
+    if found is None:
+        keys = _keys_of(values)
+        found = ufunc(*(_at(rows, keys, value) for value in values))
+        found = rows.known[key] = Column(rows, keys, found)
+    return found
+
+
+def _rows_of(values: Sequence[Any]) -> Rows:
+    rows: Rows = next(value.rows for value in values if type(value) is Column)
+    return rows
+
+
+def _keys_of(values: Sequence[Any]) -> int:
+    """Keys that decide all of them."""
+    keys = 0
     for value in values:
         if type(value) is Column:
-            keys = value.keys if whole is None else value.rows.joined(whole.keys, value.keys)[0]
-            whole = Column(value.rows, keys, value.values)
-    assert whole is not None
-    return Column(whole.rows, whole.keys, function(*(_at(whole, value) for value in values)))
+            keys = value.rows.joined(keys, value.keys)[0] if keys else value.keys
+    return keys
 
 
-def _at(whole: Column, value: Any) -> Any:
-    """``value`` at the distinct rows of ``whole``."""
-    if type(value) is not Column or value.keys == whole.keys:
+def _told(value: Any) -> Any:
+    """What tells ``value`` from others: 1, 1.0 and True are equal and not the same."""
+    return value.number if type(value) is Column else (value.__class__, value)
+
+
+def _at(rows: Rows, keys: int, value: Any) -> Any:
+    """``value`` at the distinct rows of ``keys``."""
+    if type(value) is not Column or value.keys == keys:
         return value.values if type(value) is Column else value
-    return value.values.take(whole.rows.joined(whole.keys, value.keys)[2], mode="clip")
+    return value.values.take(rows.joined(keys, value.keys)[2], mode="clip")
 
 
 def _applied(ufunc: Any, left: Column, right: Any) -> Any:
-    if type(right) is not Column:
-        return Column(left.rows, left.keys, ufunc(left.values, right))
+    rows = left.rows
+    if right.__class__ is not Column:
+        key = ufunc, left.number, right.__class__, right
+        found = rows.known.get(key)
+        if found is None:
+            found = rows.known[key] = Column(rows, left.keys, ufunc(left.values, right))
+        return found
+    pair = ufunc, left.number, right.number
+    found = rows.known.get(pair)
+    if found is None:
+        found = rows.known[pair] = _of_two(ufunc, left, right)
+    return found
+
+
+def _of_two(ufunc: Any, left: Column, right: Column) -> Column:
     if left.keys == right.keys:
         return Column(left.rows, left.keys, ufunc(left.values, right.values))
     keys, one, other = left.rows.joined(left.keys, right.keys)
@@ -209,39 +257,78 @@ def _applied(ufunc: Any, left: Column, right: Any) -> Any:
     return Column(left.rows, keys, ufunc(first, second))
 
 
+def _alone(ufunc: Any, column: Column) -> Any:
+    key = ufunc, column.number
+    found = column.rows.known.get(key)
+    if found is None:
+        found = column.rows.known[key] = Column(column.rows, column.keys, ufunc(column.values))
+    return found
+
+
+class _Questions(NamedTuple):
+    """The distinct rows of several numbers."""
+
+    keys: int
+    codes: NDArray[np.int64]
+    """Of each distinct row of ``keys`` which question it is."""
+    each: list[tuple[Any, ...]]
+    """The plain numbers of each question."""
+
+
 def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     """``function(*numbers)`` of plain numbers, called once for each distinct row of columns.
 
     A named tuple of numbers becomes one of columns.
     """
-    whole = together(lambda *values: np.zeros(max(map(np.size, values)), np.int64), *numbers)
+    rows = _rows_of(numbers)
+    key = (_Questions, *map(_told, numbers))
+    asked = rows.known.get(key)
+    if asked is None:
+        asked = rows.known[key] = _questions(rows, numbers)
+    answers = [function(*row) for row in asked.each]
+    inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
+    # Functions are made anew for each question: they are known by what they answer.
+    told = (*key, *answers, *map(type, inside))
+    found = rows.known.get(told)
+    if found is None:
+        found = rows.known[told] = _answered(rows, asked, answers)
+    return found
+
+
+def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
+    keys = _keys_of(numbers)
     codes, limit, at = np.zeros(1, np.int64), 1, []
     for number in numbers:
-        values = _at(whole, number)
+        values = _at(rows, keys, number)
         at.append(values)
         if type(number) is Column:
             places, different = value_codes(number.values)
-            codes = codes * different + _at(whole, Column(number.rows, number.keys, places))
+            codes = codes * different + _at(rows, keys, Column(rows, number.keys, places))
             limit *= different
-    rows = distinct(codes, limit)
-    each = [value[rows.first].tolist() if isinstance(value, np.ndarray) else value for value in at]
-    answers = [
-        function(*(value[place] if isinstance(value, list) else value for value in each))
-        for place in range(rows.number)
+    found = distinct(codes, limit)
+    each = [
+        values[found.first].tolist() if isinstance(values, np.ndarray) else [values] * found.number
+        for values in at
     ]
+    return _Questions(keys, found.codes, list(zip(*each, strict=True)))
+
+
+def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
     kinds: dict[Any, int] = {}
-    kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[rows.codes]
+    kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
     answers = list(kinds)
     if len(answers) == 1:
         return answers[0]
-    keys, first = whole.rows.regrouped(whole.keys, np.broadcast_to(kind_of, whole.values.shape))
+    keys, first = rows.regrouped(asked.keys, kind_of)
     kind_of = kind_of[first]
 
     def column(values: Sequence[Any]) -> Any:
         first = values[0]
         if all(value == first for value in values):
             return first
-        return Column(whole.rows, keys, np.array(values)[kind_of])
+        array = np.array(values)[kind_of]
+        told = Column, keys, array.dtype.char, array.tobytes()
+        return rows.known.setdefault(told, Column(rows, keys, array))
 
     if isinstance(answers[0], tuple):
         fields = [column(values) for values in zip(*answers, strict=True)]
@@ -269,8 +356,12 @@ def by_value(column: Any) -> Any:
     """
     if type(column) is not Column:
         return column
-    keys, first = column.rows.regrouped(column.keys, value_codes(column.values)[0])
-    return Column(column.rows, keys, column.values[first])
+    key = by_value, column.number
+    found = column.rows.known.get(key)
+    if found is None:
+        keys, first = column.rows.regrouped(column.keys, value_codes(column.values)[0])
+        found = column.rows.known[key] = Column(column.rows, keys, column.values[first])
+    return found
 
 
 def _operator(ufunc: Any, name: str) -> None:
@@ -280,7 +371,7 @@ def _operator(ufunc: Any, name: str) -> None:
     def reflected(self: Column, other: Any) -> Any:
         if name == "floordiv" and _is_nothing(other):
             return 0
-        return Column(self.rows, self.keys, ufunc(other, self.values))
+        return together(ufunc, other, self)
 
     setattr(Column, f"__{name}__", straight)
     setattr(Column, f"__r{name}__", reflected)

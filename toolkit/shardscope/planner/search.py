@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,22 +81,20 @@ def search(
             refused[name] = _why_none(name, arch, cluster, recipe)
         asked += offered
     total, done = sum(one.num_plans for one in asked), 0
-    answered: list[Candidates] = []
-    memory: list[Needs] = []
-    seconds: list[NDArray[np.float64]] = []
-    for one in asked:
+    found: dict[int, tuple[Needs, NDArray[np.float64]]] = {}
+    for place, one in _by_table(asked):
         name = one.layout.framework
         done += one.num_plans
         try:
-            needed, its_seconds = evaluate(one, cluster)
+            found[place] = evaluate(one, cluster)
         except FieldError as refusal:
             # A Plan can be made of it, but there are no formulas for it.
             refused[name] = str(refusal)
             continue
-        answered.append(one)
-        memory.append(needed)
-        seconds.append(its_seconds)
         _tell(progress, f"{done:,} of {total:,} plans, {known[name].title}", done / total)
+    answered = [asked[place] for place in sorted(found)]
+    memory = [found[place][0] for place in sorted(found)]
+    seconds = [found[place][1] for place in sorted(found)]
     told = {one.layout.framework for one in answered}
     return Ranking(
         architecture=arch,
@@ -112,6 +110,21 @@ def search(
         candidates=tuple(answered),
         seconds=time.perf_counter() - start,
     )
+
+
+def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:
+    """All with their places, those of one table one after another: they have most of their numbers in common.
+
+    Tables keep nothing of what was computed in the end.
+    """
+    tables: dict[int, list[int]] = {}
+    for place, one in enumerate(asked):
+        tables.setdefault(id(one.table), []).append(place)
+    for places in tables.values():
+        try:
+            yield from ((place, asked[place]) for place in places)
+        finally:
+            asked[places[0]].table.rows.forget()
 
 
 def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.float64]]:
