@@ -65,6 +65,10 @@ class Framework:
     layout_class: type[Layout]
     engine: str | None
     """``module:Class`` of what really trains, imported on a rank only; ``None``: planned, not trained yet."""
+    before_fork: str | None = None
+    """``module:function``, called with a plan and "cuda" or "cpu" in the launcher before it forks ranks: the
+    environment and the imports that all ranks share, and what would be compiled on each. It never
+    initialises CUDA."""
 
     @property
     def title(self) -> str:
@@ -99,7 +103,12 @@ frameworks: dict[str, Framework] = {
         Framework(
             name="fsdp2", layout_class=Fsdp2Layout, engine="shardscope.frameworks.fsdp2.engine:Fsdp2Engine"
         ),
-        Framework(name="deepspeed", layout_class=ZeroLayout, engine=None),
+        Framework(
+            name="deepspeed",
+            layout_class=ZeroLayout,
+            engine="shardscope.frameworks.deepspeed.engine:DeepSpeedEngine",
+            before_fork="shardscope.frameworks.deepspeed.launching:before_fork",
+        ),
         Framework(name="megatron", layout_class=MegatronLayout, engine=None),
     )
 }
@@ -127,6 +136,14 @@ def engine_for(plan: Plan) -> Callable[[Any], Any]:
     module, _, name = _engine_path(frameworks[plan.layout.framework]).partition(":")
     engine: Callable[[Any], Any] = getattr(import_module(module), name)
     return engine
+
+
+def before_fork(plan: Plan, device_type: str) -> None:
+    """What the framework of ``plan`` wants done once, in the process that ranks are forked from."""
+    place = frameworks[plan.layout.framework].before_fork
+    if place is not None:
+        module, _, name = place.partition(":")
+        getattr(import_module(module), name)(plan, device_type)
 
 
 def _engine_path(framework: Framework) -> str:

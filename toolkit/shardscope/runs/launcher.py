@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shardscope.frameworks.registry import before_fork
 from shardscope.runs.environment import restore_python_path
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
@@ -42,6 +43,7 @@ def main(folder: RunFolder) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         task, plan = pickle.loads(payload)
+        before_fork(plan, description["device"])
         for module in getattr(task, "preload", ()):
             importlib.import_module(module)
         if torch.cuda.is_initialized():

@@ -84,19 +84,8 @@ class TorchEngine(Engine):
                 f"the plan is for {self.plan.world_size} ranks, and this run has {dist.get_world_size()}"
             )
         check_trained(self.plan)
-        self._module = self.wrap(build_model)
+        trained = self.make(build_model, build_optimizer)
         self._module.train()
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
-        self._parameters = list(self.model.parameters())
-        if build_optimizer is None:
-            name, rate, decay = self.recipe.optimizer, self.learning_rate, self.weight_decay
-            self.optimizer = optimizers.build_optimizer(name, trained, rate, decay, self.model)
-        else:
-            self.optimizer = build_optimizer(trained)
-        if self.recipe.precision == "fp16-mixed":
-            # 2^16, torch's default, overflows the first steps of every model; the scaler finds its own scale.
-            self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
         found = self.what_it_is()
         # dist.get_backend() tells what was asked for; this is the library that sends this device's tensors.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
@@ -118,6 +107,27 @@ class TorchEngine(Engine):
             **found,
         }
         self.ctx.record("engine", record)
+
+    def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
+        """Wrap the model and make its optimizer, what scales its losses too; the parameters that train."""
+        self._module = self.wrap(build_model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
+        self._parameters = list(self.model.parameters())
+        self.optimizer = self.optimizer_over(trained, self.model, build_optimizer)
+        if self.recipe.precision == "fp16-mixed":
+            # 2^16, torch's default, overflows the first steps of every model; the scaler finds its own scale.
+            self._scaler = torch.amp.GradScaler(self.ctx.device.type, init_scale=2.0**12)
+        return trained
+
+    def optimizer_over(
+        self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None
+    ) -> torch.optim.Optimizer:
+        """The task's own optimizer, or the recipe's."""
+        if build_optimizer is not None:
+            return build_optimizer(trained)
+        name, rate, decay = self.recipe.optimizer, self.learning_rate, self.weight_decay
+        return optimizers.build_optimizer(name, trained, rate, decay, model)
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         self._watch = self._watch or MemoryWatch(self)
@@ -149,7 +159,7 @@ class TorchEngine(Engine):
                 part = self._loss(there) * weights[index]
                 watch.mark("forward")
                 watch.begin("backward")
-                (self._scaler.scale(part) if self._scaler else part).backward()
+                self.backward(part)
                 watch.mark("backward")
             total += part.detach().float()
         # Summed, and divided here: gloo has no average. The optimizer's update hides it.
@@ -243,11 +253,15 @@ class TorchEngine(Engine):
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         return loss
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Differentiate one micro-batch's share of the loss."""
+        (self._scaler.scale(loss) if self._scaler else loss).backward()
+
     def _update(self) -> torch.Tensor:
         """Clip, step and free; the gradient's norm, still on the device."""
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        norm = gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group, self.max_grad_norm)
+        norm = self.clip_gradients()
         if self._scaler:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -259,6 +273,10 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         self.held_after_step = {**held, "gradients": self.gradient_bytes()}
         return norm
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Scale gradients down to ``max_grad_norm``; the whole model's norm before that, on the device."""
+        return gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group, self.max_grad_norm)
 
     def _accounted(self) -> dict[str, int]:
         """Bytes of the tensors that this rank holds, by walking them."""

@@ -1,0 +1,153 @@
+"""DeepSpeed ZeRO really training: ``deepspeed.initialize``, called directly, on CUDA or CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from shardscope.frameworks.deepspeed import found
+from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.launching import import_deepspeed
+from shardscope.frameworks.deepspeed.limits import nvme_folder
+from shardscope.frameworks.deepspeed.process_groups import connect
+from shardscope.frameworks.engine import BuildModel, BuildOptimizer, HeldTensors
+from shardscope.training import accounting, gradients
+from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
+
+FIRST_LOSS_SCALE_POWER = 12
+"""fp16's scale begins at 2^12, as the other engines' does; an overflow halves it."""
+STEPS_TO_GROW = 2000
+"""Steps without an overflow until it doubles; torch's own default."""
+
+
+class DeepSpeedEngine(TorchEngine):
+    """Optimizer, gradients and parameters in parts, as the stage says (Rajbhandari et al. 2020).
+
+    Accumulation, clipping, loss scaling and the update are DeepSpeed's own. ``bf16`` and ``bf16-mixed`` are
+    one here: DeepSpeed keeps fp32 main copies beside half weights in both.
+    """
+
+    framework = "deepspeed"
+    shards_parameters = True
+
+    def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
+        """DeepSpeed's engine around the model; ``self.optimizer`` is what updates inside of it."""
+        layout: Any = self.plan.layout
+        deepspeed = import_deepspeed(self.ctx.device.type)
+        connect(deepspeed, "nccl" if self.ctx.device.type == "cuda" else "gloo", self.ctx.rank)
+        config = self._config()
+        model = self.build_on_host(build_model)
+        # Asked for by shape: stage 3 is about to take shapes away.
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._shapes = [parameter.shape for parameter in model.parameters()]
+        optimizer = self.optimizer_over(trained, model, build_optimizer)
+        if layout.offload_optimizer and type(optimizer) is torch.optim.AdamW:
+            optimizer = _on_host(optimizer)
+        if layout.stage == 3:
+            kind = self.half_type
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(kind)
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
+        self.model = model
+        self._module, self.zero, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.optimizer = optimizer
+        return trained
+
+    def wrap(self, build_model: BuildModel) -> torch.nn.Module:
+        """Not apart from the optimizer: see :meth:`make`."""
+        raise NotImplementedError
+
+    @property
+    def half_type(self) -> torch.dtype:
+        """The type of the weights that forward reads."""
+        if self.recipe.precision == "bf16":
+            return torch.bfloat16
+        return MIXED_TYPES.get(self.recipe.precision, torch.float32)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def _config(self) -> dict[str, Any]:
+        folder = nvme_folder(self.plan.layout, Path(self.ctx.folder))
+        config = deepspeed_config(self.plan, nvme_folder=str(folder))
+        config["gradient_clipping"] = self.max_grad_norm or 0.0
+        # Adam is exchanged for DeepSpeed's own; another optimizer runs on the host as it is.
+        config["zero_force_ds_cpu_optimizer"] = False
+        if "fp16" in config:
+            config["fp16"] |= {
+                "initial_scale_power": FIRST_LOSS_SCALE_POWER,
+                "loss_scale_window": STEPS_TO_GROW,
+                "hysteresis": 1,
+            }
+        return config
+
+    # ---- a step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # Micro-batches are weighted by their labels already.
+        self._module.backward(loss, scale_wrt_gas=False)
+
+    @contextmanager
+    def reduce_on(self, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            # Counts the micro-batch; the update comes with the last one.
+            self._module.step()
+
+    def _update(self) -> torch.Tensor:
+        before = self._accounted()
+        norm = None
+        if self.zero is self.optimizer:
+            # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
+            norm = gradients.clip(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
+        self._module.step()
+        after = self._accounted()
+        self.held_at_update = {**after, "gradients": before["gradients"]}
+        self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_at_update.values()))
+        self.held_after_step = after
+        if norm is None:
+            norm = torch.as_tensor(float(self._module.get_global_grad_norm()), device=self.ctx.device)
+        return norm
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.zero.param_groups:
+            group["lr"] = learning_rate
+
+    # ---- what it is
+
+    def what_it_is(self) -> dict[str, Any]:
+        return found.what_it_is(self.plan, self._module)
+
+    def in_words(self, found_: Mapping[str, Any], where: str) -> str:
+        return found.in_words(found_, where)
+
+    def held_tensors(self) -> HeldTensors:
+        return found.held_tensors(self._module)
+
+    def _accounted(self) -> dict[str, int]:
+        held = self.held_tensors()
+        return {
+            "parameters": accounting.tensor_bytes(held.parameters),
+            "gradients": accounting.tensor_bytes(held.gradients),
+            "optimizer": accounting.tensor_bytes(held.optimizer),
+        }
+
+    @property
+    def shard_group(self) -> None:
+        return None
+
+
+def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """DeepSpeed's own Adam, compiled for this machine's processors, with the groups of ``optimizer``."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    known = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
+    groups = [{name: group[name] for name in known if name in group} for group in optimizer.param_groups]
+    made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True)
+    return made
