@@ -32,12 +32,17 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state tensors (its moments; step counters are a few bytes each)."""
-    return tensor_bytes(optimizer_tensors(optimizer))
+    """Bytes of the optimizer's state of weights: moments and main copies.
+
+    Step counters, one number for a tensor however large, are left out: no formula is about them, and where
+    they lie (host or device) hangs on the kernel.
+    """
+    states = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
+    return tensor_bytes(value for value in states if isinstance(value, torch.Tensor))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of the optimizer's state."""
+    """The tensors of the optimizer's state, step counters among them."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
