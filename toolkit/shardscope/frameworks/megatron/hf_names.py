@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     megatron: str
     """Inside a layer: relative to the layer. Of experts: relative to one expert."""
     hf: tuple[str, ...]
-    """In order; inside a layer, relative to the layer. One name with ``qkv`` or ``gated``: fused there too."""
+    """In order; inside a layer, relative to it. One name with ``qkv`` or ``gated``: fused there too."""
     cut: Cut
     transposed: bool = False
     """Whether transformers stores it (in, out), as GPT-2's Conv1D does."""
@@ -48,8 +48,8 @@ def check_mapped(arch: Architecture) -> None:
         refuse(
             "Architecture.model_type",
             arch.model_type,
-            f"{', '.join(map(repr, MAPPED_FAMILIES))} to train with Megatron-core: there is no mapping of this "
-            "family's weights to its GPTModel",
+            f"{', '.join(map(repr, MAPPED_FAMILIES))} to train with Megatron-core: there is no "
+            "mapping of this family's weights to its GPTModel",
             "layout=Layout.fsdp2()",
         )
 

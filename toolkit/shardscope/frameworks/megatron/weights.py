@@ -5,15 +5,23 @@ What goes where is in :mod:`~shardscope.frameworks.megatron.hf_names`; here it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardscope.frameworks.megatron.core_config import padded_vocab_size
+from shardscope.frameworks.megatron.hf_names import (
+    Pair,
+    expert_pairs,
+    layer_pairs,
+    layer_prefix,
+    outer_pairs,
+)
+
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
-    from shardscope.frameworks.megatron.hf_names import Pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,37 @@ class Part:
     ep_size: int = 1
 
 
+class Place(NamedTuple):
+    """One parameter of a model chunk, and where it is in the whole model."""
+
+    name: str
+    """As the chunk's own ``named_parameters()`` has it, of Megatron's local modules."""
+    pair: Pair
+    prefix: str
+    """What precedes ``pair.hf``: the layer's own prefix in transformers, or nothing."""
+    expert: int | None
+    """Which routed expert of the layer, counted from 0 through all ranks; None: no expert."""
+
+
+def places(arch: Architecture, part: Part) -> Iterator[Place]:
+    """Every parameter of a part, in an order that all ranks of its tensor and expert groups share."""
+    outer = outer_pairs(arch, embedding=part.embedding, head=part.head)
+    for pair in outer:
+        yield Place(pair.megatron, pair, "", None)
+    for local, layer in enumerate(part.layers):
+        here, prefix = f"decoder.layers.{local}.", layer_prefix(arch, layer)
+        for pair in layer_pairs(arch, layer):
+            yield Place(here + pair.megatron, pair, prefix, None)
+        if not arch.is_moe_layer(layer) or arch.mixture_of_experts is None:
+            continue
+        num_local = arch.mixture_of_experts.num_experts // part.ep_size
+        for index in range(num_local):
+            expert = part.ep_rank * num_local + index
+            for pair in expert_pairs():
+                name = f"{here}mlp.experts.local_experts.{index}.{pair.megatron}"
+                yield Place(name, pair, prefix, expert)
+
+
 def hf_to_megatron(
     state: Mapping[str, torch.Tensor], arch: Architecture, part: Part
 ) -> dict[str, torch.Tensor]:
@@ -42,24 +81,76 @@ def hf_to_megatron(
     Names count layers and experts from 0 within the part, as a chunk's own ``named_parameters()`` do.
     Raises ``KeyError`` for a parameter that ``state`` lacks.
     """
-    raise NotImplementedError
+    return {place.name: megatron_tensor(state, arch, place, part) for place in places(arch, part)}
 
 
-def megatron_tensor(state: Mapping[str, torch.Tensor], arch: Architecture, pair: Pair) -> torch.Tensor:
-    """One parameter of Megatron's, whole."""
-    raise NotImplementedError
+def megatron_tensor(
+    state: Mapping[str, torch.Tensor], arch: Architecture, place: Place, part: Part
+) -> torch.Tensor:
+    """One parameter of one rank."""
+    sources = [state[place.prefix + name].detach() for name in place.pair.hf]
+    if place.expert is not None:
+        sources = [source[place.expert] for source in sources]
+        rank, size = part.expert_tp_rank, part.expert_tp_size
+    else:
+        rank, size = part.tp_rank, part.tp_size
+    return cut(whole_tensor(sources, arch, place.pair), place.pair, rank, size)
+
+
+def whole_tensor(sources: Sequence[torch.Tensor], arch: Architecture, pair: Pair) -> torch.Tensor:
+    """A parameter of Megatron's on one rank alone, of those of transformers in the order of ``pair.hf``."""
+    found = [source.t() if pair.transposed else source for source in sources]
+    if pair.cut == "qkv":
+        heads = _head_rows(arch)
+        query, key, value = found if len(found) == 3 else found[0].split(heads)
+        groups, rest = arch.num_key_value_heads, query.shape[1:]
+        by_group = [rows.reshape(groups, -1, *rest) for rows in (query, key, value)]
+        return torch.cat(by_group, dim=1).reshape(-1, *rest)
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def hf_tensors(whole: torch.Tensor, arch: Architecture, pair: Pair) -> tuple[torch.Tensor, ...]:
     """What transformers has of one whole parameter of Megatron's, in the order of ``pair.hf``."""
-    raise NotImplementedError
+    found: tuple[torch.Tensor, ...] = (whole,)
+    if pair.cut == "vocabulary":
+        found = (whole[: arch.vocab_size],)
+    elif pair.cut == "qkv":
+        groups, rest = arch.num_key_value_heads, whole.shape[1:]
+        rows = [count // groups for count in _head_rows(arch)]
+        parts = whole.reshape(groups, -1, *rest).split(rows, dim=1)
+        found = tuple(part.reshape(-1, *rest) for part in parts)
+        if len(pair.hf) == 1:
+            found = (torch.cat(found),)
+    elif pair.cut == "gated" and len(pair.hf) == 2:
+        found = tuple(whole.chunk(2))
+    return tuple((part.t() if pair.transposed else part).contiguous() for part in found)
 
 
 def cut(whole: torch.Tensor, pair: Pair, rank: int, size: int) -> torch.Tensor:
-    """One rank's part of a whole parameter of Megatron's."""
-    raise NotImplementedError
+    """One rank's part of a parameter of Megatron's; a vocabulary is padded with zeros first."""
+    if pair.cut == "whole":
+        return whole
+    if pair.cut == "vocabulary":
+        padding = padded_vocab_size(whole.shape[0], size) - whole.shape[0]
+        whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]) if padding else whole
+    if size == 1:
+        return whole
+    if pair.cut == "gated":
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim=1 if pair.cut == "columns" else 0)[rank]
 
 
 def join(parts: Sequence[torch.Tensor], pair: Pair) -> torch.Tensor:
     """The whole parameter of which ``parts``, in the order of their ranks, were cut."""
-    raise NotImplementedError
+    if pair.cut == "whole" or len(parts) == 1:
+        return parts[0]
+    if pair.cut == "gated":
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    return torch.cat(list(parts), dim=1 if pair.cut == "columns" else 0)
+
+
+def _head_rows(arch: Architecture) -> list[int]:
+    """Rows of queries, keys and values."""
+    key = arch.num_key_value_heads * arch.head_dim
+    return [arch.num_attention_heads * arch.head_dim, key, key]
