@@ -1,0 +1,1 @@
+"""One loss curve under every framework: ``python -m tests.parity`` (``make parity``)."""

@@ -1,0 +1,69 @@
+"""``python -m tests.parity [--seed N] [--rows NAME ...]``: runs, prints and writes docs/parity.md."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.parity.launching import NotAloneError, outcomes
+from tests.parity.table import ROWS, Row
+from tests.parity.writing import DOCUMENT, document, line
+
+PACKAGES = ("torch", "transformers", "deepspeed", "megatron-core")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the rows. Returns 1 if any does not hold, 2 if the single process does not finish."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="rows whose names have one of these words")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs here")
+    parser.add_argument("--write", type=Path, help="where the table goes (default: docs/parity.md, if whole)")
+    chosen = parser.parse_args(arguments)
+    if chosen.seed < 0:
+        parser.error("--seed must be 0 or more")
+    rows = picked(chosen.rows)
+    if not rows:
+        parser.error(
+            f"no row has {' or '.join(chosen.rows)} in its name; rows: {', '.join(r.name for r in ROWS)}"
+        )
+    is_whole = len(rows) == len(ROWS) and chosen.seed == 0
+    done = []
+    with tempfile.TemporaryDirectory(prefix="shardscope-parity-") as scratch:
+        try:
+            for outcome in outcomes(rows, folder=chosen.keep or Path(scratch), seed=chosen.seed):
+                done.append(outcome)
+                print(f"{line(outcome)}  {outcome.seconds:.0f} s", flush=True)
+        except NotAloneError as error:
+            print(error, file=sys.stderr)
+            return 2
+    path = chosen.write or (DOCUMENT if is_whole else None)
+    if path is not None:
+        path.write_text(document(done, device="CPU ranks over gloo", versions=versions()), encoding="utf-8")
+    broken = [outcome for outcome in done if not outcome.holds]
+    print(f"{len(done) - len(broken)} of {len(done)} rows hold" + (f"; {path} is written" if path else ""))
+    return 1 if broken else 0
+
+
+def picked(words: list[str] | None) -> list[Row]:
+    """The rows whose names have one of ``words``; all without."""
+    return [row for row in ROWS if not words or any(word in row.name for word in words)]
+
+
+def versions() -> str:
+    """The libraries that ran, and Python."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Whether a row is the single process: its losses, its gradients' norms and the bytes that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from tests.parity.table import Row
+
+    from shardscope import Plan
+
+LOSS_TOLERANCE = 1e-4
+NORM_TOLERANCE = 1e-3
+"""Relative. AdamW forgives gradients of a wrong length; their norm does not."""
+HELD = ("parameters", "gradients", "optimizer")
+
+Verdict = Literal["same", "differs", "failed", "refused", "not here"]
+HOLDS: tuple[Verdict, ...] = ("same", "refused", "not here")
+"""Verdicts that fail nothing: ``refused`` where the table says so, ``not here`` for want of a library."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Loss and gradient norm of each step on each rank: ``[rank][step]``."""
+
+    losses: Sequence[Sequence[float]]
+    norms: Sequence[Sequence[float]]
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], num_ranks: int) -> Curve:
+        """From the metrics of a run: dicts with rank, step, loss and grad_norm."""
+        ranks = [
+            sorted(
+                (line for line in lines if line["rank"] == rank and "loss" in line), key=lambda n: n["step"]
+            )
+            for rank in range(num_ranks)
+        ]
+        return cls(
+            losses=[[float(line["loss"]) for line in own] for own in ranks],
+            norms=[[float(line["grad_norm"]) for line in own] for own in ranks],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """What the ranks of one pipeline stage held when the optimizer stepped, and what was planned."""
+
+    stage: int
+    held: Mapping[str, int]
+    planned: Mapping[str, int]
+
+    @property
+    def is_exact(self) -> bool:
+        """To the byte, component by component."""
+        return dict(self.held) == dict(self.planned)
+
+    @property
+    def words(self) -> str:
+        """How far each component is off."""
+        off = [
+            f"{name} {self.held[name]:,} held, {self.planned[name]:,} planned"
+            for name in HELD
+            if self.held[name] != self.planned[name]
+        ]
+        return f"stage {self.stage}: " + "; ".join(off) if off else "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a row."""
+
+    row: Row
+    verdict: Verdict
+    why: str = ""
+    """Of a verdict other than ``same``."""
+    sentence: str = ""
+    """What the engine found that it was."""
+    loss_difference: float = math.nan
+    """The largest over all steps and ranks."""
+    at_step: int = 0
+    """Where it is."""
+    norm_difference: float = math.nan
+    """The largest relative one."""
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    bytes_by_stage: tuple[Bytes, ...] = ()
+    seconds: float = field(default=math.nan, compare=False)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the row leaves the table whole: what was compared is equal, bytes included."""
+        return self.verdict in HOLDS and all(stage.is_exact for stage in self.bytes_by_stage)
+
+
+def compare(
+    row: Row, plan: Plan, alone: Curve, own: Curve, records: Mapping[int, Mapping[str, Any]]
+) -> Outcome:
+    """Hold a row's curve on every rank against the single process's."""
+    (expected,), (norms,) = alone.losses, alone.norms
+    short = [rank for rank, losses in enumerate(own.losses) if len(losses) != len(expected)]
+    if short or len(own.losses) != row.num_ranks:
+        why = f"ranks {short} did not log {len(expected)} losses"
+        return Outcome(row=row, verdict="failed", why=why)
+    loss, step = _largest(own.losses, expected, relative=False)
+    norm, norm_step = _largest(own.norms, norms, relative=True)
+    why = []
+    if not loss <= LOSS_TOLERANCE:
+        why.append(f"loss {loss:.1e} off at step {step + 1}")
+    if not norm <= NORM_TOLERANCE:
+        why.append(f"gradient norm {norm:.1e} off at step {norm_step + 1}")
+    if not expected[-1] < expected[0] - 0.1:
+        why.append("the single process learns nothing, so that it proves nothing")
+    return Outcome(
+        row=row,
+        verdict="differs" if why else "same",
+        why="; ".join(why),
+        sentence=str(records[0].get("engine", {}).get("sentence", "")),
+        loss_difference=loss,
+        at_step=step,
+        norm_difference=norm,
+        first_loss=own.losses[0][0],
+        last_loss=own.losses[0][-1],
+        bytes_by_stage=bytes_by_stage(
+            plan, [records[rank]["parity"]["held"] for rank in range(row.num_ranks)]
+        ),
+    )
+
+
+def bytes_by_stage(plan: Plan, held: Sequence[Mapping[str, int]]) -> tuple[Bytes, ...]:
+    """The fullest rank of each stage beside its prediction; a stage is a run of consecutive ranks."""
+    stages = plan.memory().by_stage
+    ranks = len(held) // len(stages)
+    found = []
+    for number, stage in enumerate(stages):
+        own = held[number * ranks : (number + 1) * ranks]
+        planned = stage.at("optimizer").components
+        found.append(
+            Bytes(
+                stage=number,
+                held={name: max(int(rank[name]) for rank in own) for name in HELD},
+                planned={name: int(planned[name]) for name in HELD},
+            )
+        )
+    return tuple(found)
+
+
+def _largest(
+    ranks: Sequence[Sequence[float]], expected: Sequence[float], *, relative: bool
+) -> tuple[float, int]:
+    """The largest difference and its step; what is not a number is infinitely far."""
+    largest, at = 0.0, 0
+    for own in ranks:
+        for step, (value, right) in enumerate(zip(own, expected, strict=True)):
+            difference = abs(value - right) / (abs(right) if relative else 1.0)
+            if not math.isfinite(difference):
+                difference = math.inf
+            if difference > largest:
+                largest, at = difference, step
+    return largest, at

@@ -1,0 +1,87 @@
+"""Rows as real runs: each is planned, launched and read back from its folder, as a person would."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tests.parity import work
+from tests.parity.comparing import Curve, Outcome, compare
+from tests.parity.table import Family, Row
+
+import shardscope as ss
+from shardscope.frameworks.registry import why_not_trained
+
+SECONDS_PER_ROW = 300
+
+
+class NotAloneError(RuntimeError):
+    """The single process itself did not finish, so there is nothing to compare with."""
+
+
+def outcomes(
+    rows: Sequence[Row],
+    *,
+    folder: Path,
+    gpu: str = "cpu",
+    seed: int = 0,
+    num_steps: int = work.NUM_STEPS,
+    keep_runs: bool = False,
+) -> Iterator[Outcome]:
+    """Run ``rows`` one after another; each outcome as soon as it is known.
+
+    ``gpu`` is the catalogue's name of this machine's devices. Raises :class:`NotAloneError` if the single
+    process, which comes first for each family of models, does not finish.
+    """
+    alone: dict[Family, Curve] = {}
+    for row in rows:
+        began = time.monotonic()
+        if row.family not in alone:
+            alone[row.family] = single_process(row.family, folder, gpu, seed, num_steps)
+            began = time.monotonic()
+        outcome = one_row(row, alone[row.family], folder=folder, gpu=gpu, seed=seed, num_steps=num_steps)
+        yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
+
+
+def single_process(family: Family, folder: Path, gpu: str, seed: int, num_steps: int) -> Curve:
+    """The losses to equal, from one rank that no engine touches."""
+    row = Row(name="single process", num_ranks=1, framework="ddp", family=family, num_micro_batches=1)
+    run = ss.launch(row.plan(gpu), work.Alone(seed, num_steps), folder=folder, name=f"single {family}")
+    if run.wait(SECONDS_PER_ROW) != "finished":
+        run.stop()
+        raise NotAloneError(f"the single process is {run.status}: {run.reason}\n{run.error or ''}")
+    return Curve.of(run.metrics(), 1)
+
+
+def one_row(row: Row, alone: Curve, *, folder: Path, gpu: str, seed: int, num_steps: int) -> Outcome:
+    """Plan, launch, wait, compare."""
+    try:
+        plan = row.plan(gpu)
+        refusal = why_not_trained(plan)
+    except ValueError as error:
+        refusal = str(error)
+    stopped = row.stopped_on_cpu if gpu == "cpu" else ""
+    if refusal is not None:
+        return refused(row, refusal, stopped)
+    if stopped:
+        why = f"no longer refused on CPU ranks; the table says it is stopped by {stopped!r}"
+        return Outcome(row=row, verdict="failed", why=why)
+    name = row.name.replace("/", "-")
+    run = ss.launch(plan, work.Curve(seed, num_steps), folder=folder, name=name)
+    if run.wait(SECONDS_PER_ROW) != "finished":
+        run.stop()
+        last = (run.error or run.reason).strip().splitlines()[-1]
+        return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {last}")
+    records: Mapping[int, Mapping[str, object]] = run.what_it_was()
+    return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
+
+
+def refused(row: Row, refusal: str, stopped: str) -> Outcome:
+    """A refusal is right where the table expects it, or where it asks for what is to be installed here."""
+    if stopped and stopped in refusal:
+        return Outcome(row=row, verdict="refused", why=refusal)
+    if not stopped and row.needs and any(word in refusal for word in row.needs):
+        return Outcome(row=row, verdict="not here", why=refusal)
+    return Outcome(row=row, verdict="failed", why=refusal)

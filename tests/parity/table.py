@@ -1,0 +1,137 @@
+"""The rows of the parity table: who trains the same model, on how many ranks, spread in which way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe
+from shardscope.layer_parts import MixtureOfExperts
+
+GLOBAL_ROWS = 8
+"""Sequences of a global batch, however many ranks share them."""
+SEQ_LEN = 32
+VOCABULARY = 512
+NUM_LAYERS = 4
+
+Family = Literal["llama", "mixtral"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    num_ranks: int
+    framework: str
+    """The constructor of ``Layout``."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    family: Family = "llama"
+    num_micro_batches: int = 2
+    """On each data-parallel rank: accumulation, or what a pipeline is filled with."""
+    stopped_on_cpu: str = ""
+    """Words of the refusal that stops the row on CPU ranks; it is then held to be refused with them."""
+    needs: tuple[str, ...] = ()
+    """What a machine may lack: a refusal that names one of them says "not here", and fails nothing."""
+    fast: bool = False
+    """Whether the tests run it; ``make parity`` runs all."""
+
+    @property
+    def framework_name(self) -> str:
+        """What a record's sentence begins with, in small letters."""
+        return "deepspeed" if self.framework == "zero" else self.framework
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Packages beyond torch that the row runs."""
+        return {"zero": ("deepspeed",), "megatron": ("megatron",)}.get(self.framework, ())
+
+    def plan(self, gpu: str = "cpu", **recipe: Any) -> Plan:
+        """The row's plan over ``num_ranks`` devices of one kind; fp32 but for what ``recipe`` says."""
+        architecture = llama() if self.family == "llama" else mixtral()
+        cluster = Cluster.parse(f"{self.num_ranks}x{gpu}")
+        layout = getattr(Layout, self.framework)(**self.layout)
+        sizes: dict[str, Any] = {
+            "seq_len": SEQ_LEN,
+            "global_batch_size": GLOBAL_ROWS,
+            "precision": "fp32",
+        }
+        # One row a micro-batch divides among any ranks, so the degrees can be asked before it is chosen.
+        ranks = Plan(architecture, cluster, Recipe(**sizes), layout).degrees.data_parallel
+        rows = GLOBAL_ROWS // (ranks * self.num_micro_batches)
+        return Plan(architecture, cluster, Recipe(**{**sizes, "micro_batch_size": rows, **recipe}), layout)
+
+
+def llama() -> Architecture:
+    """Four layers, grouped heads, a gated MLP: a step of it takes milliseconds."""
+    return Architecture(
+        name="4-layer Llama",
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+    )
+
+
+def mixtral() -> Architecture:
+    """The same with four experts a layer, two of them for each token."""
+    return Architecture(
+        name="4-expert Mixtral",
+        model_type="mixtral",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        mixture_of_experts=MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
+    )
+
+
+def _row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
+    names = ("family", "num_micro_batches", "stopped_on_cpu", "needs", "fast")
+    own = {key: fields.pop(key) for key in names if key in fields}
+    return Row(name=name, num_ranks=num_ranks, framework=framework, layout=fields, **own)
+
+
+ROWS: tuple[Row, ...] = (
+    _row("ddp(2)", 2, "ddp", fast=True),
+    _row("fsdp2(2)", 2, "fsdp2", fast=True),
+    _row("fsdp2(4)", 4, "fsdp2"),
+    _row("hsdp(2x2)", 4, "fsdp2", shard=2, replicate=2, fast=True),
+    _row("fsdp2(2) x tp(2)", 4, "fsdp2", shard=2, tp=2, fast=True),
+    _row("fsdp2 pp(2)", 2, "fsdp2", pp=2, num_micro_batches=4, fast=True),
+    _row("fsdp2 pp(2) vpp(2)", 2, "fsdp2", pp=2, vpp=2, num_micro_batches=4),
+    _row("zero-0(2)", 2, "zero", stage=0),
+    _row("zero-1(2)", 2, "zero", stage=1, fast=True),
+    _row("zero-2(2)", 2, "zero", stage=2),
+    _row("zero-3(2)", 2, "zero", stage=3, fast=True),
+    _row("zero-3(2) + cpu", 2, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
+    _row(
+        "zero-3(2) + nvme",
+        2,
+        "zero",
+        stage=3,
+        offload_optimizer="nvme",
+        offload_params="nvme",
+        needs=("libaio", "async_io"),
+    ),
+    _row("megatron tp2", 2, "megatron", tp=2, sequence_parallel=False, fast=True),
+    _row("megatron tp2 + sequence parallel", 2, "megatron", tp=2, sequence_parallel=True),
+    _row("megatron pp2", 2, "megatron", pp=2, num_micro_batches=4),
+    _row("megatron tp2 x pp2", 4, "megatron", tp=2, pp=2, sequence_parallel=False, num_micro_batches=4),
+    _row("megatron pp2 vpp2", 2, "megatron", pp=2, vpp=2, num_micro_batches=4, fast=True),
+    _row("megatron dp2", 2, "megatron", distributed_optimizer=False),
+    _row("megatron dp2 + distributed optimizer", 2, "megatron", fast=True),
+    _row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
+    _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
+    _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
+)

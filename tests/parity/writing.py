@@ -1,0 +1,110 @@
+"""The parity table as people read it: lines as rows end, and docs/parity.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.parity.comparing import LOSS_TOLERANCE, NORM_TOLERANCE, Outcome
+from tests.parity.table import GLOBAL_ROWS, NUM_LAYERS, SEQ_LEN
+from tests.parity.work import CLIPPED_TO, NUM_STEPS, WARMUP_STEPS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
+
+_HOW = f"""Every row trains the same {NUM_LAYERS}-layer Llama (or the same Mixtral of four experts) for
+{NUM_STEPS} optimizer steps in fp32: the same weights, the same batches of {GLOBAL_ROWS} sequences of
+{SEQ_LEN} tokens, cut among its ranks and into micro-batches, labels that start at another place in each row,
+{WARMUP_STEPS} steps of warm-up, gradients clipped to {CLIPPED_TO:g}, AdamW with decay on matrices. The single
+process is plain PyTorch, with no engine of ours and the whole batch at once. Vectors of the fresh model
+differ from one another and its matrices are wide, so that weights in the wrong place, heads in the wrong
+order and labels counted twice all show.
+
+A row holds if the loss of every step on every rank is within {LOSS_TOLERANCE:g} of the single process's, the
+norm of the whole gradient within {NORM_TOLERANCE:g} of it (relative), and if the bytes of parameters,
+gradients and optimizer state that ranks held when the optimizer stepped are `plan.memory().at("optimizer")`,
+to the byte (of a pipeline for each stage; step counters, one number a tensor, are left out). Each row is a
+run of its own, launched by `ss.launch`, with the engine that its plan names."""
+
+_NOT_RUN = """## What was never run by us on several GPUs
+
+All of it. The rows above are CPU ranks over gloo: the frameworks' own code, every collective a real one, but
+no CUDA kernel and no NCCL. What they cannot show is anything of a GPU's own: overlap of streams, kernels of
+Transformer Engine and Apex, fused optimizers on a device, NCCL's order of sums, pinned memory, memory as
+CUDA's allocator counts it. `make verify`, or `notebooks/90_verify_this_machine.ipynb`, runs this table and a
+short check of speed and memory on the GPUs of your machine, in minutes, and writes a report that can be
+sent back."""
+
+
+def line(outcome: Outcome) -> str:
+    """One row, as it ends."""
+    row = outcome.row
+    verdict = outcome.verdict if outcome.holds or outcome.verdict != "same" else "bytes"
+    head = f"{row.name:<38} {row.num_ranks} {verdict:<9}"
+    if outcome.verdict in ("same", "differs"):
+        numbers = f"loss {_small(outcome.loss_difference)}  norm {_small(outcome.norm_difference)}"
+        tail = f"{numbers}  {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}  {bytes_words(outcome)}"
+        why = f"  {outcome.why}" if outcome.why else ""
+    else:
+        tail, why = outcome.why, ""
+    return f"{head} {tail}{why}".rstrip()
+
+
+def bytes_words(outcome: Outcome) -> str:
+    """Whether what was held is what was planned."""
+    off = [stage.words for stage in outcome.bytes_by_stage if not stage.is_exact]
+    return "bytes exact" if not off else f"bytes: {' / '.join(off)}"
+
+
+def document(outcomes: Sequence[Outcome], *, device: str, versions: str) -> str:
+    """The whole report as Markdown; ``device`` says what the ranks were."""
+    held = [outcome for outcome in outcomes if outcome.verdict == "same"]
+    stopped = [outcome for outcome in outcomes if outcome.verdict not in ("same", "differs")]
+    parts = [
+        "# One loss curve",
+        "Written by `make parity`; do not edit.",
+        _HOW,
+        f"Run on {device}, with {versions}. {len(held)} of {len(outcomes)} rows equal the single process.",
+        table(outcomes),
+        _what_they_were(outcomes),
+        *([_stopped(stopped)] if stopped else []),
+        _NOT_RUN,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Rows with their numbers."""
+    lines = [
+        "| row | ranks | verdict | loss, furthest off | gradient norm | loss, first to last | bytes held |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        ran = outcome.verdict in ("same", "differs")
+        cells = [
+            outcome.row.name,
+            str(outcome.row.num_ranks),
+            f"**{outcome.verdict}**" if outcome.verdict in ("differs", "failed") else outcome.verdict,
+            f"{_small(outcome.loss_difference)} (step {outcome.at_step + 1})" if ran else "–",
+            _small(outcome.norm_difference) if ran else "–",
+            f"{outcome.first_loss:.4f} to {outcome.last_loss:.4f}" if ran else "–",
+            (bytes_words(outcome).removeprefix("bytes").lstrip(": ") if ran else "–"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _what_they_were(outcomes: Sequence[Outcome]) -> str:
+    said = [f"- {outcome.row.name}: {outcome.sentence}" for outcome in outcomes if outcome.sentence]
+    return "\n".join(["## What each row found that it was", "", *said])
+
+
+def _stopped(outcomes: Sequence[Outcome]) -> str:
+    said = [f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}" for outcome in outcomes]
+    return "\n".join(["## Rows that did not run, and what stops them", "", *said])
+
+
+def _small(difference: float) -> str:
+    if not math.isfinite(difference):
+        return "infinite"
+    return "0" if difference == 0 else f"{difference:.1e}"

@@ -1,0 +1,141 @@
+"""One loss curve: the fast rows of the parity table, on ranks that fork from one process.
+
+``make parity`` launches all rows as real runs; here the same work runs under a stand-in for the launcher.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs
+
+torch = needs("torch")
+needs("transformers")
+
+from tests.parity import work  # noqa: E402
+from tests.parity.comparing import Curve, Outcome, compare  # noqa: E402
+from tests.parity.launching import refused  # noqa: E402
+from tests.parity.table import ROWS, Row  # noqa: E402
+from tests.parity.writing import document, line  # noqa: E402
+from two_ranks import StandInContext, on_ranks  # noqa: E402
+
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
+
+FAST = [row for row in ROWS if row.fast]
+SEED = 1
+"""Another than ``make parity``'s."""
+NUM_STEPS = 8
+"""Past the warm-up."""
+
+
+def at_three_percent_more(step: int) -> float:
+    return 1.03 * work.rate_at(step)
+
+
+def curve(ctx: StandInContext) -> dict[str, Any]:
+    return _ran(work.Curve(SEED, NUM_STEPS), ctx)
+
+
+def wrong_curve(ctx: StandInContext) -> dict[str, Any]:
+    return _ran(work.Curve(SEED, NUM_STEPS, at_three_percent_more), ctx)
+
+
+def alone_curve(ctx: StandInContext) -> dict[str, Any]:
+    return _ran(work.Alone(SEED, NUM_STEPS), ctx)
+
+
+def _ran(task: Any, ctx: StandInContext) -> dict[str, Any]:
+    task(ctx)
+    return {"lines": [{**line, "rank": ctx.rank} for line in ctx.lines], "records": ctx.records}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The single process of a family, once."""
+    known: dict[str, Curve] = {}
+
+    def of(family: Any) -> Curve:
+        if family not in known:
+            row = Row(name="", num_ranks=1, framework="ddp", family=family, num_micro_batches=1)
+            folder = tmp_path_factory.mktemp(family)
+            known[family] = _curve(on_ranks(1, row.plan(), alone_curve, folder))
+        return known[family]
+
+    return of
+
+
+def _curve(results: list[dict[str, Any]]) -> Curve:
+    return Curve.of([line for result in results for line in result["lines"]], len(results))
+
+
+def outcome_of(row: Row, alone: Any, folder: Path, body: Any = curve) -> Outcome:
+    results = on_ranks(row.num_ranks, row.plan(), body, folder)
+    records = {rank: result["records"] for rank, result in enumerate(results)}
+    return compare(row, row.plan(), alone(row.family), _curve(results), records)
+
+
+@pytest.mark.parametrize("row", FAST, ids=lambda row: row.name)
+def test_the_loss_curve_is_the_single_process_s(row: Row, alone: Any, tmp_path: Path) -> None:
+    """Losses, gradient norms, and bytes held when the optimizer stepped."""
+    for module in row.modules:
+        needs(module)
+    outcome = outcome_of(row, alone, tmp_path)
+    assert outcome.verdict == "same", outcome.why
+    assert outcome.holds, line(outcome)
+    assert row.framework_name in outcome.sentence.lower().replace("-", ""), outcome.sentence
+
+
+def test_a_rate_that_is_three_percent_off_is_seen(alone: Any, tmp_path: Path) -> None:
+    """The tolerance is far below what a small mistake makes of the curve."""
+    outcome = outcome_of(Row(name="", num_ranks=1, framework="ddp"), alone, tmp_path, wrong_curve)
+    assert outcome.verdict == "differs" and not outcome.holds
+    assert outcome.loss_difference > 10 * 1e-4
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row_is_trained_or_says_why_not(row: Row) -> None:
+    """Before any rank starts: a row that is stopped on CPU ranks is refused in the words of the table."""
+    refusal = why_not_trained(row.plan())
+    if row.stopped_on_cpu:
+        assert refusal is not None and row.stopped_on_cpu in refusal
+    elif refusal is not None:
+        assert refused(row, refusal, "").verdict == "not here", refusal
+
+
+def curves(*, losses: list[float], norms: list[float] | None = None, num_ranks: int = 1) -> Curve:
+    return Curve(losses=[losses] * num_ranks, norms=[norms or [1.0] * len(losses)] * num_ranks)
+
+
+def test_what_fails_a_row() -> None:
+    """Each of: a step off, a norm off, no number, bytes off, a rank that stopped, a flat single process."""
+    row = ROWS[0]
+    plan = row.plan()
+    planned = plan.memory().at("optimizer")
+    held = {name: planned[name] for name in ("parameters", "gradients", "optimizer")}
+    right = curves(losses=[6.0, 5.0, 4.0])
+    records: dict[int, Any] = {
+        rank: {"engine": {"sentence": "DDP"}, "parity": {"held": held}} for rank in (0, 1)
+    }
+
+    def judged(own: Curve, alone: Curve = right, records: Any = records) -> Outcome:
+        return compare(row, plan, alone, own, records)
+
+    assert judged(curves(losses=[6.0, 5.00009, 4.0], num_ranks=2)).holds
+    assert judged(curves(losses=[6.0, 5.0002, 4.0], num_ranks=2)).why == "loss 2.0e-04 off at step 2"
+    one_rank_off = Curve(losses=[[6.0, 5.0, 4.0], [6.0, 5.0, 4.1]], norms=[[1.0] * 3] * 2)
+    assert judged(one_rank_off).verdict == "differs"
+    assert "norm" in judged(curves(losses=[6.0, 5.0, 4.0], norms=[1.0, 2.0, 1.0], num_ranks=2)).why
+    assert not judged(curves(losses=[6.0, float("nan"), 4.0], num_ranks=2)).holds
+    assert judged(curves(losses=[6.0, 5.0], num_ranks=2)).verdict == "failed"
+    flat = curves(losses=[6.0, 6.0, 6.0])
+    assert "learns nothing" in judged(curves(losses=[6.0] * 3, num_ranks=2), flat).why
+    fuller = {**records, 1: {"engine": {}, "parity": {"held": {**held, "gradients": held["gradients"] + 4}}}}
+    off = judged(curves(losses=[6.0, 5.0, 4.0], num_ranks=2), records=fuller)
+    assert off.verdict == "same" and not off.holds
+    assert "gradients 854,276 held, 854,272 planned" in line(off)
+    text = document(
+        [off, refused(row, "Layout.cp is 2; allowed: 1", "Layout.cp is 2")], device="x", versions="y"
+    )
+    assert "1 of 2 rows equal" in text and "refused: Layout.cp is 2; allowed: 1" in text
