@@ -38,7 +38,7 @@ HEAVY = {
 """What importing and planning never bring along."""
 
 DESIGNED = {
-    *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Pretrain", "Run", "Trace"),
+    *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Pretrain", "Run", "Script", "Trace"),
     *("calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
 }
 """The public names. A new one is added here when it is designed, not before."""

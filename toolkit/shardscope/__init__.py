@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardscope.calibration.process import calibrate
     from shardscope.catalog import gpus, models
     from shardscope.cluster import Cluster
+    from shardscope.frameworks.accelerate.script import Script
     from shardscope.layout import Layout
     from shardscope.plan import Plan
     from shardscope.planner.advice import recommend
@@ -36,6 +37,7 @@ __all__ = [
     "Pretrain",
     "Recipe",
     "Run",
+    "Script",
     "Trace",
     "calibrate",
     "gpus",
@@ -54,6 +56,7 @@ _rooms = {
     "Pretrain": "training.pretrain",
     "Recipe": "recipe",
     "Run": "runs.run",
+    "Script": "frameworks.accelerate.script",
     "Trace": "trace",
     "calibrate": "calibration.process",
     "gpus": "catalog",

@@ -26,6 +26,8 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         message = f"(its text could not be read: {type(second).__name__})"
     first_line = message.splitlines()[0] if message else ""
     summary = f"raised {name}: {first_line}" if first_line else f"raised {name}"
+    if notes := getattr(error, "__notes__", ()):  # Where in a person's script it was.
+        summary = f"{summary[: MAX_SUMMARY // 2]} ({notes[0]})"
     if isinstance(error, SystemExit):
         summary = f"called sys.exit({first_line})"
     return {

@@ -1,4 +1,4 @@
-"""DeepSpeed under a script of one's own: Accelerate's plugin around the configuration that the plan writes."""
+"""DeepSpeed under a script of one's own: Accelerate's plugin around the plan's configuration file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
         "offload_optimizer": _device(model.zero_offload_optimizer()),
         "offload_params": _device(model.zero_offload_param()),
     }
-    found = {
+    found: dict[str, Any] = {
         "stage": int(model.zero_optimization_stage()),
         **offloaded,
         "tp": max(1, int(model.autotp_size())),

@@ -42,7 +42,7 @@ def _arguments(plan: Plan) -> Exported:
         "init_device_mesh": {"mesh_shape": list(kept.values()), "mesh_dim_names": list(kept)},
         "fully_shard": {
             "units": "each decoder layer, then the root",
-            "reshard_after_forward": _reshard(plan),
+            "reshard_after_forward": resharding(plan),
             "root_reshard_after_forward": None,
         },
         "MixedPrecisionPolicy": {"param_dtype": kind, "reduce_dtype": "float32" if kind else None},
@@ -56,7 +56,7 @@ def _arguments(plan: Plan) -> Exported:
     )
 
 
-def _reshard(plan: Plan) -> bool | int:
+def resharding(plan: Plan) -> bool | int:
     """The plan's choice as ``fully_shard`` takes it: a group as large as the whole one is True there."""
     layout: Any = plan.layout
     reshard = layout.reshard_after_forward
@@ -65,14 +65,14 @@ def _reshard(plan: Plan) -> bool | int:
 
 
 def _accelerate(plan: Plan) -> list[Exported | Absent]:
-    why = _why_not_accelerate(plan)
+    why = why_not_accelerate(plan)
     if why is not None:
         return [*none_of_it(why), Absent(name=ARGUMENTS_FILE, why=why)]
     layout: Any = plan.layout
     degrees, recipe = plan.degrees, plan.recipe
     checkpointing = recipe.recompute == "full" and recipe.recompute_interval == 1
     said = {"recompute"} if checkpointing or recipe.recompute == "none" else set()
-    reshard, offload = bool(_reshard(plan)), layout.offload == "cpu"
+    reshard, offload = bool(resharding(plan)), layout.offload == "cpu"
     fsdp = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": reshard,
@@ -127,17 +127,17 @@ def _accelerate(plan: Plan) -> list[Exported | Absent]:
     ]
 
 
-def _why_not_accelerate(plan: Plan) -> str | None:
+def why_not_accelerate(plan: Plan) -> str | None:
     """Why Accelerate's FSDP would make another run of the plan; None where it makes this one."""
     degrees = plan.degrees
     if not plan.on_gpu:
         return "on CPU ranks Accelerate's FSDP plugin silently trains with DDP instead."
     if degrees.pp > 1:
         return f"Accelerate has no pipeline, and the plan has pp={degrees.pp}."
-    if not isinstance(_reshard(plan), bool):
+    if not isinstance(resharding(plan), bool):
         return (
             f"Accelerate's fsdp_reshard_after_forward is true or false, and the plan reshards to groups of "
-            f"{_reshard(plan)} ranks."
+            f"{resharding(plan)} ranks."
         )
     if degrees.shard == 1 and degrees.cp == 1 and plan.world_size > 1:
         return "Accelerate's FSDP wants ranks to shard over, and the plan has shard=1 (ParallelismConfig)."
@@ -270,7 +270,7 @@ def _script(plan: Plan) -> Exported | Absent:
     part = PART
     for name, value in {
         "MESH": (degrees.replicate, degrees.shard),
-        "RESHARD": _reshard(plan),
+        "RESHARD": resharding(plan),
         "OFFLOAD": layout.offload == "cpu",
     }.items():
         part = part.replace(f"@@{name}@@", repr(value))

@@ -104,7 +104,10 @@ def keywords(call: ast.Call) -> dict[str, ast.expr]:
 
 
 def source_of(task: object) -> str | None:
-    """The source of a person's function; None for Shardscope's own tasks and where it cannot be found."""
+    """The source of a person's function or script; None for other tasks and where it cannot be found."""
+    if callable(read := getattr(task, "source_text", None)):
+        text: str | None = read()
+        return text
     if not inspect.isfunction(task):
         return None
     try:

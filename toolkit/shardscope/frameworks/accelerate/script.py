@@ -1,0 +1,183 @@
+"""``Script``: a person's own training code over Accelerate, as it is, run as the plan says."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import runpy
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shardscope.frameworks.accelerate import plugins
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+@dataclass(frozen=True)
+class Script:
+    """Train with a script of one's own: ``shardscope.launch(plan, Script("train.py"))``.
+
+    The script says ``Accelerator()`` and hands model and optimizer to ``prepare``, as it does anywhere else.
+    The plan says on how many ranks, in which precision, and as which framework that happens: through the
+    variables that Accelerate reads. Model, data and optimizer stay the script's own; where they are not the
+    plan's, the run says so. The run records what the prepared model became, and fails where that is another
+    framework, other degrees or another precision than planned.
+
+    Each optimizer step logs the mean ``loss`` of what went to ``accelerator.backward``, ``seconds_per_step``
+    and memory; what a script gives to ``accelerator.log`` is logged as well. ``run.stop()`` ends a script:
+    saving is its own to do. Raises ``ValueError`` for a file that is not there or is no Python, and when
+    launched for a plan that Accelerate would make something else of (on CPU ranks all but DDP).
+    """
+
+    source: str | os.PathLike[str] | Callable[..., object]
+    """The script's file, or a function that does the same (``main``)."""
+    arguments: Sequence[Any] = field(default=(), kw_only=True)
+    """Of a file its command line, word by word; of a function what it is called with."""
+
+    preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting")
+    """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arguments, str | bytes) or not isinstance(self.arguments, Sequence):
+            shown = shlex.split(self.arguments) if isinstance(self.arguments, str) else []
+            refuse("Script.arguments", self.arguments, "several words, one by one", f"arguments={shown!r}")
+        object.__setattr__(self, "arguments", tuple(self.arguments))
+        if isinstance(self.source, str | os.PathLike):
+            object.__setattr__(self, "source", _file(self.source))
+            for word in self.arguments:
+                if not isinstance(word, str | int | float | os.PathLike):
+                    refuse("Script.arguments", word, "words of a command line: text, numbers, paths", "text")
+            object.__setattr__(self, "arguments", tuple(map(str, self.arguments)))
+            return
+        if inspect.isclass(self.source) or not callable(self.source):
+            refuse("Script.source", self.source, "a script's path, or a function", 'Script("train.py")')
+        self._check_call(self.source)
+
+    def _check_call(self, function: Callable[..., object]) -> None:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return  # One of C says nothing of itself.
+        try:
+            signature.bind(*self.arguments)
+        except TypeError as error:
+            refuse(
+                "Script.arguments",
+                self.arguments,
+                f"what {self.name}{signature} takes ({error})",
+                "arguments=(...), in order",
+            )
+
+    @property
+    def name(self) -> str:
+        """The file's name, or the function's."""
+        if isinstance(self.source, Path):
+            return self.source.name
+        return str(getattr(self.source, "__name__", type(self.source).__name__))
+
+    def check(self, plan: Plan) -> None:
+        """Raise ``ValueError`` if ``plan`` would become something else, or the file is no Python."""
+        plugins.check_plan(plan)
+        if isinstance(self.source, Path):
+            self._check_syntax(self.source)
+
+    def _check_syntax(self, file: Path) -> None:
+        try:
+            ast.parse(file.read_bytes(), str(file))
+        except OSError as error:
+            refuse("Script.source", str(file), f"a file that can be read ({error.strerror})", "another path")
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"line {line}: " if line else ""
+            refuse("Script.source", str(file), f"Python ({where}{error.args[0]})", "mend that line")
+
+    def source_text(self) -> str | None:
+        """The script's own text; None where it cannot be found."""
+        try:
+            if isinstance(self.source, Path):
+                return self.source.read_text(encoding="utf-8")
+            return inspect.getsource(self.source)  # type: ignore[arg-type]
+        except (OSError, TypeError, UnicodeDecodeError):
+            return None
+
+    def __call__(self, ctx: Any) -> None:
+        """Run the script on this rank; called by the launcher with the process group up."""
+        self.check(ctx.plan)
+        from shardscope.frameworks.accelerate.watch import Watch
+
+        environment = plugins.environment_of(ctx.plan, ctx.folder, os.environ)
+        for gone in set(os.environ) - set(environment):
+            del os.environ[gone]
+        os.environ.update(environment)
+        watch = Watch(ctx, self.name)
+        with watch.watching():
+            try:
+                self._run()
+            except SystemExit as ending:
+                if ending.code not in (None, 0):
+                    raise
+            except Exception as error:
+                _name_line(error, self._file_of_code())
+                raise
+            watch.finish()
+
+    def _run(self) -> None:
+        if isinstance(self.source, Path):
+            with _as_main(self.source, [str(self.source), *self.arguments]):
+                runpy.run_path(str(self.source), run_name="__main__")
+        else:
+            assert callable(self.source)
+            self.source(*self.arguments)
+
+    def _file_of_code(self) -> str:
+        if isinstance(self.source, Path):
+            return str(self.source)
+        function = inspect.unwrap(self.source)  # type: ignore[arg-type]
+        return str(getattr(getattr(function, "__code__", None), "co_filename", ""))
+
+
+def _file(given: str | os.PathLike[str]) -> Path:
+    path = Path(given).expanduser().absolute()
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "not there"
+        near = sorted(path.parent.glob("*.py"))[:1] if path.parent.is_dir() else []
+        fix = f"Script({str(near[0])!r})" if near else "the path of a file"
+        refuse("Script.source", str(given), f"the path of a script; {path} is {what}", fix)
+    return path
+
+
+@contextmanager
+def _as_main(file: Path, words: list[str]) -> Iterator[None]:
+    """As ``python file words`` has it: the command line, and modules beside the script."""
+    arguments, path = sys.argv, list(sys.path)
+    sys.argv = words
+    sys.path.insert(0, str(file.parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, path
+
+
+def _name_line(error: Exception, file: str) -> None:
+    """Note on ``error`` where in the script it came from; what called the script is left out."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [number for number, frame in enumerate(frames) if frame.filename == file]
+    if not own:
+        return
+    last = frames[own[-1]]
+    text = f": {last.line}" if last.line else ""
+    error.add_note(f"{Path(file).name}, line {last.lineno}{text}")
+    inside = error.__traceback__
+    for _ in range(own[0]):
+        assert inside is not None
+        inside = inside.tb_next
+    error.__traceback__ = inside

@@ -1,0 +1,53 @@
+"""DDP under a script of one's own: what ``Accelerator()`` makes by itself, with nothing said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.accelerate.plugins import contradicts
+from shardscope.memory.words import count
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Every DDP plan is carried."""
+
+
+def distributed_types(plan: Plan) -> tuple[str, ...]:
+    """By device; one rank may also be no distributed run at all."""
+    kind = "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"
+    return (kind, "NO") if plan.world_size == 1 else (kind,)
+
+
+def environment(plan: Plan, folder: Path) -> dict[str, str]:
+    """Nothing: without a plugin it is DDP."""
+    return {}
+
+
+def told(plan: Plan, accelerator: Any) -> None:
+    """Nothing."""
+
+
+def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+    """DDP's wrapper and its ranks; one rank may do without."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    kind = type(model).__name__
+    if not isinstance(model, DistributedDataParallel):
+        if plan.world_size > 1:
+            raise contradicts("DDP", kind, "hand the model to accelerator.prepare")
+        return {"module": kind, "data_parallel": 1, "words": f"one rank, {kind} without a wrapper"}
+    num_ranks = dist.get_world_size(model.process_group)
+    if num_ranks != plan.world_size:
+        raise contradicts(f"DDP over {plan.world_size} ranks", f"DDP over {num_ranks}")
+    return {
+        "module": kind,
+        "data_parallel": num_ranks,
+        "bucket_cap_bytes": int(model.bucket_bytes_cap),
+        "gradient_as_bucket_view": bool(model.gradient_as_bucket_view),
+        "words": f"DDP: {kind} over {count(num_ranks, 'rank')}",
+    }

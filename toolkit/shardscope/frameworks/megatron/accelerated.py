@@ -1,0 +1,95 @@
+"""Megatron under a script of one's own: Accelerate's plugin around Megatron-LM, where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.frameworks.accelerate.plugins import check_carried, check_on_gpu, contradicts
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` on CPU ranks, without Megatron-LM, and for what Accelerate's plugin cannot say."""
+    check_on_gpu(plan, "Megatron-LM plugin")
+    if not has_megatron_lm():
+        refuse(
+            "Layout.framework",
+            plan.layout.framework,
+            "'ddp', 'fsdp2' or 'deepspeed' for a Script here: Accelerate's plugin needs megatron.training of "
+            "Megatron-LM's repository, which the package megatron-core does not have",
+            "ss.launch(plan, ss.Pretrain()), whose engine needs megatron-core alone",
+        )
+    if plan.degrees.vpp > 1:
+        refuse(
+            "Layout.vpp",
+            plan.degrees.vpp,
+            "1 for a Script: Accelerate reads no interleaving from its environment",
+            "vpp=1",
+        )
+    check_carried(plan)
+
+
+def has_megatron_lm() -> bool:
+    """Whether Megatron-LM's own training code is there, which Accelerate's plugin calls."""
+    try:
+        return importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def distributed_types(plan: Plan) -> tuple[str, ...]:
+    """One, whatever the degrees."""
+    return ("MEGATRON_LM",)
+
+
+def environment(plan: Plan, folder: Path) -> dict[str, str]:
+    """What ``MegatronLMPlugin`` reads (accelerate/utils/dataclasses.py)."""
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    said: dict[str, object] = {
+        "TP_DEGREE": degrees.tp,
+        "PP_DEGREE": degrees.pp,
+        "CONTEXT_PARALLEL_SIZE": degrees.cp,  # Accelerate's own default is 2
+        "EXPERT_MODEL_PARALLEL_SIZE": degrees.ep,
+        "EXPERT_TENSOR_PARALLEL_SIZE": layout.expert_tp,
+        "SEQUENCE_PARALLELISM": layout.splits_sequence,
+        "USE_DISTRIBUTED_OPTIMIZER": layout.distributed_optimizer,
+        "USE_PRECISION_AWARE_OPTIMIZER": layout.use_precision_aware_optimizer,
+        "NUM_MICRO_BATCHES": plan.num_micro_batches,
+        "GRADIENT_CLIPPING": 1.0,
+        "RECOMPUTE_ACTIVATIONS": recipe.recompute == "selective",
+    }
+    return {
+        "ACCELERATE_USE_MEGATRON_LM": "true",
+        **{f"MEGATRON_LM_{name}": str(value) for name, value in said.items()},
+    }
+
+
+def told(plan: Plan, accelerator: Any) -> None:
+    """Nothing."""
+
+
+def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
+    """Sizes of megatron-core's process groups."""
+    from megatron.core import parallel_state
+
+    degrees = plan.degrees
+    found = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "data_parallel": parallel_state.get_data_parallel_world_size(),
+    }
+    for name, size in found.items():
+        if size != getattr(degrees, name):
+            raise contradicts(
+                f"Megatron with {name}={getattr(degrees, name)}", f"Megatron with {name}={size}"
+            )
+    shown = ", ".join(f"{name} {size}" for name, size in found.items() if size > 1)
+    return {"module": type(model).__name__, **found, "words": f"Megatron-LM ({shown or 'one rank'})"}
