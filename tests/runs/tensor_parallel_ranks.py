@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import shardscope as ss
-from shardscope.frameworks.fsdp2.tensor_parallel import FAMILIES, parallelize
+from shardscope.frameworks.fsdp2.limits import CUT_FAMILIES
+from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
 from shardscope.training.model import build_model
 
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,6 @@ if __name__ == "__main__":
     rank, file = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
-    found = {family: compare(family) for family in FAMILIES}
+    found = {family: compare(family) for family in CUT_FAMILIES}
     dist.destroy_process_group()
     print(json.dumps(found))

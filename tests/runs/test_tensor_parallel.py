@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardscope.frameworks.fsdp2.tensor_parallel import FAMILIES
+from shardscope.frameworks.fsdp2.limits import CUT_FAMILIES
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_ranks.py")
 
@@ -44,7 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CUT_FAMILIES)
 def test_two_ranks_compute_what_the_whole_model_does(found: dict[str, dict[str, Any]], family: str) -> None:
     one = found[family]
     assert one["parts"] == pytest.approx(one["whole"], rel=1e-6)

@@ -101,7 +101,7 @@ frameworks: dict[str, Framework] = {
     for framework in (
         Framework(name="ddp", layout_class=DdpLayout, engine="shardscope.frameworks.ddp.engine:DdpEngine"),
         Framework(
-            name="fsdp2", layout_class=Fsdp2Layout, engine="shardscope.frameworks.fsdp2.engine:Fsdp2Engine"
+            name="fsdp2", layout_class=Fsdp2Layout, engine="shardscope.frameworks.fsdp2.engines:engine_of"
         ),
         Framework(
             name="deepspeed",

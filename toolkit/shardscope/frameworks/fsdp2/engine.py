@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +16,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.engine import BuildModel
+from shardscope.frameworks.fsdp2 import found
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.frameworks.fsdp2.materialise import build_on_meta, check_has_weights, materialise
+from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
 from shardscope.memory.words import count
+from shardscope.training import gradients
 from shardscope.training.gradients import local
 from shardscope.training.recompute import decoder_layers
 from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
@@ -41,11 +44,33 @@ class Fsdp2Engine(TorchEngine):
     shards_parameters = True
     mesh: Any = None
     """The ranks by copy and shard; made when wrapping, unless there is one already."""
+    tp_mesh: Any = None
+    """This rank's tensor-parallel group; None without one."""
+    stage_mesh: Any = None
+    """The ranks that hold this rank's part of the other pipeline stages; None without stages."""
 
     def make_mesh(self) -> Any:
-        """The plan's ranks as a device mesh; every rank of the world takes part."""
-        names = ("replicate", "shard") if self.plan.degrees.replicate > 1 else ("shard",)
-        return init_device_mesh(self.ctx.device.type, self._planned_mesh, mesh_dim_names=names)
+        """The plan's ranks as a device mesh, tensor-parallel ones next to each other; all of them take part.
+
+        The axes of the state's copies and shards are returned, the others kept.
+        """
+        sizes = {name: getattr(self.plan.degrees, name) for name in ("pp", "replicate", "shard", "tp")}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        whole = init_device_mesh(self.ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.tp_mesh = whole["tp"] if "tp" in axes else None
+        self.stage_mesh = whole["pp"] if "pp" in axes else None
+        ours = tuple(name for name in axes if name in ("replicate", "shard"))
+        return whole if ours == tuple(axes) else whole[ours]
+
+    @property
+    def data_rank(self) -> int:
+        found: int = self.ctx.rank // self.plan.degrees.tp % self.num_data_ranks
+        return found
+
+    @property
+    def num_data_ranks(self) -> int:
+        found: int = self.plan.degrees.data_parallel
+        return found
 
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         device = self.ctx.device
@@ -79,64 +104,71 @@ class Fsdp2Engine(TorchEngine):
         if not isinstance(reshard, bool) and reshard == self.plan.degrees.shard:
             # torch wants a smaller group than the whole one here; resharding to all ranks is what True means.
             reshard = True
-        layers = decoder_layers(model)
-        for layer in layers:
-            fully_shard(layer, reshard_after_forward=reshard, **options)
-        # The root is needed again as soon as backward starts, so torch's own rule (None) keeps it gathered.
-        fully_shard(model, reshard_after_forward=None, **options)
-        self._num_groups = len(layers) + 1
+        if self.tp_mesh is not None:
+            parallelize(model, self.tp_mesh)
+        self._num_groups = 0
+        for unit in self.units(model):
+            layers = decoder_layers(unit)
+            for layer in layers:
+                fully_shard(layer, reshard_after_forward=reshard, **options)
+            # The root is needed again as soon as backward starts: torch's own rule (None) keeps it gathered.
+            fully_shard(unit, reshard_after_forward=None, **options)
+            self._num_groups += len(layers) + 1
+
+    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """What is called as one module, and so has a root of its own: ``model``, or its pipeline chunks."""
+        return [model]
+
+    @property
+    def called(self) -> tuple[torch.nn.Module, ...]:
+        """Those of this engine."""
+        return (self.model,)
 
     def what_it_is(self) -> dict[str, Any]:
+        degrees, device = self.plan.degrees, self.ctx.device
         parameters = dict(self.model.named_parameters())
-        whole = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
-        if whole:
-            raise RuntimeError(
-                f"the plan says FSDP2, and {len(whole)} of {len(parameters)} parameters are not sharded "
-                f"(not DTensors): {', '.join(whole[:3])}"
-            )
-        planned = self._planned_mesh
-        for name, parameter in parameters.items():
-            mesh = tuple(parameter.device_mesh.shape)
-            if mesh != planned or not isinstance(parameter.placements[-1], Shard):
-                raise RuntimeError(
-                    f"the plan shards over a mesh of {planned}, and {name} is "
-                    f"{parameter.placements} over {mesh}"
-                )
-        held = sum(local(parameter).numel() for parameter in parameters.values())
-        total = sum(parameter.numel() for parameter in parameters.values())
-        counted = torch.tensor(held, device=self.ctx.device)
-        dist.all_reduce(counted, group=self.shard_group)
-        if int(counted) != total:
-            raise RuntimeError(f"the shards hold {int(counted):,} weights, and the model has {total:,}")
-        placements = Counter(str(tuple(parameter.placements)) for parameter in parameters.values())
-        return {
+        found.check_sharded(parameters, self._planned_mesh, degrees.tp)
+        holders = dist.get_world_size(self.shard_group) // (degrees.shard * degrees.pp)
+        held, total = found.count_weights(
+            parameters, self.shard_group, degrees.shard, holders, self.part_copies, device
+        )
+        record: dict[str, Any] = {
             "mesh_shape": list(self.mesh.shape),
             "mesh_axes": list(self.mesh.mesh_dim_names),
             "shard": int(self.mesh.shape[-1]),
-            "replicate": int(self.mesh.shape[0]) if len(planned) == 2 else 1,
+            "replicate": int(self.mesh.shape[0]) if len(self._planned_mesh) == 2 else 1,
             "num_parameters": total,
             "num_sharded_tensors": len(parameters),
             "num_weights_here": held,
             "num_groups": self._num_groups,
-            "placements": dict(placements),
+            "placements": found.placements_of(parameters),
             "sharded_names": sorted(parameters),
             "reshard_after_forward": self.plan.layout.reshard_after_forward,
             "offload": self.plan.layout.offload,
             "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
+        if self.tp_mesh is not None:
+            record["tp"] = int(self.tp_mesh.size())
+            record["num_tensors_cut_by_tp"] = sum(
+                found.is_tp_cut(parameter, degrees.tp) for parameter in parameters.values()
+            )
+        return record
 
     def in_words(self, found: Mapping[str, Any], where: str) -> str:
         copies = f" in each of {found['replicate']} copies" if found["replicate"] > 1 else ""
         home = " and kept in host memory" if found["parameters_on"] != self.ctx.device.type else ""
+        cut = ""
+        if "tp" in found:
+            cut = f", {found['num_tensors_cut_by_tp']} of them cut over {found['tp']} tensor-parallel ranks"
         return (
             f"{Fsdp2Layout.title}: all {found['num_sharded_tensors']} parameter tensors are DTensors, "
-            f"sharded over {count(found['shard'], 'rank')}{copies} {where}{home}"
+            f"sharded over {count(found['shard'], 'rank')}{copies} {where}{home}{cut}"
         )
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
         """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
-        for module in self.model.modules():
+        for module in (one for unit in self.called for one in unit.modules()):
             if not isinstance(module, FSDPModule):
                 continue
             state: Any = module._get_fsdp_state()
@@ -148,7 +180,8 @@ class Fsdp2Engine(TorchEngine):
     @property
     def compute_dtype(self) -> torch.dtype:
         """What FSDP2 casts gathered parameters to, as its root module says."""
-        policy: MixedPrecisionPolicy = self.model._get_fsdp_state()._mp_policy
+        root: Any = self.called[0]
+        policy: MixedPrecisionPolicy = root._get_fsdp_state()._mp_policy
         return policy.param_dtype or super().compute_dtype
 
     @property
@@ -161,8 +194,38 @@ class Fsdp2Engine(TorchEngine):
         self.model.set_is_last_backward(last)
         if self.plan.degrees.replicate > 1:
             self.model.set_requires_all_reduce(last)
-        yield
+        with loss_parallel() if self.tp_mesh is not None else nullcontext():
+            yield
+
+    def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super()._loss(micro)
+        # Of a vocabulary in parts it is a DTensor, whole on each rank.
+        return loss.to_local() if isinstance(loss, DTensor) else loss
 
     @property
     def shard_group(self) -> Any:
-        return self.mesh.get_group("shard")
+        """The ranks that share one copy of the state; all ranks where a part of it is on several of them."""
+        if self.tp_mesh is None and self.stage_mesh is None:
+            return self.mesh.get_group("shard")
+        return dist.group.WORLD
+
+    def part_copies(self, parameter: torch.nn.Parameter) -> int:
+        """On how many ranks of ``shard_group`` this rank's part of ``parameter`` is."""
+        degrees = self.plan.degrees
+        if self.tp_mesh is None and self.stage_mesh is None:
+            return 1
+        whole: int = degrees.replicate * degrees.tp
+        return whole // degrees.tp if found.is_tp_cut(parameter, degrees.tp) else whole
+
+    def clip_gradients(self) -> torch.Tensor:
+        return gradients.clip(
+            self.model.parameters(),
+            self.ctx.device,
+            self.shard_group,
+            self.max_grad_norm,
+            None if self.tp_mesh is None and self.stage_mesh is None else self.norm_copies,
+        )
+
+    def norm_copies(self, parameter: torch.nn.Parameter) -> int:
+        """How often the squares of a parameter's gradient are among those that ranks sum."""
+        return self.part_copies(parameter)

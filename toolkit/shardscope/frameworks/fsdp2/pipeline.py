@@ -1,4 +1,4 @@
-"""One pipeline stage of a transformers model, for ``torch.distributed.pipelining``.
+"""Pipeline stages of a transformers model, for ``torch.distributed.pipelining``.
 
 Each stage has some of the model's decoder layers, the first one the embedding, and the last one the final
 norm and the head. What passes between stages are hidden states; the loss is the schedule's.
@@ -6,72 +6,91 @@ norm and the head. What passes between stages are hidden states; the loss is the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardscope.training.recompute import decoder_layers
-from shardscope.validation import refuse
-
-if TYPE_CHECKING:
-    from shardscope.plan import Plan
-
-FAMILIES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "granite"),
-    *("phi3", "olmo2", "deepseek_v3", "starcoder2"),
-)
-"""Families whose models are ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
-take hidden states in the embedding's place."""
 
 
-def check_pipeline(plan: Plan) -> None:
-    """Raise ``ValueError`` for what is not cut into stages here, or not scheduled by torch."""
-    degrees = plan.degrees
-    if degrees.vpp > 1:
-        refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are played one at a time", "vpp=1")
-    if degrees.tp > 1:
-        refuse(
-            "Layout.tp",
-            degrees.tp,
-            "1 with pp > 1 in a rehearsal: what passes between stages is whole",
-            "tp=1",
-        )
-    if plan.architecture.model_type not in FAMILIES:
-        refuse(
-            "Architecture.model_type",
-            plan.architecture.model_type,
-            f"{', '.join(FAMILIES)} with pp > 1: others' models do not come apart in the same places",
-            "pp=1",
-        )
-    if plan.recipe.method != "full":
-        refuse("Recipe.method", plan.recipe.method, "'full' with pp > 1: peft wraps the whole model", "pp=1")
+class NumberedLayers(torch.nn.ModuleList):  # type: ignore[misc]
+    """Layers under the numbers that they have in the whole model, by which checkpoints name them."""
+
+    def __init__(self, layers: dict[int, torch.nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self._modules[str(number)] = layer
+
+    def __getitem__(self, index: Any) -> Any:
+        """By place, not by number; transformers' models take a slice of all."""
+        return list(self._modules.values())[index]
+
+
+def part_of(
+    model: torch.nn.Module, numbers: Sequence[int], *, is_first: bool, is_last: bool
+) -> torch.nn.Module:
+    """``model``, a causal one of transformers', with only the layers of ``numbers``; it stays as it is.
+
+    The embedding stays where ``is_first``, the final norm and the head where ``is_last``. Modules, and so
+    parameters, are the same objects as the whole model's, and have the same names.
+    """
+    part: Any = _shell(model)
+    body: Any = _shell(part.model)
+    whole = dict(enumerate(decoder_layers(model)))
+    if isinstance(body.layers, NumberedLayers):
+        whole = {int(name): layer for name, layer in body.layers.named_children()}
+    config = copy.deepcopy(model.config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        by_number = dict(zip(whole, kinds, strict=True))
+        config.layer_types = [by_number[number] for number in numbers]
+    body.layers = NumberedLayers({number: whole[number] for number in numbers})
+    if not is_first:
+        body.embed_tokens = None
+        if hasattr(body, "embedding_multiplier"):  # Granite's, which its first stage has applied.
+            body.embedding_multiplier = 1.0
+    if not is_last:
+        body.norm = torch.nn.Identity()
+        part.lm_head = None
+    part.model = body
+    part.config = body.config = config
+    return part
+
+
+def _shell(module: torch.nn.Module) -> torch.nn.Module:
+    """``module`` with the same children, which may be replaced without it noticing."""
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    return shell
 
 
 class StageModule(torch.nn.Module):  # type: ignore[misc]
-    """One stage: token ids or hidden states in, hidden states or logits out."""
+    """One stage: token ids or hidden states in, hidden states or logits out.
+
+    Under tensor parallelism (``tp_mesh``) the stream is cut along the sequence, and each rank passes on its
+    own part: stages send plain tensors.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, first_layer: int, num_layers: int, is_first: bool, is_last: bool
+        self, part: torch.nn.Module, *, is_first: bool, is_last: bool, tp_mesh: DeviceMesh | None = None
     ) -> None:
         super().__init__()
-        body: Any = model.model
-        layers = decoder_layers(model)[first_layer : first_layer + num_layers]
-        body.layers = torch.nn.ModuleList(layers)
-        kinds = getattr(model.config, "layer_types", None)
-        if kinds is not None:
-            model.config.layer_types = kinds[first_layer : first_layer + num_layers]
-        if not is_first:
-            body.embed_tokens = None
-        if not is_last:
-            body.norm = torch.nn.Identity()
-            model.lm_head = None
-        self.model = model
+        self.model = part
         self.is_first, self.is_last = is_first, is_last
+        self._tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, sequence), or (batch, sequence, hidden), to (batch, sequence, hidden or vocabulary)."""
+        if self._tp_mesh is not None and not self.is_first:
+            x = DTensor.from_local(x, self._tp_mesh, [Shard(1)], run_check=False)
         given = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         # The last stage is the whole model's own forward, whatever that does to its logits.
         found = (self.model if self.is_last else self.model.model)(**given, use_cache=False)
         states: torch.Tensor = found.logits if self.is_last else found.last_hidden_state
+        if isinstance(states, DTensor) and not self.is_last:
+            return states.redistribute(placements=[Shard(1)]).to_local()
         return states

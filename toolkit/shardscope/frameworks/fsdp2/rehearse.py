@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
-from shardscope.frameworks.fsdp2.pipeline import check_pipeline
-from shardscope.frameworks.fsdp2.rehearse_pipeline import PipelinedEngine, play_stage
-from shardscope.frameworks.fsdp2.tensor_parallel import check_parallel, parallelize
-from shardscope.frameworks.limits import TRAINED, check_recipe
+from shardscope.frameworks.fsdp2.engines import engine_of
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, PART_TRAINED, check_parallel, check_pipeline
+from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
+from shardscope.frameworks.fsdp2.rehearse_pipeline import check_staged, play_stage
+from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
@@ -54,7 +53,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
     away = getattr(plan.layout, "offload", None) == "cpu" or plan.recipe.recompute == "offload"
     apart = plan.on_gpu and away
     with fake_ranks(plan.world_size, number * (plan.world_size // degrees.pp)):
-        engine = _engine(plan, number, "cpu:0" if apart else "cpu")
+        engine = engine_of(FakeContext(plan, "cpu:0" if apart else "cpu"))
         # The mesh is made of real numbers, so before tensors stop having any.
         engine.mesh = engine.make_mesh()
         loss = loss_parallel() if degrees.tp > 1 else contextlib.nullcontext()
@@ -87,13 +86,6 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
                 return play(engine, tracker, note_progress, built_on_host=on_host)
 
 
-def _engine(plan: Plan, stage: int, device: str) -> Fsdp2Engine:
-    context = FakeContext(plan, device)
-    if plan.degrees.pp > 1:
-        return PipelinedEngine(context, stage)
-    return _TensorParallel(context) if plan.degrees.tp > 1 else Fsdp2Engine(context)
-
-
 def check_rehearsed(plan: Plan) -> None:
     """Raise ``ValueError`` for what is not rehearsed, naming the field."""
     layout: Any = plan.layout
@@ -102,28 +94,14 @@ def check_rehearsed(plan: Plan) -> None:
         refuse("Layout.cp", layout.cp, why, "cp=1")
     if layout.pp > 1:
         check_pipeline(plan)
+        check_staged(plan)
     if layout.tp > 1:
         check_parallel(plan)
     if layout.pp == layout.tp == 1:
         check_rehearsed_recipe(plan.recipe, "torchao")
     else:
         # Stages and vocabularies that are cut have losses of their own.
-        check_recipe(plan.recipe, {**TRAINED, "loss": (None, "full")})
-
-
-class _TensorParallel(Fsdp2Engine):
-    """The engine with tensor parallelism under its shards: a mesh of one more axis, and a parallel loss."""
-
-    def make_mesh(self) -> Any:
-        sizes = (*self._planned_mesh, self.plan.degrees.tp)
-        names = (*(("replicate",) if len(sizes) > 2 else ()), "shard", "tp")
-        whole = init_device_mesh(self.ctx.device.type, sizes, mesh_dim_names=names)
-        self.tp_mesh = whole["tp"]
-        return whole[names[:-1]]
-
-    def _shard(self, model: torch.nn.Module) -> None:
-        parallelize(model, self.tp_mesh)
-        super()._shard(model)
+        check_recipe(plan.recipe, PART_TRAINED)
 
 
 def _build_on_host(engine: Any, tracker: Tracker) -> None:

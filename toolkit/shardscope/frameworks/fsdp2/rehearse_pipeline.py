@@ -9,51 +9,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining._utils import InferenceMode
 
-from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
-from shardscope.frameworks.fsdp2.pipeline import StageModule
 from shardscope.rehearsal.torch_step import NUM_STEPS, finish_step, prepare
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.frameworks.engine import BuildModel, Context
+    from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
+    from shardscope.plan import Plan
     from shardscope.rehearsal.result import RehearsedStage
     from shardscope.rehearsal.torch_step import NoteProgress
     from shardscope.rehearsal.tracker import Tracker
 
 
-class PipelinedEngine(Fsdp2Engine):
-    """The engine on the ranks of one pipeline stage: it shards that stage's part of the model."""
-
-    stage_group: Any = None
-
-    def __init__(self, ctx: Context, stage: int) -> None:
-        super().__init__(ctx)
-        self.stage = stage
-
-    def make_mesh(self) -> Any:
-        sizes = (self.plan.degrees.pp, *self._planned_mesh)
-        names = ("pp", *(("replicate",) if len(sizes) > 2 else ()), "shard")
-        whole = init_device_mesh(self.ctx.device.type, sizes, mesh_dim_names=names)
-        self.stage_group = whole["pp"].get_group()
-        return whole[names[1:]]
-
-    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
-        layers = self.plan.stage_layers
-
-        def build_stage() -> torch.nn.Module:
-            return StageModule(
-                build_model(),
-                first_layer=sum(layers[: self.stage]),
-                num_layers=layers[self.stage],
-                is_first=self.stage == 0,
-                is_last=self.stage == len(layers) - 1,
-            )
-
-        # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
-        return super().build_on_host(build_stage)
+def check_staged(plan: Plan) -> None:
+    """Raise ``ValueError`` for stages that train, and are not played one at a time."""
+    degrees = plan.degrees
+    if degrees.vpp > 1:
+        refuse("Layout.vpp", degrees.vpp, "1 in a rehearsal: stages are played one at a time", "vpp=1")
+    if degrees.tp > 1:
+        why = "1 with pp > 1 in a rehearsal: what passes between stages is whole"
+        refuse("Layout.tp", degrees.tp, why, "tp=1")
 
 
 class _Stage(PipelineStage):  # type: ignore[misc]
@@ -113,7 +90,7 @@ def play_stage(
 
 
 def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int) -> tuple[Any, _Stage]:
-    plan, module = engine.plan, engine._module
+    plan, module = engine.plan, engine.chunks[0]
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     with tracker.paused(), torch.device(engine.ctx.device):
         # Shapes only: a real stage sends and receives them once, before the first step.
@@ -131,7 +108,7 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
         engine.ctx.device,
         input_args=ids if engine.stage == 0 else hidden,
         output_args=logits if engine.stage == plan.degrees.pp - 1 else hidden,
-        group=engine.stage_group,
+        group=engine.stage_mesh.get_group(),
         tracker=tracker,
         num_planned=plan.num_micro_batches,
     )

@@ -7,7 +7,7 @@ embedding, head and loss. Whole sequences exist only inside attention and feed-f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +23,6 @@ from torch.distributed.tensor.parallel import (
 
 from shardscope.frameworks.fsdp2.materialise import tie, tied_names
 from shardscope.training.recompute import decoder_layers
-from shardscope.validation import refuse
-
-if TYPE_CHECKING:
-    from shardscope.plan import Plan
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc")
 """Projections out of the stream: each rank has some of their outputs."""
@@ -34,22 +30,6 @@ ROWS = ("o_proj", "down_proj", "c_proj")
 """Projections back into the stream: each rank has some of their inputs, and their sums are reduced."""
 HEAD_NORMS = ("q_norm", "k_norm")
 """Norms of single heads, which each rank applies to its own."""
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "starcoder2")
-"""Families whose projections are matrices of their own: a cut of a fused one would go across its parts."""
-
-
-def check_parallel(plan: Plan) -> None:
-    """Raise ``ValueError`` for what the plan here does not cut."""
-    if plan.architecture.model_type not in FAMILIES:
-        refuse(
-            "Architecture.model_type",
-            plan.architecture.model_type,
-            f"{', '.join(FAMILIES)} with tp > 1: DTensor cuts projections, neither fused ones nor experts",
-            "tp=1",
-        )
-    if plan.recipe.method != "full":
-        refuse("Recipe.method", plan.recipe.method, "'full' with tp > 1: peft's adapters have no cut", "tp=1")
 
 
 def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -59,13 +39,21 @@ def parallelize(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     go backward, under ``torch.distributed.tensor.parallel.loss_parallel``.
     """
     tied = tied_names(model)
-    parallelize_module(model, mesh, _outer_plan(model), src_data_rank=None)
+    outer = {name: style for name, style in _outer_plan().items() if _has(model, name)}
+    parallelize_module(model, mesh, outer, src_data_rank=None)
     for layer in decoder_layers(model):
         parallelize_module(layer, mesh, _layer_plan(layer), src_data_rank=None)
     tie(model, tied)
 
 
-def _outer_plan(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+def _has(model: torch.nn.Module, name: str) -> bool:
+    """Whether there is such a module: a pipeline stage has not all of them."""
+    return any(
+        found == name and any(True for _ in module.parameters()) for found, module in model.named_modules()
+    )
+
+
+def _outer_plan() -> dict[str, ParallelStyle]:
     """The embedding gives the stream its cut; the head takes it whole, and gives a part of the vocabulary."""
     return {
         "model.embed_tokens": RowwiseParallel(
