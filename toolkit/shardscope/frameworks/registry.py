@@ -109,7 +109,12 @@ frameworks: dict[str, Framework] = {
             engine="shardscope.frameworks.deepspeed.engine:DeepSpeedEngine",
             before_fork="shardscope.frameworks.deepspeed.launching:before_fork",
         ),
-        Framework(name="megatron", layout_class=MegatronLayout, engine=None),
+        Framework(
+            name="megatron",
+            layout_class=MegatronLayout,
+            engine="shardscope.frameworks.megatron.engine:MegatronEngine",
+            before_fork="shardscope.frameworks.megatron.launching:before_fork",
+        ),
     )
 }
 
