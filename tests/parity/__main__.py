@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import platform
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.parity.launching import NotAloneError, outcomes
+from tests.parity.machine import Machine
 from tests.parity.table import ROWS, Row
 from tests.parity.writing import DOCUMENT, document, line
-
-PACKAGES = ("torch", "transformers", "deepspeed", "megatron-core")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
     path = chosen.write or (DOCUMENT if is_whole else None)
     if path is not None:
-        path.write_text(document(done, device="CPU ranks over gloo", versions=versions()), encoding="utf-8")
+        path.write_text(
+            document(done, device="CPU ranks over gloo", versions=Machine.here().libraries), encoding="utf-8"
+        )
     broken = [outcome for outcome in done if not outcome.holds]
     print(f"{len(done) - len(broken)} of {len(done)} rows hold" + (f"; {path} is written" if path else ""))
     return 1 if broken else 0
@@ -52,17 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
 def picked(words: list[str] | None) -> list[Row]:
     """The rows whose names have one of ``words``; all without."""
     return [row for row in ROWS if not words or any(word in row.name for word in words)]
-
-
-def versions() -> str:
-    """The libraries that ran, and Python."""
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,44 +26,49 @@ def outcomes(
     rows: Sequence[Row],
     *,
     folder: Path,
-    gpu: str = "cpu",
+    here: ss.Cluster | None = None,
     seed: int = 0,
     num_steps: int = work.NUM_STEPS,
-    keep_runs: bool = False,
 ) -> Iterator[Outcome]:
     """Run ``rows`` one after another; each outcome as soon as it is known.
 
-    ``gpu`` is the catalogue's name of this machine's devices. Raises :class:`NotAloneError` if the single
+    ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`NotAloneError` if the single
     process, which comes first for each family of models, does not finish.
     """
     alone: dict[Family, Curve] = {}
     for row in rows:
         began = time.monotonic()
         if row.family not in alone:
-            alone[row.family] = single_process(row.family, folder, gpu, seed, num_steps)
+            alone[row.family] = single_process(row.family, folder, here, seed, num_steps)
             began = time.monotonic()
-        outcome = one_row(row, alone[row.family], folder=folder, gpu=gpu, seed=seed, num_steps=num_steps)
+        right = alone[row.family]
+        outcome = one_row(row, right, folder=folder, here=here, seed=seed, num_steps=num_steps)
         yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
 
 
-def single_process(family: Family, folder: Path, gpu: str, seed: int, num_steps: int) -> Curve:
+def single_process(family: Family, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
     """The losses to equal, from one rank that no engine touches."""
     row = Row(name="single process", num_ranks=1, framework="ddp", family=family, num_micro_batches=1)
-    run = ss.launch(row.plan(gpu), work.Alone(seed, num_steps), folder=folder, name=f"single {family}")
+    run = ss.launch(row.plan(here), work.Alone(seed, num_steps), folder=folder, name=f"single {family}")
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
         raise NotAloneError(f"the single process is {run.status}: {run.reason}\n{run.error or ''}")
     return Curve.of(run.metrics(), 1)
 
 
-def one_row(row: Row, alone: Curve, *, folder: Path, gpu: str, seed: int, num_steps: int) -> Outcome:
+def one_row(
+    row: Row, alone: Curve, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
+) -> Outcome:
     """Plan, launch, wait, compare."""
+    missing = [module for module in row.modules if importlib.util.find_spec(module) is None]
+    if missing:
+        return Outcome(row=row, verdict="not here", why=f"{', '.join(missing)} is not installed")
     try:
-        plan = row.plan(gpu)
+        plan = row.plan(here)
         refusal = why_not_trained(plan)
     except ValueError as error:
         refusal = str(error)
-    stopped = row.stopped_on_cpu if gpu == "cpu" else ""
+    stopped = "" if here and here.gpu.vendor != "cpu" else row.stopped_on_cpu
     if refusal is not None:
         return refused(row, refusal, stopped)
     if stopped:

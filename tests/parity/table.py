@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
@@ -47,10 +47,10 @@ class Row:
         """Packages beyond torch that the row runs."""
         return {"zero": ("deepspeed",), "megatron": ("megatron",)}.get(self.framework, ())
 
-    def plan(self, gpu: str = "cpu", **recipe: Any) -> Plan:
-        """The row's plan over ``num_ranks`` devices of one kind; fp32 but for what ``recipe`` says."""
+    def plan(self, here: Cluster | None = None, **recipe: Any) -> Plan:
+        """The row's plan over ``num_ranks`` of the GPUs ``here``, or CPU ranks; fp32 unless told."""
         architecture = llama() if self.family == "llama" else mixtral()
-        cluster = Cluster.parse(f"{self.num_ranks}x{gpu}")
+        cluster = replace(here or Cluster.parse("1xcpu"), gpus_per_node=self.num_ranks)
         layout = getattr(Layout, self.framework)(**self.layout)
         sizes: dict[str, Any] = {
             "seq_len": SEQ_LEN,
@@ -135,3 +135,16 @@ ROWS: tuple[Row, ...] = (
     _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
     _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
 )
+
+QUICK: tuple[Row, ...] = tuple(row for row in ROWS if row.name in ("ddp(2)", "fsdp2(2)"))
+"""What a notebook shows on CPU ranks, in seconds."""
+
+ALONE_ON_A_GPU: tuple[Row, ...] = (
+    _row("ddp(1)", 1, "ddp"),
+    _row("fsdp2(1)", 1, "fsdp2"),
+    _row("zero-1(1)", 1, "zero", stage=1),
+    _row("zero-3(1)", 1, "zero", stage=3),
+    _row("zero-3(1) + cpu", 1, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
+    _row("megatron(1)", 1, "megatron"),
+)
+"""Each engine's own path through one GPU: real kernels, no one to talk to."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.parity.comparing import LOSS_TOLERANCE, NORM_TOLERANCE, Outcome
+from tests.parity.speed import Speed
 from tests.parity.table import GLOBAL_ROWS, NUM_LAYERS, SEQ_LEN
 from tests.parity.work import CLIPPED_TO, NUM_STEPS, WARMUP_STEPS
 
@@ -59,18 +60,17 @@ def bytes_words(outcome: Outcome) -> str:
 def document(outcomes: Sequence[Outcome], *, device: str, versions: str) -> str:
     """The whole report as Markdown; ``device`` says what the ranks were."""
     held = [outcome for outcome in outcomes if outcome.verdict == "same"]
-    stopped = [outcome for outcome in outcomes if outcome.verdict not in ("same", "differs")]
     parts = [
         "# One loss curve",
         "Written by `make parity`; do not edit.",
         _HOW,
         f"Run on {device}, with {versions}. {len(held)} of {len(outcomes)} rows equal the single process.",
         table(outcomes),
-        _what_they_were(outcomes),
-        *([_stopped(stopped)] if stopped else []),
+        what_they_were(outcomes),
+        without_a_run(outcomes),
         _NOT_RUN,
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -94,14 +94,46 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _what_they_were(outcomes: Sequence[Outcome]) -> str:
+def what_they_were(outcomes: Sequence[Outcome]) -> str:
+    """What each engine found after its setup."""
     said = [f"- {outcome.row.name}: {outcome.sentence}" for outcome in outcomes if outcome.sentence]
     return "\n".join(["## What each row found that it was", "", *said])
 
 
-def _stopped(outcomes: Sequence[Outcome]) -> str:
-    said = [f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}" for outcome in outcomes]
-    return "\n".join(["## Rows that did not run, and what stops them", "", *said])
+def without_a_run(outcomes: Sequence[Outcome]) -> str:
+    """Rows that have no curve, and what stops them; an empty text if there are none."""
+    said = [
+        f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}"
+        for outcome in outcomes
+        if outcome.verdict not in ("same", "differs")
+    ]
+    return "\n".join(["## Rows that did not run, and what stops them", "", *said]) if said else ""
+
+
+def speed_table(speeds: Sequence[Speed]) -> str:
+    """Tokens a second and bytes at the peak, each beside what was predicted."""
+    lines = [
+        "| framework | tokens/s, all ranks | predicted | tensors at the peak | predicted |",
+        "|---|---|---|---|---|",
+    ]
+    for speed in speeds:
+        if speed.tokens_per_second is None:
+            lines.append(f"| {speed.name} | {speed.why} | | | |")
+            continue
+        rate, expected = speed.tokens_per_second, speed.predicted_tokens_per_second
+        cells = [
+            speed.name,
+            f"{rate:,.0f}",
+            "not known here" if expected is None else f"{expected:,.0f}",
+            _mib(speed.measured_bytes),
+            _mib(speed.predicted_bytes),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "not measured" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _small(difference: float) -> str:

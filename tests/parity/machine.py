@@ -1,0 +1,73 @@
+"""What a report says of the machine it comes from: devices and versions, no names of hosts or people."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass, field
+
+import shardscope as ss
+
+PACKAGES = ("torch", "transformers", "deepspeed", "megatron-core", "transformer-engine", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Devices and libraries."""
+
+    cluster: ss.Cluster
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This one. CUDA is not touched, so that ranks may still fork from this process."""
+        return cls(cluster=ss.Cluster.detect(), versions=_versions())
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether there are any GPUs."""
+        return self.cluster.gpu.vendor != "cpu"
+
+    @property
+    def num_ranks(self) -> int:
+        """Most ranks that a row may take: one for each GPU; CPU ranks share the cores."""
+        return self.cluster.num_gpus if self.on_gpus else 4
+
+    @property
+    def device(self) -> str:
+        """In words."""
+        if not self.on_gpus:
+            return "CPU ranks over gloo"
+        return f"{self.cluster.num_gpus} x {self.cluster.gpu.name} over NCCL"
+
+    @property
+    def libraries(self) -> str:
+        """Names and versions, in one line."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    def __str__(self) -> str:
+        return f"{self.device}; {self.libraries}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"shardscope": ss.__version__} if hasattr(ss, "__version__") else {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if (driver := _driver()) is not None:
+        found["NVIDIA driver"] = driver
+    return {**found, "Python": platform.python_version()}
+
+
+def _driver() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except Exception:  # No library, no driver, no permission: a report says nothing of it.
+        return None
+    return version if isinstance(version, str) else version.decode()

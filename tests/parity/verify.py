@@ -1,0 +1,90 @@
+"""``python -m tests.parity.verify``: the parity table, speed and memory on this machine, as a report.
+
+``notebooks/90_verify_this_machine.ipynb`` calls the same functions, cell by cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.parity import launching
+from tests.parity.comparing import Outcome
+from tests.parity.machine import Machine
+from tests.parity.speed import Speed, speeds
+from tests.parity.table import ALONE_ON_A_GPU, QUICK, ROWS, Row
+from tests.parity.writing import line, speed_table, table, what_they_were, without_a_run
+
+REPORT = "shardscope_report.md"
+
+
+def rows_for(machine: Machine) -> tuple[Row, ...]:
+    """What this machine can show: all rows that fit on its GPUs, of one GPU each engine alone.
+
+    On CPU ranks a few of the table, for `make parity` runs all of it.
+    """
+    if not machine.on_gpus:
+        return QUICK
+    return tuple(row for row in (*ALONE_ON_A_GPU, *ROWS) if row.num_ranks <= machine.num_ranks)
+
+
+def parity(machine: Machine, folder: Path, rows: Sequence[Row] | None = None) -> list[Outcome]:
+    """Run the rows, printing each as it ends."""
+    done = []
+    here = machine.cluster if machine.on_gpus else None
+    for outcome in launching.outcomes(rows or rows_for(machine), folder=folder, here=here):
+        done.append(outcome)
+        print(f"{line(outcome)}  {outcome.seconds:.0f} s", flush=True)
+    return done
+
+
+def measure(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> list[Speed]:
+    """Run each framework shortly, printing what came of it."""
+    done = []
+    for speed in speeds(machine, folder, names):
+        done.append(speed)
+        said = speed.why or f"{speed.tokens_per_second:,.0f} tokens/s"
+        print(f"{speed.name:<10} {said}", flush=True)
+    return done
+
+
+def report(machine: Machine, outcomes: Sequence[Outcome], measured: Sequence[Speed]) -> str:
+    """Markdown, with nothing in it that names a host, a folder or a person."""
+    same = sum(outcome.holds and outcome.verdict == "same" for outcome in outcomes)
+    parts = [
+        "# Shardscope on this machine",
+        f"{machine.device}. {machine.libraries}.",
+        f"## One loss curve: {same} of {len(outcomes)} rows equal the single process",
+        table(outcomes),
+        what_they_were(outcomes),
+        without_a_run(outcomes),
+        "## Speed and memory, beside what was predicted",
+        speed_table(measured),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run everything. Returns 1 if a row does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.verify", description=__doc__)
+    parser.add_argument("--write", type=Path, default=Path(REPORT), help=f"the report (default: {REPORT})")
+    chosen = parser.parse_args(arguments)
+    machine = Machine.here()
+    print(machine)
+    with tempfile.TemporaryDirectory(prefix="shardscope-verify-") as scratch:
+        try:
+            outcomes = parity(machine, Path(scratch))
+        except launching.NotAloneError as error:
+            print(error, file=sys.stderr)
+            return 2
+        measured = measure(machine, Path(scratch))
+        chosen.write.write_text(report(machine, outcomes, measured), encoding="utf-8")
+    print(f"{chosen.write} is written; nothing was sent anywhere")
+    return 0 if all(outcome.holds for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
