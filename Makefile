@@ -1,6 +1,7 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: test-nvme (DeepSpeed's real files), check (ruff, mypy), bench (ratios),
-# accuracy (predictions against measured runs), env, clean.
+# environment first. The others: test-nvme (DeepSpeed's real files), check (ruff, mypy), bench (ratios), parity
+# (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
+# measured runs), env, clean.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,6 +11,8 @@ STAMP   = $(VENV)/.ready
 # PyTorch's own index of CPU builds, for machines without a GPU whose pip finds none by itself.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
+SEED ?= 0
+
 NOTEBOOK ?= notebooks/00_studio.ipynb
 # JupyterLab refuses to run as root unless told that this is meant (containers).
 LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
@@ -17,7 +20,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-nvme check bench accuracy env browser clean
+.PHONY: lab test test-nvme check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -43,6 +46,14 @@ check: $(STAMP)
 
 bench: $(STAMP) browser
 	$(BIN)/python -m benchmarks
+
+# One loss curve under every framework, for minutes; SEED changes weights and data.
+parity: $(STAMP)
+	$(BIN)/python -m tests.parity --seed $(SEED)
+
+# The same on whatever GPUs are here, with a short check of speed and memory; writes a report to send back.
+verify: $(STAMP)
+	$(BIN)/python -m tests.parity.verify
 
 accuracy: $(STAMP)
 	$(BIN)/python -m tests.accuracy --kind memory

@@ -32,8 +32,8 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Run ``rows`` one after another; each outcome as soon as it is known.
 
-    ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`NotAloneError` if the single
-    process, which comes first for each family of models, does not finish.
+    ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`NotAloneError` if the
+    single process, which comes first for each family of models, does not finish.
     """
     alone: dict[Family, Curve] = {}
     for row in rows:
