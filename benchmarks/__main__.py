@@ -108,7 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--pairs", type=int, default=3, help="pairs of runs for each framework (default 3)")
     parser.add_argument("--steps", type=int, default=25, help="steps in each run (default 25)")
-    parser.add_argument("--frameworks", nargs="*", default=["ddp", "fsdp2"], choices=["ddp", "fsdp2"])
+    names = list(training.LAYOUTS)
+    parser.add_argument("--frameworks", nargs="*", default=names, choices=names)
     arguments = parser.parse_args()
     if arguments.pairs < 1 or arguments.steps <= training.WARM_STEPS:
         parser.error(f"--pairs must be at least 1 and --steps more than {training.WARM_STEPS}")

@@ -20,7 +20,13 @@ import shardscope as ss
 from shardscope.runs.processes import free_port, num_cores
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
 
-BARE_SCRIPTS = {"ddp": "bare_ddp.py", "fsdp2": "bare_fsdp2.py"}
+LAYOUTS = {
+    "ddp": ss.Layout.ddp,
+    "fsdp2": ss.Layout.fsdp2,
+    "deepspeed": ss.Layout.zero,
+    "megatron": ss.Layout.megatron,
+}
+"""Each framework's plainest: of DeepSpeed ZeRO-3, of Megatron-core the distributed optimizer."""
 NUM_RANKS = 2
 WARM_STEPS = 5
 """Steps left out of the steady time: first allocations, DDP's bucket order."""
@@ -45,10 +51,9 @@ class Timing:
 
 def make_plan(framework: str) -> ss.Plan:
     """A Llama of 8 million parameters on two CPU ranks: enough that steps compute rather than wait."""
-    layouts = {"ddp": ss.Layout.ddp, "fsdp2": ss.Layout.fsdp2}
     recipe = ss.Recipe(seq_len=128, micro_batch_size=2, global_batch_size=2 * NUM_RANKS, precision="fp32")
     return ss.Plan(
-        ss.Architecture.of_size("8m"), ss.Cluster.parse(f"{NUM_RANKS}xcpu"), recipe, layouts[framework]()
+        ss.Architecture.of_size("8m"), ss.Cluster.parse(f"{NUM_RANKS}xcpu"), recipe, LAYOUTS[framework]()
     )
 
 
@@ -96,7 +101,7 @@ def run_bare(plan: ss.Plan, num_steps: int, folder: Path) -> Timing:
             f"--nproc-per-node={NUM_RANKS}",
             "--master-addr=127.0.0.1",
             f"--master-port={free_port()}",
-            str(Path(__file__).parent / BARE_SCRIPTS[plan.layout.framework]),
+            str(Path(__file__).parent / f"bare_{plan.layout.framework}.py"),
             str(job_file),
         ],
         env=environment,

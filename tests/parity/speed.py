@@ -55,8 +55,11 @@ def plan_of(name: str, machine: Machine) -> ss.Plan:
 
 
 def speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None) -> Iterator[Speed]:
-    """One run after another, each as soon as it ended; ``names`` of ``LAYOUTS``, by default all."""
-    for name in names or tuple(LAYOUTS):
+    """One run after another, each as soon as it ended.
+
+    ``names`` are of ``LAYOUTS``, by default all; one on CPU ranks, whose speed is of no use to anybody.
+    """
+    for name in names or (tuple(LAYOUTS) if machine.on_gpus else ("fsdp2",)):
         try:
             plan = plan_of(name, machine)
             refusal = why_not_trained(plan)

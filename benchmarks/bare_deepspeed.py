@@ -1,0 +1,68 @@
+"""A plain ZeRO-3 script, as who knows DeepSpeed writes it; ``torchrun bare_deepspeed.py job.json``.
+
+The yardstick of ``python -m benchmarks``: it imports nothing of Shardscope, logs nothing while it trains, and
+takes the same model, text, order of the text, optimizer and clipping from ``job.json``.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed
+
+job = json.loads(Path(sys.argv[1]).read_text())
+deepspeed.init_distributed("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+text = Path(job["text"]).read_text(encoding="utf-8")
+ids = np.asarray(Tokenizer.from_file(job["tokenizer"]).encode(text).ids, dtype=np.int32)
+num_windows = len(ids) // job["seq_len"]
+windows = ids[: num_windows * job["seq_len"]].reshape(num_windows, job["seq_len"])
+order = np.random.default_rng([0, 0]).permutation(num_windows)
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(**job["config"]))
+model.train()
+decayed = [p for p in model.parameters() if p.ndim >= 2]
+others = [p for p in model.parameters() if p.ndim < 2]
+optimizer = torch.optim.AdamW(
+    [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+    lr=job["learning_rate"],
+    betas=(0.9, 0.95),
+)
+cosine = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: 0.1 + 0.9 * (1 + math.cos(math.pi * step / job["num_steps"])) / 2
+)
+config = {
+    "train_micro_batch_size_per_gpu": job["rows"],
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 3},
+    "steps_per_print": 10**9,
+}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=cosine, config=config)
+
+ends = []
+for step in range(job["num_steps"]):
+    first = (step * world_size + rank) * job["rows"]
+    batch = torch.from_numpy(windows[order[first : first + job["rows"]]].astype(np.int64))
+    loss = engine(input_ids=batch, labels=batch).loss
+    engine.backward(loss)
+    engine.step()
+    ends.append(time.time())
+
+mean = loss.detach()
+dist.all_reduce(mean)
+if rank == 0:
+    print(json.dumps({"ends": ends, "last_loss": mean.item() / world_size}))
+dist.destroy_process_group()

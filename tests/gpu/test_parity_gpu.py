@@ -1,0 +1,25 @@
+"""One loss curve on real GPUs: each engine alone on one, and the whole table where there are several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.parity.launching import outcomes
+from tests.parity.table import ALONE_ON_A_GPU, ROWS, Row
+from tests.parity.writing import line
+
+import shardscope as ss
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("row", (*ALONE_ON_A_GPU, *ROWS), ids=lambda row: row.name)
+def test_a_row_is_the_single_process_on_gpus(row: Row, one_gpu: ss.Cluster, tmp_path: Path) -> None:
+    here = ss.Cluster.detect()
+    if row.num_ranks > here.num_gpus:
+        pytest.skip(f"needs {row.num_ranks} GPUs, and here are {here.num_gpus}")
+    (outcome,) = outcomes([row], folder=tmp_path, here=here)
+    if outcome.verdict == "not here":
+        pytest.skip(outcome.why)
+    assert outcome.holds, line(outcome)
