@@ -558,7 +558,7 @@ def stopped_then_resumed(ctx: StandInContext) -> dict[str, Any]:
     stopping.engine = type(ctx.engine)(stopping)
     Pretrain(num_steps=6)(stopping)
     ctx.engine = type(ctx.engine)(ctx)
-    Pretrain(num_steps=6, resume_from=ctx.folder / "checkpoints" / "step-000003")(ctx)
+    Pretrain(num_steps=6, resume=ctx.folder / "checkpoints" / "step-000003")(ctx)
     resumed = ctx.lines
     ctx.lines, ctx.engine = [], type(ctx.engine)(ctx)
     Pretrain(num_steps=6)(ctx)

@@ -158,7 +158,7 @@ def saved(folder: Path, plan: ss.Plan, steps: int = 100) -> Path:
 
 
 def names(plan: ss.Plan, path: Path) -> set[str]:
-    found = plan.findings(ss.Pretrain(resume_from=path, num_steps=200))
+    found = plan.findings(ss.Pretrain(resume=path, num_steps=200))
     return {finding.name for finding in found if finding.name.startswith("checkpoint-of")}
 
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_the_same_plan_goes_on(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_batch(tmp_path: Path) -> None:
     path = saved(tmp_path, plan_of(global_batch_size=64))
-    task = ss.Pretrain(resume_from=path, num_steps=200)
+    task = ss.Pretrain(resume=path, num_steps=200)
     plan = plan_of(global_batch_size=128)
     finding = found_in(plan, "checkpoint-of-another-batch", task)
     assert finding is not None and finding.number == 100 * 64 and "never read" in finding.why
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
     fewer = ss.Plan(
         ss.models["llama-2-7b"], ss.Cluster.parse("4xh100-sxm-80gb"), ss.Recipe(), ss.Layout.zero()
     )
-    task = ss.Pretrain(resume_from=path, num_steps=200)
+    task = ss.Pretrain(resume=path, num_steps=200)
     finding = found_in(fewer, "checkpoint-of-other-ranks", task)
     assert finding is not None and finding.number == 8 and "ds_to_universal" in finding.change
     assert found_in(plan_of(layout=ss.Layout.zero()), "checkpoint-of-other-ranks", task) is None

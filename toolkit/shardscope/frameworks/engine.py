@@ -40,6 +40,10 @@ class Context(Protocol):
     def record(self, name: str, mapping: Mapping[str, Any]) -> None: ...
 
 
+def _nothing() -> None:
+    """Wait for a checkpoint that is whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldTensors:
     """What an engine holds on this rank at this moment, by whose it is; a storage may come more than once."""
@@ -129,8 +133,18 @@ class Engine(ABC):
         """Write a checkpoint folder, all ranks together: aside first, renamed when it is whole.
 
         A relative ``path`` is one in the run folder (``ctx.folder``); an older checkpoint there is replaced.
-        In it are the weights (of LoRA the adapters), the optimizer's state and the number of steps done.
+        In it are the weights (of LoRA the adapters), the optimizer's state, the number of steps done and
+        where each rank's random numbers stand.
         """
+
+    def begin_save(self, path: str | Path) -> Callable[[], None]:
+        """Start what :meth:`save` does; what comes back waits, on all ranks, until it is done.
+
+        Steps may be taken meanwhile, another checkpoint not be begun. Engines whose framework cannot write
+        beside training write here, and there is nothing to wait for.
+        """
+        self.save(path)
+        return _nothing
 
     @abstractmethod
     def load(self, path: str | Path) -> None:

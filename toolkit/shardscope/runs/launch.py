@@ -61,7 +61,8 @@ def launch(
     payload = pack(task, plan)
     run_folder = _make_folder(parent, name)
     try:
-        write_json(run_folder.run_json, _description(run_folder, plan, task, device, outlive_kernel))
+        description = _description(run_folder, plan, task, device, outlive_kernel)
+        write_json(run_folder.run_json, {**description, "asked_name": name})
         write_task(run_folder, payload)
         run_folder.set_status("starting", "the supervisor is coming up")
         _start_supervisor(run_folder, outlive_kernel)

@@ -18,12 +18,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     An older folder there is replaced. Whoever looks at ``path`` sees the old one or the whole new one; a run
     that dies in between leaves ``.<name>.partial``, which the next writer of ``path`` removes.
     """
-    aside = partial_of(path)
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-    dist.barrier()
+    aside = begin_aside(path)
     yield aside
     # Rank 0 must not rename a folder that another still writes into.
     dist.barrier()
@@ -33,9 +28,15 @@ def written_aside(path: Path) -> Iterator[Path]:
     dist.barrier()
 
 
-def partial_of(path: Path) -> Path:
-    """Where ``path`` is written until it is whole."""
-    return path.with_name(f".{path.name}.partial")
+def begin_aside(path: Path) -> Path:
+    """The empty folder in which ``path`` is written until it is whole, on all ranks."""
+    aside = path.with_name(f".{path.name}.partial")
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+    dist.barrier()
+    return aside
 
 
 def replace(aside: Path, path: Path) -> None:

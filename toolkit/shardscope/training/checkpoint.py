@@ -7,8 +7,8 @@ format is a pickle: checkpoints are opened only where this user's own run wrote 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-POSITION_FILE = "position.json"
+from shardscope.training import random_state
+from shardscope.training.aside import begin_aside, check_own, replace, written_aside
+from shardscope.training.checkpoint_folders import POSITION_FILE
 
 
 def save(
@@ -38,18 +40,50 @@ def save(
     ``only_trained`` leaves frozen weights out: adapters are megabytes, the model under them is not ours to
     copy.
     """
-    aside = path.with_name(f".{path.name}.partial")
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-    dist.barrier()
-    dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
-    if dist.get_rank() == 0:
-        (aside / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
-        _replace(aside, path)
-    # Nobody returns before the name exists, so a rank that fails next cannot tear down an unfinished rename.
-    dist.barrier()
+    with written_aside(path) as aside:
+        random_state.write(aside)
+        dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
+        if dist.get_rank() == 0:
+            _write_position(aside, position)
+
+
+def begin(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: dict[str, Any],
+    only_trained: bool,
+    group: Any,
+) -> Callable[[], None]:
+    """As :func:`save`, but come back once the state is copied to host memory; a thread writes it.
+
+    ``group`` is a gloo group of all ranks that nothing else uses: the threads meet in it. What comes back
+    waits, on all ranks, until ``path`` is whole, and raises what kept it from that. Whoever looks sees it
+    whole as soon as it is, whether or not anybody waits.
+    """
+    aside = begin_aside(path)
+    random_state.write(aside)
+    state = _state(model, optimizer, only_trained)
+    written: Any = dcp.async_save(state, checkpoint_id=str(aside), process_group=group)
+    whole: Future[None] = Future()
+
+    def name_it(_: Any) -> None:
+        # On rank 0 the format's metadata comes last, after every rank said that its part is on disk.
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                _write_position(aside, position)
+                replace(aside, path)
+            whole.set_result(None)
+        except BaseException as error:
+            whole.set_exception(error)
+
+    def wait() -> None:
+        whole.result()
+        dist.barrier(group)
+
+    written.add_done_callback(name_it)
+    return wait
 
 
 def load(
@@ -57,18 +91,18 @@ def load(
 ) -> dict[str, Any]:
     """Read ``path`` into ``model`` and ``optimizer``; return its position.
 
-    Raises ``FileNotFoundError`` if it is no checkpoint, ``PermissionError`` if another user owns it.
+    Random states go on where they were if as many ranks saved them. Raises ``FileNotFoundError`` if it is no
+    checkpoint, ``PermissionError`` if another user owns it.
     """
     if not (path / POSITION_FILE).is_file():
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
-    for part in (path, *path.iterdir()):
-        if part.stat().st_uid != os.getuid():
-            raise PermissionError(f"{part} is another user's; the format pickles, so it is not opened")
+    check_own(path)
     state = _state(model, optimizer, only_trained)
     dcp.load(state, checkpoint_id=str(path))
     options = StateDictOptions(strict=not only_trained, ignore_frozen_params=only_trained)
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    random_state.restore(path)
     position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     return position
 
@@ -81,11 +115,5 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_traine
     }
 
 
-def _replace(aside: Path, path: Path) -> None:
-    """Put ``aside`` where ``path`` is; a folder cannot be renamed onto a full one, so that one goes first."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    aside.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+def _write_position(folder: Path, position: dict[str, Any]) -> None:
+    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardscope.frameworks.engine import Engine
+from shardscope.training.checkpoint_folders import checkpoint_path, forget_older
 from shardscope.training.commands import look
 from shardscope.training.data import Windows
 from shardscope.training.memory_watch import Snapshot
@@ -34,20 +35,24 @@ def train(
     log_every: int = 1,
     profile: bool = False,
     save_checkpoint: bool = False,
+    save_every: int | None = None,
+    keep_last: int | None = None,
     memory_snapshot: bool = False,
 ) -> None:
     """Train from ``engine.num_steps_done`` to ``schedule.num_steps``.
 
     Between steps all ranks obey the same commands: asked to stop, they save a checkpoint and return; asked
-    for a checkpoint, they save it and go on; asked for a profile, they record the next steps, the first of
-    them a warm-up. ``profile`` records a few steps without being asked, at least one however few there are.
-    Raises ``RuntimeError`` if two ranks would read the same text in one step, or if the loss is not a number.
+    for a checkpoint, they save it and go on, as they do every ``save_every`` steps; asked for a profile, they
+    record the next steps, the first of them a warm-up. ``profile`` records a few steps without being asked,
+    at least one however few there are. Raises ``RuntimeError`` if two ranks would read the same text in one
+    step, or if the loss is not a number.
     """
     first = engine.num_steps_done
     check_ranks_read_apart(windows, first, ctx.device)
     seen: list[int] = []
     told = told_steps(first, schedule.num_steps)
     checkpoint_asked = False
+    checkpoints = Checkpoints(ctx, engine, keep_last)
     with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
             snapshot.start(SNAPSHOT_STEPS)
@@ -59,9 +64,10 @@ def train(
                 save_checkpoint = True
                 break
             checkpoint_asked |= orders.checkpoint
+            is_due = save_every is not None and step % save_every == 0 and step > first
             # Before its first step an optimizer has no state to save, so the checkpoint comes right after.
-            if checkpoint_asked and step:
-                _save(ctx, engine)
+            if is_due or (checkpoint_asked and step):
+                checkpoints.begin()
                 checkpoint_asked = False
             if orders.memory_snapshot:
                 snapshot.start(SNAPSHOT_STEPS)
@@ -94,14 +100,35 @@ def train(
             recorder.step()
             snapshot.step()
     ctx.record("data", _data_record(windows, first, engine.num_steps_done, seen))
-    if save_checkpoint or checkpoint_asked:
-        _save(ctx, engine)
+    if save_checkpoint or checkpoint_asked or (save_every is not None and engine.num_steps_done > first):
+        checkpoints.begin()
+    checkpoints.finish()
 
 
-def _save(ctx: Any, engine: Engine) -> None:
-    path = checkpoint_path(ctx.folder, engine.num_steps_done)
-    engine.save(path)
-    print(f"saved {path.relative_to(ctx.folder)}", flush=True)
+class Checkpoints:
+    """Of one run: at most one under way, and the ``keep_last`` of most steps kept (None: all)."""
+
+    def __init__(self, ctx: Any, engine: Engine, keep_last: int | None) -> None:
+        self._ctx, self._engine, self._keep_last = ctx, engine, keep_last
+        self._wait: Callable[[], None] | None = None
+        self._name = ""
+
+    def begin(self) -> None:
+        """Save what the engine holds now, beside the steps to come where the engine can."""
+        self.finish()
+        path = checkpoint_path(self._ctx.folder, self._engine.num_steps_done)
+        self._wait = self._engine.begin_save(path)
+        self._name = str(path.relative_to(self._ctx.folder))
+
+    def finish(self) -> None:
+        """Wait for the one under way, and forget older ones."""
+        if self._wait is None:
+            return
+        self._wait()
+        self._wait = None
+        print(f"saved {self._name}", flush=True)
+        if self._keep_last is not None and self._ctx.rank == 0:
+            forget_older(self._ctx.folder, self._keep_last)
 
 
 def _record_next(recorder: Recorder, num_steps: int, *, num_left: int) -> None:
@@ -116,11 +143,6 @@ def told_steps(first: int, num_steps: int) -> frozenset[int]:
     """The steps of which a log has a line: the first, the last, and each that ends a tenth of the run."""
     tenths = (num_steps * tenth // 10 - 1 for tenth in range(1, 11))
     return frozenset(step for step in (first, *tenths) if first <= step < num_steps)
-
-
-def checkpoint_path(folder: Path, num_steps_done: int) -> Path:
-    """Where in a run folder the checkpoint after so many steps lies."""
-    return Path(folder) / "checkpoints" / f"step-{num_steps_done:06d}"
 
 
 def check_ranks_read_apart(windows: Windows, step: int, device: torch.device) -> None:

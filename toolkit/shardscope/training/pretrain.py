@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shardscope.frameworks.registry import check_trained
+from shardscope.training.checkpoint_folders import checkpoint_in, earlier_checkpoint
+from shardscope.training.resume import check_loads
 from shardscope.training.tokenizer import SHIPPED_TEXT, VOCAB_SIZE
 from shardscope.validation import flag, real_number, refuse, whole_number
+
+EXPORT = "export"
+"""Folder of a run in which its model lies as transformers opens it."""
+DEFAULT_FOLDER = "runs"
+"""Where ``launch`` makes run folders unless it is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +29,7 @@ class Pretrain:
     """
 
     num_steps: int = 50
-    """Optimizer steps in all, those before ``resume_from`` included; 1 to 10,000,000."""
+    """Optimizer steps in all, those before a ``resume`` included; 1 to 10,000,000."""
     learning_rate: float = 1e-3
     """The peak rate; right for a few million parameters, too high for billions (there 3e-4)."""
     warmup_steps: int | None = None
@@ -41,8 +48,18 @@ class Pretrain:
     """Steps between lines of metrics; the last step is always logged."""
     save_checkpoint: bool = False
     """Save a checkpoint after the last step. A stopped run saves one anyway."""
-    resume_from: Path | None = None
-    """A checkpoint folder of an earlier run of the same plan."""
+    save_every: int | None = None
+    """Steps between checkpoints, which are written beside training where the framework can; the last step
+    has one too. None: only what ``save_checkpoint`` or somebody asks for."""
+    keep_last: int | None = 2
+    """With ``save_every``, how many whole checkpoints the run folder keeps, one more while the next is
+    written; None: all."""
+    resume: bool | Path = False
+    """Go on from a checkpoint. True: the newest whole one of this run or, if it has none, of the latest run
+    that was launched by the same name; from the start if there is none. A path: that checkpoint, or the
+    newest of that run folder (a name alone may be a run in ``./runs``); a :class:`Run` does too."""
+    export: bool = False
+    """After the last step, write the weights to ``export`` in the run folder, as transformers opens them."""
 
     preload: ClassVar[tuple[str, ...]] = (
         "transformers.models.llama.modeling_llama",
@@ -62,8 +79,18 @@ class Pretrain:
         flag("Pretrain.memory_snapshot", self.memory_snapshot)
         whole_number("Pretrain.log_every", self.log_every, low=1, high=10**7)
         flag("Pretrain.save_checkpoint", self.save_checkpoint)
-        for field in ("text", "resume_from"):
-            self._check_path(field)
+        for field in ("save_every", "keep_last"):
+            if getattr(self, field) is not None:
+                whole_number(f"Pretrain.{field}", getattr(self, field), low=1, high=10**7)
+        flag("Pretrain.export", self.export)
+        self._check_text()
+        if not isinstance(self.resume, bool):
+            object.__setattr__(self, "resume", _resumable(self.resume))
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint that a ``resume`` by path stands for now; None where it names none."""
+        return None if isinstance(self.resume, bool) else checkpoint_in(self.resume)
 
     def __call__(self, ctx: Any) -> None:
         """Train on this rank; called by the launcher with the process group up."""
@@ -81,10 +108,9 @@ class Pretrain:
         engine.seed, engine.fresh_weights = self.seed, True
         engine.learning_rate, engine.weight_decay = self.learning_rate, self.weight_decay
         engine.setup(lambda: build_model(plan.architecture, plan.recipe.dropout))
-        if self.resume_from is not None:
-            engine.load(self.resume_from)
         # Ranks of one tensor group drop out the same numbers: they have one share of the data.
         torch.manual_seed(self.seed + 1 + engine.data_rank)
+        self._go_on(ctx)
         windows = Windows(
             tokens=read_tokens(self.text),
             seq_len=plan.recipe.seq_len,
@@ -109,12 +135,36 @@ class Pretrain:
             log_every=self.log_every,
             profile=self.profile,
             save_checkpoint=self.save_checkpoint,
+            save_every=self.save_every,
+            keep_last=self.keep_last if self.save_every else None,
             memory_snapshot=self.memory_snapshot,
         )
+        if self.export and engine.num_steps_done >= self.num_steps:
+            engine.export(EXPORT)
+            print(f"exported {EXPORT}", flush=True)
+
+    def _go_on(self, ctx: Any) -> None:
+        """Load what there is to go on from; every rank the same."""
+        if self.resume is False:
+            return
+        import torch
+        import torch.distributed as dist
+
+        found = [earlier_checkpoint(ctx.folder) if self.resume is True else self.resume_from]
+        # Rank 0 decides: another run may be writing, or forgetting, just now.
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        if found[0] is None:
+            print("nothing to go on from yet: this is the start", flush=True)
+            return
+        check_loads(found[0], ctx.plan)
+        ctx.engine.load(found[0])
+        print(f"going on from {found[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
 
     def check(self, plan: Any) -> None:
         """Raise ``ValueError`` if ``plan`` cannot train on text; cheap, and called again on every rank."""
         check_trained(plan)
+        if self.resume_from is not None:
+            check_loads(self.resume_from, plan)
         vocab_size = plan.architecture.vocab_size
         if vocab_size < VOCAB_SIZE:
             refuse(
@@ -126,15 +176,28 @@ class Pretrain:
         if plan.recipe.seq_len < 2:
             refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", "seq_len=2")
 
-    def _check_path(self, field: str) -> None:
-        value = getattr(self, field)
-        if value is None:
+    def _check_text(self) -> None:
+        if self.text is None:
             return
-        if not isinstance(value, str | Path):
-            refuse(f"Pretrain.{field}", value, "a path or None", "None")
+        if not isinstance(self.text, str | Path):
+            refuse("Pretrain.text", self.text, "a path or None", "None")
         # Absolute from here on: the kernel may change folders before it launches, or launch from another.
-        path = Path(value).expanduser().absolute()
-        kind = "an existing text file" if field == "text" else "an existing checkpoint folder"
-        if not (path.is_file() if field == "text" else path.is_dir()):
-            refuse(f"Pretrain.{field}", str(value), f"{kind}, or None", "None")
-        object.__setattr__(self, field, path)
+        path = Path(self.text).expanduser().absolute()
+        if not path.is_file():
+            refuse("Pretrain.text", str(self.text), "an existing text file, or None", "None")
+        object.__setattr__(self, "text", path)
+
+
+def _resumable(value: object) -> Path:
+    """The run or checkpoint folder that ``value`` names, absolute. Raises ``ValueError`` if it has none."""
+    named = getattr(value, "folder", value)
+    if not isinstance(named, str | Path):
+        refuse("Pretrain.resume", value, "True, False, or the path of a run or of a checkpoint", "True")
+    path = Path(named).expanduser().absolute()
+    candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
+    found = next((folder for folder in candidates if checkpoint_in(folder) is not None), None)
+    if found is None:
+        what = "this folder has none" if path.is_dir() else "there is no such folder"
+        allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"
+        refuse("Pretrain.resume", str(named), allowed, "resume=True, which starts anew if there is none")
+    return found

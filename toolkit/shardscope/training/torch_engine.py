@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, En
 from shardscope.frameworks.registry import check_trained
 from shardscope.memory.head import loss_in_force
 from shardscope.training import accounting, checkpoint, gradients, lora, micro_batches, optimizers, pretrained
+from shardscope.training.compiled import compile_layers
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.quantized import quantize_base
@@ -42,6 +43,7 @@ class TorchEngine(Engine):
         self.recipe = self.plan.recipe
         self._scaler: torch.amp.GradScaler | None = None
         self._watch: MemoryWatch | None = None
+        self._saving_group: Any = None
 
     # ---- what a framework says for itself
 
@@ -175,19 +177,29 @@ class TorchEngine(Engine):
         return loss
 
     def save(self, path: str | Path) -> None:
-        position = {
+        adapted = self.recipe.has_adapters
+        checkpoint.save(self._in_run(path), self.model, self.optimizer, self._position(), adapted)
+
+    def begin_save(self, path: str | Path) -> Callable[[], None]:
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        adapted, position = self.recipe.has_adapters, self._position()
+        group = self._saving_group
+        return checkpoint.begin(self._in_run(path), self.model, self.optimizer, position, adapted, group)
+
+    def _position(self) -> dict[str, Any]:
+        return {
             "framework": self.framework,
+            "world_size": dist.get_world_size(),
             "num_steps_done": self.num_steps_done,
-            "loss_scale": self._scaler.get_scale() if self._scaler else None,
+            "scaler": self._scaler.state_dict() if self._scaler else None,
         }
-        checkpoint.save(self._in_run(path), self.model, self.optimizer, position, self.recipe.has_adapters)
 
     def load(self, path: str | Path) -> None:
         position = checkpoint.load(self._in_run(path), self.model, self.optimizer, self.recipe.has_adapters)
         self.num_steps_done = int(position["num_steps_done"])
-        if self._scaler and position["loss_scale"]:
-            state = self._scaler.state_dict()
-            self._scaler.load_state_dict({**state, "scale": float(position["loss_scale"])})
+        if self._scaler and position["scaler"]:
+            self._scaler.load_state_dict(position["scaler"])
 
     def export(self, path: str | Path) -> None:
         pretrained.write_pretrained(self._in_run(path), self.model, self.whole_tensors())
@@ -221,6 +233,8 @@ class TorchEngine(Engine):
             elif self.recipe.precision == "bf16":
                 model = model.to(torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
+        if self.plan.kernels == "compiled":
+            compile_layers(model, self.ctx.device.type)
         return model
 
     def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:

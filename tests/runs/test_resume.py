@@ -1,0 +1,308 @@
+"""Checkpoints: a run that died goes on exactly where it was, over other ranks too, and ends as a model."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs
+
+torch = needs("torch")
+needs("transformers")
+
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope import Architecture  # noqa: E402
+from shardscope.runs.launch import launch  # noqa: E402
+from shardscope.training.checkpoint_folders import checkpoint_path, checkpoints_of, is_whole  # noqa: E402
+
+NAMES = ("step", "loss", "learning_rate", "grad_norm")
+
+
+def rows(lines: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[line[name] for name in NAMES] for line in lines]
+
+
+# ---------------------------------------------------------------------------- killed, launched again
+
+
+def killed_in_step_12(ctx: Any) -> None:
+    """Rank 1 dies without a word, once the checkpoint of step 10 is whole."""
+    from shardscope.training.pretrain import Pretrain
+
+    log = ctx.log
+
+    def log_or_die(step: int, **metrics: Any) -> None:
+        log(step=step, **metrics)
+        if step == 12 and ctx.rank == 1:
+            deadline = time.monotonic() + 30
+            while not is_whole(checkpoint_path(ctx.folder, 10)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ctx.log = log_or_die
+    Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True)(ctx)
+
+
+def resumed_then_straight(ctx: Any) -> None:
+    """What is left of the 20 steps, and then all 20 again from the start, for comparison."""
+    from shardscope.training.pretrain import Pretrain
+
+    Pretrain(num_steps=20, save_every=5, keep_last=1, resume=True, export=True)(ctx)
+    ctx.__dict__["engine"] = type(ctx.engine)(ctx)
+    Pretrain(num_steps=20)(ctx)
+
+
+@pytest.mark.usefixtures("bounded_time", "nothing_left")
+def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
+    plan = tiny_plan("fsdp2", 2)
+    first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
+    assert first.wait() == "failed"
+    assert "nothing to go on from yet" in first.logs(0)
+    (left,) = checkpoints_of(first.folder)
+    assert left == checkpoint_path(first.folder, 10), "the one of step 5 is forgotten"
+    second = launch(plan, resumed_then_straight, name="again", folder=tmp_path)
+    assert second.wait() == "finished", second.error
+    assert f"going on from {left}: 10 steps are done" in second.logs(0)
+    lines = [rows([line for line in second.metrics() if line["rank"] == rank]) for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    resumed, straight = lines[0][:10], lines[0][10:]
+    assert [row[0] for row in straight] == list(range(20))
+    assert resumed == straight[10:]
+    before = rows([line for line in first.metrics() if line["rank"] == 0])
+    assert before[:12] == straight[:12]
+    assert [path.name for path in checkpoints_of(second.folder)] == ["step-000020"]
+    exported = sorted(path.name for path in (second.folder / "export").iterdir())
+    assert exported == ["config.json", "model.safetensors"]
+
+
+# ---------------------------------------------------------------------------- in one spawn of two ranks
+
+
+def new_context(ctx: StandInContext, plan: Any, name: str, **more: Any) -> StandInContext:
+    from shardscope.frameworks.registry import engine_for
+
+    folder = ctx.folder / name
+    made = StandInContext(ctx.rank, ctx.world_size, plan, folder, ctx.device, **more)
+    made.engine = engine_for(plan)(made)
+    return made
+
+
+def train(ctx: StandInContext, plan: Any, name: str, *, stop: int | None = None, **task: Any) -> Any:
+    from shardscope.training.pretrain import Pretrain
+
+    made = new_context(ctx, plan, name, stop_at_look=stop)
+    Pretrain(num_steps=8, learning_rate=1e-2, **task)(made)
+    return made
+
+
+EXACT = (
+    ("ddp", {}),
+    ("ddp", {"precision": "fp16-mixed"}),
+    ("fsdp2", {"optimizer": "muon"}),
+    ("fsdp2", {"optimizer": "adafactor", "method": "lora", "lora_rank": 4, "precision": "bf16"}),
+    ("fsdp2", {"precision": "bf16-mixed", "optimizer": "lion"}),
+)
+
+
+def cases(ctx: StandInContext) -> dict[str, Any]:
+    """Every case on the same two ranks: making them anew is what costs."""
+    exact = []
+    for number, (framework, recipe) in enumerate(EXACT):
+        plan = tiny_plan(framework, 2, **recipe)
+        straight = train(ctx, plan, f"straight-{number}")
+        # Asked to stop at its sixth look: five steps are done, and saved.
+        stopped = train(ctx, plan, f"cut-{number}", stop=6, save_every=2, keep_last=2)
+        kept = [path.name for path in checkpoints_of(stopped.folder)]
+        resumed = train(ctx, plan, f"cut-{number}", resume=stopped.folder)
+        exact.append([rows(straight.lines), rows(stopped.lines), rows(resumed.lines), kept])
+    return {
+        "exact": exact,
+        "beside": saved_beside_training(ctx),
+        "random": random_numbers_go_on(ctx),
+        "half": half_a_checkpoint(ctx),
+        "exports": exports(ctx),
+    }
+
+
+def batch_of(ctx: Any, step: int) -> dict[str, Any]:
+    tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
+    mine = tokens.chunk(ctx.world_size)[ctx.rank]
+    return {"input_ids": mine, "labels": mine.clone()}
+
+
+def set_up(ctx: Any) -> None:
+    from shardscope.training.model import build_model
+
+    ctx.engine.learning_rate = 1e-2
+    ctx.engine.setup(lambda: build_model(ctx.plan.architecture))
+
+
+def saved_beside_training(ctx: StandInContext) -> list[Any]:
+    """Steps after ``begin_save`` are in no checkpoint; the second rank count to load it is another."""
+    made = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
+    set_up(made)
+    made.engine.step(batch_of(made, 0))
+    wait = made.engine.begin_save("one")
+    went_on = [made.engine.step(batch_of(made, step)) for step in (1, 2)]
+    wait()
+    again = new_context(ctx, tiny_plan("fsdp2", 2), "beside")
+    again.engine.seed = 7
+    set_up(again)
+    again.engine.load("one")
+    return [went_on, [again.engine.step(batch_of(again, step)) for step in (1, 2)]]
+
+
+def draw() -> list[float]:
+    import numpy
+
+    return [float(torch.rand(())), random.random(), float(numpy.random.rand()), random.gauss(0, 1)]
+
+
+def random_numbers_go_on(ctx: StandInContext) -> list[Any]:
+    from shardscope.training import random_state
+
+    folder = ctx.folder / "random"
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(ctx.rank)
+    draw()
+    random_state.write(folder)
+    expected = draw()
+    torch.manual_seed(9)
+    random.seed(9)
+    restored = random_state.restore(folder)
+    return [restored, expected, draw()]
+
+
+def half_a_checkpoint(ctx: StandInContext) -> str:
+    made = new_context(ctx, tiny_plan("ddp", 2), "half")
+    set_up(made)
+    (made.folder / "step-000001").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(FileNotFoundError) as refused:
+        made.engine.load("step-000001")
+    return str(refused.value)
+
+
+def small_mixtral() -> Architecture:
+    from shardscope.frameworks.cpu_rehearsal import rehearsal_of
+
+    mixtral = __import__("shardscope").models["mixtral-8x7b"]
+    small = rehearsal_of(tiny_plan("ddp", 2, architecture=mixtral)).plan.architecture
+    return replace(small, num_hidden_layers=2)
+
+
+def exports(ctx: StandInContext) -> list[Any]:
+    """Loss of the next step against that of the exported model, opened by transformers on the whole batch."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from shardscope.training.model import build_model
+    from shardscope.training.pretrained import write_pretrained
+
+    plans = {
+        "tied": tiny_plan("fsdp2", 2, architecture=tiny_llama(tie_word_embeddings=True)),
+        "experts": tiny_plan("fsdp2", 2, architecture=small_mixtral()),
+        "bf16": tiny_plan("ddp", 2, precision="bf16"),
+        "adapters": tiny_plan("fsdp2", 2, method="lora", lora_rank=4),
+    }
+    found = []
+    both = [batch_of(replace(ctx, rank=rank), 1) for rank in (0, 1)]
+    whole = {key: torch.cat([batch[key] for batch in both]) for key in ("input_ids", "labels")}
+    for name, plan in plans.items():
+        made = new_context(ctx, plan, f"export-{name}")
+        out = made.folder / "out"
+        set_up(made)
+        made.engine.step(batch_of(made, 0))
+        if name == "tied":
+            tensors = made.engine.whole_tensors()
+            write_pretrained(out, made.engine.model, tensors, max_file_bytes=200_000)
+        else:
+            made.engine.export("out")
+            made.engine.export("out")  # onto an older one
+        expected = made.engine.step(batch_of(made, 1))
+        if name == "adapters":
+            torch.manual_seed(0)
+            model = PeftModel.from_pretrained(build_model(plan.architecture), str(out))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(out)
+        with torch.no_grad():
+            loss = float(model(**whole).loss)
+        files = sorted(path.name for path in out.iterdir())
+        kind = str(next(model.parameters()).dtype)
+        found.append([name, expected, loss, files, model.config.architectures, kind])
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    folder = tmp_path_factory.mktemp("resume")
+    return on_ranks(2, tiny_plan("ddp", 2), cases, folder), folder
+
+
+@pytest.mark.parametrize("number", range(len(EXACT)))
+def test_resumed_equals_straight(number: int, results: tuple[list[Any], Path]) -> None:
+    straight, stopped, resumed, kept = results[0][0]["exact"][number]
+    assert kept == ["step-000004", "step-000005"], "of 2, 4 and 5 the last two"
+    assert len(stopped) == 5 and len(straight) == 8
+    assert stopped + resumed == straight
+
+
+def test_steps_beside_a_save_are_not_in_it(results: tuple[list[Any], Path]) -> None:
+    went_on, again = results[0][0]["beside"]
+    assert went_on == again
+
+
+def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> None:
+    for result in results[0]:
+        restored, expected, found = result["random"]
+        assert restored and expected == found
+    assert results[0][0]["random"][1] != results[0][1]["random"][1]
+
+
+def test_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
+    assert "is not a whole checkpoint: it has no position.json" in results[0][0]["half"]
+
+
+def test_exports_open_in_transformers(results: tuple[list[Any], Path]) -> None:
+    for name, expected, loss, files, architectures, kind in results[0][0]["exports"]:
+        assert abs(loss - expected) < (2e-2 if name == "bf16" else 1e-5), name
+        assert kind == ("torch.bfloat16" if name == "bf16" else "torch.float32")
+        if name == "tied":
+            assert architectures == ["LlamaForCausalLM"]
+            assert "model.safetensors.index.json" in files and len(files) > 3
+        elif name == "adapters":
+            assert files == ["adapter_config.json", "adapter_model.safetensors"]
+        else:
+            assert files == ["config.json", "model.safetensors"]
+
+
+def loaded_on_one(ctx: StandInContext) -> list[float]:
+    set_up(ctx)
+    ctx.engine.load(ctx.folder.parent / "beside" / "one")
+    return [ctx.engine.step(batch_of(ctx, step)) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+def test_one_rank_goes_on_for_two(framework: str, results: tuple[list[Any], Path]) -> None:
+    ranks, folder = results
+    plan = tiny_plan(framework, 1, micro_batch_size=4)
+    (losses,) = on_ranks(1, plan, loaded_on_one, folder / "one-rank")
+    assert losses == pytest.approx(ranks[0]["beside"][0], abs=1e-5)
+
+
+def own_module_refused(ctx: StandInContext) -> str:
+    ctx.engine.setup(lambda: torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="Linear") as refused:
+        ctx.engine.export("out")
+    return str(refused.value)
+
+
+def test_a_module_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
+    (words,) = on_ranks(1, tiny_plan("ddp", 1), own_module_refused, tmp_path)
+    assert "transformers model" in words and not (tmp_path / "out").exists()

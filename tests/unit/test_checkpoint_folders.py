@@ -1,0 +1,108 @@
+"""Which checkpoints a run has, which it keeps, and from which it goes on: folders, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardscope import Cluster, Layout, Plan, Pretrain, Recipe, models
+from shardscope.training.checkpoint_folders import (
+    checkpoint_path,
+    checkpoints_of,
+    earlier_checkpoint,
+    forget_older,
+    newest_checkpoint,
+)
+
+
+def checkpoint(run: Path, steps: int, *, whole: bool = True) -> Path:
+    path = checkpoint_path(run, steps)
+    path.mkdir(parents=True)
+    if whole:
+        (path / "position.json").write_text(json.dumps({"num_steps_done": steps}))
+    return path
+
+
+def run_folder(parent: Path, name: str, asked: str | None, created: float, plan: Plan | None = None) -> Path:
+    folder = parent / name
+    folder.mkdir()
+    described = {"plan": json.loads(plan.to_json())} if plan else {}
+    (folder / "run.json").write_text(json.dumps({"asked_name": asked, "created": created, **described}))
+    return folder
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    for steps in (900, 1_000_000, 10):
+        checkpoint(tmp_path, steps)
+    checkpoint(tmp_path, 2_000_000, whole=False)
+    for other in ("step-abc", ".step-3000000.partial", ".step-3000001.old"):
+        (tmp_path / "checkpoints" / other).mkdir()
+        (tmp_path / "checkpoints" / other / "position.json").write_text("{}")
+    names = [path.name for path in checkpoints_of(tmp_path)]
+    assert names == ["step-000010", "step-000900", "step-1000000"]
+    assert newest_checkpoint(tmp_path) == checkpoint_path(tmp_path, 1_000_000)
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    for steps in (10, 20, 30):
+        checkpoint(tmp_path, steps)
+    half = checkpoint(tmp_path, 40, whole=False)
+    forget_older(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        *("step-000020", "step-000030", "step-000040")
+    ]
+    assert half.is_dir(), "what is being written is no older checkpoint"
+    forget_older(tmp_path, 5)
+    assert len(checkpoints_of(tmp_path)) == 2
+
+
+def test_a_run_goes_on_from_the_latest_of_its_name(tmp_path: Path) -> None:
+    first = run_folder(tmp_path, "a", "a", 1.0)
+    second = run_folder(tmp_path, "a-2", "a", 2.0)
+    # Launched later, and under another name that only begins alike.
+    checkpoint(run_folder(tmp_path, "a-b", "a-b", 3.0), 50)
+    (tmp_path / "a-broken").mkdir()
+    now = run_folder(tmp_path, "a-3", "a", 4.0)
+    assert earlier_checkpoint(now) is None
+    old = checkpoint(first, 30)
+    assert earlier_checkpoint(now) == old
+    newer = checkpoint(second, 20)
+    assert earlier_checkpoint(now) == newer, "the latest run, not the most steps"
+    own = checkpoint(now, 5)
+    assert earlier_checkpoint(now) == own
+    unnamed = run_folder(tmp_path, "2026", None, 5.0)
+    assert earlier_checkpoint(unnamed) is None
+
+
+def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    run = run_folder(tmp_path / "runs", "a", "a", 1.0)
+    path = checkpoint(run, 10)
+    for named in ("a", "runs/a", run, path, str(path)):
+        assert Pretrain(resume=named).resume_from == path  # type: ignore[arg-type]
+    later = checkpoint(run, 20)
+    assert Pretrain(resume=run).resume_from == later
+    assert Pretrain(resume=path).resume_from == path
+    assert Pretrain(resume=True).resume_from is None and Pretrain().resume_from is None
+    empty = run_folder(tmp_path / "runs", "empty", "empty", 1.0)
+    for bad, why in ((empty, "this folder has none"), ("b", "there is no such folder"), (7, "a path")):
+        with pytest.raises(ValueError, match=rf"^Pretrain\.resume is .*; allowed: True, False.*{why}"):
+            Pretrain(resume=bad)  # type: ignore[arg-type]
+
+
+def plan_of(arch: str, layout: Layout) -> Plan:
+    return Plan(models[arch], Cluster.parse("2xcpu"), Recipe(global_batch_size=2), layout)
+
+
+def test_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path) -> None:
+    saved_by = plan_of("gpt2", Layout.fsdp2())
+    path = checkpoint(run_folder(tmp_path, "a", "a", 1.0, saved_by), 10)
+    task = Pretrain(resume=path)
+    task.check(saved_by)
+    task.check(plan_of("gpt2", Layout.ddp()))
+    with pytest.raises(ValueError, match="this plan trains Llama"):
+        task.check(plan_of("llama-3.2-1b", Layout.fsdp2()))
