@@ -32,6 +32,8 @@ class Row:
     """On each data-parallel rank: accumulation, or what a pipeline is filled with."""
     stopped_on_cpu: str = ""
     """Words of the refusal that stops the row on CPU ranks; it is then held to be refused with them."""
+    stopping_call: str = ""
+    """The call, in a framework's own code, that a CPU rank would not come through."""
     needs: tuple[str, ...] = ()
     """What a machine may lack: a refusal that names one of them says "not here", and fails nothing."""
     fast: bool = False
@@ -97,7 +99,7 @@ def mixtral() -> Architecture:
 
 
 def _row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
-    names = ("family", "num_micro_batches", "stopped_on_cpu", "needs", "fast")
+    names = ("family", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs", "fast")
     own = {key: fields.pop(key) for key in names if key in fields}
     return Row(name=name, num_ranks=num_ranks, framework=framework, layout=fields, **own)
 
@@ -134,6 +136,26 @@ ROWS: tuple[Row, ...] = (
     _row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
     _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
     _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
+    _row(
+        "fsdp2 cp(2)",
+        2,
+        "fsdp2",
+        cp=2,
+        stopped_on_cpu="Layout.cp is 2",
+        stopping_call="aten._scaled_dot_product_flash_attention_for_cpu, for which torch's context_parallel "
+        "has no ring (torch/distributed/tensor/experimental/_context_parallel/_attention.py)",
+        needs=("context_parallel",),
+    ),
+    _row(
+        "megatron cp2",
+        2,
+        "megatron",
+        cp=2,
+        stopped_on_cpu="Layout.cp is 2",
+        stopping_call='DotProductAttention.__init__, which asserts "Context parallelism is only supported by '
+        'TEDotProductAttention!" (megatron/core/transformer/dot_product_attention.py)',
+        needs=("Transformer Engine",),
+    ),
 )
 
 QUICK: tuple[Row, ...] = tuple(row for row in ROWS if row.name in ("ddp(2)", "fsdp2(2)"))

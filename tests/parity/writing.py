@@ -103,11 +103,16 @@ def what_they_were(outcomes: Sequence[Outcome]) -> str:
 def without_a_run(outcomes: Sequence[Outcome]) -> str:
     """Rows that have no curve, and what stops them; an empty text if there are none."""
     said = [
-        f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}"
+        f"- {outcome.row.name}, {outcome.verdict}: {outcome.why}{_call(outcome)}"
         for outcome in outcomes
         if outcome.verdict not in ("same", "differs")
     ]
     return "\n".join(["## Rows that did not run, and what stops them", "", *said]) if said else ""
+
+
+def _call(outcome: Outcome) -> str:
+    call = outcome.row.stopping_call
+    return f" The call that stops it on CPU ranks: {call}." if call and outcome.verdict == "refused" else ""
 
 
 def speed_table(speeds: Sequence[Speed]) -> str:
