@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.plan import Plan
     from shardscope.recipe import Recipe
 
 
@@ -83,6 +86,24 @@ def _check_installed(field: str, value: str, others: str, library: str) -> None:
     if importlib.util.find_spec(library) is None:
         why = f"{others} in a rehearsal without {library}, whose code it would play"
         refuse(f"Recipe.{field}", value, why, f"pip install {library}")
+
+
+COMPILERS = ("g++", "clang++")
+"""What torch.compile looks for to make kernels for CPUs, unless ``CXX`` names another."""
+
+
+def check_compiler(plan: Plan) -> None:
+    """Raise ``ValueError`` if layers are to be compiled for CPU ranks, and there is no compiler."""
+    if plan.kernels != "compiled" or plan.on_gpu:
+        return
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS)):
+        refuse(
+            "Recipe.kernels",
+            "compiled",
+            f"None or 'transformers' without a C++ compiler ({', '.join(COMPILERS)}), which torch.compile "
+            "needs on CPU ranks",
+            "kernels=None",
+        )
 
 
 def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRAINED) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import check_recipe
+from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
+DDP_TRAINED = {**TRAINED, "kernels": (None, "transformers", "compiled")}
+"""What the engine trains of a recipe."""
+
+
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what the engine cannot run."""
-    check_recipe(plan.recipe)
+    check_recipe(plan.recipe, DDP_TRAINED)
+    check_compiler(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import TRAINED, check_recipe
+from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ STAGED_FAMILIES = (
 """Families whose models are ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
 take hidden states in the embedding's place."""
 
+WHOLE_TRAINED = {**TRAINED, "kernels": (None, "transformers", "compiled")}
+"""What is trained of a recipe without stages and tensor-parallel parts."""
+
 PART_TRAINED = {**TRAINED, "loss": (None, "full")}
 """What is trained of a recipe where the model is in parts: vocabularies that are cut, and stages, have losses
 of their own."""
@@ -41,7 +44,8 @@ def check_plan(plan: Plan) -> None:
         check_parallel(plan)
     if degrees.pp > 1:
         check_pipeline(plan)
-    check_recipe(plan.recipe, PART_TRAINED if degrees.tp > 1 or degrees.pp > 1 else TRAINED)
+    check_recipe(plan.recipe, PART_TRAINED if degrees.tp > 1 or degrees.pp > 1 else WHOLE_TRAINED)
+    check_compiler(plan)
 
 
 def check_parallel(plan: Plan) -> None:

@@ -38,8 +38,8 @@ def part_of(
     The embedding stays where ``is_first``, the final norm and the head where ``is_last``. Modules, and so
     parameters, are the same objects as the whole model's, and have the same names.
     """
-    part: Any = _shell(model)
-    body: Any = _shell(part.model)
+    part: Any = shell_of(model)
+    body: Any = shell_of(part.model)
     whole = dict(enumerate(decoder_layers(model)))
     if isinstance(body.layers, NumberedLayers):
         whole = {int(name): layer for name, layer in body.layers.named_children()}
@@ -61,7 +61,7 @@ def part_of(
     return part
 
 
-def _shell(module: torch.nn.Module) -> torch.nn.Module:
+def shell_of(module: torch.nn.Module) -> torch.nn.Module:
     """``module`` with the same children, which may be replaced without it noticing."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)

@@ -6,8 +6,9 @@ are reduced once, when the schedule has ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer
 from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
-from shardscope.frameworks.fsdp2.pipeline import StageModule, part_of
+from shardscope.frameworks.fsdp2.pipeline import StageModule, part_of, shell_of
 from shardscope.layout import even_stages
-from shardscope.training import micro_batches
+from shardscope.training import micro_batches, pretrained
 from shardscope.training.gradients import local
 from shardscope.training.memory_watch import MemoryWatch
 
@@ -63,7 +64,7 @@ class PipelinedEngine(Fsdp2Engine):
     def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
         def build_stage() -> torch.nn.Module:
             model: Any = build_model()
-            self._is_tied = bool(model.config.tie_word_embeddings)
+            self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
             layers = [number for chunk in self.chunk_layers for number in chunk]
             return part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
 
@@ -87,13 +88,16 @@ class PipelinedEngine(Fsdp2Engine):
         )
         return list(self.chunks)
 
-    def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
-        super().setup(build_model, build_optimizer)
+    def make(
+        self, build_model: BuildModel, build_optimizer: BuildOptimizer | None
+    ) -> list[torch.nn.Parameter]:
+        trained = super().make(build_model, build_optimizer)
         for chunk in self.chunks:
             chunk.train()
         self._tied_group = self._make_tied_group() if self._is_tied else None
         if self._scaler is not None:
             self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device.type)
+        return trained
 
     def _make_tied_group(self) -> Any:
         """The first and the last stage's ranks that have the same part of the embedding."""
@@ -173,6 +177,36 @@ class PipelinedEngine(Fsdp2Engine):
         """The embedding on the first stage, its copy under the head on the last, nothing between them."""
         name = {0: EMBEDDING, self.plan.degrees.pp - 1: HEAD}.get(self.stage)
         return dict(self.model.named_parameters())[name] if name else None
+
+    # ---- what leaves the run
+
+    def export(self, path: str | Path) -> None:
+        model: Any = shell_of(self.model)
+        model.config = self._config
+        pretrained.write_pretrained(self._in_run(path), model, self.whole_tensors())
+
+    def whole_tensors(self) -> pretrained.WholeTensors:
+        """Stage by stage; the first rank of each sends its tensors to rank 0, which writes them."""
+        mine = list(self._exported())
+        specs: list[Any] = [None] * self.ctx.world_size
+        dist.all_gather_object(specs, [(name, tuple(p.shape), p.dtype) for name, p in mine])
+        first, each = 0, self.ctx.world_size // self.plan.degrees.pp
+        for stage in range(self.plan.degrees.pp):
+            first = stage * each
+            for index, (name, shape, kind) in enumerate(specs[first]):
+                found = mine[index][1].to(self.ctx.device).full_tensor() if stage == self.stage else None
+                if stage > 0 and self.ctx.rank == first:
+                    dist.send(found, 0)
+                elif stage > 0 and self.ctx.rank == 0:
+                    found = torch.empty(shape, dtype=kind, device=self.ctx.device)
+                    dist.recv(found, first)
+                yield name, found.cpu() if found is not None and self.ctx.rank == 0 else None
+
+    def _exported(self) -> Iterator[tuple[str, Any]]:
+        """Names and parameters of this stage, less the copy of a tied embedding."""
+        for name, parameter in self.model.named_parameters():
+            if not (self._is_tied and name == HEAD):
+                yield name, parameter.detach()
 
     # ---- what it is
 
