@@ -130,18 +130,26 @@ def compare(
 
 
 def bytes_by_stage(plan: Plan, held: Sequence[Mapping[str, int]]) -> tuple[Bytes, ...]:
-    """The fullest rank of each stage beside its prediction; a stage is a run of consecutive ranks."""
+    """The fullest rank of each stage beside its prediction; a stage is a run of consecutive ranks.
+
+    Gradients as they are when the optimizer steps; of parameters and optimizer what stays. For all but ZeRO
+    that is ``at("optimizer")`` altogether: DeepSpeed's update makes copies beside its state and frees them.
+    """
     stages = plan.memory().by_stage
     ranks = len(held) // len(stages)
     found = []
     for number, stage in enumerate(stages):
         own = held[number * ranks : (number + 1) * ranks]
-        planned = stage.at("optimizer").components
+        stays, planned = stage.at("rest").components, stage.at("optimizer").components
         found.append(
             Bytes(
                 stage=number,
                 held={name: max(int(rank[name]) for rank in own) for name in HELD},
-                planned={name: int(planned[name]) for name in HELD},
+                planned={
+                    "parameters": int(stays["parameters"]),
+                    "gradients": int(planned["gradients"]),
+                    "optimizer": int(stays["optimizer"]),
+                },
             )
         )
     return tuple(found)

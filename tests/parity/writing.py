@@ -24,8 +24,9 @@ order and labels counted twice all show.
 A row holds if the loss of every step on every rank is within {LOSS_TOLERANCE:g} of the single process's, the
 norm of the whole gradient within {NORM_TOLERANCE:g} of it (relative), and if the bytes of parameters,
 gradients and optimizer state that ranks held when the optimizer stepped are `plan.memory().at("optimizer")`,
-to the byte (of a pipeline for each stage; step counters, one number a tensor, are left out). Each row is a
-run of its own, launched by `ss.launch`, with the engine that its plan names."""
+to the byte (of a pipeline for each stage; without step counters, one number a tensor, and without what ZeRO's
+update makes beside its state and frees again). Each row is a run of its own, launched by `ss.launch`, with
+the engine that its plan names."""
 
 _NOT_RUN = """## What was never run by us on several GPUs
 
