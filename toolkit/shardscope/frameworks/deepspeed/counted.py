@@ -201,7 +201,7 @@ def _counted(
     tensors = tensors_on(kind.arch, kind.adapted, tp, ep, dense_layers, moe_layers, is_first, is_last)
     has_tied_head = kind.arch.tie_word_embeddings and is_first and is_last
     tied = tensors.trained[0] if has_tied_head and not kind.adapted else 0
-    dense = partition(tensors.trained, ranks, kind.half)
+    dense = partition(tensors.trained, ranks, kind.half, tensors.vectors)
     experts = partition(tensors.experts, expert_replicas(ranks, ep), kind.half)
     whole = sum(tensors.trained) + sum(tensors.experts)
     part, kept = dense.part + experts.part, dense.whole + experts.whole

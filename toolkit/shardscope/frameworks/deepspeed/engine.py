@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from shardscope.frameworks.deepspeed import found
+from shardscope.frameworks.deepspeed import checkpointing, found
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.launching import import_deepspeed
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.frameworks.deepspeed.process_groups import connect
-from shardscope.frameworks.engine import BuildModel, BuildOptimizer, HeldTensors
+from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
 from shardscope.training import accounting, gradients
+from shardscope.training.pretrained import WholeTensors
 from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
 
 FIRST_LOSS_SCALE_POWER = 12
@@ -34,6 +37,11 @@ class DeepSpeedEngine(TorchEngine):
 
     framework = "deepspeed"
     shards_parameters = True
+
+    def __init__(self, ctx: Context) -> None:
+        super().__init__(ctx)
+        self.held_at_update: dict[str, int] = {}
+        """Bytes of the last step: gradients when backward had ended, the others after the update."""
 
     def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         """DeepSpeed's engine around the model; ``self.optimizer`` is what updates inside of it."""
@@ -54,7 +62,10 @@ class DeepSpeedEngine(TorchEngine):
                 parameter.data = parameter.data.to(kind)
             deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
         self.model = model
-        self._module, self.zero, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        with _not_counted(optimizer):
+            self._module, self.zero, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config
+            )
         self.optimizer = optimizer
         return trained
 
@@ -74,7 +85,12 @@ class DeepSpeedEngine(TorchEngine):
         return next(self.model.parameters()).dtype
 
     def _config(self) -> dict[str, Any]:
-        folder = nvme_folder(self.plan.layout, Path(self.ctx.folder))
+        layout: Any = self.plan.layout
+        folder = nvme_folder(Path(self.ctx.folder))
+        if "nvme" in (layout.offload_optimizer, layout.offload_params):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # What was swapped is of no use to anybody once its rank has ended.
+            Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
         config = deepspeed_config(self.plan, nvme_folder=str(folder))
         config["gradient_clipping"] = self.max_grad_norm or 0.0
         # Adam is exchanged for DeepSpeed's own; another optimizer runs on the host as it is.
@@ -119,6 +135,28 @@ class DeepSpeedEngine(TorchEngine):
         for group in self.zero.param_groups:
             group["lr"] = learning_rate
 
+    # ---- checkpoints
+
+    def save(self, path: str | Path) -> None:
+        checkpointing.save(self._in_run(path), self._module, self._position(), self.recipe.has_adapters)
+
+    def begin_save(self, path: str | Path) -> Callable[[], None]:
+        # DeepSpeed's own writer stops training.
+        return Engine.begin_save(self, path)
+
+    def _position(self) -> dict[str, Any]:
+        layout: Any = self.plan.layout
+        return {**super()._position(), "stage": layout.stage, "pp": layout.pp}
+
+    def load(self, path: str | Path) -> None:
+        own, adapted = self._position(), self.recipe.has_adapters
+        position = checkpointing.load(self._in_run(path), self._module, own, adapted)
+        self.num_steps_done = int(position["num_steps_done"])
+
+    def whole_tensors(self) -> WholeTensors:
+        adapted, main = self.recipe.has_adapters, self.recipe.precision != "bf16"
+        return checkpointing.whole_tensors(self._module, main=main, only_trained=adapted)
+
     # ---- what it is
 
     def what_it_is(self) -> dict[str, Any]:
@@ -141,6 +179,23 @@ class DeepSpeedEngine(TorchEngine):
     @property
     def shard_group(self) -> None:
         return None
+
+
+@contextmanager
+def _not_counted(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Stage 0 of half weights makes moments by a step over zeros (DeepSpeed#1445): here that step decays
+    nothing, and the first real step is the first."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    yield
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
+        elif "step" in state:
+            state["step"] = 0
 
 
 def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shardscope.frameworks.engine import HeldTensors
 from shardscope.memory.words import count
@@ -14,24 +15,28 @@ from shardscope.training.accounting import tensor_bytes
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
+SHARED = {
+    0: "every rank has all weights, gradients and optimizer state",
+    1: "optimizer state is shared out",
+    2: "gradients and optimizer state are shared out",
+    3: "weights, gradients and optimizer state are shared out",
+}
+PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
+
 
 def held_tensors(engine: Any) -> HeldTensors:
     """Parameters, gradients and optimizer state of this rank, wherever they lie in memory."""
-    stage = engine.zero_optimization_stage()
-    return (_whole, _flat, _flat, _cut)[stage](engine)
+    return (_whole, _flat, _flat, _cut)[engine.zero_optimization_stage()](engine)
 
 
 def _whole(engine: Any) -> HeldTensors:
     """Stage 0: every rank has everything; of half weights fp32 main copies beside them."""
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
-    main = [
-        *_tensors(getattr(optimizer, "fp32_groups_flat", ())),
-        *_tensors(getattr(optimizer, "fp32_groups", ())),
-    ]
+    main = (getattr(optimizer, "fp32_groups_flat", ()), getattr(optimizer, "fp32_groups", ()))
     return HeldTensors(
         parameters=[parameter.data for parameter in parameters],
         gradients=[parameter.grad for parameter in parameters if parameter.grad is not None],
-        optimizer=[*main, *_moments(optimizer)],
+        optimizer=[*_tensors(main), *_moments(optimizer)],
         buffers=engine.module.buffers(),
     )
 
@@ -71,9 +76,10 @@ def _cut(engine: Any) -> HeldTensors:
 
 
 def _moments(optimizer: Any) -> Iterable[torch.Tensor]:
+    """State of each weight; a counter of steps is none."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for state in inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1)
+        yield from (found for found in _tensors(state) if found.numel() > 1)
 
 
 def _buckets(optimizer: Any) -> Iterable[torch.Tensor]:
@@ -94,8 +100,96 @@ def _tensors(nested: Any) -> Iterable[torch.Tensor]:
 
 
 def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
-    return {"stage": engine.zero_optimization_stage(), "what": type(engine.optimizer).__name__, "inner": type(getattr(engine.optimizer, "optimizer", None)).__name__}
+    """The record of a run; ``RuntimeError`` where DeepSpeed made another thing than the plan says."""
+    layout: Any = plan.layout
+    stage = engine.zero_optimization_stage()
+    _agree("stage", stage, layout.stage)
+    ranks = dist.get_world_size(engine.seq_data_parallel_group)
+    _agree("data-parallel ranks", ranks, plan.degrees.data_parallel)
+    optimizer = engine.optimizer
+    wrapper = type(optimizer).__name__
+    if stage:
+        expected = "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
+        _agree("optimizer", wrapper, expected)
+    if stage in (1, 2):
+        _agree("gradients in parts", bool(optimizer.partition_gradients), stage == 2)
+    places = _places(engine)
+    _agree("place of the optimizer", places["optimizer"], layout.offload_optimizer)
+    _agree("place of the parameters", places["params"], layout.offload_params)
+    parameters = dict(engine.module.named_parameters())
+    sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
+    here = _weights_here(stage, optimizer, parameters, ranks)
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    held = held_tensors(engine)
+    return {
+        "stage": stage,
+        "data_parallel": ranks,
+        "module": type(engine).__name__,
+        "zero_optimizer": wrapper,
+        "offload_optimizer": places["optimizer"],
+        "offload_params": places["params"],
+        "num_parameters": sum(sizes.values()),
+        "num_parameter_tensors": len(sizes),
+        "num_trained_parameters": sum(sizes[name] for name in trained),
+        "num_weights_updated_here": here,
+        "parameter_bytes": tensor_bytes(held.parameters),
+        "optimizer_bytes": tensor_bytes(held.optimizer),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "gradient_clipping": engine.gradient_clipping(),
+    }
 
 
 def in_words(found: Mapping[str, Any], where: str) -> str:
-    return str(found)
+    """One plain sentence of it."""
+    stage, ranks = found["stage"], count(found["data_parallel"], "rank")
+    shared = f"{SHARED[stage]} over {ranks}" if stage else f"{SHARED[0]}, {ranks}"
+    away = [
+        f"{what} {PLACES[place]}"
+        for what, place in (
+            ("optimizer state", found["offload_optimizer"]),
+            ("weights", found["offload_params"]),
+        )
+        if place
+    ]
+    return f"DeepSpeed ZeRO-{stage}: {shared} {where}" + "".join(f", {part}" for part in away)
+
+
+def _places(engine: Any) -> dict[str, str | None]:
+    """Where optimizer state and weights really are, if not on the ranks' own device."""
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    state = params = None
+    if stage in (1, 2):
+        state = "cpu" if optimizer.cpu_offload else None
+    if stage == 3:
+        if optimizer.offload_optimizer:
+            state = "nvme" if optimizer.swap_optimizer else "cpu"
+        if optimizer.offload_param:
+            params = "nvme" if optimizer.params_in_nvme_and_cpu else "cpu"
+    return {"optimizer": state, "params": params}
+
+
+def _weights_here(stage: int, optimizer: Any, parameters: Mapping[str, Any], ranks: int) -> int:
+    """Weights that this rank updates, padding included; ``RuntimeError`` where parts are no parts."""
+    if stage == 0:
+        return sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
+    if stage in (1, 2):
+        flat = sum(group.numel() for group in optimizer.bit16_groups_flat)
+        parts = sum(part.numel() for part in optimizer.single_partition_of_fp32_groups)
+        _agree("weights of all parts", parts * ranks, flat)
+        return parts
+    whole = [name for name, parameter in parameters.items() if not hasattr(parameter, "ds_tensor")]
+    if whole:
+        raise RuntimeError(
+            f"the plan says ZeRO-3, and {len(whole)} of {len(parameters)} parameters are whole: "
+            f"{', '.join(whole[:3])}"
+        )
+    for name, parameter in parameters.items():
+        # Of one that swaps to NVMe the numbers are in a file; its size stays.
+        each = -(-parameter.ds_numel // ranks)
+        _agree(f"weights of {name} on a rank", parameter.ds_tensor.ds_numel, each)
+    return sum(int(p.ds_tensor.ds_numel) for p in parameters.values() if p.requires_grad)
+
+
+def _agree(what: str, found: object, planned: object) -> None:
+    if found != planned:
+        raise RuntimeError(f"the plan's {what}: {planned!r}; DeepSpeed made: {found!r}")

@@ -1,38 +1,28 @@
-"""What a run of ZeRO wants before its ranks fork: DeepSpeed imported once, its extensions compiled once."""
+"""What a run of ZeRO wants before its ranks fork: DeepSpeed imported once, its extensions loaded once."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
-import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed import extensions
+
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shardscope.plan import Plan
-
-OLD_LOCK_SECONDS = 1800.0
-"""torch waits for ever for a lock that a killed compiler left behind; none of these compiles for so long."""
 
 
 def before_fork(plan: Plan, device_type: str) -> None:
     """Import DeepSpeed for the ranks' device, and load the extensions that the plan's offloading needs.
 
-    The first load compiles, for a minute (Adam on the host) to four (files by libaio), into torch's folder of
-    extensions, ``~/.cache/torch_extensions`` unless ``TORCH_EXTENSIONS_DIR`` says another: all later runs of
-    this user find them there.
+    The first load of each compiles, for a minute (Adam on the host) to four (files by libaio); all later runs
+    of this user find it.
     """
     import_deepspeed(device_type)
-    for name in extensions(plan):
-        _drop_old_lock(name)
-        began = time.perf_counter()
-        _builder(name).load(verbose=False)
-        seconds = time.perf_counter() - began
-        if seconds > 10:
-            print(f"compiled DeepSpeed's {name} in {seconds:.0f} s; the next run finds it", flush=True)
+    for name in needed_extensions(plan):
+        extensions.load(name)
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -42,12 +32,14 @@ def import_deepspeed(device_type: str) -> Any:
     else:
         # A count by CUDA itself would leave forked ranks without it.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # torch 2.13 renames the collectives that DeepSpeed calls, and says so at every step.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", append=True)
     deepspeed: Any = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
 
-def extensions(plan: Plan) -> tuple[str, ...]:
+def needed_extensions(plan: Plan) -> tuple[str, ...]:
     """DeepSpeed's names of what has to be compiled for ``plan``."""
     layout: Any = plan.layout
     found: tuple[str, ...] = ()
@@ -56,25 +48,3 @@ def extensions(plan: Plan) -> tuple[str, ...]:
     if "nvme" in (layout.offload_optimizer, layout.offload_params):
         found += ("async_io",)
     return found
-
-
-def _builder(name: str) -> Any:
-    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-    return {"cpu_adam": builders.CPUAdamBuilder, "async_io": builders.AsyncIOBuilder}[name]()
-
-
-def _drop_old_lock(name: str) -> None:
-    """A compiler that was killed cannot take its lock back."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    for extension in (name, "pin_memory"):
-        lock = _lock_in(_get_build_directory(extension, False))
-        with contextlib.suppress(OSError):
-            if time.time() - lock.stat().st_mtime > OLD_LOCK_SECONDS:
-                lock.unlink()
-
-
-def _lock_in(folder: str) -> Path:
-    from pathlib import Path
-
-    return Path(folder) / "lock"

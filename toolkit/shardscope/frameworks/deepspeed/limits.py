@@ -2,20 +2,104 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.limits import check_recipe
+from shardscope.frameworks.limits import TRAINED, check_recipe
+from shardscope.memory.head import loss_in_force
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
+NVME_VARIABLE = "SHARDSCOPE_NVME_FOLDER"
+"""Names the folder on a fast disk in which ranks swap; without it they swap in the run's own folder."""
+
+OPTIMIZERS = ("adamw", "sgd", "adafactor")
+"""DeepSpeed runs them over its flat buffers; Adam on the host is its own."""
+
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what the engine cannot run."""
-    check_recipe(plan.recipe)
+    layout: Any = plan.layout
+    if importlib.util.find_spec("deepspeed") is None:
+        refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
+    _check_degrees(plan, layout)
+    if plan.recipe.base_quantization:
+        why = "None here: ZeRO cuts no quantised weights; ddp and fsdp2 keep such bases"
+        refuse("Recipe.quantization", plan.recipe.base_quantization, why, "method='lora'")
+    check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
+    if loss_in_force(plan) == "chunked" and layout.stage == 3:
+        refuse(
+            "Recipe.loss",
+            "chunked",
+            "'full' in stage 3, which gathers a weight when its own module runs: in a chunked loss the "
+            "head's does not. fsdp2 runs it",
+            "loss='full'",
+        )
+    if "nvme" in (layout.offload_optimizer, layout.offload_params):
+        _check_nvme()
+    if layout.offload_optimizer and plan.recipe.optimizer == "adamw":
+        _check_compiler("cpu_adam", "Layout.offload_optimizer", layout.offload_optimizer)
 
 
-def nvme_folder(layout: Any, run_folder: Path) -> Path:
-    return run_folder / "nvme"
+def _check_degrees(plan: Plan, layout: Any) -> None:
+    for degree, why in (
+        ("tp", "DeepSpeed's AutoTP is not run here; fsdp2 and megatron run tp"),
+        ("pp", "DeepSpeed's pipeline is not run here; fsdp2 and megatron run pp"),
+        ("ep", "DeepSpeed's experts are not run here; megatron runs ep"),
+    ):
+        if getattr(layout, degree) > 1:
+            refuse(f"Layout.{degree}", getattr(layout, degree), f"1 to train: {why}", f"{degree}=1")
+
+
+def _check_nvme() -> None:
+    """libaio, a compiler or what it made already, and a folder that can be written."""
+    if find_library("aio") is None:
+        refuse(
+            "Layout.offload_optimizer or offload_params",
+            "nvme",
+            "'cpu' or None here: DeepSpeed swaps through libaio, which is not on this machine",
+            "apt install libaio-dev",
+        )
+    _check_compiler("async_io", "Layout.offload_optimizer or offload_params", "nvme")
+    named = os.environ.get(NVME_VARIABLE)
+    if named is None:
+        return
+    folder = Path(named).expanduser()
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "cannot be written" if folder.is_dir() else "is no folder"
+        refuse(
+            f"the environment's {NVME_VARIABLE}",
+            named,
+            f"a folder that this user can write, on the disk to swap to: this one {what}",
+            f"unset {NVME_VARIABLE}, and ranks swap in the run's folder",
+        )
+
+
+def _check_compiler(extension: str, field: str, value: object) -> None:
+    """What compiles an extension that is not built yet: ninja and a C++ compiler, and libaio's header."""
+    from shardscope.frameworks.deepspeed.extensions import is_built
+
+    if is_built(extension):
+        return
+    missing = [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
+    if extension == "async_io" and not Path("/usr/include/libaio.h").exists():
+        missing.append("libaio.h")
+    if missing:
+        refuse(
+            field,
+            value,
+            f"None here: DeepSpeed compiles {extension}, and this machine has no {', no '.join(missing)}",
+            "apt install ninja-build g++ libaio-dev",
+        )
+
+
+def nvme_folder(run_folder: Path) -> Path:
+    """Where the ranks of a run swap to."""
+    named = os.environ.get(NVME_VARIABLE)
+    return Path(named).expanduser() / run_folder.name if named else run_folder / "nvme"

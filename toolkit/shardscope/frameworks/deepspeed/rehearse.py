@@ -138,7 +138,7 @@ def _play(
     else:
         config["optimizer"] = _optimizer(plan)
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=trained, optimizer=client, config=config
+        model=model, model_parameters=_in_groups(plan, trained), optimizer=client, config=config
     )
     _label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
@@ -167,6 +167,16 @@ def _play(
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
     stage = tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
     return replace(stage, nvme_bytes=files.num_bytes)
+
+
+def _in_groups(plan: Plan, trained: list[torch.nn.Parameter]) -> list[Any]:
+    """Matrices apart from vectors, which do not decay: stages 1 and 2 flatten each group by itself."""
+    stage: int = plan.layout.stage  # type: ignore[attr-defined]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    if stage not in (1, 2) or not vectors:
+        return trained
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 _CLIENTS = ("adamw_8bit", "adafactor")

@@ -48,6 +48,8 @@ class Tensors(NamedTuple):
     """Tensors of attention in each decoder layer, which come first."""
     trained_wide: tuple[bool, ...] = ()
     """Which of ``trained`` are a feed-forward's large matrices; empty under adapters."""
+    vectors: tuple[bool, ...] = ()
+    """Which of ``trained`` are vectors, which do not decay and so have flat buffers of their own."""
 
 
 _SCALED_EMBEDDINGS = frozenset({"gemma", "gemma2"})
@@ -86,8 +88,8 @@ def tensors_on(
     # AutoTP cuts an embedding only where it is the head too.
     first = outer_tensors(arch, tp if cuts_tied_head(arch) else 1, is_first, is_last)
     last = outer_tensors(arch, tp, is_first, is_last)
-    before = tuple(rows * columns for group, rows, columns in first if group in INPUTS and rows)
-    after = tuple(rows * columns for group, rows, columns in last if group not in INPUTS)
+    before = tuple((rows, columns) for group, rows, columns in first if group in INPUTS and rows)
+    after = tuple((rows, columns) for group, rows, columns in last if group not in INPUTS)
     return _tensors(arch, adapted, tp, ep, dense_layers, moe_layers, before, after)
 
 
@@ -99,7 +101,7 @@ def fullest_rank(plan: Plan) -> int:
         return 0
     tensors = tensors_of(plan, stage_of(plan, shapes_of(plan.architecture, plan.stage_layers).kinds[0]))
     half = widths[plan.recipe.precision].compute
-    return partition(tensors.trained, plan.degrees.data_parallel, half).rank
+    return partition(tensors.trained, plan.degrees.data_parallel, half, tensors.vectors).rank
 
 
 @lru_cache(maxsize=512)
@@ -110,9 +112,10 @@ def _tensors(
     ep: int,
     dense_layers: int,
     moe_layers: int,
-    before: tuple[int, ...],
-    after: tuple[int, ...],
+    outer_before: tuple[tuple[int, int], ...],
+    outer_after: tuple[tuple[int, int], ...],
 ) -> Tensors:
+    before, after = (tuple(rows * columns for rows, columns in part) for part in (outer_before, outer_after))
     trained: list[int] = []
     experts: list[int] = []
     frozen: list[int] = []
@@ -120,6 +123,7 @@ def _tensors(
     per_layer: list[int] = []
     trained_per_layer: list[int] = []
     wide = [False] * len(before)
+    vectors = [columns == 1 for _, columns in outer_before]
     (frozen if adapted else trained).extend(before)
     # Dense layers come first (DeepSeek's first_k_dense_replace); where kinds alternate, sizes are the same.
     for moe, count in ((False, dense_layers), (True, moe_layers)):
@@ -128,6 +132,7 @@ def _tensors(
         layer, layer_experts, layer_frozen, layer_used = _layer(arch, adapted, moe, tp, ep)
         trained.extend(layer * count)
         wide.extend(_wide(arch, moe, tp, ep) * count)
+        vectors.extend(_vectors(arch, moe, tp, ep) * count)
         experts.extend(layer_experts * count)
         frozen.extend(layer_frozen * count)
         used.extend(layer_used * count)
@@ -146,6 +151,7 @@ def _tensors(
         tuple(trained_per_layer),
         _num_attention(arch),
         () if adapted else (*wide, *(False for _ in after)),
+        () if adapted else (*vectors, *(columns == 1 for _, columns in outer_after)),
     )
 
 
@@ -160,6 +166,15 @@ def _wide(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
     routers = (names.router, f"{names.shared_experts}_gate")
     return tuple(
         shape.name.startswith("mlp.") and shape.columns > 1 and shape.name.rpartition(".")[0] not in routers
+        for shape in rank_shapes(arch, moe, tp, ep)
+        if not (ep > 1 and shape.group == "experts")
+    )
+
+
+def _vectors(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
+    """Which tensors of one decoder layer, all trained, are vectors."""
+    return tuple(
+        shape.copies == shape.columns == 1
         for shape in rank_shapes(arch, moe, tp, ep)
         if not (ep > 1 and shape.group == "experts")
     )
@@ -187,42 +202,55 @@ def _layer(
 
 
 class Partition(NamedTuple):
-    """One flat buffer of stages 1 and 2, cut into equal parts; of its fullest rank where ranks differ."""
+    """Stages 1 and 2: flat buffers, each cut into equal parts; of the fullest rank where ranks differ."""
 
     flat: int
-    """Elements, padded to twice the ranks (``nccl_start_alignment_factor``)."""
+    """Elements, each buffer padded to twice the ranks (``nccl_start_alignment_factor``)."""
     part: int
-    """Elements of one rank's part."""
+    """Elements of one rank's parts."""
     whole: int
-    """Elements of all tensors that the rank's part touches: their gradients are kept whole."""
+    """Elements of all tensors that the rank's parts touch: their gradients are kept whole."""
     piece: int
-    """Elements of the largest piece of a tensor in the part."""
+    """Elements of the largest piece of a tensor in the parts."""
     rank: int
     """The rank that holds most when the optimizer begins."""
 
 
 @lru_cache(maxsize=4096)
-def partition(sizes: tuple[int, ...], num_ranks: int, half: int) -> Partition:
-    """``DeepSpeedZeroOptimizer``'s flat buffer over ``sizes`` and what each rank's part touches.
+def partition(sizes: tuple[int, ...], num_ranks: int, half: int, vectors: tuple[bool, ...] = ()) -> Partition:
+    """``DeepSpeedZeroOptimizer``'s flat buffers over ``sizes`` and what each rank's parts touch.
 
+    A group of parameters that decays alike has one buffer: matrices one, and ``vectors`` another.
     ``copy_grads_in_partition`` keeps whole gradients of all tensors that a partition touches
     (deepspeed/runtime/zero/stage_1_and_2.py), and the norm takes each piece in double precision, so ranks
     differ. ``half`` is the bytes of a gradient.
     """
-    if not sizes:
-        return Partition(0, 0, 0, 0, 0)
-    flat = ceil_div(sum(sizes), 2 * num_ranks) * 2 * num_ranks
-    part = flat // num_ranks
+    marks = vectors or (False,) * len(sizes)
+    groups = [
+        [size for size, is_vector in zip(sizes, marks, strict=True) if is_vector == kind]
+        for kind in (False, True)
+    ]
+    flat = part = 0
     touched, pieces = [0] * num_ranks, [0] * num_ranks
+    for group in filter(None, groups):
+        length = ceil_div(sum(group), 2 * num_ranks) * 2
+        _follow(group, length, touched, pieces)
+        flat, part = flat + length * num_ranks, part + length
+    if not flat:
+        return Partition(0, 0, 0, 0, 0)
+    fullest = max(range(num_ranks), key=lambda rank: half * touched[rank] + working(half, part, pieces[rank]))
+    return Partition(flat, part, touched[fullest], pieces[fullest], fullest)
+
+
+def _follow(group: list[int], part: int, touched: list[int], pieces: list[int]) -> None:
+    """Add what each rank's ``part`` of one buffer touches; note its largest piece."""
     start = 0
-    for size in sizes:
+    for size in group:
         end = start + size
         for rank in range(start // part, (end - 1) // part + 1):
             touched[rank] += size
             pieces[rank] = max(pieces[rank], min(end, (rank + 1) * part) - max(start, rank * part))
         start = end
-    fullest = max(range(num_ranks), key=lambda rank: half * touched[rank] + working(half, part, pieces[rank]))
-    return Partition(flat, part, touched[fullest], pieces[fullest], fullest)
 
 
 def working(half: int, part: Any, piece: Any) -> Any:

@@ -1,0 +1,133 @@
+"""Checkpoints in DeepSpeed's own format, and whole weights out of its parts.
+
+DeepSpeed writes a file for each rank and pickles in it, so only a folder that this user's own run wrote is
+opened. What one number of ranks at one stage wrote, only the same number at the same stage reads back.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardscope.training import random_state
+from shardscope.training.aside import check_own, written_aside
+from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.training.pretrained import WholeTensors
+
+TAG = "zero"
+"""DeepSpeed's name for the one state that a folder holds."""
+
+
+def save(path: Path, engine: Any, position: dict[str, Any], only_trained: bool) -> None:
+    """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON."""
+    with written_aside(path) as aside:
+        random_state.write(aside)
+        engine.save_checkpoint(str(aside), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
+        if dist.get_rank() == 0:
+            (aside / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
+
+
+def load(path: Path, engine: Any, own: dict[str, Any], only_trained: bool) -> dict[str, Any]:
+    """Read ``path`` into DeepSpeed's engine; return its position, which fits this run's ``own``.
+
+    Raises ``FileNotFoundError`` if it is no whole checkpoint, ``PermissionError`` if another user owns it,
+    and ``ValueError`` for one of another framework, stage or number of ranks.
+    """
+    if not (path / POSITION_FILE).is_file():
+        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
+    check_own(path)
+    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    _check_fits(path, position, own)
+    engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
+    random_state.restore(path)
+    return position
+
+
+def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> None:
+    if position.get("framework") != own["framework"]:
+        refuse(
+            "resume from a checkpoint of",
+            position.get("framework"),
+            "'deepspeed': ZeRO reads its own format alone",
+            "Engine.export of the run that saved it, and these weights as the model to start from",
+        )
+    for field, words in (
+        ("stage", "ZeRO stage"),
+        ("world_size", "number of ranks"),
+        ("pp", "number of pipeline stages"),
+    ):
+        if position.get(field) != own[field]:
+            refuse(
+                f"{field} of this run",
+                own[field],
+                f"{position.get(field)}, the {words} that saved {path.name}: DeepSpeed cannot join its parts "
+                "anew; fsdp2 and ddp resume over any number of ranks",
+                f"{field}={position.get(field)}",
+            )
+
+
+def whole_tensors(engine: Any, *, main: bool, only_trained: bool) -> WholeTensors:
+    """The parameters one by one, gathered on all ranks; of rank 0 they come in host memory.
+
+    ``main``: in fp32, out of the main copies, where DeepSpeed keeps such; else as forward reads them. A tied
+    weight comes once, under its first name, and a persistent buffer under its own.
+    """
+    copies = _unflattened(engine.optimizer) if main and engine.zero_optimization_stage() == 0 else {}
+    for name, parameter in engine.module.named_parameters():
+        if only_trained and not parameter.requires_grad:
+            continue
+        whole = copies.get(id(parameter))
+        if whole is None and main and parameter.requires_grad:
+            whole = _main_copy(parameter)
+        if whole is None:
+            whole = _as_read(parameter)
+        yield name, whole.detach().cpu() if dist.get_rank() == 0 else None
+    if not only_trained:
+        kept = engine.module.state_dict().keys()
+        for name, buffer in engine.module.named_buffers():
+            if name in kept:
+                yield name, buffer.cpu() if dist.get_rank() == 0 else None
+
+
+def _main_copy(parameter: Any) -> torch.Tensor | None:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found: torch.Tensor | None = safe_get_full_fp32_param(parameter)
+    return found
+
+
+def _as_read(parameter: Any) -> torch.Tensor:
+    if not hasattr(parameter, "ds_tensor"):
+        found: torch.Tensor = parameter.data
+        return found
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        whole: torch.Tensor = parameter.data.clone()
+    return whole
+
+
+def _unflattened(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Stage 0's fp32 main copies, by the parameter whose they are; none where weights are fp32 themselves."""
+    halves = getattr(optimizer, "fp16_groups", ())
+    if hasattr(optimizer, "fp32_groups_flat"):
+        from torch._utils import _unflatten_dense_tensors
+
+        mains = [
+            _unflatten_dense_tensors(flat, group)
+            for flat, group in zip(optimizer.fp32_groups_flat, halves, strict=True)
+        ]
+    else:
+        mains = getattr(optimizer, "fp32_groups", [])
+    return {
+        id(half): main
+        for group, copies in zip(halves, mains, strict=True)
+        for half, main in zip(group, copies, strict=True)
+    }
