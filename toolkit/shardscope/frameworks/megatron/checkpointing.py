@@ -1,27 +1,150 @@
-"""Checkpoints of Megatron-core in its own format, ``megatron.core.dist_checkpointing``."""
+"""Checkpoints of Megatron-core in its own format, ``megatron.core.dist_checkpointing``.
+
+Weights and the optimizer's state are written under the whole model's names and sizes, so ranks of other
+degrees (tp, pp, vpp, ep, data-parallel) read what they hold of them. The format pickles: checkpoints are
+opened only where this user's own run wrote them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+import torch.distributed as dist
+
+from shardscope.frameworks.megatron import random_tracker
+from shardscope.frameworks.megatron.weights_export import wait_for_weights
+from shardscope.frameworks.megatron.weights_load import unwrapped
+from shardscope.training import random_state
+from shardscope.training.aside import check_own, written_aside
+from shardscope.training.checkpoint_folders import POSITION_FILE
 
 
-def save(path: Path, chunks: Sequence[torch.nn.Module], optimizer: Any, position: dict[str, Any]) -> None:
-    """Write ``path`` (a folder), all ranks together: weights, optimizer, ``position`` as readable JSON.
+def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
+    """Write ``path`` (a folder), all ranks together: weights, optimizer, random states, ``position``.
 
     ``chunks``: the model chunks as they were made for the optimizer (``DistributedDataParallel``).
-    Written aside and renamed when it is whole.
+    ``position`` goes in as readable JSON. Written aside and renamed when it is whole.
     """
-    raise NotImplementedError
+    from megatron.core import dist_checkpointing
+
+    with written_aside(path) as aside:
+        random_state.write(aside)
+        random_tracker.write(aside)
+        _make_state(optimizer)
+        wait_for_weights(chunks)
+        # Ranks have other random states beside it, so the folder is no empty one: that is only warned of.
+        dist_checkpointing.save(
+            _state(chunks, optimizer, loading=False), str(aside), content_metadata=_metadata_on_disk()
+        )
+        if dist.get_rank() == 0:
+            (aside / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
 
 
-def load(path: Path, chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     """Read ``path`` into ``chunks`` and ``optimizer``; return its position. Other degrees may have saved it.
 
-    Raises ``FileNotFoundError`` if it is no checkpoint, ``PermissionError`` if another user owns it.
+    Random states go on where they were if ranks of the same degrees saved them. Raises
+    ``FileNotFoundError`` if it is no checkpoint, ``PermissionError`` if another user owns it.
     """
-    raise NotImplementedError
+    from megatron.core import dist_checkpointing
+
+    if not (path / POSITION_FILE).is_file():
+        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
+    check_own(path)
+    _make_state(optimizer)
+    found = dist_checkpointing.load(_state(chunks, optimizer, loading=True), str(path))
+    for number, chunk in enumerate(chunks):
+        unwrapped(chunk).load_state_dict(found[f"model{number}"])
+    _load_optimizer(optimizer, found["optimizer"])
+    _make_state(optimizer)
+    random_state.restore(path)
+    random_tracker.restore(path)
+    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    return position
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """What is written or read, every tensor with its place in the whole one."""
+    metadata = _metadata()
+    models = {
+        f"model{number}": unwrapped(chunk).sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(chunks)
+    }
+    return {
+        **models,
+        "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata),
+    }
+
+
+def _metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        **_metadata_on_disk(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _metadata_on_disk() -> dict[str, Any]:
+    """Which of its formats (megatron/training/checkpointing.py): the one that any degrees can read."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that ``get_megatron_optimizer`` chained, those of experts last."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _load_optimizer(optimizer: Any, found: dict[Any, Any]) -> None:
+    """What ``optimizer.load_state_dict`` does, with torch's Adam too.
+
+    The distributed optimizer copies every tensor of a parameter's state from what was loaded, where torch's
+    step counters are not; and it gives all parameters one counter, which each of them would advance.
+    """
+    parts = _parts(optimizer)
+    states = [found] if len(parts) == 1 else [found[number] for number in range(len(parts))]
+    for part, state in zip(parts, states, strict=True):
+        sharded = state.pop("param_state", None)
+        part.load_state_dict(state)
+        if sharded is None:
+            continue
+        kept = [own for own in part.optimizer.state.values() if "step" in own]
+        steps = [own.pop("step") for own in kept]
+        part.load_parameter_state_from_fully_reshardable(sharded)
+        for own, step in zip(kept, steps, strict=True):
+            own["step"] = step.clone()
+
+
+def _make_state(optimizer: Any) -> None:
+    """Give the optimizer the state that its first step would make.
+
+    megatron-core reads torch's step counters off it before there are any, and has no way to make the
+    momentum of its SGD (optimizer/__init__.py).
+    """
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if inner is None:
+            continue
+        if part.init_state_fn is None:
+            part.init_state_fn = _nothing
+        part.init_state_fn(inner, part.config)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if isinstance(inner, torch.optim.Adam):
+                    state.setdefault("step", torch.tensor(0.0))
+                elif group.get("momentum") and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _nothing(*_: Any) -> None:
+    return None

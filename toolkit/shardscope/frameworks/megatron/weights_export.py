@@ -55,7 +55,7 @@ def whole_tensors(
 
     All ranks together, to the end. Each is gathered on the first rank of its pipeline stage, and sent on.
     """
-    _wait_for_weights(chunks)
+    wait_for_weights(chunks)
     main, shapes = MainWeights(optimizer), _shapes(arch)
     models = [unwrapped(chunk) for chunk in chunks]
     device = next(models[0].parameters()).device
@@ -179,7 +179,7 @@ def _shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _wait_for_weights(chunks: Sequence[Any]) -> None:
+def wait_for_weights(chunks: Sequence[Any]) -> None:
     """Gather what the distributed optimizer would gather during the next forward only."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
