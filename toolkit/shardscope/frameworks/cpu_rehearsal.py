@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.catalog import gpus
 from shardscope.cluster import Cluster
+from shardscope.frameworks.registry import why_not_trained
+from shardscope.layout import largest_divisor
 from shardscope.memory.words import count
 from shardscope.plan import Plan
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.layout import Layout
+    from shardscope.recipe import Recipe
 
 HIDDEN_SIZE = 128
 HEADS = 4
@@ -42,16 +45,21 @@ def rehearsal_of(plan: Plan, num_ranks: int = 2) -> Rehearsal:
     """``plan`` cut down to ``num_ranks`` CPU ranks here.
 
     Method, precision, optimizer, recomputation and the framework's options stay; sizes and degrees shrink.
+    Tensor-parallel parts and pipeline stages stay where that many ranks and the framework's engine have them.
     """
     cluster = Cluster.parse(f"{num_ranks}x{gpus['cpu'].name}")
-    layout, changes = _small_layout(plan.layout, num_ranks)
-    recipe = replace(
-        plan.recipe,
-        seq_len=min(plan.recipe.seq_len, MAX_SEQ_LEN),
-        micro_batch_size=MICRO_BATCH_SIZE,
-        global_batch_size=MICRO_BATCH_SIZE * num_ranks * min(plan.num_micro_batches, MAX_MICRO_BATCHES),
-    )
-    small = Plan(_small_architecture(plan.architecture), cluster, recipe, layout)
+    architecture = _small_architecture(plan.architecture)
+    for kept in (_kept(plan.layout, num_ranks, "tp", "pp"), _kept(plan.layout, num_ranks, "pp"), {}):
+        layout, changes = _small_layout(plan.layout, kept)
+        try:
+            recipe = _small_recipe(plan, num_ranks // (kept.get("tp", 1) * kept.get("pp", 1)), kept)
+            small = Plan(architecture, cluster, recipe, layout)
+        except ValueError:
+            if not kept:
+                raise
+            continue
+        if not kept or why_not_trained(small) is None:
+            break
     device = "GPU" if plan.on_gpu else "CPU rank"
     sizes = (
         f"{small.architecture.num_parameters:,} instead of {plan.architecture.num_parameters:,} parameters",
@@ -111,15 +119,40 @@ def _small_groups(arch: Architecture) -> int:
     return 1 if older_falcon else HEADS // 2
 
 
-def _small_layout(layout: Layout, num_ranks: int) -> tuple[Layout, list[str]]:
-    """Every degree back to what ``num_ranks`` data-parallel ranks allow; options stay."""
+def _small_recipe(plan: Plan, data_parallel: int, kept: dict[str, int]) -> Recipe:
+    """A few short micro-batches, and at least one for each pipeline stage."""
+    num_micro_batches = max(min(plan.num_micro_batches, MAX_MICRO_BATCHES), kept.get("pp", 1))
+    return replace(
+        plan.recipe,
+        seq_len=min(plan.recipe.seq_len, MAX_SEQ_LEN),
+        micro_batch_size=MICRO_BATCH_SIZE,
+        global_batch_size=MICRO_BATCH_SIZE * data_parallel * num_micro_batches,
+    )
+
+
+def _kept(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
+    """What ``num_ranks`` leave of the degrees of ``names``, the first one first; and of chunks of a stage."""
+    kept = {}
+    for name in names:
+        degree = largest_divisor(num_ranks, getattr(layout, name, 1))
+        if degree > 1:
+            kept[name] = degree
+            num_ranks //= degree
+    if "pp" in kept and getattr(layout, "vpp", 1) > 1:
+        kept["vpp"] = min(layout.vpp, LAYERS // kept["pp"])
+    return kept
+
+
+def _small_layout(layout: Layout, kept: dict[str, int]) -> tuple[Layout, list[str]]:
+    """Every degree but those ``kept`` back to 1; options stay."""
     changes: dict[str, Any] = {}
     words = []
     for field in fields(layout):
         value = getattr(layout, field.name)
         if field.name in ("tp", "pp", "vpp", "cp", "ep", "replicate") and value > 1:
-            changes[field.name] = 1
-            words.append(f"{field.name} 1 instead of {value}")
+            small = changes[field.name] = kept.get(field.name, 1)
+            if small != value:
+                words.append(f"{field.name} {small} instead of {value}")
         elif field.name == "shard":
             changes["shard"] = None
         elif field.name == "sequence_parallel":

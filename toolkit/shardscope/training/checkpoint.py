@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, check_own, replace, written_aside
 from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.validation import refuse
 
 
 def save(
@@ -92,27 +93,47 @@ def load(
     """Read ``path`` into ``model`` and ``optimizer``; return its position.
 
     Random states go on where they were if as many ranks saved them. Raises ``FileNotFoundError`` if it is no
-    checkpoint, ``PermissionError`` if another user owns it.
+    checkpoint, ``PermissionError`` if another user owns it, ``ValueError`` if it was saved with pipeline
+    stages and ``model`` is none, or the other way round.
     """
     if not (path / POSITION_FILE).is_file():
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
     check_own(path)
+    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    if bool(position.get("in_stages")) != _is_stage(model):
+        refuse(
+            "checkpoint",
+            str(path),
+            f"one that was saved {'with' if _is_stage(model) else 'without'} pipeline stages: with them "
+            "optimizer state is written otherwise",
+            "the pp of the run that saved it, or its export as the model to begin from",
+        )
     state = _state(model, optimizer, only_trained)
     dcp.load(state, checkpoint_id=str(path))
-    options = StateDictOptions(strict=not only_trained, ignore_frozen_params=only_trained)
+    options = StateDictOptions(
+        strict=not only_trained,
+        ignore_frozen_params=only_trained,
+        flatten_optimizer_state_dict=_is_stage(model),
+    )
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     random_state.restore(path)
-    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     return position
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool) -> dict[str, Any]:
-    options = StateDictOptions(ignore_frozen_params=only_trained)
+    options = StateDictOptions(
+        ignore_frozen_params=only_trained, flatten_optimizer_state_dict=_is_stage(model)
+    )
     return {
         "model": get_model_state_dict(model, options=options),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
+
+
+def _is_stage(model: torch.nn.Module) -> bool:
+    """Whether other ranks have other parameters: a list of groups, the same for all, could not name them."""
+    return bool(getattr(model, "in_stages", False))
 
 
 def _write_position(folder: Path, position: dict[str, Any]) -> None:

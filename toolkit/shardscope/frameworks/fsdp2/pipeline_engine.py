@@ -66,7 +66,9 @@ class PipelinedEngine(Fsdp2Engine):
             model: Any = build_model()
             self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
             layers = [number for chunk in self.chunk_layers for number in chunk]
-            return part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
+            part: Any = part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
+            part.in_stages = True  # Checkpoints name what each rank has.
+            return part  # type: ignore[no-any-return]
 
         # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
         return super().build_on_host(build_stage)
@@ -179,6 +181,9 @@ class PipelinedEngine(Fsdp2Engine):
         return dict(self.model.named_parameters())[name] if name else None
 
     # ---- what leaves the run
+
+    def _position(self) -> dict[str, Any]:
+        return {**super()._position(), "in_stages": True}
 
     def export(self, path: str | Path) -> None:
         model: Any = shell_of(self.model)
