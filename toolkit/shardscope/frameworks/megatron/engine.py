@@ -22,6 +22,8 @@ from shardscope.training import accounting
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.validation import refuse
 
+SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class MegatronEngine(Engine):
     """The model that ``build_model`` makes, which is of transformers, as Megatron-core's own ``GPTModel``.
@@ -79,9 +81,9 @@ class MegatronEngine(Engine):
             found = what_it_is(plan, self._chunks, self.optimizer, self.data_rank)
         device = self.ctx.device
         backend = dist.group.WORLD._get_backend(device).name()
-        trained = list(self.model.parameters())
+        where, trained = f"({backend}, {device.type})", list(self.model.parameters())
         record = {
-            "sentence": in_words(found, f"({backend}, {device.type})"),
+            "sentence": f"{in_words(found, where)}, {SHORT_NAMES[trained[0].dtype]} compute",
             "framework": self.framework,
             "device": str(device),
             "backend": backend,
@@ -126,8 +128,10 @@ class MegatronEngine(Engine):
         self.num_steps_done = int(position["num_steps_done"])
 
     def export(self, path: str | Path) -> None:
+        # Megatron-core keeps fp32 copies under every recipe of 16 bits; one that is purely so exports none.
+        main = None if self.plan.recipe.precision == "bf16" else self.optimizer
         with self._on_device():
-            export_hf(self._chunks, self.plan.architecture, self._hf_config, self._in_run(path))
+            export_hf(self._chunks, self.plan.architecture, self._hf_config, self._in_run(path), main)
 
     def memory(self) -> dict[str, int]:
         return {**self._accounted(), **accounting.device_bytes(self.ctx.device)}
@@ -190,17 +194,18 @@ class MegatronEngine(Engine):
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        """Moments, and main copies where weights have 16 bits."""
-        own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        """Moments, main copies where weights have 16 bits, and what gradients of 16 bits were copied to."""
+        held = (*self.model.parameters(), *(buffer.grad_data for buffer in self._buffers()))
+        known = {tensor.untyped_storage().data_ptr() for tensor in held}
         found: list[torch.Tensor] = []
         for part in engine_model.leaves(self.optimizer):
-            inner = part.optimizer
-            if inner is None:
+            if part.optimizer is None:
                 continue
-            for group in inner.param_groups:
-                found += [p for p in group["params"] if p.untyped_storage().data_ptr() not in own]
-            # A step counter of four bytes is no moment, and no formula counts it.
-            found += [tensor for tensor in accounting.optimizer_tensors(inner) if tensor.dim() > 0]
+            updated = [p for group in part.optimizer.param_groups for p in group["params"]]
+            copies = [*updated, *(p.grad for p in updated if p.grad is not None)]
+            found += [tensor for tensor in copies if tensor.untyped_storage().data_ptr() not in known]
+            # A step counter, one number for a tensor however large, is no formula's.
+            found += [t for t in accounting.optimizer_tensors(part.optimizer) if t.dim() > 0]
         return found
 
     def _accounted(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from shardscope.frameworks.megatron.families import check_family
 from shardscope.frameworks.megatron.fp8 import SOURCE, copies, weight_copies
 from shardscope.frameworks.megatron.replicas import replicas_of
 from shardscope.frameworks.megatron.schedule import chunk_layers
-from shardscope.memory.arithmetic import by_value, ceil_div, fullest, largest, looked_up, where
+from shardscope.memory.arithmetic import by_value, ceil_div, fullest, largest, looked_up, smallest, where
 from shardscope.memory.backward import Peak
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.modules.megatron import branches
@@ -80,12 +80,14 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
         kept = precision_aware.kept_bytes(layout, recipe)
     gradient = FP32 if precision_aware.reduces_in_fp32(layout, recipe) else half
     dense_ranks = expert_ranks = 1
-    dense, experts = stage.layers + stage.edges, stage.experts
+    own_dense, own_experts = dense, experts = stage.layers + stage.edges, stage.experts
     if layout.distributed_optimizer:
         dense_ranks, expert_ranks = replicas_of(plan)
         dense, experts = _padded(dense, dense_ranks), _padded(experts, expert_ranks)
     weights = dense + experts
-    dense_updated, experts_updated = ceil_div(dense, dense_ranks), ceil_div(experts, expert_ranks)
+    # A share of the buffer that is the whole of it ends in padding, which has no moments.
+    dense_updated = smallest(ceil_div(dense, dense_ranks), own_dense)
+    experts_updated = smallest(ceil_div(experts, expert_ranks), own_experts)
     updated = dense_updated + experts_updated
     optimizer = kept * updated
     dummies, shared = _staging(plan, stage)
