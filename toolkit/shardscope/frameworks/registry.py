@@ -11,7 +11,6 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.megatron.layout import MegatronLayout
-from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.frameworks.habits import Habits
@@ -63,8 +62,8 @@ class Framework:
 
     name: str
     layout_class: type[Layout]
-    engine: str | None
-    """``module:Class`` of what really trains, imported on a rank only; ``None``: planned, not trained yet."""
+    engine: str
+    """``module:Class`` of what really trains, imported on a rank only."""
     before_fork: str | None = None
     """``module:function``, called with a plan and "cuda" or "cpu" in the launcher before it forks ranks: the
     environment and the imports that all ranks share, and what would be compiled on each. It never
@@ -122,7 +121,6 @@ frameworks: dict[str, Framework] = {
 def check_trained(plan: Plan) -> None:
     """Raise ``ValueError`` if no engine here trains ``plan``, naming what does train. Imports no torch."""
     framework = frameworks[plan.layout.framework]
-    _engine_path(framework)
     limits: Any = import_module(f"shardscope.frameworks.{framework.name}.limits")
     limits.check_plan(plan)
 
@@ -137,8 +135,8 @@ def why_not_trained(plan: Plan) -> str | None:
 
 
 def engine_for(plan: Plan) -> Callable[[Any], Any]:
-    """The engine class that trains ``plan``; raises ``ValueError`` where there is none yet."""
-    module, _, name = _engine_path(frameworks[plan.layout.framework]).partition(":")
+    """The engine class that trains ``plan``."""
+    module, _, name = frameworks[plan.layout.framework].engine.partition(":")
     engine: Callable[[Any], Any] = getattr(import_module(module), name)
     return engine
 
@@ -149,17 +147,3 @@ def before_fork(plan: Plan, device_type: str) -> None:
     if place is not None:
         module, _, name = place.partition(":")
         getattr(import_module(module), name)(plan, device_type)
-
-
-def _engine_path(framework: Framework) -> str:
-    """``module:Class`` of a framework's engine; ``ValueError`` where it is planned only."""
-    if framework.engine is None:
-        trained = [other for other in frameworks.values() if other.engine]
-        refuse(
-            "Layout.framework",
-            framework.name,
-            f"{', '.join(repr(other.name) for other in trained)} to train: {framework.title} is planned, not "
-            "trained yet in this version",
-            f"layout=Layout.{trained[-1].name}()",
-        )
-    return framework.engine

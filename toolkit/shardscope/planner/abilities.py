@@ -304,7 +304,7 @@ def _ergonomics(framework: Framework) -> str:
     return "; ".join((
         "your modules as they are" if own else f"the model in {framework.title}'s own modules",
         "nothing to choose" if not number else f"{number} choices",
-        "trains here" if framework.engine else "planned and exported here, not trained",
+        "trains here",
     ))  # fmt: skip
 
 
