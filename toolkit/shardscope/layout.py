@@ -68,6 +68,8 @@ class Layout(JsonNoun):
     supports_recompute_interval: ClassVar[bool] = True
     supports_expert_capacity: ClassVar[bool] = False
     """Whether experts can have room for so many tokens only; otherwise they are dropless."""
+    on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Fields whose other values need a library of GPUs, and what a tiny run on CPU ranks has instead."""
     own_formulas: ClassVar[frozenset[str]] = frozenset()
     """Fields of the recipe for which this framework's memory model has a formula of its own."""
     mixes_by_autocast: ClassVar[bool] = False

@@ -159,4 +159,7 @@ def _small_layout(layout: Layout, kept: dict[str, int]) -> tuple[Layout, list[st
             changes["sequence_parallel"] = None
         elif field.name == "reshard_after_forward" and not isinstance(value, bool):
             changes["reshard_after_forward"] = True
+        elif field.name in layout.on_cpu_ranks and value != layout.on_cpu_ranks[field.name]:
+            changes[field.name] = layout.on_cpu_ranks[field.name]
+            words.append(f"{field.name} {changes[field.name]} instead of {value}")
     return replace(layout, **changes), words

@@ -60,6 +60,12 @@ class MegatronLayout(Layout):
     supports_packing: ClassVar[bool] = False
     supports_recompute_interval: ClassVar[bool] = False
     """Its ``recompute_num_layers`` means chunks of layers, or the first ones, not every so-manieth."""
+    on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({
+        "tp_comm_overlap": False,
+        "use_precision_aware_optimizer": False,
+        "exp_avg_dtype": "fp32",
+        "exp_avg_sq_dtype": "fp32",
+    })  # fmt: skip
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "tp": None,
         "pp": None,
