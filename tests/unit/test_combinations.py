@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from own_checks import OwnChecks, own_checks
 from planning import LLAMA, MOE
-from tests.needs import needs, skip_without
+from tests.needs import needs
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.config import deepspeed_config
@@ -32,31 +30,16 @@ def refusal(
     return caught.value
 
 
-def own_check(package: str, code: str) -> str:
-    """What ``code`` raises, as "Type: message", or "ok"; in a process of its own: imports leave traces."""
-    skip_without(package.partition(".")[0])
-    program = f"""
-from types import SimpleNamespace
+@pytest.fixture(scope="module")
+def megatron_says() -> Iterator[OwnChecks]:
+    with own_checks("megatron.core.transformer.transformer_config", "megatron.core.optimizer") as says:
+        yield says
 
-def run():
-{textwrap.indent(code, "    ")}
-try:
-    run()
-except Exception as error:
-    print("said", type(error).__name__ + ":", error)
-else:
-    print("said ok")
-"""
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout.partition("said ")[2].strip()
+
+@pytest.fixture(scope="module")
+def deepspeed_says() -> Iterator[OwnChecks]:
+    with own_checks("deepspeed") as says:
+        yield says
 
 
 # ------------------------------------------------------------------------------------------------ Megatron
@@ -69,9 +52,8 @@ def test_megatron_s_distributed_optimizer_is_adam_s() -> None:
     assert alone.memory().peak_bytes > 0
 
 
-def test_megatron_itself_takes_no_sgd() -> None:
-    said = own_check(
-        "megatron.core",
+def test_megatron_itself_takes_no_sgd(megatron_says: OwnChecks) -> None:
+    said = megatron_says(
         """
 import torch
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
@@ -96,11 +78,10 @@ def test_megatron_splits_no_experts_with_biases() -> None:
         assert Plan(BIASED, EIGHT, ss.Recipe(), layout).memory().peak_bytes > 0
 
 
-def transformer_says(plan: Plan, **changes: Any) -> str:
+def transformer_says(megatron_says: OwnChecks, plan: Plan, **changes: Any) -> str:
     """What ``TransformerConfig`` raises, or "ok". Fused kernels are Transformer Engine's; none are needed."""
     config = transformer_config(plan) | {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
-    return own_check(
-        "megatron.core",
+    return megatron_says(
         f"""
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -109,19 +90,19 @@ TransformerConfig(**{config | changes!r})
     )
 
 
-def test_megatron_itself_has_no_biases_in_split_experts() -> None:
+def test_megatron_itself_has_no_biases_in_split_experts(megatron_says: OwnChecks) -> None:
     plan = Plan(BIASED, EIGHT, ss.Recipe(), ss.Layout.megatron(tp=2, etp=1))
-    assert transformer_says(plan) == "ok"
-    said = transformer_says(plan, expert_tensor_parallel_size=2)
+    assert transformer_says(megatron_says, plan) == "ok"
+    said = transformer_says(megatron_says, plan, expert_tensor_parallel_size=2)
     assert said == "AssertionError: Bias in Moe is only supported when ETP==1"
 
 
-def test_one_expert_a_token_is_routed_before_it_is_chosen() -> None:
+def test_one_expert_a_token_is_routed_before_it_is_chosen(megatron_says: OwnChecks) -> None:
     assert MOE.mixture_of_experts is not None
     one = replace(MOE, mixture_of_experts=replace(MOE.mixture_of_experts, num_experts_per_tok=1))
     plan = Plan(one, EIGHT, ss.Recipe(), ss.Layout.megatron())
-    assert transformer_says(plan) == "ok"
-    assert "moe-router-pre-softmax" in transformer_says(plan, moe_router_pre_softmax=False)
+    assert transformer_says(megatron_says, plan) == "ok"
+    assert "moe-router-pre-softmax" in transformer_says(megatron_says, plan, moe_router_pre_softmax=False)
 
 
 # --------------------------------------------------------------------------------------------------- FSDP2
@@ -195,9 +176,8 @@ def test_an_optimizer_that_is_not_adam_may_go_to_the_host() -> None:
         assert deepspeed_config(plan)["zero_force_ds_cpu_optimizer"] is forced
 
 
-def test_deepspeed_itself_wants_contiguous_gradients() -> None:
-    said = own_check(
-        "deepspeed",
+def test_deepspeed_itself_wants_contiguous_gradients(deepspeed_says: OwnChecks) -> None:
+    said = deepspeed_says(
         """
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -209,9 +189,8 @@ DeepSpeedZeroOptimizer._configure_moe_settings(
     assert said.startswith("AssertionError: Contiguous Gradients in ZeRO Stage 2 must be set to True for MoE")
 
 
-def test_deepspeed_itself_wants_room_in_its_buffers() -> None:
-    said = own_check(
-        "deepspeed",
+def test_deepspeed_itself_wants_room_in_its_buffers(deepspeed_says: OwnChecks) -> None:
+    said = deepspeed_says(
         """
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning import LLAMA, plans
 from tests.needs import needs, needs_installed
+from tests.rehearsed import rehearsed_here, stages_of
 
 import shardscope as ss
 from shardscope.frameworks.deepspeed.buckets import Cut, all_reduce_bucket, beyond, copied, early
@@ -389,7 +390,8 @@ needs_deepspeed = needs_installed("deepspeed")
 def test_deepspeed_itself_holds_what_is_predicted(stage: int) -> None:
     arch = replace(LLAMA, num_hidden_layers=2, vocab_size=32_003)
     plan = zero(stage, ss.Cluster.parse("2x8xh100-sxm-80gb"), arch, seq_len=512, global_batch_size=32)
-    report = plan.rehearse()
+    # Of one stage as people ask for it, in a process of its own.
+    report = plan.rehearse() if stage == 3 else rehearsed_here(plan)
     predicted = plan.memory()
     assert report.tier == "rehearsed"
     for name in ("parameters", "gradients", "optimizer", "gather_buffers"):
@@ -403,12 +405,10 @@ def test_deepspeed_itself_holds_what_is_predicted(stage: int) -> None:
 def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
     from tests.accuracy.rehearsals import STORED
 
-    from shardscope.rehearsal.process import rehearsed_stages
-
     file = STORED / "deepspeed.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for row in sorted(rows, key=lambda row: row["seconds"])[:3]:
-        again = rehearsed_stages(Plan.from_dict(row["plan"]))
+        again = stages_of(Plan.from_dict(row["plan"]))
         assert [stage.to_dict()["moments"] for stage in again] == json.loads(
             json.dumps([stage["moments"] for stage in row["stages"]])
         ) or [stage.peak.num_bytes for stage in again] == [
@@ -452,7 +452,7 @@ def test_other_optimizers_losses_and_places_for_activations(stage: int, recipe: 
 
     if recipe.get("optimizer") == "adamw_8bit":
         needs("bitsandbytes")
-    plan = zero(stage, arch=ss.Architecture.of_size("350m"), seq_len=512, **recipe)
+    plan = zero(stage, arch=ss.Architecture.of_size("60m"), seq_len=512, **recipe)
     predicted = plan.memory()
     (played,) = rehearse(plan, lambda words, fraction: None)
     held = sum(predicted.components[name] for name in TENSOR_COMPONENTS)

@@ -11,6 +11,7 @@ import torch
 from tests.accuracy.rehearsals import STORED, read_rehearsals
 from tests.accuracy.rehearsing import in_words
 from tests.needs import needs_installed
+from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -125,7 +126,7 @@ def test_fsdp2_keeps_shards_gradients_and_moments_on_the_host(values: Any, recip
 
 @needs_deepspeed
 def test_the_report_has_the_host_beside_the_device() -> None:
-    report = small(ss.Layout.zero(3, offload_optimizer="cpu")).rehearse()
+    report = rehearsed_here(small(ss.Layout.zero(3, offload_optimizer="cpu")))
     assert report.host_bytes > 0 and report.components["optimizer"] < 2**20
 
 

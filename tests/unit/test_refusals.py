@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.needs import needs
+from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
 from shardscope.frameworks.megatron.families import OTHER_LAYERS
@@ -80,6 +81,8 @@ def test_what_is_beside_the_tensors_is_that_of_the_prediction() -> None:
 def test_the_rehearsal_that_a_refusal_names_is_played(layout: ss.Layout) -> None:
     for module in ("torch", "transformers"):
         needs(module)
-    report = plan_of(ALIBI, layout, layers=2).rehearse(timeout=300)
+    plan = plan_of(ALIBI, layout, layers=2)
+    # Of one framework in a process of its own, into which a family without formulas has to come.
+    report = plan.rehearse(timeout=300) if layout.framework == "fsdp2" else rehearsed_here(plan)
     assert report.tier == "rehearsed"
     assert report.components["activations"] > 0 and report.components["communication"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ WITHIN_ONE_PERCENT = {"ddp": 1.0, "fsdp2": 1.0}
 """Shares that are reached; the goal is 0.95."""
 WORST = {"ddp": 0.01, "fsdp2": 0.01}
 """The worst error that is reached; the goal is 0.03."""
-REPLAYED = (0, 3, 9, 14, 22, 30)
+REPLAYED = {"ddp": (1, 3, 5, 6), "fsdp2": (5, 6, 20, 42)}
+"""The shorter ones: seconds each."""
 
 
 def rows_of(framework: str) -> list[Rehearsed]:
@@ -102,8 +104,9 @@ def test_the_sample_is_what_the_seed_gives(framework: str) -> None:
     assert all(is_same(stored[str(index)], sampled[index]) for index in found)
 
 
-@pytest.mark.parametrize("index", REPLAYED)
-@pytest.mark.parametrize("framework", MODULES)
+@pytest.mark.parametrize(
+    ("framework", "index"), [(framework, index) for framework in MODULES for index in REPLAYED[framework]]
+)
 def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> None:
     row = next(row for row in rows_of(framework) if row.name == f"{framework}:{index}")
     (stage,) = MODULES[framework].rehearse(row.plan, lambda words, fraction: None)
@@ -115,7 +118,7 @@ def test_a_rehearsal_played_again_tells_the_same(framework: str, index: int) -> 
 def test_a_rehearsal_plays_the_attention_that_the_recipe_names(framework: str) -> None:
     """Scores of every query and key are there with "eager", and the prediction says how many."""
     cluster = plans(framework, SEED, 1)[0].cluster
-    arch = Architecture.of_size("60m")
+    arch = replace(Architecture.of_size("60m"), num_hidden_layers=3)
     held = {}
     for attention in ("eager", "sdpa"):
         recipe = ss.Recipe(seq_len=2048, attention=attention)

@@ -1,0 +1,25 @@
+"""A rehearsal in this process: the same code and the same report, without the seconds that a new one imports.
+
+That ``plan.rehearse()`` runs in a process of its own is tested where that is the question.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from shardscope.memory.report import MemoryReport
+from shardscope.plan import Plan
+from shardscope.rehearsal.result import RehearsedStage, report_of
+
+
+def stages_of(plan: Plan) -> list[RehearsedStage]:
+    """What each pipeline stage of ``plan`` held, as its framework's own code plays it on fake tensors."""
+    framework: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.rehearse")
+    stages: list[RehearsedStage] = framework.rehearse(plan, lambda words, fraction: None)
+    return stages
+
+
+def rehearsed_here(plan: Plan) -> MemoryReport:
+    """What ``plan.rehearse()`` reports."""
+    return report_of(plan, stages_of(plan))
