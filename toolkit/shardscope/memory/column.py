@@ -32,8 +32,8 @@ class _Index(NamedTuple):
     """Distinct rows."""
     codes: NDArray[np.int64]
     """Of each row which of these it is."""
-    first: NDArray[np.int64]
-    """Of each of these the first row."""
+    rows: NDArray[np.int64]
+    """Of each of these one row."""
 
 
 class Rows:
@@ -50,7 +50,7 @@ class Rows:
 
     def column(self, keys: int, values: NDArray[Any]) -> Any:
         """A column of each row's ``values``, alike where ``keys`` (bits) are; a number if all are one."""
-        found = values[self._index(keys).first]
+        found = values[self._index(keys).rows]
         return found[0].item() if len(found) and (found == found[0]).all() else Column(self, keys, found)
 
     def forget(self) -> None:
@@ -71,12 +71,12 @@ class Rows:
                 self._told[told] = keys
                 return keys, np.arange(index.number)
             order = np.empty(own.number, np.int64)
-            order[np.argsort(own.first)] = np.arange(own.number)
+            order[np.argsort(own.rows)] = np.arange(own.number)
             fresh = 1 << max(self._indices).bit_length()
             found = self._partitions.setdefault(order[own.codes].tobytes(), fresh)
             self._indices.setdefault(found, own)
             self._told[told] = found
-        return found, index.codes[self._index(found).first]
+        return found, index.codes[self._index(found).rows]
 
     def spread(self, value: Any) -> NDArray[Any]:
         """A column, or a number, row by row, shape ``(rows,)``."""
@@ -96,10 +96,10 @@ class Rows:
         one, other, both = self._index(left), self._index(right), self._index(whole)
         # Keys that decide the others are enough: no new rows, no new order.
         if both.number == one.number:
-            return left, None, other.codes[one.first]
+            return left, None, other.codes[one.rows]
         if both.number == other.number:
-            return right, one.codes[other.first], None
-        return whole, one.codes[both.first], other.codes[both.first]
+            return right, one.codes[other.rows], None
+        return whole, one.codes[both.rows], other.codes[both.rows]
 
     def _index(self, keys: int) -> _Index:
         found = self._indices.get(keys)
@@ -117,12 +117,12 @@ def distinct(codes: NDArray[np.int64], limit: int) -> _Index:
         _, first, places = np.unique(codes, return_index=True, return_inverse=True)
         return _Index(len(first), places.reshape(-1), first)
     seen = np.full(limit, -1, np.int64)
-    # Of several rows the last that is written stays, which is the first one from behind.
-    seen[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)
+    # Of several rows the last that is written stays.
+    seen[codes] = np.arange(len(codes))
     present = np.flatnonzero(seen >= 0)
-    first = seen[present]
+    rows = seen[present]
     seen[present] = np.arange(len(present))
-    return _Index(len(present), seen[codes], first)
+    return _Index(len(present), seen.take(codes, mode="clip"), rows)
 
 
 def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
@@ -195,7 +195,7 @@ def _is_nothing(number: Any) -> bool:
 
 
 def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
-    """``ufunc`` (or ``numpy.where``) of the values, of which some are columns, at the distinct rows of all."""
+    """``ufunc`` (or ``numpy.where``) of the values, some of them columns, at the distinct rows of all."""
     rows = _rows_of(values)
     key = (ufunc, *map(_told, values))
     found = rows.known.get(key)
@@ -307,7 +307,7 @@ def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
             limit *= different
     found = distinct(codes, limit)
     each = [
-        values[found.first].tolist() if isinstance(values, np.ndarray) else [values] * found.number
+        values[found.rows].tolist() if isinstance(values, np.ndarray) else [values] * found.number
         for values in at
     ]
     return _Questions(keys, found.codes, list(zip(*each, strict=True)))

@@ -11,10 +11,9 @@ import numpy as np
 
 from shardscope.layout import Degrees
 from shardscope.memory.activations import modules_of
-from shardscope.memory.arithmetic import largest
 from shardscope.memory.column import Rows
 from shardscope.memory.modules.attention import broadcasts_views
-from shardscope.memory.moments import moments
+from shardscope.memory.moments import peak_total
 from shardscope.memory.stages import StageShape
 from shardscope.memory.step import StageStep
 
@@ -72,7 +71,7 @@ def stage_bytes(plan: Any, modules: Modules, stage: Stage) -> StageBytes:
     from shardscope.frameworks.registry import frameworks
 
     state = frameworks[plan.layout.framework].memory_model().training_state(plan, stage)
-    peak = largest(*(moment.total for moment in moments(plan, modules, stage, state)))
+    peak = peak_total(plan, modules, stage, state)
     offloads = plan.recipe.recompute == "offload"
     offloaded = StageStep(plan, modules, stage).offloaded() if offloads else 0
     return StageBytes(peak, state.host_bytes + offloaded, state.host_bytes, state.nvme_bytes)

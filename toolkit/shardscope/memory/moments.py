@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory import overheads
-from shardscope.memory.arithmetic import looked_up
+from shardscope.memory.arithmetic import largest, looked_up
 from shardscope.memory.backward import Peak
 from shardscope.memory.report import Component, Moment, Term, chosen, no_bytes
 from shardscope.memory.step import StageStep
@@ -39,6 +39,20 @@ def fullest(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) ->
         if total > most or (total == most and one.fraction < at):
             most, at, peak = total, one.fraction, one
     return found if peak is None else resident.busy(peak)
+
+
+def peak_total(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> Any:
+    """Bytes of the fullest moment; numbers may be columns of many plans.
+
+    Of moments with the same gradients those which hold most beside them are looked for first: what the
+    allocator loses grows with that.
+    """
+    resident = _Resident(plan, state)
+    beside: dict[int, tuple[Any, list[Any]]] = {}
+    for peak in _found(plan, modules, stage, state):
+        beside.setdefault(id(peak.gradients), (peak.gradients, []))[1].append(_churned(peak))
+    busy = largest(*(gradients + resident.with_gaps(largest(*most)) for gradients, most in beside.values()))
+    return largest(*(moment.total for moment in resident.idle()), resident.busy_total + busy)
 
 
 def _found(plan: Plan, modules: Modules, stage: Stage, state: TrainingState) -> list[Peak]:
@@ -117,9 +131,11 @@ class _Resident:
 
     def total_at(self, peak: Peak) -> Any:
         """Bytes of a moment of forward or backward."""
-        churned = _churned(peak)
-        total = self.busy_total + peak.gradients + churned
-        return total + overheads.lost_to_gaps(churned) if self.on_gpu else total
+        return self.busy_total + peak.gradients + self.with_gaps(_churned(peak))
+
+    def with_gaps(self, churned: Any) -> Any:
+        """What a step allocates and frees, and what the allocator loses of it."""
+        return churned + overheads.lost_to_gaps(churned) if self.on_gpu else churned
 
     def _busy_terms(self, peak: Peak) -> dict[Component, Term]:
         churned = _churned(peak)

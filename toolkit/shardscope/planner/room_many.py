@@ -46,8 +46,7 @@ def needs(
         # How many micro-batches' activations wait hangs on a stage's place, and a node has several.
         table = table.with_every_stage()
         plans = table.plans(cluster, recipe, layout)
-        stage = frameworks[layout.framework].memory_model().stage(plans, table.shape)
-        found = stage_bytes(plans, modules_of(plans), stage)
+        found = stage_bytes(plans, modules_of(plans), table.stage(plans, layout))
     nvme = _on_a_node(table, cluster, table.rows.spread(found.nvme)) if _is_some(found.nvme) else None
     nothing = np.zeros(table.num_plans, np.int64)
     if not _is_some(found.host):

@@ -135,7 +135,7 @@ def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.flo
     table, recipe, layout = found.table, found.recipe, found.layout
     plans: Any = table.plans(cluster, recipe, layout)
     modules = modules_of(plans)
-    stage = known[layout.framework].memory_model().stage(plans, table.shape)
+    stage = table.stage(plans, layout)
     making = making_bytes(table, cluster, recipe, layout)
     needed = needs(table, cluster, recipe, layout, stage_bytes(plans, modules, stage), making)
     if recipe.optimizer.startswith("paged"):

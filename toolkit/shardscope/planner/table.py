@@ -43,12 +43,13 @@ class Table:
         *,
         every_stage: bool = False,
     ) -> None:
-        self.architecture, self.columns = arch, columns
+        self.architecture, self.columns, self._model = arch, columns, model
         self.with_every_stage = partial(Table, arch, layout, model, recipe, columns, every_stage=True)
         """The same plans, each with a row for every pipeline stage."""
         self.num_plans = len(columns[MICRO_BATCH_SIZE])
         self.making: dict[Layout, NDArray[np.int64]] = {}
         """Host memory while models are made, which no recomputation changes (``room_many.py``)."""
+        self._stages_of: dict[Layout, Any] = {}
         own = layout.__dataclass_fields__
         self._fields = [name for name in columns if name in own]
         self._stages(layout, model, every_stage=every_stage)
@@ -118,6 +119,13 @@ class Table:
             degrees=degrees,
             num_micro_batches=numbers["num_micro_batches"],
         )
+
+    def stage(self, plans: Any, layout: Layout) -> Any:
+        """The weights of all their stages, which no recomputation changes."""
+        found = self._stages_of.get(layout)
+        if found is None:
+            found = self._stages_of[layout] = self._model.stage(plans, self.shape)
+        return found
 
     def most(self, value: Any) -> NDArray[Any]:
         """Of each plan the largest of its stages' values, shape ``(num_plans,)``."""
