@@ -20,7 +20,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-nvme check bench accuracy parity verify env browser clean
+.PHONY: lab test test-nvme test-resume check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -30,14 +30,18 @@ lab: $(STAMP)
 	  --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/$(NOTEBOOK) \
 	  --FileContentsManager.post_save_hook=clean_notebook.tell_git
 
-# Unit tests share the cores; launches, notebooks and browsers take them all, and so come one after another.
+# Most tests share the cores, file by file, long ones (launches) first; what bounds seconds runs by itself.
 test: $(STAMP) browser check
-	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 4 --dist loadfile
-	$(BIN)/python -m pytest --ignore=tests/unit
+	$(BIN)/python -m pytest -m "not alone" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m alone
 
 # Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.
 test-nvme: $(STAMP)
 	SHARDSCOPE_NVME=1 $(BIN)/python -m pytest tests/runs/test_nvme_ranks.py
+
+# Every engine's run is killed, launched again, and ends as one that was not.
+test-resume: $(STAMP)
+	SHARDSCOPE_RESUME=all $(BIN)/python -m pytest tests/runs/test_resume.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -59,14 +60,37 @@ def resumed_then_straight(ctx: Any) -> None:
     Pretrain(num_steps=20)(ctx)
 
 
+RUNS = {
+    "fsdp2": ("fsdp2", {}),
+    "ddp": ("ddp", {}),
+    "ZeRO-2": ("zero", {"stage": 2}),
+    "ZeRO-3": ("zero", {"stage": 3}),
+    "FSDP2 pipeline": ("fsdp2", {"pp": 2}),
+    "Megatron tp": ("megatron", {"tp": 2}),
+    "Megatron pp": ("megatron", {"pp": 2}),
+    "Megatron distributed optimizer": ("megatron", {}),
+}
+NEEDED = {"zero": "deepspeed", "megatron": "megatron"}
+IN_EVERY_TEST = "fsdp2"
+"""The others take two launches each as well: `make test-resume` runs them all."""
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
-    plan = tiny_plan("fsdp2", 2)
+def test_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None:
+    if run != IN_EVERY_TEST and os.environ.get("SHARDSCOPE_RESUME") != "all":
+        pytest.skip("two launches more; `make test-resume` runs all engines")
+    framework, layout = RUNS[run]
+    if importlib.util.find_spec(NEEDED.get(framework, "torch")) is None:
+        pytest.skip(f"needs {NEEDED[framework]}")
+    plan = tiny_plan(framework, 2, num_micro_batches=2 if "pp" in layout else 1, layout=layout)
     first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
     assert first.wait() == "failed"
     assert "nothing to go on from yet" in first.logs(0)
-    (left,) = checkpoints_of(first.folder)
-    assert left == checkpoint_path(first.folder, 10), "the one of step 5 is forgotten"
+    kept = checkpoints_of(first.folder)
+    left = checkpoint_path(first.folder, 10)
+    # It died before it could forget the older one.
+    assert kept == [checkpoint_path(first.folder, 5), left]
     second = launch(plan, resumed_then_straight, name="again", folder=tmp_path)
     assert second.wait() == "finished", second.error
     assert f"going on from {left}: 10 steps are done" in second.logs(0)
