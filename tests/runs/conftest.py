@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from run_helpers import make_plan, processes_of
 
-SECONDS_PER_TEST = 90
+SECONDS_PER_TEST = 180
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from shardscope.timing.calibration import COLLECTIVES, Calibration, rates_for
 from shardscope.timing.calibration_runs import residual
 from shardscope.timing.calibration_store import data_folder, file_for, locked, stored
 
-pytestmark = pytest.mark.usefixtures("bounded_time")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time")]
 
 TWO_RANKS = ss.Cluster.parse("2xcpu")
 

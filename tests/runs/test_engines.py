@@ -620,5 +620,5 @@ def test_few_steps_are_recorded(num_steps: int, expected: int, tmp_path: Path) -
     from shardscope.training.pretrain import Pretrain
 
     run = launch(tiny_plan("ddp", 2), Pretrain(num_steps=num_steps, profile=True), folder=tmp_path)
-    assert run.wait(60) == "finished", run.error
+    assert run.wait(120) == "finished", run.error
     assert [recorded_steps(run, rank) for rank in range(2)] == [expected] * 2

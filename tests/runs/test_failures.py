@@ -23,7 +23,7 @@ from shardscope.runs.folder import RunFolder
 from shardscope.runs.launch import launch
 from shardscope.runs.records import append_line, write_json
 
-pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.needs import needs
 from shardscope.runs.run import Run
 
 jupyter_client = needs("jupyter_client")
-pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
 CELL = """
 import sys

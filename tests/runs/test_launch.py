@@ -26,7 +26,7 @@ from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
 from shardscope.validation import FieldError, refuse
 
-pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
 
 def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_components_of_a_run_are_the_predicted_ones(
 ) -> None:
     plan = plan_of(layout, recompute=recompute)
     run = ss.launch(plan, ss.Pretrain(num_steps=3, memory_snapshot=True), folder=tmp_path)
-    assert run.wait(60) == "finished", run.error
+    assert run.wait(120) == "finished", run.error
     report, predicted = run.memory(), plan.memory()
     assert isinstance(report, MemoryReport) and report.tier == "measured"
     assert [rank["rank"] for rank in report] == [0, 1]

@@ -18,7 +18,7 @@ from run_helpers import make_plan, processes_of, seconds_until
 from shardscope.runs.launch import launch
 from shardscope.runs.run import Run
 
-pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
 
 KERNEL = """
