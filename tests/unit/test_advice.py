@@ -213,6 +213,14 @@ def test_a_batch_smaller_than_the_gpus_leaves_room_for_other_degrees() -> None:
     assert any(turn.answer == "It cannot run, for the same reason." for turn in found.path)
 
 
+def test_a_batch_that_the_gpus_do_not_divide_gets_the_nearest_that_they_do() -> None:
+    found = advice("llama-3.1-8b", f"8x{H100}", global_batch_size=100)
+    offered = [(plan, words) for plan, words in found.alternatives if "nearest that every GPU" in words]
+    assert [plan.recipe.global_batch_size for plan, _ in offered] == [96]
+    even = advice("llama-3.1-8b", f"8x{H100}", global_batch_size=96)
+    assert not any("nearest that every GPU" in words for _, words in even.alternatives)
+
+
 # --------------------------------------------------------------------------------- what the team knows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -438,6 +439,23 @@ def test_whatever_is_wrong_with_a_file_is_a_value_error(which: str, damage: list
 def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1, num-layers is 32; allowed: 80, as llama-3.1-70b"):
         from_megatron(tmp_path, architecture=ss.models["llama-3.1-70b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"a":' * 900 + "1" + "}" * 900, "line 1: nested too deeply"),
+        ("[" * 900_000, "line 1: nested too deeply"),
+        ('{\n"a": "' + '\\"' * 400_000, "line 2"),
+        ("{" + ", ".join(f'"k\\u00e9{number}": 1' for number in range(40_000)) + "}", "this key"),
+    ],
+)
+def test_what_nests_or_repeats_for_ever_is_refused_at_once(text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text(text)
+    before = time.process_time()
+    with pytest.raises(ValueError, match=named):
+        ss.Plan.from_deepspeed(tmp_path / "zero.json")
+    assert time.process_time() - before < 5
 
 
 @pytest.mark.parametrize("read", [ss.Plan.from_accelerate, ss.Plan.from_deepspeed, ss.Plan.from_megatron])

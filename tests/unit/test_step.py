@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -13,6 +14,7 @@ from planning import plans
 import shardscope as ss
 from shardscope.timing.rates import rates_of
 from shardscope.timing.report import PARTS, StepReport, seconds_words
+from shardscope.timing.schedules import bubbles
 from shardscope.timing.step import bubble_seconds, step
 from shardscope.validation import FieldError
 
@@ -343,3 +345,29 @@ def test_rates_are_read_from_the_catalogue_by_generation() -> None:
         assert 0.3 < rate.flops_per_second / rate.peak_flops < 1
     # Twice as fast, and what it moves is two thirds as many bytes: its products must be larger.
     assert hopper.matrix("fp8").balance == pytest.approx(4 / 3 * hopper.matrix("bf16").balance)
+
+
+def test_other_schedules_bubbles_are_told_beside_the_one_that_runs() -> None:
+    cluster = ss.Cluster.parse("8x8xh100-sxm-80gb")
+    recipe = ss.Recipe(seq_len=4096, global_batch_size=128)
+
+    def made(layout: Any, **changes: Any) -> ss.Plan:
+        return ss.Plan(ss.models["llama-3.1-8b"], cluster, replace(recipe, **changes), layout)
+
+    plain = made(ss.Layout.megatron(tp=2, pp=4))
+    found = bubbles(plain)
+    own = plain.step().parts["bubble"]
+    assert found["1f1b"] == found["gpipe"] == pytest.approx(own)
+    assert found["interleaved"] == pytest.approx(own / 2)
+    assert found["zb-h2"] < found["zb-h1"] < found["1f1b"]
+    chunked = made(ss.Layout.megatron(tp=2, pp=4, vpp=4))
+    assert bubbles(chunked)["interleaved"] == pytest.approx(chunked.step().parts["bubble"])
+    assert "forward_backward_pipelining_with_interleaving" in chunked.step().explain("bubble")
+    told = made(ss.Layout.zero(stage=1, pp=4)).step().explain("bubble")
+    assert "TrainSchedule" in told and "GPipe" in told and "ZB-H1" in told
+    # Frozen matrices have no gradients to fill a bubble with.
+    adapters = bubbles(made(ss.Layout.fsdp2(pp=4), method="lora", lora_rank=8))
+    assert adapters["zb-h1"] == adapters["1f1b"]
+    whole = made(ss.Layout.fsdp2())
+    assert bubbles(whole) == {}
+    assert "GPipe" not in whole.step().explain("bubble")

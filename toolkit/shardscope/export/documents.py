@@ -15,7 +15,13 @@ from shardscope.validation import nearest, one_of, refuse, whole_number
 MAX_BYTES = 1_000_000
 """Real configurations are some kilobytes."""
 
+MAX_DEPTH = 64
+"""Real ones nest four or five deep; what nests for ever is refused before anything recurses into it."""
+
 Keys = tuple[str, ...]
+
+# A string that does not end is one token to the end of the text: nothing is read twice.
+_JSON_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}:\n]', re.DOTALL)
 
 
 @dataclass(kw_only=True)
@@ -121,17 +127,27 @@ def text_of(file: str | Path) -> str:
 def read_json(file: str | Path) -> Document:
     """A JSON file with one object in it."""
     text, name = text_of(file), Path(file).name
-    lines: dict[Keys, int] = {}
+    _check_depth(name, text)
     try:
         values = json.loads(text, object_pairs_hook=lambda pairs: _once(name, text, pairs))
     except json.JSONDecodeError as error:
         raise ValueError(f"{name}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{name} is nested too deeply to be a configuration.") from error
     if not isinstance(values, dict):
         refuse(name, values, "one JSON object", "{...}")
-    _json_lines(text, values, (), 0, lines)
-    return Document(name=name, values=values, lines=lines)
+    return Document(name=name, values=values, lines=_json_lines(text))
+
+
+def _check_depth(name: str, text: str) -> None:
+    """Refuse objects and lists inside each other beyond :data:`MAX_DEPTH`, in one pass over the text."""
+    depth, line = 0, 1
+    for token in _JSON_TOKENS.findall(text):
+        depth += token in "[{"
+        depth -= token in "]}"
+        line += token == "\n"
+        if depth > MAX_DEPTH:
+            raise ValueError(
+                f"{name}, line {line}: nested too deeply to be a configuration; allowed: {MAX_DEPTH} levels."
+            )
 
 
 def _once(name: str, text: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -145,20 +161,28 @@ def _once(name: str, text: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _json_lines(text: str, values: Mapping[str, Any], way: Keys, start: int, lines: dict[Keys, int]) -> int:
-    """Where each key stands: the first place after the key before it, for keys come in the file's order."""
-    for key, value in values.items():
-        found = re.compile(re.escape(json.dumps(key)) + r"\s*:").search(text, start)
-        found = found or re.compile(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:").search(
-            text, start
-        )
-        if found is None:
-            continue  # written with other escapes: it is known, its line is not
-        start = found.end()
-        lines[(*way, key)] = text.count("\n", 0, found.start()) + 1
-        if isinstance(value, Mapping):
-            start = _json_lines(text, value, (*way, key), start, lines)
-    return start
+def _json_lines(text: str) -> dict[Keys, int]:
+    """On which line each key of a whole JSON text stands; those inside lists have no way to them."""
+    lines: dict[Keys, int] = {}
+    way: list[str | None] = []
+    line, last = 1, ("", 1)
+    for token in _JSON_TOKENS.findall(text):
+        if token == "\n":
+            line += 1
+        elif token == "{":
+            way.append("")
+        elif token == "[":
+            way.append(None)
+        elif token in "]}":
+            way.pop()
+        elif token == ":":
+            way[-1] = json.loads(last[0])
+            keys = tuple(key for key in way if key is not None)
+            if len(keys) == len(way):
+                lines[keys] = last[1]
+        else:
+            last = token, line
+    return lines
 
 
 def read_yaml(file: str | Path) -> Document:

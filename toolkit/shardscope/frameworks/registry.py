@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +48,9 @@ class BuildingModel(Protocol):
 
 class TimingModel(Protocol):
     """What every framework's ``timing.py`` offers."""
+
+    SCHEDULES: Mapping[str, str]
+    """Its pipeline schedules by the names of ``timing/schedules.py``, each with upstream's own."""
 
     def state_traffic(self, plan: Plan, stage: Stage) -> StateTraffic:
         """What one rank of a stage sends for parameters, gradients and optimizer in one step."""

@@ -156,7 +156,8 @@ def recommend(
         for draft in path.drafts
     )
     if best is None:
-        missed = (*otherwise.misses(path), *otherwise.instead(path))
+        even = otherwise.with_even_batch(bench)
+        missed = (*otherwise.misses(path), *even, *otherwise.instead(path))
         return Advice(
             plan=None,
             path=turns,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.activations import modules_of
 from shardscope.timing.calibration import rates_for
@@ -28,29 +28,45 @@ ALIKE = 1 - 1e-12
 rounding only, and the first of them is looked at."""
 
 
+class Pipeline(NamedTuple):
+    """The stages of one plan in one step."""
+
+    each: list[StageSeconds]
+    """One of every kind of stage."""
+    kind_of: tuple[int, ...]
+    """Of each stage which of them it is."""
+    slowest: StageSeconds
+
+    def waits(self, vpp: int, micro_batches: int) -> float:
+        """The bubble of 1F1B, or interleaved with ``vpp`` chunks a stage; 0 of one stage."""
+        if len(self.kind_of) == 1:
+            return 0.0
+        flowing = [kind.flowing for kind in self.each]
+        every: float = sum([flowing[kind] for kind in self.kind_of])
+        found: float = bubble_seconds(every, self.slowest.flowing, vpp, micro_batches)
+        return found
+
+
+def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
+    """The seconds of all stages. Raises ``ValueError`` naming the figure that is not known."""
+    from shardscope.frameworks.registry import frameworks
+
+    model = frameworks[plan.layout.framework].memory_model()
+    shapes = model.shapes(plan)
+    work = work_of(plan, modules_of(plan), rates)
+    kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
+    most = max(one.busy for one in kinds)
+    return Pipeline(kinds, shapes.kind_of, next(one for one in kinds if one.busy >= ALIKE * most))
+
+
 def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
     """The step of ``plan``. Raises ``ValueError`` naming the figure that is not known.
 
     ``report`` is the plan's predicted memory, and saves asking the plan again where an optimizer is paged.
     """
-    from shardscope.frameworks.registry import frameworks
-
-    rates, modules = rates_for(plan.cluster), modules_of(plan)
-    model = frameworks[plan.layout.framework].memory_model()
-    shapes = model.shapes(plan)
-    work = work_of(plan, modules, rates)
-    kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
-    most = max(one.busy for one in kinds)
-    slowest = next(one for one in kinds if one.busy >= ALIKE * most)
-    bubble = 0.0
-    if len(shapes.kind_of) > 1:
-        flowing = [kind.flowing for kind in kinds]
-        bubble = bubble_seconds(
-            sum([flowing[kind] for kind in shapes.kind_of]),
-            slowest.flowing,
-            plan.degrees.vpp,
-            plan.num_micro_batches,
-        )
+    rates = rates_for(plan.cluster)
+    pipeline = pipeline_of(plan, rates)
+    slowest, bubble = pipeline.slowest, pipeline.waits(plan.degrees.vpp, plan.num_micro_batches)
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page leaves before another has its place: out and in in turn, and nothing runs beneath.

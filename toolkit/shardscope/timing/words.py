@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def told(part: Part, plan: Plan, rates: Rates) -> str:
     """The formula of one part."""
+    from shardscope.timing import schedules
+
     recipe, degrees = plan.recipe, plan.degrees
     precision = PEAKS[recipe.precision]
     rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision], plan.kernels)
@@ -58,7 +60,8 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
             f"{rates.host_updates_per_second / 1e9:.1f} billion weights a second (Ren et al. 2021)"
         ),
     }
-    return f"{words[part]} · {rates.source}"
+    also = schedules.words(plan) if part == "bubble" else ""
+    return f"{words[part]}{also} · {rates.source}"
 
 
 def _recomputed(recipe: Recipe) -> list[str]:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
+SCHEDULES: dict[str, str] = {}
+"""It has no pipeline."""
 BUCKET_BYTES = 25 * 2**20
 OVERLAP = Overlap()
 

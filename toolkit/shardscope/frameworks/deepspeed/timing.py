@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
+SCHEDULES = {"1f1b": "deepspeed.runtime.pipe.schedule.TrainSchedule"}
 OVERLAP = Overlap()
 """AutoTP's reductions, experts' all-to-all and the pipeline's sends all wait (deepspeed/module_inject/
 layers.py, deepspeed/runtime/pipe/p2p.py)."""

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
+SCHEDULES = {
+    "1f1b": "torch.distributed.pipelining.Schedule1F1B",
+    "interleaved": "torch.distributed.pipelining.ScheduleInterleaved1F1B",
+}
 OVERLAP = Overlap(context="gather", sends=True)
 """DTensor waits for each collective of tp; torch's context parallel gathers keys and values
 (``_ContextParallelOptions.rotate_method``); torch.distributed.pipelining does not wait for what it sends."""

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
 
+SCHEDULES = {
+    "1f1b": "forward_backward_pipelining_without_interleaving",
+    "interleaved": "forward_backward_pipelining_with_interleaving",
+}
+"""megatron/core/pipeline_parallel/schedules.py."""
 BUCKET_WEIGHTS = 40_000_000
 """megatron/core/distributed/distributed_data_parallel.py: max(40,000,000, 1,000,000 x ranks) a bucket."""
 

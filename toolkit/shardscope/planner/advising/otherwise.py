@@ -49,9 +49,7 @@ def others(path: Path) -> list[tuple[Plan, str]]:
         for tried, gives in found[:MAX_OTHERS]
     ]
     told += _told_if(_half(path.bench, advised), path.bench, "In fp16, which these cards have")
-    told += _told_if(
-        _larger_batch(path.bench), path.bench, "With a global batch that every GPU has a part of"
-    )
+    told += with_even_batch(path.bench)
     if offloads(advised.plan.layout):
         told += instead(path)
     elif advised.report.is_tight and advised.plan.recipe.has_adapters:
@@ -119,14 +117,18 @@ def _half(bench: Bench, advised: Tried) -> Tried | None:
     return found if isinstance(found, Tried) and found.fits else None
 
 
-def _larger_batch(bench: Bench) -> Tried | None:
-    """The smallest global batch of which each rank takes a micro-batch, where the wanted one is smaller."""
+def with_even_batch(bench: Bench) -> list[tuple[Plan, str]]:
+    """The nearest global batch of which each rank takes whole micro-batches, where the wanted one is none."""
     recipe = bench.recipe
-    batch = bench.cluster.num_gpus * recipe.micro_batch_size
-    if batch <= recipe.global_batch_size:
-        return None
-    larger = Bench(bench.architecture, bench.cluster, replace(recipe, global_batch_size=batch))
-    return _first_that_fits(larger, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+    at_once = bench.cluster.num_gpus * recipe.micro_batch_size
+    if recipe.global_batch_size % at_once == 0:
+        return []
+    batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
+    even = Bench(bench.architecture, bench.cluster, replace(recipe, global_batch_size=batch))
+    found = _first_that_fits(even, [*rungs.whole().layouts, *_sharded(bench.cluster)])
+    return _told_if(
+        found, bench, f"With a global batch of {batch:,}, the nearest that every GPU has an equal part of"
+    )
 
 
 def _eight_bit(bench: Bench) -> Tried | None:
