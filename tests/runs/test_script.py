@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from dataclasses import replace
@@ -66,10 +67,9 @@ def test_on_cpu_anything_but_ddp_is_refused_in_words(layout: Any, engine: str) -
     [
         (lambda: planned(ss.Layout.fsdp2(pp=2)), "no pipeline"),
         (lambda: planned(ss.Layout.fsdp2(reshard_after_forward=4)), "groups of 4"),
-        (lambda: planned(ss.Layout.zero(1, pp=2)), "no a pipeline|no pipeline"),
+        (lambda: planned(ss.Layout.zero(1, pp=2)), "no pipeline engine"),
         (lambda: planned(ss.Layout.megatron(tp=2)), "megatron.training"),
-        (lambda: make_plan(2).__class__, "plan"),
-    ][:4],
+    ],
     ids=["fsdp2 pipeline", "groups", "zero pipeline", "megatron"],
 )
 def test_what_accelerate_cannot_say_is_refused(plan: Any, words: str) -> None:
@@ -274,9 +274,8 @@ def brings_a_plugin(architecture: Any) -> None:
 
 def zero_llama(architecture: Any) -> None:
     """Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives."""
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # By this name: deepspeed.comm.torch is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     own_scripts.train_llama(architecture)
 
 
@@ -321,17 +320,18 @@ def test_deepspeed_is_what_it_became(became: list[dict[str, Any]]) -> None:
             assert case["engine"]["module"] == "DeepSpeedEngine"
             assert case["engine"]["stage"] == stage
             assert case["engine"]["num_parameters"] == tiny_llama().num_parameters
-            assert f"DeepSpeed ZeRO-{stage} over 2 ranks" in case["engine"]["sentence"]
+            assert f"DeepSpeed ZeRO-{stage}: " in case["engine"]["sentence"]
+            assert case["engine"]["data_parallel"] == 2
 
 
 def test_what_contradicts_the_plan_fails_at_its_line(became: list[dict[str, Any]]) -> None:
     for rank in became:
         wrong = rank["other precision"]["error"]["summary"]
         assert "mixed_precision='bf16'" in wrong
-        assert "own_scripts.py, line" not in rank["other precision"]["error"]["summary"] or "line" in wrong
+        assert "(test_script.py, line " in wrong
         wrong = rank["plan is ddp, script fsdp"]["error"]["summary"]
-        assert "the plan says DistributedDataParallel" in wrong or "the plan says" in wrong
-        assert "became FSDP" in wrong
+        assert "the plan says DDP" in wrong
+        assert "the script became FSDP" in wrong
 
 
 def test_an_error_names_the_script_s_own_line(became: list[dict[str, Any]]) -> None:

@@ -175,13 +175,13 @@ class Watch:
             f"{words} ({self._backend()}, {self.ctx.device.type})"
             + (f", {precision} mixed precision" if precision != "no" else ""),
             {
-                **found,
                 "num_parameters": num_parameters,
                 "num_trained_tensors": len(trained),
                 "num_trained_parameters": _num_parameters(trained),
                 "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in model.parameters()}),
                 "parameter_bytes": accounting.module_bytes(model),
                 "differs": [],
+                **found,
             },
         )
         planned = self.plan.architecture.num_parameters

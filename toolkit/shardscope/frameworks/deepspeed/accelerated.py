@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.accelerate.plugins import check_on_gpu, contradicts
 from shardscope.frameworks.deepspeed.config import deepspeed_config
-from shardscope.memory.words import count
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-NOT_IN_CONFIG = {"pp": "a pipeline engine", "ep": "expert parallelism"}
+NOT_IN_CONFIG = {"pp": "pipeline engine", "ep": "expert parallelism"}
 """What DeepSpeed takes from the model, and Accelerate does not make."""
 
 
@@ -53,47 +52,15 @@ def told(plan: Plan, accelerator: Any) -> None:
 
 
 def what_it_is(plan: Plan, accelerator: Any, model: Any) -> dict[str, Any]:
-    """Stage, offloading and ranks, from the engine that ``deepspeed.initialize`` made."""
+    """Stage, offloading, parts and ranks, from the engine that ``deepspeed.initialize`` made."""
     from deepspeed import DeepSpeedEngine
 
-    kind = type(model).__name__
+    from shardscope.frameworks.deepspeed import found
+
     if not isinstance(model, DeepSpeedEngine):
-        raise contradicts("DeepSpeed", kind)
-    layout: Any = plan.layout
-    offloaded = {
-        "offload_optimizer": _device(model.zero_offload_optimizer()),
-        "offload_params": _device(model.zero_offload_param()),
-    }
-    found: dict[str, Any] = {
-        "stage": int(model.zero_optimization_stage()),
-        **offloaded,
-        "tp": max(1, int(model.autotp_size())),
-        "data_parallel": int(model.dp_world_size),
-    }
-    planned = {
-        "stage": layout.stage,
-        "offload_optimizer": layout.offload_optimizer,
-        "offload_params": layout.offload_params,
-        "tp": plan.degrees.tp,
-        "data_parallel": plan.degrees.data_parallel,
-    }
-    for name, value in planned.items():
-        if found[name] != value:
-            raise contradicts(f"DeepSpeed with {name}={value!r}", f"DeepSpeed with {name}={found[name]!r}")
-    homes = "".join(
-        f", {name.removeprefix('offload_')} on {device}" for name, device in offloaded.items() if device
-    )
-    return {
-        "module": kind,
-        **found,
-        "gradient_accumulation_steps_of_engine": int(model.gradient_accumulation_steps()),
-        "gradient_clipping": float(model.gradient_clipping()),
-        "words": f"DeepSpeed ZeRO-{found['stage']} over {count(found['data_parallel'], 'rank')}{homes}",
-    }
-
-
-def _device(offload: Any) -> str | None:
-    """``cpu``, ``nvme`` or None of what DeepSpeed's configuration has for an offloading."""
-    device = getattr(offload, "device", None)
-    name = getattr(device, "value", device)
-    return None if name in (None, "none") else str(name)
+        raise contradicts("DeepSpeed", type(model).__name__)
+    tp = max(1, int(model.autotp_size()))
+    if tp != plan.degrees.tp:
+        raise contradicts(f"DeepSpeed with tp={plan.degrees.tp}", f"DeepSpeed with tp={tp}")
+    record = found.what_it_is(plan, model)
+    return {**record, "tp": tp, "words": " ".join(found.in_words(record, "").split())}
