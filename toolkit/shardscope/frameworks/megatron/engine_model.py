@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
 from shardscope.frameworks.megatron.engine_norm import MarkedNorm
@@ -37,8 +38,8 @@ def model_parallel(plan: Plan) -> None:
 
     degrees, layout = plan.degrees, plan.layout
     assert isinstance(layout, MegatronLayout)
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    leave_model_parallel()
+    before = set(_groups())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tp,
         pipeline_model_parallel_size=degrees.pp,
@@ -48,6 +49,32 @@ def model_parallel(plan: Plan) -> None:
         expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=False,
     )
+    _OWN_GROUPS[:] = [group for group in _groups() if group not in before]
+
+
+_OWN_GROUPS: list[Any] = []
+"""Those that :func:`model_parallel` made in this process."""
+
+
+def leave_model_parallel() -> None:
+    """End the process groups of an earlier engine of this process, if there was one. Collective.
+
+    megatron-core forgets them only, and each of two dozen keeps its threads: some hundred a rank.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    # A rank that ends a group must not cut off another that still reads from it.
+    dist.barrier()
+    while _OWN_GROUPS:
+        dist.destroy_process_group(_OWN_GROUPS.pop())
+
+
+def _groups() -> list[Any]:
+    """Every process group that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def training_config(plan: Plan, hf_config: Any) -> Any:
@@ -180,7 +207,8 @@ def build_optimizer(plan: Plan, config: Any, chunks: list[Any], numbers: Any, cl
             params_dtype=dtype,
             use_distributed_optimizer=layout.distributed_optimizer,
             overlap_param_gather=layout.overlap_param_gather,
-            clip_grad=clip or 0.0,
+            # Zero would be no clipping, and no norm to tell either.
+            clip_grad=float("inf") if clip is None else clip,
         ),
         chunks,
         use_gloo_process_groups=False,

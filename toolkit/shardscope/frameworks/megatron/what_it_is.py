@@ -20,32 +20,46 @@ def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) ->
     """What was found, as JSON. Raises ``RuntimeError`` where it contradicts ``plan``."""
     layout = plan.layout
     assert isinstance(layout, MegatronLayout)
-    found = {**_groups(), **_modules(chunks), **_optimizer(plan, chunks, optimizer)}
-    degrees = plan.degrees
-    experts = plan.architecture.mixture_of_experts
-    planned: dict[str, Any] = {
-        "tensor_parallel": degrees.tp,
-        "pipeline_parallel": degrees.pp,
-        "virtual_pipeline": degrees.vpp,
-        "context_parallel": degrees.cp,
-        "expert_parallel": degrees.ep,
-        "data_parallel": degrees.data_parallel,
-        "data_rank": data_rank,
-        "sequence_parallel": layout.splits_sequence,
-        "distributed_optimizer": layout.distributed_optimizer,
-        "num_layers_here": plan.stage_layers[found["stage"]],
-        "num_attention_heads_here": plan.architecture.num_attention_heads // degrees.tp,
-        "num_experts_here": experts.num_experts // degrees.ep if experts and found["num_experts_here"] else 0,
-    }
+    degrees, arch = plan.degrees, plan.architecture
+    found = _groups()
+    _compare(
+        found,
+        {
+            "tensor_parallel": degrees.tp,
+            "pipeline_parallel": degrees.pp,
+            "virtual_pipeline": degrees.vpp,
+            "context_parallel": degrees.cp,
+            "expert_parallel": degrees.ep,
+            "data_parallel": degrees.data_parallel,
+            "data_rank": data_rank,
+        },
+    )
+    found |= {**_modules(chunks), **_optimizer(chunks, optimizer)}
+    experts = arch.mixture_of_experts
+    _compare(
+        found,
+        {
+            "sequence_parallel": layout.splits_sequence,
+            "distributed_optimizer": layout.distributed_optimizer,
+            "num_layers_here": plan.stage_layers[found["stage"]],
+            "num_attention_heads_here": arch.num_attention_heads // degrees.tp,
+            "num_experts_here": experts.num_experts // degrees.ep
+            if experts and found["num_experts_here"]
+            else 0,
+        },
+    )
+    layers = _all_layers(found)
+    if layers != list(range(plan.architecture.num_hidden_layers)):
+        raise RuntimeError(f"the stages hold layers {layers} of {plan.architecture.num_hidden_layers}")
+    return found
+
+
+def _compare(found: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
     for name, value in planned.items():
         if found[name] != value:
             raise RuntimeError(
                 f"the plan says {name.replace('_', ' ')} {value}, and Megatron-core has {found[name]}"
             )
-    layers = _all_layers(plan, found)
-    if layers != list(range(plan.architecture.num_hidden_layers)):
-        raise RuntimeError(f"the stages hold layers {layers} of {plan.architecture.num_hidden_layers}")
-    return found
 
 
 def _groups() -> dict[str, Any]:
@@ -89,7 +103,7 @@ def _has_experts(module: torch.nn.Module) -> bool:
     return isinstance(module, MoELayer)
 
 
-def _optimizer(plan: Plan, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
+def _optimizer(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """The optimizer's class, and how many numbers this rank updates of those that it holds."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -115,7 +129,7 @@ def _optimizer(plan: Plan, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _all_layers(plan: Plan, found: Mapping[str, Any]) -> list[int]:
+def _all_layers(found: Mapping[str, Any]) -> list[int]:
     """The layers of all stages, in order; those of the ranks that are first in their other groups."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (found["stage"], found["layers_here"]))
