@@ -27,9 +27,9 @@ def before_fork(plan: Plan, device_type: str) -> None:
 
 def import_deepspeed(device_type: str) -> Any:
     """``deepspeed``, quietly, with the accelerator that ranks of ``device_type`` have."""
-    if device_type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    else:
+    # Asked for, not found out: a rehearsal in this process may have said another.
+    os.environ["DS_ACCELERATOR"] = device_type
+    if device_type == "cuda":
         # A count by CUDA itself would leave forked ranks without it.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # torch 2.13 renames the collectives that DeepSpeed calls, and says so at every step.

@@ -1,0 +1,324 @@
+"""ZeRO really training on gloo ranks: many plans in one spawn, each beside the same model in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+
+torch = needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope import Architecture  # noqa: E402
+from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
+from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
+from shardscope.validation import FieldError  # noqa: E402
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+RATE = 1e-2
+
+PLANS: dict[str, dict[str, Any]] = {
+    "zero-0": {"layout": {"stage": 0}},
+    "zero-1": {"layout": {"stage": 1}},
+    "zero-2, two micro-batches": {"layout": {"stage": 2}, "num_micro_batches": 2, "micro_batch_size": 1},
+    "zero-3": {"layout": {"stage": 3}},
+    "zero-3 recomputing": {"layout": {"stage": 3}, "recompute": "full"},
+    "zero-3 bf16": {"layout": {"stage": 3}, "precision": "bf16-mixed"},
+    "zero-0 bf16": {"layout": {"stage": 0}, "precision": "bf16-mixed"},
+    "zero-1 fp16": {"layout": {"stage": 1}, "precision": "fp16-mixed"},
+}
+ON_HOST: dict[str, dict[str, Any]] = {
+    "zero-2 on the host": {"layout": {"stage": 2, "offload_optimizer": "cpu"}},
+    "zero-3 on the host": {"layout": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}},
+}
+NEEDS_COMPILER = "DeepSpeed's Adam for the host compiles for a minute in a new environment; a run builds it"
+
+
+def plan_of(name: str) -> Any:
+    return tiny_plan("zero", 2, **{**PLANS, **ON_HOST}[name])
+
+
+def whole_batch(step: int) -> Any:
+    return torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
+
+
+def share(ctx: StandInContext, step: int) -> dict[str, Any]:
+    rows = whole_batch(step).chunk(ctx.world_size)[ctx.rank]
+    return {"input_ids": rows, "labels": rows.clone()}
+
+
+def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+    """A new engine of ``plan`` in the same process, set up."""
+    from shardscope.training.model import build_model
+
+    ctx.plan = plan
+    engine = ctx.engine = type(ctx.engine)(ctx)
+    engine.learning_rate, engine.seed = RATE, seed
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
+
+
+def trained(ctx: StandInContext) -> dict[str, Any]:
+    """Every plan's losses, bytes and record, and those of plain torch."""
+    from shardscope.training import memory_watch
+
+    found: dict[str, Any] = {"reference": plain_torch()}
+    names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
+    watched = memory_watch.WATCHED_STEPS
+    for name in names:
+        # The census looks at every operator: two kinds of engine are enough.
+        memory_watch.WATCHED_STEPS = watched if name in ("zero-1", "zero-3") else ()
+        engine = fresh(ctx, plan_of(name))
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            losses.append(engine.step(share(ctx, step)))
+            norms.append(engine.grad_norm)
+        found[name] = {
+            "losses": losses,
+            "norms": norms,
+            "held": engine.held_at_update,
+            "engine": ctx.records["engine"],
+        }
+    found["kept"] = kept(ctx)
+    found["adapters"] = adapters(ctx)
+    found["contradiction"] = contradiction(ctx)
+    return found
+
+
+def plain_torch() -> dict[str, Any]:
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.manual_seed(0)
+    model = build_model(tiny_llama())
+    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        ids = whole_batch(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms}
+
+
+def kept(ctx: StandInContext) -> dict[str, Any]:
+    """A checkpoint gone on from by a new engine, an export opened by transformers, and what is refused."""
+    from transformers import AutoModelForCausalLM
+
+    found: dict[str, Any] = {}
+    for name in ("zero-1", "zero-3 bf16"):
+        engine = fresh(ctx, plan_of(name))
+        for step in range(SAVED_AFTER):
+            engine.step(share(ctx, step))
+        engine.save(f"kept/{name}")
+        engine = fresh(ctx, plan_of(name), seed=7)
+        engine.load(f"kept/{name}")
+        engine.export(f"exported/{name}")
+        opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
+        ids = whole_batch(SAVED_AFTER)
+        with torch.no_grad():
+            loss = float(opened(input_ids=ids, labels=ids).loss)
+        done = engine.num_steps_done
+        again = [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+        found[name] = {"again": again, "done": done, "exported": loss, "type": str(opened.dtype)}
+    try:
+        engine.load("kept/zero-1")
+    except ValueError as refusal:
+        found["refusal"] = str(refusal)
+    return found
+
+
+def adapters(ctx: StandInContext) -> dict[str, Any]:
+    """Adapters train, a checkpoint has nothing else, and peft opens their export."""
+    engine = fresh(ctx, tiny_plan("zero", 2, layout={"stage": 3}, method="lora"))
+    losses = [engine.step(share(ctx, 0)) for _ in range(3)]
+    engine.save("kept/adapters")
+    engine.export("exported/adapters")
+    files = sorted(path.name for path in (ctx.folder / "exported" / "adapters").iterdir())
+    whole = 4 * tiny_llama().num_parameters
+    size = sum(
+        path.stat().st_size for path in (ctx.folder / "kept" / "adapters").rglob("*") if path.is_file()
+    )
+    record = ctx.records["engine"]
+    return {"losses": losses, "files": files, "is_small": size < whole, "engine": record}
+
+
+def contradiction(ctx: StandInContext) -> str:
+    """DeepSpeed told of another stage than the plan's."""
+    from shardscope.frameworks.deepspeed import engine
+
+    truth = engine.deepspeed_config
+
+    def other(plan: Any, **options: Any) -> dict[str, Any]:
+        config = truth(plan, **options)
+        config["zero_optimization"]["stage"] = 1
+        return config
+
+    engine.deepspeed_config = other
+    try:
+        fresh(ctx, plan_of("zero-2, two micro-batches"))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.deepspeed_config = truth
+    return "it went on"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    plan = plan_of("zero-1")
+    before_fork(plan, "cpu")
+    if extensions.is_built("cpu_adam"):
+        extensions.load("cpu_adam")
+    return on_ranks(2, plan, trained, tmp_path_factory.mktemp("zero"))
+
+
+def result(found: list[dict[str, Any]], name: str, rank: int = 0) -> dict[str, Any]:
+    if name in ON_HOST and name not in found[rank]:
+        pytest.skip(NEEDS_COMPILER)
+    of_name: dict[str, Any] = found[rank][name]
+    return of_name
+
+
+@pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
+def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
+    expected = found[0]["reference"]
+    of_plan = result(found, name)
+    assert of_plan["losses"] == result(found, name, 1)["losses"]
+    half = "precision" in {**PLANS, **ON_HOST}[name]
+    assert of_plan["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
+    assert of_plan["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_are_those_that_were_predicted(name: str, found: list[dict[str, Any]]) -> None:
+    """To the byte, of the rank that holds most; what an update works with is no state."""
+    report = plan_of(name).memory()
+    ranks = [result(found, name, rank)["held"] for rank in range(2)]
+    assert max(rank["parameters"] for rank in ranks) == report.at("rest")["parameters"]
+    assert max(rank["gradients"] for rank in ranks) == report.at("optimizer")["gradients"]
+    assert max(rank["optimizer"] for rank in ranks) == report.at("rest")["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "zero-0",
+            "DeepSpeed ZeRO-0: every rank has all weights, gradients and optimizer state, 2 ranks "
+            "(gloo, cpu), fp32 compute",
+        ),
+        ("zero-1", "DeepSpeed ZeRO-1: optimizer state is shared out over 2 ranks (gloo, cpu), fp32 compute"),
+        (
+            "zero-3 bf16",
+            "DeepSpeed ZeRO-3: weights, gradients and optimizer state are shared out over 2 ranks "
+            "(gloo, cpu), bf16 compute",
+        ),
+        (
+            "zero-3 on the host",
+            "DeepSpeed ZeRO-3: weights, gradients and optimizer state are shared out over 2 ranks "
+            "(gloo, cpu), optimizer state in host memory, weights in host memory, fp32 compute",
+        ),
+    ],
+)
+def test_a_run_says_what_it_is(name: str, sentence: str, found: list[dict[str, Any]]) -> None:
+    record = result(found, name)["engine"]
+    assert record["sentence"] == sentence
+    assert record["num_parameters"] == record["num_trained_parameters"] == tiny_llama().num_parameters
+    assert record["stage"] == plan_of(name).layout.stage and record["data_parallel"] == 2
+    halves = 1 if record["stage"] == 0 else 2
+    assert record["num_weights_updated_here"] * halves == tiny_llama().num_parameters
+
+
+@pytest.mark.parametrize("name", ["zero-1", "zero-3 bf16"])
+def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: list[dict[str, Any]]) -> None:
+    straight, of_kept = result(found, name)["losses"], found[0]["kept"][name]
+    assert of_kept["done"] == SAVED_AFTER
+    assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
+    # Main copies are fp32, so is what is exported; forward reads them in bf16.
+    assert of_kept["type"] == "torch.float32"
+    assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if name == "zero-1" else 0.03)
+
+
+def test_a_checkpoint_of_another_stage_is_refused(found: list[dict[str, Any]]) -> None:
+    words = found[0]["kept"]["refusal"]
+    assert "the ZeRO stage that saved zero-1" in words and "fsdp2 and ddp resume" in words
+
+
+def test_adapters_train_and_travel_alone(found: list[dict[str, Any]]) -> None:
+    of_adapters = found[0]["adapters"]
+    assert of_adapters["losses"][-1] < of_adapters["losses"][0]
+    assert of_adapters["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert of_adapters["is_small"]
+    assert of_adapters["engine"]["num_trained_parameters"] < tiny_llama().num_parameters / 2
+
+
+def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
+    assert found[0]["contradiction"] == "the plan's stage: 2; DeepSpeed made: 1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layout": {"stage": 1, "tp": 2}}, "fsdp2 and megatron run tp"),
+        ({"layout": {"stage": 1, "pp": 2}}, "fsdp2 and megatron run pp"),
+        ({"layout": {"stage": 3}, "loss": "chunked"}, "fsdp2 runs it"),
+        ({"layout": {"stage": 2}, "optimizer": "adamw_8bit"}, "'adamw', 'sgd', 'adafactor' to train"),
+        ({"layout": {"stage": 2}, "method": "qlora", "precision": "bf16"}, "ZeRO cuts no quantised weights"),
+    ],
+)
+def test_what_it_does_not_run_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
+    refusal = why_not_trained(tiny_plan("zero", 2, **fields))
+    assert refusal is not None and words in refusal and "Nearest fix" in refusal
+
+
+def test_experts_over_ranks_are_refused() -> None:
+    mixtral = Architecture.from_hf({
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 512,
+    })  # fmt: skip
+    refusal = why_not_trained(tiny_plan("zero", 2, architecture=mixtral, layout={"stage": 2, "ep": 2}))
+    assert refusal is not None and "megatron runs ep" in refusal
+
+
+def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "find_library", lambda name: None)
+    with pytest.raises(FieldError, match="apt install libaio-dev"):
+        limits._check_nvme()
+    monkeypatch.setattr(limits, "find_library", lambda name: f"lib{name}.so")
+    monkeypatch.setattr(extensions, "is_built", lambda name: True)
+    monkeypatch.setenv(limits.NVME_VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(FieldError, match="is no folder"):
+        limits._check_nvme()
+    monkeypatch.setenv(limits.NVME_VARIABLE, str(tmp_path))
+    limits._check_nvme()
+    assert limits.nvme_folder(Path("runs/one")) == tmp_path / "one"
+    monkeypatch.delenv(limits.NVME_VARIABLE)
+    assert limits.nvme_folder(Path("runs/one")) == Path("runs/one/nvme")
+
+
+def test_what_compiles_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "is_built", lambda name: False)
+    monkeypatch.setattr(limits.shutil, "which", lambda tool: None if tool == "ninja" else f"/usr/bin/{tool}")
+    plan = tiny_plan("zero", 2, layout={"stage": 2, "offload_optimizer": "cpu"})
+    refusal = why_not_trained(plan)
+    assert refusal is not None and "this machine has no ninja" in refusal
+
+
+def test_extensions_have_a_folder_for_each_version_and_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = extensions.library_of("cpu_adam")
+    assert library.is_relative_to(tmp_path / "shardscope" / "extensions")
+    assert "deepspeed-" in str(library) and "torch-" in str(library)
+    assert not extensions.is_built("cpu_adam")
