@@ -205,3 +205,20 @@ def test_what_a_stage_holds_is_what_its_schedule_plays(data: st.DataObject) -> N
     found = fullest(plan, number, dense, moe)
     expected = played(arch, (pp, vpp, number, micro_batches), dense, moe)
     assert found._replace(dense=0, moe=0) == expected
+
+
+def test_what_was_computed_once_is_the_same_column_again() -> None:
+    rows = Rows([np.arange(4)])
+    column = rows.column(1, np.arange(4))
+    assert column + 1 is column + 1
+    assert where(column > 1, column, 7) is where(column > 1, column, 7)
+    # Functions are told apart by their answers, numbers by their types as well.
+    assert looked_up(lambda number: 2 * number, column) is looked_up(lambda number: number + number, column)
+    assert (column * 2).values.dtype == np.int64
+    assert (column * 2.0).values.dtype == np.float64
+    assert looked_up(float, column).values.dtype == np.float64
+    assert looked_up(int, column).values.dtype == np.int64
+    before = column + 1
+    rows.forget()
+    assert column + 1 is not before
+    assert (column + 1).values.tolist() == before.values.tolist()
