@@ -117,7 +117,9 @@ class Watch:
         is_whole = bool(optimizer.gradient_state.sync_gradients)
         if is_whole and self.num_steps == 0 and self._models:
             gradients = sum(accounting.gradient_bytes(model) for model in self._models)
-            self._add(gradient_bytes=gradients, micro_batches_per_step=len(self._losses))
+            # DeepSpeed has taken its step by now, in backward.
+            self._add(**({"gradient_bytes": gradients} if gradients else {}))
+            self._add(micro_batches_per_step=len(self._losses))
         result = original(optimizer, *given, **named)
         if is_whole:
             self._step_is_over(optimizer)
