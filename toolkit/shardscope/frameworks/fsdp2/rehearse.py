@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.fsdp2.engines import engine_of
 from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, PART_TRAINED, check_parallel, check_pipeline
@@ -56,11 +55,10 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
         engine = engine_of(FakeContext(plan, "cpu:0" if apart else "cpu"))
         # The mesh is made of real numbers, so before tensors stop having any.
         engine.mesh = engine.make_mesh()
-        loss = loss_parallel() if degrees.tp > 1 else contextlib.nullcontext()
         logits = ceil_div(plan.architecture.vocab_size, degrees.tp)
         has_flash = plan.cluster.gpu.has_flash_attention
         fake = fake_tensors(plan.on_gpu, {logits}, host_apart=apart, has_flash=has_flash)
-        with fake as tracker, loss:
+        with fake as tracker:
 
             def gradients_here(group: Any) -> None:
                 """Whole ones, which autograd made, wait for their reduce-scatter; HSDP's parts add up."""
