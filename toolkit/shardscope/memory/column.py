@@ -257,9 +257,9 @@ def _of_two(ufunc: Any, left: Column, right: Column) -> Column:
     return Column(left.rows, keys, ufunc(first, second))
 
 
-def _alone(ufunc: Any, column: Column) -> Any:
+def _alone(ufunc: Any, column: Column) -> Column:
     key = ufunc, column.number
-    found = column.rows.known.get(key)
+    found: Column | None = column.rows.known.get(key)
     if found is None:
         found = column.rows.known[key] = Column(column.rows, column.keys, ufunc(column.values))
     return found
