@@ -8,7 +8,7 @@ opened only where this user's own run wrote them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardscope.frameworks.megatron import random_tracker
 from shardscope.frameworks.megatron.weights_export import wait_for_weights
 from shardscope.frameworks.megatron.weights_load import unwrapped
 from shardscope.training import random_state
-from shardscope.training.aside import check_own, written_aside
+from shardscope.training.aside import begin_aside, check_own, replace, written_aside
 from shardscope.training.checkpoint_folders import POSITION_FILE
 
 
@@ -29,19 +29,32 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, 
     ``chunks``: the model chunks as they were made for the optimizer (``DistributedDataParallel``).
     ``position`` goes in as readable JSON. Written aside and renamed when it is whole.
     """
-    from megatron.core import dist_checkpointing
-
     with written_aside(path) as aside:
-        random_state.write(aside)
-        random_tracker.write(aside)
-        _make_state(optimizer)
-        wait_for_weights(chunks)
-        # Ranks have other random states beside it, so the folder is no empty one: that is only warned of.
-        dist_checkpointing.save(
-            _state(chunks, optimizer, loading=False), str(aside), content_metadata=_metadata_on_disk()
-        )
+        _write(aside, chunks, optimizer, beside=False)
         if dist.get_rank() == 0:
-            (aside / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
+            _write_position(aside, position)
+
+
+def begin(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> Callable[[], None]:
+    """As :func:`save`, but come back once the state is in host memory; a forked process of each rank writes.
+
+    What comes back waits, on all ranks, until ``path`` is whole, and raises what kept it from that: only
+    then is the folder renamed.
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    aside = begin_aside(path)
+    calls = AsyncCallsQueue()
+    calls.schedule_async_request(_write(aside, chunks, optimizer, beside=True))
+
+    def wait() -> None:
+        calls.maybe_finalize_async_calls(blocking=True)
+        if dist.get_rank() == 0:
+            _write_position(aside, position)
+            replace(aside, path)
+        dist.barrier()
+
+    return wait
 
 
 def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
@@ -65,6 +78,27 @@ def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     random_tracker.restore(path)
     position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     return position
+
+
+def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) -> Any:
+    """All but the position; ``beside`` training, what comes back is still to be scheduled."""
+    from megatron.core import dist_checkpointing
+
+    random_state.write(aside)
+    random_tracker.write(aside)
+    _make_state(optimizer)
+    wait_for_weights(chunks)
+    # The random states are in the folder already, which megatron-core only warns of.
+    return dist_checkpointing.save(
+        _state(chunks, optimizer, loading=False),
+        str(aside),
+        async_sharded_save=beside,
+        content_metadata=_metadata_on_disk(),
+    )
+
+
+def _write_position(folder: Path, position: dict[str, Any]) -> None:
+    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:

@@ -1,0 +1,327 @@
+"""Weights of transformers in Megatron-core's model: the same logits, and back the same numbers.
+
+One spawn of four gloo ranks goes through all cases: what a case finds comes back by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs
+from tests.runs import two_ranks
+from tests.runs.two_ranks import StandInContext, on_ranks
+
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe
+from shardscope.architecture import MixtureOfExperts
+from shardscope.frameworks.megatron.hf_names import check_mapped
+
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 200,
+    "max_position_embeddings": 64,
+}
+"""No size is another's, and 56 rows pad the vocabulary of one rank."""
+EXPERTS = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)
+GPT2 = {
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "norm": "layernorm",
+    "gated_mlp": False,
+    "position_embedding": "learned",
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"tie_word_embeddings": True},
+    "qwen2": {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3": {"qk_norm": True},
+    "gpt2": GPT2,
+    "mixtral": {"mixture_of_experts": EXPERTS, "intermediate_size": 40},
+    "qwen3_moe": {"qk_norm": True, "mixture_of_experts": EXPERTS},
+}
+CUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp 2, pp 2": ("llama", {"tp": 2, "pp": 2}),
+    "a tied head on another stage": ("gpt2", {"tp": 2, "pp": 2}),
+    "tp 4 over 2 key-value heads": ("qwen2", {"tp": 4}),
+    "interleaved stages": ("qwen3", {"pp": 2, "vpp": 2}),
+    "pp 4": ("mistral", {"pp": 4}),
+    "ep 4": ("mixtral", {"ep": 4}),
+    "tp 2, ep 2": ("mixtral", {"tp": 2, "ep": 2}),
+    "experts whole in tp": ("qwen3_moe", {"tp": 2, "ep": 4, "etp": 1}),
+    "ep 2, pp 2": ("mixtral", {"ep": 2, "pp": 2}),
+}
+"""By name: a family and the degrees of four ranks."""
+
+
+WITH_LOGITS = [*FAMILIES, *(n for n, (_, cut) in CUTS.items() if "pp" not in cut and cut.get("ep") != 2)]
+"""Those whose ranks hold every layer; gloo has no gathering of unequal parts, as experts cut by tp need."""
+CHECKPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "fp32": ({"family": "llama", "tp": 2, "pp": 2}, {"family": "llama"}, False),
+    "bf16 with experts": (
+        {"family": "mixtral", "precision": "bf16-mixed", "ep": 2, "pp": 2},
+        {"family": "mixtral", "precision": "bf16-mixed", "tp": 2, "ep": 2},
+        True,
+    ),
+    "an optimizer on every rank": (
+        {"family": "gpt2", "precision": "bf16-mixed", "tp": 2, "distributed_optimizer": False},
+        {"family": "gpt2", "precision": "bf16-mixed", "pp": 2, "distributed_optimizer": False},
+        False,
+    ),
+}
+"""By name: what saves, what goes on, and whether saving goes on beside a step."""
+EXPORTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "one file": ("qwen2", {"tp": 2, "pp": 2}, 10**9),
+    "several files": ("mixtral", {"ep": 2, "pp": 2}, 60_000),
+}
+"""By name: a family, degrees, and the most bytes of a file."""
+
+
+def architecture(family: str) -> Architecture:
+    return Architecture(name=family, model_type=family, **{**SHAPE, **FAMILIES[family]})
+
+
+def plan(family: str, precision: str = "fp32", **layout: Any) -> Plan:
+    recipe = Recipe(seq_len=32, micro_batch_size=1, global_batch_size=8, precision=precision)
+    return Plan(architecture(family), Cluster.parse("4xcpu"), recipe, Layout.megatron(**layout))
+
+
+@contextlib.contextmanager
+def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
+    """transformers' model, this rank's chunks of Megatron's with its weights, and their config."""
+    import torch
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from shardscope.frameworks.megatron import engine_model
+    from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+    from shardscope.frameworks.megatron.weights_load import load_hf, mute_padding
+    from shardscope.training.model import build_model
+
+    torch.manual_seed(7)
+    source = build_model(plan.architecture).eval()
+    for parameter in source.parameters():
+        # Norms of ones and biases of zeros would hide where they went.
+        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.2)
+    with cpu_ranks():
+        engine_model.model_parallel(plan)
+        model_parallel_cuda_manual_seed(7)
+        config = engine_model.training_config(plan, source.config)
+        chunks = engine_model.model_chunks(plan, config, source.config)
+        load_hf(chunks, source.state_dict(), plan.architecture)
+        mute_padding(chunks, plan.architecture)
+        yield source, [chunk.eval() for chunk in chunks], config
+        engine_model.leave_model_parallel()
+
+
+def farthest(source: Any, found: dict[str, Any]) -> float:
+    """How far any number of ``found`` is from transformers' own; infinite where names differ."""
+    wanted = {name: parameter.detach() for name, parameter in source.named_parameters()}
+    if wanted.keys() != found.keys():
+        return float("inf")
+    return max(float((wanted[name] - found[name]).abs().max()) for name in wanted)
+
+
+def logits_of(chunk: Any, ids: Any) -> Any:
+    """[batch, seq_len, vocab_size] of a model that is whole but for tensor parallelism."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    with torch.no_grad():
+        mine = chunk(ids, positions, None).contiguous()
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def stepped(chunks: list[Any], optimizer: Any) -> None:
+    """One step whose gradient is a function of each weight alone, so that degrees do not change it."""
+    import torch
+
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(torch.sin(7 * parameter.detach().float()))
+    assert optimizer.step()[0]
+
+
+@contextlib.contextmanager
+def training(plan: Plan) -> Iterator[tuple[list[Any], Any, Any]]:
+    """Chunks in gradient buffers, their optimizer, and transformers' model with their weights."""
+    from shardscope.frameworks.megatron import engine_model
+    from shardscope.frameworks.megatron.engine_numbers import OptimizerNumbers
+    from shardscope.frameworks.megatron.weights_load import load_hf
+
+    with model_of(plan) as (source, models, config):
+        chunks = engine_model.in_buffers(plan, config, models)
+        numbers = OptimizerNumbers(learning_rate=0.01, weight_decay=0.1)
+        optimizer = engine_model.build_optimizer(plan, config, chunks, numbers, None)
+        load_hf(chunks, source.state_dict(), plan.architecture, optimizer)
+        yield chunks, optimizer, source
+
+
+def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> dict[str, Any]:
+    """Two steps, a checkpoint, one more; and that one by ranks of other degrees that loaded it.
+
+    ``beside``: the checkpoint is written while the third step is taken.
+    """
+    from shardscope.frameworks.megatron import checkpointing
+    from shardscope.frameworks.megatron.weights_export import to_hf
+
+    arch, found = before.architecture, {}
+    with training(before) as (chunks, optimizer, source):
+        weights = to_hf(chunks, arch, optimizer)
+        found["loaded"] = farthest(source, weights) if rank == 0 else 0.0
+        for _ in range(2):
+            stepped(chunks, optimizer)
+        position = {"num_steps_done": 2}
+        if beside:
+            wait = checkpointing.begin(path, chunks, optimizer, position)
+            stepped(chunks, optimizer)
+            wait()
+        else:
+            checkpointing.save(path, chunks, optimizer, position)
+            stepped(chunks, optimizer)
+        straight = to_hf(chunks, arch, optimizer)
+        found["moved"] = farthest(source, straight) if rank == 0 else 1.0
+    with training(after) as (chunks, optimizer, _):
+        found["position"] = checkpointing.load(path, chunks, optimizer)
+        stepped(chunks, optimizer)
+        again = to_hf(chunks, arch, optimizer)
+    found["apart"] = max((float((straight[name] - again[name]).abs().max()) for name in straight), default=0)
+    return found
+
+
+def exported(path: Path, rank: int, family: str, layout: dict[str, Any], limit: int) -> dict[str, Any]:
+    """What transformers opens of an export, in files of up to ``limit`` bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from shardscope.frameworks.megatron.weights_export import export_hf
+
+    with model_of(plan(family, **layout)) as (source, chunks, _):
+        export_hf(chunks, architecture(family), source.config, path, max_file_bytes=limit)
+    if rank:
+        return {}
+    opened = AutoModelForCausalLM.from_pretrained(path).eval()
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        apart = float((opened(ids).logits - source(ids).logits).abs().max())
+    return {"apart": apart, "files": sorted(file.name for file in path.iterdir())}
+
+
+def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
+    import torch
+
+    from shardscope.frameworks.megatron.weights_export import to_hf
+
+    found: dict[str, Any] = {}
+    torch.manual_seed(3)
+    ids = torch.randint(0, SHAPE["vocab_size"], (2, 32))
+    for name, (family, layout) in ({family: (family, {}) for family in FAMILIES} | CUTS).items():
+        with model_of(plan(family, **layout)) as (source, chunks, _):
+            back = to_hf(chunks, architecture(family))
+            case: dict[str, Any] = {"back": farthest(source, back) if ctx.rank == 0 else len(back)}
+            if name in WITH_LOGITS:
+                with torch.no_grad():
+                    wanted = source(ids).logits
+                logits = logits_of(chunks[0], ids)
+                case["logits"] = float((logits[..., : wanted.shape[-1]] - wanted).abs().max())
+                case["size"] = float(wanted.abs().max())
+                case["padding"] = float(logits[..., wanted.shape[-1] :].max())
+        found[name] = case
+    for name, (before, after, beside) in CHECKPOINTS.items():
+        path = folder / name.replace(" ", "-")
+        found[name] = resumed(path, ctx.rank, plan(**before), plan(**after), beside)
+    for name, case in EXPORTS.items():
+        found[name] = exported(folder / name.replace(" ", "-"), ctx.rank, *case)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four ranks found, case by case."""
+    needs("megatron.core")
+    folder = tmp_path_factory.mktemp("megatron-weights")
+    import transformers  # noqa: F401
+
+    with pytest.MonkeyPatch.context() as patched:
+        # Seconds on a quiet machine; every case forks writers and talks to three others.
+        patched.setattr(two_ranks, "RANK_SECONDS", 300)
+        return on_ranks(4, plan("llama"), partial(found_on_a_rank, folder), folder)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *CUTS])
+def test_weights_come_back_bit_by_bit(found: list[dict[str, Any]], name: str) -> None:
+    assert found[0][name]["back"] == 0.0
+    assert all(rank[name]["back"] == 0 for rank in found[1:])  # rank 0 alone holds the model
+
+
+@pytest.mark.parametrize("name", WITH_LOGITS)
+def test_logits_are_those_of_transformers(found: list[dict[str, Any]], name: str) -> None:
+    for rank in found:
+        assert rank[name]["logits"] < 1e-5 * max(rank[name]["size"], 1.0)
+        # Rows that pad the vocabulary have no share in a softmax.
+        assert rank[name]["padding"] < -1e30
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_other_degrees_go_on_from_a_checkpoint_exactly(found: list[dict[str, Any]], name: str) -> None:
+    case = found[0][name]
+    assert case["loaded"] == 0.0  # fp32 copies of 16-bit weights have every bit of what was built
+    assert case["moved"] > 1e-3
+    assert case["apart"] == 0.0
+    assert all(rank[name]["position"] == {"num_steps_done": 2} for rank in found)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_transformers_opens_an_export(found: list[dict[str, Any]], name: str) -> None:
+    assert found[0][name]["apart"] == 0.0
+    files = found[0][name]["files"]
+    assert "config.json" in files
+    several = EXPORTS[name][2] < 10**6
+    assert ("model.safetensors.index.json" in files) == several
+    assert ("model.safetensors" in files) != several
+
+
+def test_a_family_without_a_mapping_is_refused_by_name() -> None:
+    gemma = Architecture(name="gemma", model_type="gemma", **{**SHAPE, "tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=r"Architecture\.model_type.*'gemma'.*mapping.*fsdp2"):
+        check_mapped(gemma)
+
+
+def test_rotary_angles_are_taken_over_or_refused() -> None:
+    needs("torch")
+    needs("transformers")
+    from transformers import LlamaConfig
+
+    from shardscope.frameworks.megatron.weights_config import model_numbers
+
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    numbers = model_numbers(LlamaConfig(rope_parameters=llama3))
+    assert numbers["rotary_base"] == 500_000.0
+    assert numbers["rope_scaling"] and numbers["rope_scaling_factor"] == 8.0
+    with pytest.raises(ValueError, match="rope_parameters"):
+        model_numbers(LlamaConfig(rope_parameters={**llama3, "high_freq_factor": 2.0}))
+    with pytest.raises(ValueError, match="rope_parameters"):
+        model_numbers(LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}))
