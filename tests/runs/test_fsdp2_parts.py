@@ -1,4 +1,4 @@
-"""FSDP2 with tensor-parallel parts and pipeline stages: real ranks train as one process does."""
+"""FSDP2 with tensor-parallel parts and pipeline stages: four real ranks train as one process does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from families import architecture
 from tests.needs import needs
 
 torch = needs("torch")
@@ -13,108 +14,234 @@ needs("transformers")
 
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
-from shardscope import Plan  # noqa: E402
-from shardscope.frameworks.registry import engine_for  # noqa: E402
+from shardscope import Architecture, Plan  # noqa: E402
+from shardscope.frameworks.fsdp2.limits import STAGED_FAMILIES  # noqa: E402
+from shardscope.frameworks.registry import engine_for, why_not_trained  # noqa: E402
 
-NUM_STEPS = 4
-ROWS, SEQ_LEN = 8, 64
-FOUR = replace(tiny_llama(), num_hidden_layers=4)
-TIED = replace(FOUR, tie_word_embeddings=True)
+NUM_STEPS = 2
+ROWS, SEQ_LEN = 4, 32
+LAYERS = 4
+STATE = ("parameters", "gradients", "optimizer")
+LLAMA = replace(tiny_llama(), num_hidden_layers=LAYERS)
+TIED = replace(LLAMA, tie_word_embeddings=True)
 
 
-def plan_of(world_size: int, rows: int = 1, **layout: Any) -> Plan:
+def plan_of(world_size: int, arch: Architecture = LLAMA, rows: int = 1, **fields: Any) -> Plan:
     """``ROWS`` rows a step in micro-batches of ``rows``, however many ranks share them."""
-    architecture = layout.pop("architecture", FOUR)
-    recipe = layout.pop("recipe", {})
+    recipe = {name: fields.pop(name) for name in ("recompute", "precision") if name in fields}
     return tiny_plan(
         "fsdp2" if world_size > 1 else "ddp",
         world_size,
-        architecture=architecture,
+        architecture=arch,
         micro_batch_size=rows,
         global_batch_size=ROWS,
-        layout=layout,
+        seq_len=SEQ_LEN,
+        layout=fields,
         **recipe,
     )
 
 
 CASES: dict[str, Plan] = {
-    "tp4": plan_of(4, tp=4, architecture=replace(FOUR, num_key_value_heads=4)),
     "shard2 x tp2": plan_of(4, tp=2),
-    "copies2 x tp2": plan_of(4, tp=2, replicate=2, rows=4),
-    "pp4": plan_of(4, pp=4),
-    "pp2 x shard2": plan_of(4, pp=2),
-    "pp2 x tp2": plan_of(4, pp=2, tp=2),
+    "copies2 x tp2, tied": plan_of(4, TIED, rows=2, tp=2, replicate=2),
+    "pp2 x tp2, recomputed": plan_of(4, pp=2, tp=2, recompute="full"),
+    "pp4, tied": plan_of(4, TIED, pp=4),
     "pp2 x vpp2 x shard2": plan_of(4, pp=2, vpp=2),
-    "pp2 x copies2, tied": plan_of(4, pp=2, replicate=2, architecture=TIED),
-    "pp4, tied": plan_of(4, pp=4, architecture=TIED),
-    "shard2 x tp2, tied": plan_of(4, tp=2, architecture=TIED),
-    "tp2 recomputed": plan_of(4, tp=2, recipe={"recompute": "full"}),
-    "pp2 recomputed": plan_of(4, pp=2, recipe={"recompute": "selective"}),
 }
 
 
-def batch_of(step: int, share: int = 0, num_shares: int = 1) -> dict[str, Any]:
-    """A share of a global batch in which some labels do not count, more of them in some rows."""
+def batch_of(engine: Any, step: int) -> dict[str, Any]:
+    """This rank's share of a global batch of which some labels do not count, more in later rows."""
     tokens = torch.randint(0, 64, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
     labels = tokens.clone()
     for row in range(ROWS):
         labels[row, : 5 * row] = -100
-    return {
-        "input_ids": tokens.chunk(num_shares)[share],
-        "labels": labels.chunk(num_shares)[share],
-    }
+    share, shares = engine.data_rank, engine.num_data_ranks
+    return {"input_ids": tokens.chunk(shares)[share], "labels": labels.chunk(shares)[share]}
+
+
+def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
+    from shardscope.training.model import build_model
+
+    engine = ctx.engine = engine_for(plan)(ctx)
+    engine.learning_rate, engine.seed = 1e-2, seed
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
 
 
 def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
-
     ctx = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
-    engine = ctx.engine = engine_for(plan)(ctx)
-    engine.setup(
-        lambda: build_model(plan.architecture),
-        lambda p: build_optimizer(plan.recipe.optimizer, p, 1e-2),
-    )
-    losses, norms = [], []
+    engine = set_up(ctx, plan)
+    found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(NUM_STEPS):
-        losses.append(engine.step(batch_of(step, engine.data_rank, engine.num_data_ranks)))
-        norms.append(engine.grad_norm)
+        found["losses"].append(engine.step(batch_of(engine, step)))
+        found["norms"].append(engine.grad_norm)
     return {
-        "losses": losses,
-        "norms": norms,
+        **found,
         "engine": ctx.records["engine"],
-        "share": [engine.data_rank, engine.num_data_ranks],
-        "held": engine.held_after_step,
+        "stage": getattr(engine, "stage", 0),
+        "rest": engine.memory(),
+        "held": engine.peak_accounted_bytes,
+        "phases": ctx.records["memory"]["phases"],
     }
 
 
 def all_cases(ctx: StandInContext) -> dict[str, Any]:
-    return {name: trained(ctx, plan) for name, plan in CASES.items()}
+    found: dict[str, Any] = {name: trained(ctx, plan) for name, plan in CASES.items()}
+    return {**found, "saved": saved(ctx)}
 
 
-def alone(ctx: StandInContext) -> dict[str, Any]:
-    variants = {plan.architecture: plan for plan in CASES.values()}
+def saved(ctx: StandInContext) -> dict[str, Any]:
+    """What two stages in chunks saved goes on in two plain ones, cut by tp, from other weights."""
+    plan, other = CASES["pp2 x vpp2 x shard2"], plan_of(4, pp=2, tp=2)
+    ctx = StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
+    engine = set_up(ctx, plan)
+    engine.step(batch_of(engine, 0))
+    engine.save("checkpoint")
+    engine.export("model")
+    went_on = engine.step(batch_of(engine, 1))
+    again = set_up(StandInContext(ctx.rank, ctx.world_size, other, ctx.folder, ctx.device), other, seed=7)
+    again.load("checkpoint")
+    again.export("model again")
+    whole = plan_of(4)
+    refuses = set_up(StandInContext(ctx.rank, ctx.world_size, whole, ctx.folder, ctx.device), whole)
+    try:
+        refuses.load("checkpoint")
+        words = "loaded"
+    except ValueError as error:
+        words = str(error)
     return {
-        repr(architecture): trained(ctx, plan_of(1, rows=ROWS, architecture=architecture))
-        for architecture in variants
+        "went_on": went_on,
+        "again": again.step(batch_of(again, 1)),
+        "done": again.num_steps_done,
+        "words": words,
     }
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(1, plan_of(1, rows=ROWS), alone, tmp_path_factory.mktemp("alone"))[0]
+def alone(ctx: StandInContext) -> list[dict[str, Any]]:
+    return [trained(ctx, plan_of(1, arch, rows=ROWS)) for arch in (LLAMA, TIED)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(4, CASES["tp4"], all_cases, tmp_path_factory.mktemp("four"))
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    one, tied = on_ranks(1, plan_of(1, rows=ROWS), alone, tmp_path_factory.mktemp("alone"))[0]
+    return {False: one, True: tied}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Any) -> list[dict[str, Any]]:
+    return on_ranks(4, CASES["pp4, tied"], all_cases, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_parts_train_as_the_whole_does(name: str, found: Any, expected: Any) -> None:
-    whole = expected[repr(CASES[name].architecture)]
+    whole = expected[CASES[name].architecture.tie_word_embeddings]
     for rank in range(4):
         one = found[rank][name]
         assert one["losses"] == pytest.approx(whole["losses"], abs=1e-4)
         assert one["norms"] == pytest.approx(whole["norms"], abs=1e-4)
         assert one["losses"] == found[0][name]["losses"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_hold_what_is_planned(name: str, found: Any) -> None:
+    """To the byte, on the ranks of every stage."""
+    plan = CASES[name]
+    stages = plan.memory().by_stage
+    for rank in range(4):
+        one = found[rank][name]
+        planned = stages[one["stage"]].at("optimizer").components
+        assert one["held"] == sum(planned[part] for part in STATE)
+        assert (one["rest"]["parameters"], one["rest"]["optimizer"]) == (
+            planned["parameters"],
+            planned["optimizer"],
+        )
+        assert {"forward", "backward", "optimizer"} <= set(one["phases"])
+
+
+def test_each_says_what_it_is(found: Any) -> None:
+    assert found[0]["shard2 x tp2"]["engine"]["sentence"] == (
+        "FSDP2: all 39 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu), 30 of them cut over "
+        "2 tensor-parallel ranks, fp32 compute"
+    )
+    assert found[3]["pp2 x vpp2 x shard2"]["engine"]["sentence"] == (
+        "FSDP2: all 20 parameter tensors are DTensors, sharded over 2 ranks (gloo, cpu); pipeline stage 2 of "
+        "2 with layers 1, 3 in 2 chunks, Interleaved1F1B, fp32 compute"
+    )
+    twice = TIED.vocab_size * TIED.hidden_size
+    for rank in range(4):
+        record = found[rank]["pp4, tied"]["engine"]
+        assert (record["stage"], record["layers"]) == (rank, [rank])
+        assert record["num_parameters"] == TIED.num_parameters + twice
+
+
+def test_a_checkpoint_of_stages_goes_on_in_others(found: Any) -> None:
+    saved = found[0]["saved"]
+    assert saved["again"] == pytest.approx(saved["went_on"], abs=1e-5)
+    assert saved["done"] == 2
+    assert "saved without pipeline stages" in saved["words"]
+
+
+def test_stages_leave_one_model(found: Any, folder: Any) -> None:
+    """transformers opens what two stages in chunks exported; its loss is theirs."""
+    from transformers import AutoModelForCausalLM
+
+    class Alone:
+        data_rank, num_data_ranks = 0, 1
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    batch = batch_of(Alone(), 1)
+    kept = (batch["labels"][:, 1:] != -100).sum(dim=1)
+    with torch.no_grad():
+        rows = [
+            model(input_ids=ids[None], labels=labels[None]).loss * number
+            for ids, labels, number in zip(batch["input_ids"], batch["labels"], kept, strict=True)
+        ]
+    # Other stages, cut by tp, had the same weights to export.
+    other = AutoModelForCausalLM.from_pretrained(folder / "model again")
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=0)
+    assert float(sum(rows) / kept.sum()) == pytest.approx(found[0]["saved"]["went_on"], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", STAGED_FAMILIES)
+def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
+    from shardscope.frameworks.fsdp2.pipeline import StageModule, part_of
+    from shardscope.training.model import build_model
+
+    torch.manual_seed(0)
+    arch = architecture(family, 4)
+    model = build_model(arch)
+    ids = torch.arange(24).reshape(2, 12) % arch.vocab_size
+    stream = ids
+    # The second part is cut again, as a stage's chunks are.
+    halves = [part_of(model, range(4)[:2], is_first=True, is_last=False)]
+    later = part_of(model, range(2, 4), is_first=False, is_last=True)
+    quarters = [
+        part_of(later, [2], is_first=False, is_last=False),
+        part_of(later, [3], is_first=False, is_last=True),
+    ]
+    with torch.no_grad():
+        for number, part in enumerate([*halves, *quarters]):
+            stream = StageModule(part, is_first=number == 0, is_last=number == 2)(stream)
+        torch.testing.assert_close(stream, model(input_ids=ids).logits)
+    names = {name for part in (*halves, later) for name, _ in part.named_parameters()}
+    assert names >= {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of(4, cp=2), "Layout.cp is 2; allowed: 1 to train with FSDP2: torch's context_parallel"),
+        (plan_of(4, architecture("mixtral", 2), tp=2), "not fused ones, nor experts"),
+        (plan_of(4, architecture("gpt2", 2), pp=2), "do not come apart in the same places"),
+        (plan_of(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor multiplies equal parts"),
+    ],
+)
+def test_what_has_no_parts_is_refused(plan: Plan, words: str) -> None:
+    assert words in str(why_not_trained(plan))
