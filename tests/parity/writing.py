@@ -41,8 +41,7 @@ sent back."""
 def line(outcome: Outcome) -> str:
     """One row, as it ends."""
     row = outcome.row
-    verdict = outcome.verdict if outcome.holds or outcome.verdict != "same" else "bytes"
-    head = f"{row.name:<38} {row.num_ranks} {verdict:<9}"
+    head = f"{row.name:<38} {row.num_ranks} {verdict(outcome):<12}"
     if outcome.verdict in ("same", "differs"):
         numbers = f"loss {_small(outcome.loss_difference)}  norm {_small(outcome.norm_difference)}"
         tail = f"{numbers}  {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}  {bytes_words(outcome)}"
@@ -50,6 +49,11 @@ def line(outcome: Outcome) -> str:
     else:
         tail, why = outcome.why, ""
     return f"{head} {tail}{why}".rstrip()
+
+
+def verdict(outcome: Outcome) -> str:
+    """The verdict; a curve that is the same over other bytes than planned does not hold."""
+    return "bytes differ" if outcome.verdict == "same" and not outcome.holds else outcome.verdict
 
 
 def bytes_words(outcome: Outcome) -> str:
@@ -85,7 +89,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         cells = [
             outcome.row.name,
             str(outcome.row.num_ranks),
-            f"**{outcome.verdict}**" if outcome.verdict in ("differs", "failed") else outcome.verdict,
+            verdict(outcome) if outcome.holds else f"**{verdict(outcome)}**",
             f"{_small(outcome.loss_difference)} (step {outcome.at_step + 1})" if ran else "–",
             _small(outcome.norm_difference) if ran else "–",
             f"{outcome.first_loss:.4f} to {outcome.last_loss:.4f}" if ran else "–",
