@@ -209,3 +209,28 @@ def test_copies_of_shards_average_once_a_step() -> None:
     assert (between.link, within.link) == ("infiniband-ndr", "nvlink-4")
     # Four micro-batches, and each of eight ranks has an eighth to average.
     assert within.num_bytes == pytest.approx(4 * 8 * between.num_bytes)
+
+
+def test_context_parallel_ranks_join_outputs_and_wait_for_their_gradients() -> None:
+    cluster = ss.Cluster.parse("8xh100-sxm-80gb")
+    recipe = ss.Recipe(seq_len=65_536, global_batch_size=8)
+
+    def made(layout: Any) -> Any:
+        return ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, layout).step()
+
+    torchs, ring = made(ss.Layout.fsdp2(cp=8)), made(ss.Layout.megatron(cp=8))
+    hops = [one for one in torchs.communication if one.collective == "send"]
+    # Of eight hops of the gradients, in fp32, the last is waited for.
+    assert len(hops) == 2
+    covered, last = sorted(hops, key=lambda one: -one.num_bytes)
+    assert covered.num_bytes == pytest.approx(7 * last.num_bytes)
+    assert last.hidden_seconds == 0 < covered.hidden_seconds
+    local, layers, width = 65_536 // 8, 32, 8 * 128 * 2
+    assert last.num_bytes == pytest.approx(8 * layers * local * width * 4)
+    assert not [one for one in ring.communication if one.collective == "send"]
+    # Seven parts join the first: for a number of the output 38 bytes move, and 10 for one of its gradient.
+    plain = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2()).step()
+    joined = 8 * layers * 7 * local * 32 * 128
+    more = torchs.parts["elementwise"] - plain.parts["elementwise"]
+    assert more == pytest.approx(48 * joined / rates_of(cluster).memory(), rel=0.02)
+    assert "joining" in torchs.explain("context_parallel")

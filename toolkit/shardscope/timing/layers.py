@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardscope.memory.activations import saved_tensors
 from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up, where
 from shardscope.memory.modules.attention import in_plain_math, is_eager
+from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.precision import FP32
 from shardscope.plan import Plan
 from shardscope.timing.collectives import one_call, remembered
@@ -118,6 +119,8 @@ class LayerWork:
             moved, moved_back = moved + sorted_bytes, moved_back + sorted_bytes
         elementwise = (self.passes.forward * saved + _ADDS * stream + moved) / self.memory
         elementwise_back = (self.passes.backward * saved + _ADDS * stream + moved_back) / self.memory
+        merged, merged_back = self._merged()
+        elementwise, elementwise_back = elementwise + merged, elementwise_back + merged_back
         passes = self.passes
         num_adapters = count_adapters(arch, moe, recipe) if frozen else 0
         forward = self._started(
@@ -196,6 +199,14 @@ class LayerWork:
             return 0.0, 0.0
         cast = _CAST_TO_8_BITS * self.tokens * products.edges / 2
         return cast + _CAST_TO_8_BITS * products.weights, cast
+
+    def _merged(self) -> tuple[Any, Any]:
+        """Seconds to join the outputs of attention over each rank's keys, and the queries' gradients."""
+        cp, tp, (forward, backward) = self.plan.degrees.cp, self.plan.degrees.tp, self.overlap.merges
+        if cp.__class__ is int and cp == 1:
+            return 0, 0
+        joined = self.tokens * attention_widths(self.arch).output * (cp - 1) / tp
+        return forward * joined / self.memory, backward * joined / self.memory
 
     def _sorted(self) -> Any:
         """Bytes to sort tokens by expert and back, beside the one copy that experts save.

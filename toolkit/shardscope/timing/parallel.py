@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.arithmetic import ceil_div, looked_up, where
 from shardscope.memory.modules.attention import widths as attention_widths
+from shardscope.memory.precision import FP32
 from shardscope.memory.stages import layers_by_kind
 from shardscope.timing.traffic import Beneath, Collective, Transfer
 
@@ -90,7 +91,7 @@ def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
     """Keys and values pass to all ranks forward, and with their gradients backward (Liu et al. 2023).
 
     On a ring attention works on what is there while the next part travels; gathered first, it works on its
-    own part meanwhile.
+    own part meanwhile. Gradients go round either way, each part's beneath the next one's attention.
     """
     plan = work.plan
     tp, cp = plan.degrees.tp, plan.degrees.cp
@@ -112,8 +113,12 @@ def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
         beneath="attention",
         bare=bare,
     )
-    back = forward._replace(times=2 * layers)
-    return [forward, back]
+    if not work.overlap.gradients_home:
+        return [forward, forward._replace(times=2 * layers)]
+    gradients = keys / cp * (FP32 / work.modules.compute)
+    hop = Transfer("context_parallel", "send", gradients, cp, tp, layers)
+    covered = hop._replace(times=layers * (cp - 1), beneath="attention", bare=0.0)
+    return [forward, forward._replace(times=layers), covered, hop]
 
 
 def _experts(work: LayerWork, stage: Stage) -> list[Transfer]:

@@ -80,6 +80,11 @@ class Overlap(NamedTuple):
     context: Literal["ring", "gather"] = "gather"
     """Keys and values pass round from rank to rank while attention works on those that are there, or are
     gathered first."""
+    merges: tuple[int, int] = (0, 0)
+    """Bytes that are read and written for one number of attention's output where a further part of the keys
+    joins those before, and for one of the queries' gradient."""
+    gradients_home: bool = False
+    """Gradients of keys and values travel in fp32, and once more than these do, beneath nothing: home."""
     sends: Any = False
     """What passes between pipeline stages; an array where plans differ in it."""
     stops_early: bool = True

@@ -45,7 +45,10 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
             f"tp={degrees.tp}: two reductions a layer forward and two backward (Shoeybi et al. 2019, figure "
             "4; Korthikanti et al. 2022, section 4.2.2)"
         ),
-        "context_parallel": f"cp={degrees.cp}: keys and values to all ranks (Liu et al. 2023)",
+        "context_parallel": (
+            f"cp={degrees.cp}: keys and values to all ranks, their gradients back (Liu et al. 2023); joining "
+            "the outputs is in elementwise"
+        ),
         "expert_parallel": f"ep={degrees.ep}: tokens to their experts and back (Lepikhin et al. 2020)",
         "pipeline_transfers": f"pp={degrees.pp}: hidden states forward, their gradients back",
         "gathers": "parameters gathered, and staged in the GPU's own memory (Rajbhandari et al. 2020)",

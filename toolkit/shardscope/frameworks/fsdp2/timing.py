@@ -16,7 +16,11 @@ SCHEDULES = {
     "1f1b": "torch.distributed.pipelining.Schedule1F1B",
     "interleaved": "torch.distributed.pipelining.ScheduleInterleaved1F1B",
 }
-OVERLAP = Overlap(context="gather", sends=True)
+# torch.distributed.tensor.experimental, _context_parallel/_attention.py (torch 2.13). ``_SDPAMerger`` casts a
+# part's output to fp32 (2 + 4 bytes), subtracts, scales and subtracts again (12 + 8 + 12); backward adds a
+# part's gradient to an fp32 sum (2 + 4 + 4). ``dkv_rotater`` sends fp32 after every part, and is waited for
+# once more behind the last.
+OVERLAP = Overlap(context="gather", merges=(38, 10), gradients_home=True, sends=True)
 """DTensor waits for each collective of tp; torch's context parallel gathers keys and values
 (``_ContextParallelOptions.rotate_method``); torch.distributed.pipelining does not wait for what it sends."""
 

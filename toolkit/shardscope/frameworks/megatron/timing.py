@@ -79,6 +79,9 @@ def overlap(plan: Plan) -> Overlap:
         tensor_backward=True,
         gathers_input_again=not layout.tp_comm_overlap,
         context="ring",
+        # One fused pass reads a part and reads and writes the sum, all in 2 bytes (Transformer Engine,
+        # attention/dot_product_attention/context_parallel.py, flash_attn_fwd_out_correction; dq the same).
+        merges=(6, 6),
         sends=plan.degrees.vpp > 1,
         stops_early=False,
     )
