@@ -1,0 +1,324 @@
+"""Megatron-core on real gloo ranks: it trains what transformers trains, and says what it really made.
+
+One spawn of two ranks goes through all cases: what a case finds comes back by its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.needs import needs
+
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe
+from shardscope.layer_parts import MixtureOfExperts
+
+torch = needs("torch")
+needs("transformers")
+needs("megatron.core")
+
+from two_ranks import StandInContext, on_ranks  # noqa: E402
+
+NUM_STEPS = 3
+GLOBAL_ROWS = 4
+SEQ_LEN = 32
+LEARNING_RATE = 1e-2
+
+
+def llama(**changes: Any) -> Architecture:
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+    }
+    return Architecture(**{**fields, **changes})
+
+
+def gpt2() -> Architecture:
+    biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
+    return llama(
+        model_type="gpt2",
+        num_key_value_heads=4,
+        norm="layernorm",
+        gated_mlp=False,
+        position_embedding="learned",
+        tie_word_embeddings=True,
+        **biases,
+    )
+
+
+def mixtral() -> Architecture:
+    experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    return llama(model_type="mixtral", num_hidden_layers=2, mixture_of_experts=experts)
+
+
+def plan(architecture: Architecture | None = None, *, layout: dict[str, Any], **recipe: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "seq_len": SEQ_LEN,
+        "micro_batch_size": 1,
+        "global_batch_size": GLOBAL_ROWS,
+        "precision": "fp32",
+        **recipe,
+    }
+    return Plan(architecture or llama(), Cluster.parse("2xcpu"), Recipe(**fields), Layout.megatron(**layout))
+
+
+CASES: dict[str, Plan] = {
+    # 12 rows pad the vocabulary to 256 x 2, and would have a share in every softmax.
+    "tensor and sequence parallel": plan(
+        llama(vocab_size=500, tie_word_embeddings=True), layout={"tp": 2}, recompute="full"
+    ),
+    "interleaved stages": plan(layout={"pp": 2, "vpp": 2}),
+    "a tied head on another stage": plan(gpt2(), layout={"pp": 2}),
+    "distributed optimizer": plan(layout={"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "whole optimizer": plan(layout={"distributed_optimizer": False}, optimizer="sgd"),
+    "experts": plan(mixtral(), layout={"ep": 2}),
+    "bf16": plan(llama(num_hidden_layers=2), layout={}, precision="bf16-mixed"),
+    "fp16": plan(llama(num_hidden_layers=2), layout={}, precision="fp16-mixed"),
+}
+LOOSE = {"bf16": 2e-2, "fp16": 2e-2}
+"""By how much losses of 16 bits may differ from those of 32, in which the single process computes."""
+
+
+def batch(step: int) -> dict[str, Any]:
+    """A global batch of a few of the words, of which some rows have fewer labels than others."""
+    tokens = torch.randint(0, 32, (GLOBAL_ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+    labels = tokens.clone()
+    labels[::3, :20] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def share(whole: dict[str, Any], engine: Any) -> dict[str, Any]:
+    return {name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole.items()}
+
+
+def build(case: Plan) -> Any:
+    from shardscope.training.model import build_model
+
+    return build_model(case.architecture)
+
+
+def single(case: Plan) -> dict[str, Any]:
+    """One process, plain autograd, the whole batch at once, no engine."""
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.manual_seed(0)
+    model = build(case)
+    optimizer = build_optimizer(case.recipe.optimizer, list(model.parameters()), LEARNING_RATE)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norm": float(norm)}
+
+
+def fresh(ctx: StandInContext, case: Plan) -> StandInContext:
+    """A context of its own for one case on this rank."""
+    from shardscope.frameworks.megatron.engine import MegatronEngine
+
+    own = StandInContext(
+        rank=ctx.rank, world_size=ctx.world_size, plan=case, folder=ctx.folder, device=ctx.device
+    )
+    own.engine = MegatronEngine(own)
+    own.engine.learning_rate = LEARNING_RATE
+    return own
+
+
+def trained(ctx: StandInContext, case: Plan) -> dict[str, Any]:
+    own = fresh(ctx, case)
+    engine = own.engine
+    engine.setup(lambda: build(case))
+    losses = [engine.step(share(batch(step), engine)) for step in range(NUM_STEPS)]
+    return {
+        "losses": losses,
+        "norm": engine.grad_norm,
+        "held": {name: engine.memory()[name] for name in ("parameters", "gradients", "optimizer")},
+        "record": own.records["engine"],
+        "phases": own.records["memory"]["phases"],
+        "single": single(case),
+        "data_rank": engine.data_rank,
+    }
+
+
+def refusals(ctx: StandInContext) -> dict[str, str]:
+    """What an engine says to another module, optimizer or batch, by name."""
+    case = plan(llama(num_hidden_layers=2), layout={})
+    found = {}
+
+    def told(name: str, build_model: Any, build_optimizer: Any = None, whole: Any = None) -> None:
+        own = fresh(ctx, case)
+        try:
+            own.engine.setup(build_model, build_optimizer)
+            own.engine.step(share(whole, own.engine))
+        except (ValueError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    whole = batch(0)
+    told("module", lambda: torch.nn.Linear(4, 4))
+    told("optimizer", lambda: build(case), torch.optim.Adagrad)
+    told("decayed vectors", lambda: build(case), torch.optim.AdamW)
+    told("batch", lambda: build(case), None, {**whole, "attention_mask": whole["input_ids"]})
+    unlabelled = {**whole, "labels": whole["labels"].clone()}
+    unlabelled["labels"][0] = -100
+    told("labels", lambda: build(case), None, unlabelled)
+    return found
+
+
+def contradictions(ctx: StandInContext) -> dict[str, str]:
+    """What an engine says where Megatron-core made something else than planned."""
+    from shardscope.frameworks.megatron import engine_model
+
+    found = {}
+    planned = plan(llama(num_hidden_layers=2), layout={"tp": 2})
+    groups, buffers = engine_model.model_parallel, engine_model.in_buffers
+    engine_model.model_parallel = lambda plan: groups(
+        replace(plan, layout=Layout.megatron(pp=2), recipe=replace(plan.recipe))
+    )
+    try:
+        fresh(ctx, planned).engine.setup(lambda: build(planned))
+    except RuntimeError as error:
+        found["groups"] = str(error)
+    finally:
+        engine_model.model_parallel = groups
+    data = plan(llama(num_hidden_layers=2), layout={})
+    whole = replace(data, layout=Layout.megatron(distributed_optimizer=False))
+    optimizer = engine_model.build_optimizer
+    engine_model.in_buffers = lambda plan, *rest: buffers(whole, *rest)
+    engine_model.build_optimizer = lambda plan, *rest: optimizer(whole, *rest)
+    try:
+        fresh(ctx, data).engine.setup(lambda: build(data))
+    except RuntimeError as error:
+        found["optimizer"] = str(error)
+    finally:
+        engine_model.in_buffers, engine_model.build_optimizer = buffers, optimizer
+    return found
+
+
+def freely(ctx: StandInContext) -> dict[str, Any]:
+    """How far the weights go in one step of a rate of zero, and one of ten times the rate, not clipped."""
+    case = plan(llama(num_hidden_layers=2), layout={"distributed_optimizer": False}, optimizer="sgd")
+    own = fresh(ctx, case)
+    own.engine.max_grad_norm = None
+    own.engine.weight_decay = 0.0
+    own.engine.setup(lambda: build(case))
+    moved = []
+    for rate in (0.0, 0.1):
+        own.engine.set_learning_rate(rate)
+        before = [p.detach().clone() for p in own.engine.model.parameters()]
+        own.engine.step(share(batch(0), own.engine))
+        moved.append(
+            sum(
+                float((p - was).square().sum())
+                for p, was in zip(own.engine.model.parameters(), before, strict=True)
+            )
+            ** 0.5
+        )
+    return {"moved": moved, "norm": own.engine.grad_norm}
+
+
+def everything(ctx: StandInContext) -> dict[str, Any]:
+    return {
+        **{name: trained(ctx, case) for name, case in CASES.items()},
+        "refusals": refusals(ctx),
+        "contradictions": contradictions(ctx),
+        "freely": freely(ctx),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    from shardscope.frameworks.megatron.launching import before_fork
+
+    first = next(iter(CASES.values()))
+    before_fork(first, "cpu")
+    return on_ranks(2, first, everything, tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_what_transformers_trains(name: str, ranks: list[dict[str, Any]]) -> None:
+    expected = ranks[0][name]["single"]
+    for rank in ranks:
+        found = rank[name]
+        assert found["losses"] == pytest.approx(expected["losses"], abs=LOOSE.get(name, 1e-4))
+        assert found["norm"] == pytest.approx(expected["norm"], rel=10 * LOOSE.get(name, 1e-4))
+        assert found["losses"] == ranks[0][name]["losses"]
+    assert expected["losses"][0] > expected["losses"][-1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_hold_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+    for number, stage in enumerate(CASES[name].memory().by_stage):
+        planned = stage.at("optimizer").components
+        held = [rank[name]["held"] for rank in ranks if rank[name]["record"]["stage"] == number]
+        for component in ("parameters", "gradients", "optimizer"):
+            assert max(each[component] for each in held) == planned[component], component
+
+
+def test_it_says_what_it_made(ranks: list[dict[str, Any]]) -> None:
+    records = {name: [rank[name]["record"] for rank in ranks] for name in CASES}
+    split = records["tensor and sequence parallel"][0]
+    assert split["sentence"] == (
+        "Megatron-core: GPTModel in 1 chunk a rank, tp 2 with sequence parallelism (gloo, cpu), "
+        "DistributedOptimizer, its state in shares, fp32 compute"
+    )
+    assert split["qkv_shape_here"] == [64, 64] and split["num_attention_heads_here"] == 2
+    assert [each["layers_here"] for each in records["interleaved stages"]] == [[0, 2], [1, 3]]
+    assert [each["stage"] for each in records["interleaved stages"]] == [0, 1]
+    experts = records["experts"][0]
+    assert experts["num_experts_here"] == experts["expert_parallel"] == 2
+    shares = records["distributed optimizer"]
+    assert sum(each["num_weights_updated_here"] for each in shares) == shares[0]["num_weights_here"]
+    assert shares[0]["overlap_grad_reduce"] and shares[0]["overlap_param_gather"]
+    whole = records["whole optimizer"][0]
+    assert (whole["optimizer"], whole["inner_optimizer"]) == ("FP32Optimizer", "SGD")
+    assert records["bf16"][0]["parameter_dtypes"] == ["bfloat16"]
+
+
+def test_ranks_of_a_model_parallel_group_share_their_data(ranks: list[dict[str, Any]]) -> None:
+    shares = {name: [rank[name]["data_rank"] for rank in ranks] for name in CASES}
+    for name, case in CASES.items():
+        assert shares[name] == ([0, 0] if case.degrees.tp * case.degrees.pp == 2 else [0, 1])
+
+
+def test_a_step_is_watched(ranks: list[dict[str, Any]]) -> None:
+    phases = ranks[0]["distributed optimizer"]["phases"]
+    assert {"rest", "forward", "backward", "optimizer"} <= set(phases)
+    held = ranks[0]["distributed optimizer"]["held"]
+    assert phases["optimizer"]["parameters"] == held["parameters"]
+    assert phases["optimizer"]["gradients"] == held["gradients"]
+    assert phases["backward"]["activations"] > 0
+
+
+def test_what_cannot_be_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        told = rank["refusals"]
+        assert "a model of transformers of the plan's family, 'llama'" in told["module"]
+        assert "build_optimizer is 'Adagrad'; allowed: a torch.optim.AdamW" in told["optimizer"]
+        assert "one decay for all matrices and none for vectors" in told["decayed vectors"]
+        assert "batch is 'attention_mask, input_ids, labels'" in told["batch"]
+        assert "1 micro-batches of this step have no labelled token" in told["labels"]
+
+
+def test_a_contradiction_fails_the_run(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        told = rank["contradictions"]
+        assert told["groups"] == "the plan says tensor parallel 2, and Megatron-core has 1"
+        assert told["optimizer"] == "the plan says distributed optimizer True, and Megatron-core has False"
+
+
+def test_rate_and_clipping_are_obeyed(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["freely"]
+    assert found["moved"][0] == 0 and found["norm"] > 1.0
+    assert found["moved"][1] > 0.1 * found["norm"] * 0.99

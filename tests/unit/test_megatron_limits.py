@@ -1,0 +1,150 @@
+"""What the Megatron-core engine trains is refused or let through before any rank; CPU ranks stay on CPUs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs_installed
+
+import shardscope as ss
+from shardscope.frameworks.registry import why_not_trained
+
+PACKAGE = Path(ss.__file__).parent
+
+
+def plan(
+    name: str = "llama-3.2-1b", layout: dict[str, Any] | None = None, gpus: int = 4, **recipe: Any
+) -> ss.Plan:
+    fields: dict[str, Any] = {"seq_len": 1024, "global_batch_size": 8, **recipe}
+    return ss.Plan(
+        ss.models[name],
+        ss.Cluster.parse(f"{gpus}xcpu"),
+        ss.Recipe(**fields),
+        ss.Layout.megatron(**(layout or {})),
+    )
+
+
+@needs_installed("megatron")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": False},
+        {"pp": 2, "vpp": 2},
+        {"tp": 2, "pp": 2},
+        {"distributed_optimizer": False},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    ],
+)
+def test_its_layouts_train(layout: dict[str, Any]) -> None:
+    assert why_not_trained(plan(layout=layout)) is None
+
+
+@needs_installed("megatron")
+def test_experts_train() -> None:
+    assert why_not_trained(plan("mixtral-8x7b", {"ep": 4})) is None
+
+
+@needs_installed("megatron")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (plan(layout={"cp": 2}), "Layout.cp is 2; allowed: 1 to train with Megatron-core here: its context"),
+        (
+            plan(layout={"tp": 2, "tp_comm_overlap": True}),
+            "Layout.tp_comm_overlap is True; allowed: False to train here: it is Transformer Engine's",
+        ),
+        (plan(loss="fused"), "Recipe.loss is 'fused'; allowed: None, 'full'"),
+        (plan(dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0"),
+        (plan("gemma-2-2b"), "Layout.fsdp2()"),
+    ],
+)
+def test_what_it_does_not_train_is_refused_in_words(given: ss.Plan, words: str) -> None:
+    said = why_not_trained(given)
+    assert said is not None and words in said
+
+
+@needs_installed("megatron")
+def test_windows_are_refused_where_a_sequence_is_longer() -> None:
+    arch = replace(
+        ss.models["llama-3.2-1b"], model_type="mistral", sliding_window=512, sliding_window_layers=16
+    )
+    given = plan()
+    said = why_not_trained(replace(given, architecture=arch))
+    assert said is not None and "at most the window of 512 tokens" in said
+    short = replace(given, architecture=arch, recipe=replace(given.recipe, seq_len=512))
+    assert why_not_trained(short) is None
+
+
+def test_asking_imports_no_torch() -> None:
+    code = (
+        "import sys, shardscope as ss\n"
+        "from shardscope.frameworks.registry import why_not_trained\n"
+        "plan = ss.Plan(ss.models['llama-3.2-1b'], ss.Cluster.parse('2xcpu'), "
+        "ss.Recipe(global_batch_size=2), ss.Layout.megatron(tp=2))\n"
+        "why_not_trained(plan)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_only_the_engine_calls_the_cpu_ranks() -> None:
+    """And on CPU ranks alone."""
+    importing = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if "real_cpu" in (getattr(node, "module", None) or ""):
+                importing.add(file.relative_to(PACKAGE).as_posix())
+    assert importing == {"frameworks/megatron/engine.py"}
+
+
+@needs_installed("megatron")
+class TestOnCpuRanks:
+    """Megatron-core's CUDA calls."""
+
+    def test_a_process_that_uses_cuda_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with pytest.raises(RuntimeError, match="uses CUDA"), cpu_ranks():
+            pass
+
+    def test_an_engine_on_cuda_never_comes_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from types import SimpleNamespace
+
+        import torch
+
+        from shardscope.frameworks.megatron import engine
+
+        monkeypatch.setattr(engine, "cpu_ranks", lambda: pytest.fail("a CUDA engine asked for CPU ranks"))
+        made = engine.MegatronEngine(
+            SimpleNamespace(plan=plan(), rank=0, device=torch.device("cuda", 0))  # type: ignore[arg-type]
+        )
+        with made._on_device():
+            assert torch.cuda.current_device.__module__ == "torch.cuda"
+
+    def test_nothing_is_left_behind(self) -> None:
+        import torch
+        from megatron.core.distributed import param_and_grad_buffer
+        from megatron.core.tensor_parallel import random
+
+        from shardscope.frameworks.megatron.real_cpu import cpu_ranks
+
+        names = ("current_device", "Stream", "synchronize", "manual_seed", "get_rng_state")
+        before = {name: getattr(torch.cuda, name) for name in names}
+        others = param_and_grad_buffer._coalescing_manager, random._get_cuda_rng_state
+        with cpu_ranks():
+            assert torch.ones(2, device="cuda").cuda().sum().item() == 2
+            assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1).type() == "torch.FloatTensor"
+        assert all(getattr(torch.cuda, name) is was for name, was in before.items())
+        assert (param_and_grad_buffer._coalescing_manager, random._get_cuda_rng_state) == others
