@@ -86,7 +86,7 @@ def _imported(name: str, library: Path) -> Any:
     if name in NEEDS_FIRST.values():
         sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
     try:
-        return _import_module_from_library(name, str(library.parent), True)  # type: ignore[no-untyped-call]
+        return _import_module_from_library(name, str(library.parent), True)
     finally:
         sys.setdlopenflags(before)
 

@@ -174,7 +174,7 @@ def _weights_here(stage: int, optimizer: Any, parameters: Mapping[str, Any], ran
         return sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
     if stage in (1, 2):
         flat = sum(group.numel() for group in optimizer.bit16_groups_flat)
-        parts = sum(part.numel() for part in optimizer.single_partition_of_fp32_groups)
+        parts: int = sum(part.numel() for part in optimizer.single_partition_of_fp32_groups)
         _agree("weights of all parts", parts * ranks, flat)
         return parts
     whole = [name for name, parameter in parameters.items() if not hasattr(parameter, "ds_tensor")]

@@ -29,9 +29,6 @@ def check_plan(plan: Plan) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
     _check_degrees(plan, layout)
-    if plan.recipe.base_quantization:
-        why = "None here: ZeRO cuts no quantised weights; ddp and fsdp2 keep such bases"
-        refuse("Recipe.quantization", plan.recipe.base_quantization, why, "method='lora'")
     check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
     if loss_in_force(plan) == "chunked" and layout.stage == 3:
         refuse(

@@ -31,7 +31,8 @@ def connect(deepspeed: Any, backend: str, rank: int) -> None:
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     comm.cdb = None
     # Its reductions through shared memory would be compiled, and are for one world in a process's life.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = _nothing
+    backends: Any = importlib.import_module("deepspeed.comm.torch")
+    backends.build_shm_op = _nothing
     deepspeed.init_distributed(backend)
 
 
