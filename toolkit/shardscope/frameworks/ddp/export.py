@@ -39,7 +39,7 @@ class Training:
         model = build_model(name).to(device).train()
         self.model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(self.model.parameters(), rate, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=COMPUTE == torch.float16)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=COMPUTE == torch.float16)
 
     def step(self, micro_batches):
         total = 0.0

@@ -72,6 +72,8 @@ def _config(plan: Plan) -> Exported:
     )
 
 
+SMALL_BYTES = 2**30
+"""In fp32; larger fresh models are never whole in a script."""
 ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP instead."
 
 
@@ -126,6 +128,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 PART = '''
 CONFIG = json.loads((Path(__file__).parent / "ds_config.json").read_text())
+IS_SMALL = @@IS_SMALL@@  # fresh weights are made whole on every rank, with the numbers that DDP has
 
 
 def connect(device):
@@ -137,12 +140,20 @@ class Training:
     """DeepSpeed shards what its stage says; it takes its step after the last micro-batch."""
 
     def __init__(self, name, device, rate):
-        self.told = HfDeepSpeedConfig(CONFIG)  # transformers asks it whether tensors are cut as they are made
+        stage = CONFIG["zero_optimization"]["stage"]
+        if stage == 3 and not IS_SMALL:
+            self.told = HfDeepSpeedConfig(CONFIG)  # transformers asks it, and cuts tensors as they are made
         model = build_model(name).train()
         CONFIG["gradient_clipping"] = MAX_GRAD_NORM
         offloads = "offload_optimizer" in CONFIG["zero_optimization"]
         optimizer = build_optimizer(model.parameters(), rate, device, offloads)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+        if stage == 3 and IS_SMALL:
+            half = torch.bfloat16 if "bf16" in CONFIG else torch.float16 if "fp16" in CONFIG else PARAMETERS
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(half)
+            deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG, dtype=half)
+        made = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+        self.engine, self.optimizer = made[:2]
 
     def step(self, micro_batches):
         total = 0.0
@@ -171,7 +182,8 @@ CUT_GROUPS = GROUPS.replace("parameter.ndim", 'len(getattr(parameter, "ds_shape"
 """Stage 3 has cut each tensor into one axis by then; ``ds_shape`` is what it was."""
 
 NOTES = """Stage, offloading, batches and precision are read from ds_config.json. With stage 3 each tensor
-is cut as it is made. What the plan does not hold (rotary base, epsilons) is its family's own."""
+of a large model is cut as it is made. What the plan does not hold (rotary base, epsilons) is its
+family's own."""
 
 
 def _script(plan: Plan) -> Exported | Absent:
@@ -187,6 +199,6 @@ def _script(plan: Plan) -> Exported | Absent:
         return Absent(name=SCRIPT_FILE, why=why)
     makes = {name: make for name, make in OPTIMIZERS.items() if name != "adamw_foreach"}
     make = makes.get(plan.recipe.optimizer, "")
-    return plain_script(
-        plan, PART.replace("@@GROUPS@@", CUT_GROUPS).replace("@@MAKE@@", make), IMPORTS, NOTES, makes
-    )
+    part = PART.replace("@@GROUPS@@", CUT_GROUPS).replace("@@MAKE@@", make)
+    is_small = 4 * plan.architecture.num_parameters <= SMALL_BYTES
+    return plain_script(plan, part.replace("@@IS_SMALL@@", repr(is_small)), IMPORTS, NOTES, makes)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.commands import started
 from shardscope.export.files import Absent, Exported, described
-from shardscope.export.script import SCRIPT_FILE, plain_script
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
+from shardscope.frameworks.fsdp2.export_script import script
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -22,7 +22,7 @@ LAYOUT = ("shard", "replicate", "reshard_after_forward", "tp", "cp", "offload")
 
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of an FSDP2 plan writes beside its JSON."""
-    return [_arguments(plan), *_accelerate(plan), *started(plan, _script(plan))]
+    return [_arguments(plan), *_accelerate(plan), *started(plan, script(plan, resharding(plan)))]
 
 
 def _arguments(plan: Plan) -> Exported:
@@ -144,134 +144,3 @@ def why_not_accelerate(plan: Plan) -> str | None:
     if degrees.shard == 1 and degrees.replicate > 1:
         return "Accelerate's ParallelismConfig has no replicas with shard=1 beside tp or cp."
     return None
-
-
-IMPORTS = """
-import os
-import time
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-"""
-
-PART = '''
-MESH = @@MESH@@  # copies x shards
-RESHARD_AFTER_FORWARD = @@RESHARD@@
-OFFLOAD = @@OFFLOAD@@  # whether shards live in host memory
-
-
-def connect(device):
-    """Meet the other ranks; gloo carries what lies in host memory."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-
-
-class Training:
-    """Parameters, gradients and optimizer state in shards; each decoder layer is gathered as it runs."""
-
-    def __init__(self, name, device, rate):
-        mesh = init_device_mesh(device.type, MESH, mesh_dim_names=("replicate", "shard"))
-        model = build_model(name) if name else without_memory(lambda: build_model(name))
-        options = {
-            "mesh": mesh if MESH[0] > 1 else mesh["shard"],
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=COMPUTE, reduce_dtype=torch.float32 if COMPUTE else None
-            ),
-            "offload_policy": CPUOffloadPolicy(device.type == "cuda") if OFFLOAD else OffloadPolicy(),
-        }
-        for layer in decoder_layers(model):
-            fully_shard(layer, reshard_after_forward=RESHARD_AFTER_FORWARD, **options)
-        fully_shard(model, **options)
-        if not name:
-            home = torch.device("cpu") if OFFLOAD else device
-            fill(model, home, device, mesh.get_local_rank("shard"))
-        self.model = model.train()
-        self.optimizer = build_optimizer(model.parameters(), rate, torch.device("cpu") if OFFLOAD else device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=COMPUTE == torch.float16)
-
-    def step(self, micro_batches):
-        total = 0.0
-        for index, micro in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            self.model.set_is_last_backward(is_last)
-            if MESH[0] > 1:
-                self.model.set_requires_all_reduce(is_last)
-            loss = self.model(input_ids=micro, labels=micro).loss / len(micro_batches)
-            self.scaler.scale(loss).backward()
-            total += loss.item()
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total
-
-
-def without_memory(make):
-    """``make()`` with parameters that have no values yet; buffers, such as rotary tables, are real."""
-    register = torch.nn.Module.register_parameter
-
-    def on_meta(module, name, parameter):
-        if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    torch.nn.Module.register_parameter = on_meta
-    try:
-        return make()
-    finally:
-        torch.nn.Module.register_parameter = register
-
-
-def fill(model, home, device, shard):
-    """Memory and fresh weights for this rank's shards: no rank ever holds the model whole."""
-    names = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=home)
-    for first, *others in names.values():  # a tied weight is one parameter with two names
-        for other in others:
-            owner, _, leaf = other.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].to(device)
-    generator = torch.Generator(device=home).manual_seed(shard)
-    std = getattr(model.config, "initializer_range", 0.02)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if name.endswith("bias") or "lora_B" in name:
-                own.zero_()
-            elif parameter.ndim < 2:
-                own.fill_(1.0)
-            else:
-                own.normal_(0.0, std, generator=generator)
-'''
-
-NOTES = """Fresh weights are drawn shard by shard, so no rank holds the model whole; a checkpoint (--model)
-is read whole by every rank into host memory first. What the plan does not hold (rotary base, epsilons)
-is its family's own."""
-
-
-def _script(plan: Plan) -> Exported | Absent:
-    layout: Any = plan.layout
-    degrees = plan.degrees
-    for degree in ("tp", "pp", "cp"):
-        if getattr(degrees, degree) > 1:
-            why = (
-                f"a plain script shards and replicates, and the plan has {degree}={getattr(degrees, degree)}."
-            )
-            return Absent(name=SCRIPT_FILE, why=why)
-    part = PART
-    for name, value in {
-        "MESH": (degrees.replicate, degrees.shard),
-        "RESHARD": resharding(plan),
-        "OFFLOAD": layout.offload == "cpu",
-    }.items():
-        part = part.replace(f"@@{name}@@", repr(value))
-    return plain_script(plan, part, IMPORTS, NOTES)

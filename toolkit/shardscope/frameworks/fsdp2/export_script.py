@@ -1,0 +1,241 @@
+"""FSDP2's plain script: shards, copies and tensor-parallel parts, over PyTorch alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.files import Absent, Exported
+from shardscope.export.script import SCRIPT_FILE, plain_script
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_parallel
+from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+IMPORTS = """
+import os
+import time
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+"""
+
+PART = '''
+MESH = @@MESH@@  # copies x shards x tensor-parallel parts
+RESHARD_AFTER_FORWARD = @@RESHARD@@
+OFFLOAD = @@OFFLOAD@@  # whether shards live in host memory
+IS_SMALL = @@IS_SMALL@@  # fresh weights are made whole on every rank, with the numbers that DDP has
+
+
+def connect(device):
+    """Meet the other ranks; gloo carries what lies in host memory."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+class Training:
+    """Parameters, gradients and optimizer state in shards; each decoder layer is gathered as it runs."""
+
+    def __init__(self, name, device, rate):
+        mesh = init_device_mesh(device.type, MESH, mesh_dim_names=("replicate", "shard", "tp"))
+        whole = name or IS_SMALL
+        model = build_model(name) if whole else without_memory(lambda: build_model(name))
+        options = {
+            "mesh": mesh["replicate", "shard"] if MESH[0] > 1 else mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=COMPUTE, reduce_dtype=torch.float32 if COMPUTE else None
+            ),
+            "offload_policy": CPUOffloadPolicy(device.type == "cuda") if OFFLOAD else OffloadPolicy(),
+        }
+@@CUT@@        for layer in decoder_layers(model):
+            fully_shard(layer, reshard_after_forward=RESHARD_AFTER_FORWARD, **options)
+        fully_shard(model, **options)
+        if not whole:
+            fill(model, torch.device("cpu") if OFFLOAD else device, device)
+        self.model = model.train()
+        self.optimizer = build_optimizer(model.parameters(), rate, torch.device("cpu") if OFFLOAD else device)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=COMPUTE == torch.float16)
+
+    def step(self, micro_batches):
+        total = 0.0
+        for index, micro in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self.model.set_is_last_backward(is_last)
+            if MESH[0] > 1:
+                self.model.set_requires_all_reduce(is_last)
+            @@LOSS@@
+            total += loss.item()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def without_memory(make):
+    """``make()`` with parameters that have no values yet; buffers, such as rotary tables, are real."""
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module, name, parameter):
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = on_meta
+    try:
+        return make()
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def fill(model, home, device):
+    """Memory and fresh weights for this rank's shards: no rank ever holds the model whole."""
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=home)
+    for first, *others in names.values():  # a tied weight is one parameter with two names
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(device)
+    std = getattr(model.config, "initializer_range", 0.02)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
+            own, mesh = parameter.to_local(), parameter.device_mesh
+            if parameter.ndim < 3:
+                own.copy_(own_part(drawn(name, parameter, std, generator, parameter.shape), parameter))
+                continue
+            first = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1)) * mesh.get_local_rank(mesh.ndim - 1)
+            for place in range(parameter.shape[0]):  # experts' matrices in a stack, one by one
+                matrix = drawn(name, parameter, std, generator, parameter.shape[1:])
+                if first <= place < first + len(own):
+                    own[place - first].copy_(matrix)
+
+
+def own_part(whole, parameter):
+    """This rank's shard of ``whole``: equal chunks, the last ones short or empty."""
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Shard | _StridedShard):
+            chunks = whole.chunk(parameter.device_mesh.size(axis), dim=placement.dim)
+            index = parameter.device_mesh.get_local_rank(axis)
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+def drawn(name, parameter, std, generator, shape):
+    """One tensor's fresh numbers, the same on every rank."""
+    whole = torch.empty(shape, dtype=parameter.dtype, device=generator.device)
+    if name.endswith("bias") or "lora_B" in name:
+        return whole.zero_()
+    return whole.fill_(1.0) if parameter.ndim < 2 else whole.normal_(0.0, std, generator=generator)
+'''
+
+PLAIN_LOSS = """loss = self.model(input_ids=micro, labels=micro).loss / len(micro_batches)
+            self.scaler.scale(loss).backward()"""
+CUT_LOSS = """with loss_parallel():
+                loss = self.model(input_ids=micro, labels=micro).loss.to_local() / len(micro_batches)
+                self.scaler.scale(loss).backward()"""
+
+CUT_IMPORTS = """
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+"""
+
+CUT = '''
+
+def cut(model, mesh):
+    """Tensor-parallel parts: projections by columns, then by rows; norms and the stream by the sequence."""
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    outer = {
+        "model.embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, outer, src_data_rank=None)
+    for layer in decoder_layers(model):
+        parallelize_module(layer, mesh, layer_plan(layer), src_data_rank=None)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def layer_plan(layer):
+    """Whole sequences exist inside attention and feed-forward alone."""
+    plan = {}
+    for name, module in layer.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in @@COLUMNS@@:
+            plan[name] = ColwiseParallel()
+        elif leaf in @@ROWS@@:
+            plan[name] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        elif leaf in @@HEAD_NORMS@@:
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        elif "." not in name and leaf.endswith("norm"):
+            plan[name] = SequenceParallel()
+        elif leaf == "self_attn":
+            plan[name] = PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            )
+        elif leaf == "mlp":
+            plan[name] = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            )
+    return plan
+'''
+
+NOTES = """Fresh weights of a large model are drawn shard by shard, so no rank holds it whole; a checkpoint
+(--model) is read whole by every rank into host memory first. What the plan does not hold (rotary base,
+epsilons) is its family's own."""
+
+
+def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
+    """The script, or why there is none; ``reshard`` is ``fully_shard``'s ``reshard_after_forward``."""
+    layout: Any = plan.layout
+    degrees = plan.degrees
+    for degree in ("pp", "cp"):
+        if getattr(degrees, degree) > 1:
+            why = (
+                f"a plain script shards, replicates and cuts by tp, and the plan has "
+                f"{degree}={getattr(degrees, degree)}."
+            )
+            return Absent(name=SCRIPT_FILE, why=why)
+    is_cut = degrees.tp > 1
+    if is_cut:
+        try:
+            check_parallel(plan)
+        except ValueError as refusal:
+            return Absent(name=SCRIPT_FILE, why=str(refusal))
+    part, imports = (PART + CUT, IMPORTS + CUT_IMPORTS) if is_cut else (PART, IMPORTS)
+    part = part.replace("@@CUT@@", '        cut(model, mesh["tp"])\n' if is_cut else "")
+    part = part.replace("@@LOSS@@", CUT_LOSS if is_cut else PLAIN_LOSS)
+    for name, value in {
+        "MESH": (degrees.replicate, degrees.shard, degrees.tp),
+        "RESHARD": reshard,
+        "OFFLOAD": layout.offload == "cpu",
+        "IS_SMALL": 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES,
+        "COLUMNS": COLUMNS,
+        "ROWS": ROWS,
+        "HEAD_NORMS": HEAD_NORMS,
+    }.items():
+        part = part.replace(f"@@{name}@@", repr(value))
+    return plain_script(plan, part, imports, NOTES)
