@@ -104,13 +104,10 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
         ),
         (ss.Layout.megatron(cp=2), "Layout.cp is 2; allowed: 1 to train with Megatron-core here: its "),
         (
-            ss.Layout.fsdp2(tp=2),
-            "Layout.tp is 2; allowed: 1 to train: the FSDP2 engine runs shard and replicate, and does not "
-            "run tp yet. Nearest fix: tp=1.",
+            ss.Layout.fsdp2(cp=2),
+            "Layout.cp is 2; allowed: 1 to train with FSDP2: torch's context_parallel passes keys around in "
+            "CUDA's attention kernels",
         ),
-        (ss.Layout.fsdp2(pp=2), "Layout.pp is 2; allowed: 1 to train: "),
-        (ss.Layout.fsdp2(cp=2), "Layout.cp is 2; allowed: 1 to train: "),
-        (ss.Layout.fsdp2(pp=2, vpp=2), "Layout.pp is 2; allowed: 1 to train: "),
     ],
     ids=repr,
 )
