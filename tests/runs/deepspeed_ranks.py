@@ -28,9 +28,12 @@ def main(plan_json: str) -> None:
         config["zero_optimization"]["reduce_bucket_size"] = plan.layout.reduce_bucket_size
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         model = build_model(plan.architecture)
-        engine, optimizer, _, _ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
+        # Vectors do not decay, as in the engine's runs: a group of their own, and so a flat buffer.
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim >= 2]},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
         shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
         ids = torch.randint(0, plan.architecture.vocab_size, shape)
         losses = []
