@@ -189,9 +189,10 @@ def resumed(path: Path, rank: int, before: Plan, after: Plan, beside: bool) -> d
             stepped(chunks, optimizer)
         position = {"num_steps_done": 2}
         if beside:
-            wait = checkpointing.begin(path, chunks, optimizer, position)
+            writing = checkpointing.Writing(path, chunks, optimizer, position)
             stepped(chunks, optimizer)
-            wait()
+            writing.look()
+            writing.wait()
         else:
             checkpointing.save(path, chunks, optimizer, position)
             stepped(chunks, optimizer)

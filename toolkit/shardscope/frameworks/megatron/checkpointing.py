@@ -8,7 +8,7 @@ opened only where this user's own run wrote them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +35,36 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, 
             _write_position(aside, position)
 
 
-def begin(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> Callable[[], None]:
-    """As :func:`save`, but come back once the state is in host memory; a forked process of each rank writes.
+class Writing:
+    """A checkpoint that forked processes of the ranks are writing; named once all of them are done.
 
-    What comes back waits, on all ranks, until ``path`` is whole, and raises what kept it from that: only
-    then is the folder renamed.
+    Its state is in host memory already, so steps may go on. All ranks together.
     """
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    aside = begin_aside(path)
-    calls = AsyncCallsQueue()
-    calls.schedule_async_request(_write(aside, chunks, optimizer, beside=True))
+    def __init__(self, path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    def wait() -> None:
-        calls.maybe_finalize_async_calls(blocking=True)
+        self._path, self._position, self.is_done = path, position, False
+        self._aside = begin_aside(path)
+        self._calls = AsyncCallsQueue()
+        self._calls.schedule_async_request(_write(self._aside, chunks, optimizer, beside=True))
+
+    def look(self) -> None:
+        """Name it if it is written; else come back at once. Once a step: nothing else notices."""
+        self._finish(blocking=False)
+
+    def wait(self) -> None:
+        """Come back when it is whole; raises what kept it from that."""
+        self._finish(blocking=True)
+
+    def _finish(self, *, blocking: bool) -> None:
+        if self.is_done or not self._calls.maybe_finalize_async_calls(blocking=blocking):
+            return
         if dist.get_rank() == 0:
-            _write_position(aside, position)
-            replace(aside, path)
+            _write_position(self._aside, self._position)
+            replace(self._aside, self._path)
         dist.barrier()
-
-    return wait
+        self.is_done = True
 
 
 def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:

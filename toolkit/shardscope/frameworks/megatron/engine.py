@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class MegatronEngine(Engine):
         super().__init__(ctx)
         self._chunks: list[Any] = []
         self._watch: MemoryWatch | None = None
+        self._writing: checkpointing.Writing | None = None
 
     @property
     def data_rank(self) -> int:
@@ -111,6 +112,8 @@ class MegatronEngine(Engine):
             _, norm, _ = self.optimizer.step()
             watch.mark("optimizer")
             self.num_steps_done += 1
+            if self._writing is not None and not self._writing.is_done:
+                self._writing.look()
             # A step that overflowed fp16 is skipped, and has no norm.
             self.grad_norm = float("nan") if norm is None else float(norm)
             self.held_after_step = self._accounted()
@@ -121,6 +124,18 @@ class MegatronEngine(Engine):
         position = {"framework": self.framework, "num_steps_done": self.num_steps_done}
         with self._on_device():
             checkpointing.save(self._in_run(path), self._chunks, self.optimizer, position)
+
+    def begin_save(self, path: str | Path) -> Callable[[], None]:
+        position = {"framework": self.framework, "num_steps_done": self.num_steps_done}
+        with self._on_device():
+            writing = checkpointing.Writing(self._in_run(path), self._chunks, self.optimizer, position)
+        self._writing = writing
+
+        def wait() -> None:
+            with self._on_device():
+                writing.wait()
+
+        return wait
 
     def load(self, path: str | Path) -> None:
         with self._on_device():
