@@ -122,15 +122,14 @@ def train(ctx: StandInContext, plan: Any, name: str, *, stop: int | None = None,
     from shardscope.training.pretrain import Pretrain
 
     made = new_context(ctx, plan, name, stop_at_look=stop)
-    Pretrain(num_steps=8, learning_rate=1e-2, **task)(made)
+    Pretrain(num_steps=5, learning_rate=1e-2, **task)(made)
     return made
 
 
 EXACT = (
-    ("ddp", {}),
     ("ddp", {"precision": "fp16-mixed"}),
-    ("fsdp2", {"optimizer": "muon"}),
-    ("fsdp2", {"optimizer": "adafactor", "method": "lora", "lora_rank": 4, "precision": "bf16"}),
+    ("ddp", {"optimizer": "muon"}),
+    ("fsdp2", {"method": "lora", "lora_rank": 4, "precision": "bf16"}),
     ("fsdp2", {"precision": "bf16-mixed", "optimizer": "lion"}),
 )
 
@@ -141,8 +140,8 @@ def cases(ctx: StandInContext) -> dict[str, Any]:
     for number, (framework, recipe) in enumerate(EXACT):
         plan = tiny_plan(framework, 2, **recipe)
         straight = train(ctx, plan, f"straight-{number}")
-        # Asked to stop at its sixth look: five steps are done, and saved.
-        stopped = train(ctx, plan, f"cut-{number}", stop=6, save_every=2, keep_last=2)
+        # Asked to stop at its fourth look: three steps are done, and saved.
+        stopped = train(ctx, plan, f"cut-{number}", stop=4, save_every=1, keep_last=2)
         kept = [path.name for path in checkpoints_of(stopped.folder)]
         resumed = train(ctx, plan, f"cut-{number}", resume=stopped.folder)
         exact.append([rows(straight.lines), rows(stopped.lines), rows(resumed.lines), kept])
@@ -272,8 +271,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
 @pytest.mark.parametrize("number", range(len(EXACT)))
 def test_resumed_equals_straight(number: int, results: tuple[list[Any], Path]) -> None:
     straight, stopped, resumed, kept = results[0][0]["exact"][number]
-    assert kept == ["step-000004", "step-000005"], "of 2, 4 and 5 the last two"
-    assert len(stopped) == 5 and len(straight) == 8
+    assert kept == ["step-000002", "step-000003"], "of 1, 2 and 3 the last two"
+    assert len(stopped) == 3 and len(straight) == 5
     assert stopped + resumed == straight
 
 
