@@ -138,8 +138,9 @@ def _kept(layout: Layout, num_ranks: int, *names: str) -> dict[str, int]:
         if degree > 1:
             kept[name] = degree
             num_ranks //= degree
-    if "pp" in kept and getattr(layout, "vpp", 1) > 1:
-        kept["vpp"] = min(layout.vpp, LAYERS // kept["pp"])
+    chunks: int = getattr(layout, "vpp", 1)
+    if "pp" in kept and chunks > 1:
+        kept["vpp"] = min(chunks, LAYERS // kept["pp"])
     return kept
 
 

@@ -66,16 +66,16 @@ class PipelinedEngine(Fsdp2Engine):
             model: Any = build_model()
             self._is_tied, self._config = bool(model.config.tie_word_embeddings), model.config
             layers = [number for chunk in self.chunk_layers for number in chunk]
-            part: Any = part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
+            part: torch.nn.Module = part_of(model, layers, is_first=self.stage == 0, is_last=self._has_last)
             part.in_stages = True  # Checkpoints name what each rank has.
-            return part  # type: ignore[no-any-return]
+            return part
 
         # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
         return super().build_on_host(build_stage)
 
     @property
     def _has_last(self) -> bool:
-        return self.stage == self.plan.degrees.pp - 1
+        return bool(self.stage == self.plan.degrees.pp - 1)
 
     def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         last = self.plan.degrees.pp * self.plan.degrees.vpp - 1
