@@ -98,6 +98,10 @@ def plan(family: str, precision: str = "fp32", **layout: Any) -> Plan:
     return Plan(architecture(family), Cluster.parse("4xcpu"), recipe, Layout.megatron(**layout))
 
 
+_GROUPS_ARE_FOR: dict[str, Any] = {}
+"""The degrees of this rank's process groups: two dozen of them, so they stay while degrees do."""
+
+
 @contextlib.contextmanager
 def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
     """transformers' model, this rank's chunks of Megatron's with its weights, and their config."""
@@ -115,14 +119,17 @@ def model_of(plan: Plan) -> Iterator[tuple[Any, Any, Any]]:
         # Norms of ones and biases of zeros would hide where they went.
         torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.2)
     with cpu_ranks():
-        engine_model.model_parallel(plan)
+        degrees = {**vars(plan.layout), "etp": plan.layout.expert_tp}
+        if degrees != _GROUPS_ARE_FOR:
+            engine_model.model_parallel(plan)
+            _GROUPS_ARE_FOR.clear()
+            _GROUPS_ARE_FOR.update(degrees)
         model_parallel_cuda_manual_seed(7)
         config = engine_model.training_config(plan, source.config)
         chunks = engine_model.model_chunks(plan, config, source.config)
         load_hf(chunks, source.state_dict(), plan.architecture)
         mute_padding(chunks, plan.architecture)
         yield source, [chunk.eval() for chunk in chunks], config
-        engine_model.leave_model_parallel()
 
 
 def farthest(source: Any, found: dict[str, Any]) -> float:
