@@ -21,7 +21,7 @@ from tests.parity.table import ROWS, Row  # noqa: E402
 from tests.parity.writing import document, line  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
-from shardscope.frameworks.registry import why_not_trained  # noqa: E402
+from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
 
 FAST = [row for row in ROWS if row.fast]
 SEED = 1
@@ -77,10 +77,14 @@ def outcome_of(row: Row, alone: Any, folder: Path, body: Any = curve) -> Outcome
 
 
 @pytest.mark.parametrize("row", FAST, ids=lambda row: row.name)
-def test_the_loss_curve_is_the_single_process_s(row: Row, alone: Any, tmp_path: Path) -> None:
+def test_the_loss_curve_is_the_single_process_s(
+    row: Row, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Losses, gradient norms, and bytes held when the optimizer stepped."""
     for module in row.modules:
         needs(module)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    before_fork(row.plan(), "cpu")
     outcome = outcome_of(row, alone, tmp_path)
     assert outcome.verdict == "same", outcome.why
     assert outcome.holds, line(outcome)
