@@ -95,7 +95,7 @@ def trained(plan: ss.Plan, folder: Path, steps: int = 8) -> tuple[dict[str, Any]
 def test_a_plain_script_trains(layout: Any, recipe: dict[str, Any], tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE, **recipe), layout)
     made, losses = trained(plan, tmp_path)
-    assert losses[-1] < losses[0] - 0.5, losses
+    assert losses[-1] < losses[0] - 1.0, losses
     if layout.framework == "ddp":
         assert made["wrapper"] == "DistributedDataParallel"
         assert made["here"] == MODEL.num_parameters
@@ -121,7 +121,7 @@ def test_a_plain_script_trains_adapters(layout: Any, tmp_path: Path) -> None:
 def test_a_plain_deepspeed_script_trains(stage: int, tmp_path: Path) -> None:
     plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.zero(stage))
     made, losses = trained(plan, tmp_path)
-    assert losses[-1] < losses[0] - 0.5, losses
+    assert losses[-1] < losses[0] - 1.0, losses
     assert made["wrapper"] == "DeepSpeedEngine"
     assert made["stage"] == stage
     whole = MODEL.num_parameters
