@@ -18,8 +18,10 @@ pytestmark = pytest.mark.gpu
 def test_a_row_is_the_single_process_on_gpus(row: Row, one_gpu: ss.Cluster, tmp_path: Path) -> None:
     here = ss.Cluster.detect()
     if row.num_ranks > here.num_gpus:
-        pytest.skip(f"needs {row.num_ranks} GPUs, and here are {here.num_gpus}")
+        pytest.skip(
+            f"needs {row.num_ranks} GPUs, and here are {here.num_gpus}: run it on a machine that has them"
+        )
     (outcome,) = outcomes([row], folder=tmp_path, here=here)
     if outcome.verdict == "not here":
-        pytest.skip(outcome.why)
+        pytest.skip(f"{outcome.why}: install what is missing")
     assert outcome.holds, line(outcome)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import needs, skip_without
 
 torch = needs("torch")
 needs("transformers")
@@ -81,8 +80,7 @@ def test_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None:
     if run != IN_EVERY_TEST and os.environ.get("SHARDSCOPE_RESUME") != "all":
         pytest.skip("two launches more; `make test-resume` runs all engines")
     framework, layout = RUNS[run]
-    if importlib.util.find_spec(NEEDED.get(framework, "torch")) is None:
-        pytest.skip(f"needs {NEEDED[framework]}")
+    skip_without(NEEDED.get(framework, "torch"))
     plan = tiny_plan(framework, 2, num_micro_batches=2 if "pp" in layout else 1, layout=layout)
     first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
     assert first.wait() == "failed"

@@ -17,6 +17,7 @@ import pytest
 from ipywidgets import ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from plotly.graph_objects import FigureWidget
+from tests.needs import skip_without
 from traitlets import TraitError
 
 import shardscope as ss
@@ -169,7 +170,7 @@ def test_the_button_says_what_it_will_do(studio: Studio) -> None:
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
 def test_every_framework_can_be_rehearsed_here(studio: Studio, framework: str) -> None:
     if framework in ("deepspeed", "megatron"):
-        pytest.importorskip(framework)
+        skip_without(framework)
     studio.layout_picker.framework.value = framework
     assert not studio.launch_panel.button.disabled
     assert "A rehearsal" in studio.launch_panel.note.value

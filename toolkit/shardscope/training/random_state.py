@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 def write(folder: Path) -> None:
     """Write this rank's states into ``folder``; every rank has a file of its own."""
-    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    numbers: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numbers
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "world_size": dist.get_world_size(),

@@ -103,6 +103,6 @@ def _refuse_context(plan: Plan) -> None:
     refuse(
         "Layout.cp",
         plan.degrees.cp,
-        f"1 to train with FSDP2: {why}. Megatron-core's engine has cp, where Transformer Engine is installed",
+        f"1 to train with FSDP2: {why}. No engine here runs cp yet",
         "cp=1",
     )
