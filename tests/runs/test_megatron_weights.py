@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import needs, skip_without
 from tests.runs import two_ranks
 from tests.runs.two_ranks import StandInContext, on_ranks
 
@@ -262,7 +262,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks found, case by case."""
-    needs("megatron.core")
+    skip_without("megatron")
     folder = tmp_path_factory.mktemp("megatron-weights")
     import transformers  # noqa: F401
 
