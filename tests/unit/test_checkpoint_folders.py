@@ -89,13 +89,13 @@ def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     assert Pretrain(resume=path).resume_from == path
     assert Pretrain(resume=True).resume_from is None and Pretrain().resume_from is None
     empty = run_folder(tmp_path / "runs", "empty", "empty", 1.0)
-    for bad, why in ((empty, "this folder has none"), ("b", "there is no such folder"), (7, "a path")):
+    for bad, why in ((empty, "this folder has none"), ("b", "there is no such folder"), (7, "the path of a run")):
         with pytest.raises(ValueError, match=rf"^Pretrain\.resume is .*; allowed: True, False.*{why}"):
             Pretrain(resume=bad)  # type: ignore[arg-type]
 
 
 def plan_of(arch: str, layout: Layout) -> Plan:
-    return Plan(models[arch], Cluster.parse("2xcpu"), Recipe(global_batch_size=2), layout)
+    return Plan(models[arch], Cluster.parse("2xcpu"), Recipe(seq_len=512, global_batch_size=2), layout)
 
 
 def test_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path) -> None:
@@ -104,5 +104,5 @@ def test_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path
     task = Pretrain(resume=path)
     task.check(saved_by)
     task.check(plan_of("gpt2", Layout.ddp()))
-    with pytest.raises(ValueError, match="this plan trains Llama"):
+    with pytest.raises(ValueError, match=r"this plan trains llama-3\.2-1b"):
         task.check(plan_of("llama-3.2-1b", Layout.fsdp2()))

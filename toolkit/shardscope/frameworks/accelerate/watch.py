@@ -88,7 +88,8 @@ class Watch:
 
     def _prepared(self, original: Callable[..., Any], accelerator: Any, *given: Any, **named: Any) -> Any:
         result = original(accelerator, *given, **named)
-        prepared = result if isinstance(result, tuple) else (result,)
+        # A tuple of most frameworks, a list of FSDP2.
+        prepared = result if isinstance(result, tuple | list) else (result,)
         for one in prepared:
             if isinstance(one, torch.nn.Module):
                 self._look(one)

@@ -36,18 +36,7 @@ class DdpEngine(TorchEngine):
             bucket_cap_mb=BUCKET_CAP_MIB,
             # Gradients are views into the buckets: the same bytes are not held twice.
             gradient_as_bucket_view=True,
-            static_graph=self._is_static,
         )
-
-    @property
-    def _is_static(self) -> bool:
-        """Whether every backward is the same and reduces: then DDP plans by the first one.
-
-        Of decoders of our own that is so. A task's module may do what it likes, a router sends to other
-        experts each time, and a micro-batch before the last reduces nothing.
-        """
-        dense = self.plan.architecture.mixture_of_experts is None
-        return self.fresh_weights and dense and self.plan.num_micro_batches == 1
 
     def what_it_is(self) -> dict[str, Any]:
         module = self._module
@@ -66,7 +55,6 @@ class DdpEngine(TorchEngine):
             "bucket_bytes": buckets,
             "bucket_cap_bytes": BUCKET_CAP_MIB * 2**20,
             "gradient_as_bucket_view": bool(module.gradient_as_bucket_view),
-            "static_graph": bool(module.static_graph),
             "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
         }
 
