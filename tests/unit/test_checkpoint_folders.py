@@ -89,7 +89,11 @@ def test_resume_takes_runs_and_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     assert Pretrain(resume=path).resume_from == path
     assert Pretrain(resume=True).resume_from is None and Pretrain().resume_from is None
     empty = run_folder(tmp_path / "runs", "empty", "empty", 1.0)
-    for bad, why in ((empty, "this folder has none"), ("b", "there is no such folder"), (7, "the path of a run")):
+    for bad, why in (
+        (empty, "this folder has none"),
+        ("b", "there is no such folder"),
+        (7, "the path of a run"),
+    ):
         with pytest.raises(ValueError, match=rf"^Pretrain\.resume is .*; allowed: True, False.*{why}"):
             Pretrain(resume=bad)  # type: ignore[arg-type]
 
