@@ -32,11 +32,11 @@ lab: $(STAMP)
 
 # Tests share the cores, file by file, but for those that bound seconds. Unit tests have processes of their own: a
 # rehearsal imports Megatron-core in its own way, and so wants it unimported.
-SHARED = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+SHARED = -n logical --maxprocesses 4 --dist loadfile
 
 test: $(STAMP) browser check
 	$(BIN)/python -m pytest tests/unit $(SHARED)
-	$(BIN)/python -m pytest --ignore=tests/unit -m "not alone" $(SHARED)
+	$(BIN)/python -m pytest --ignore=tests/unit -m "not alone" $(SHARED) --no-loadscope-reorder
 	$(BIN)/python -m pytest -m alone
 
 # Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.

@@ -83,8 +83,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
             dummies[key] = torch.empty(shape, dtype=dtype)
         return dummies[key].detach()
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
+    def nothing() -> Callable[..., None]:
+        # Another each time: torch's compiler keeps a table of functions, and refuses one under two names.
+        return lambda *args, **kwargs: None
 
     def as_everywhere(found: list[Any], mine: Any, group: Any = None) -> None:
         found[:] = [mine] * len(found)
@@ -93,27 +94,27 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         return contextlib.nullcontext(stream)
 
     # The weight-gradient kernels add into the main gradient and allocate nothing.
-    fused_wgrad = SimpleNamespace(wgrad_gemm_accum_fp32=nothing, wgrad_gemm_accum_fp16=nothing)
+    fused_wgrad = SimpleNamespace(wgrad_gemm_accum_fp32=nothing(), wgrad_gemm_accum_fp16=nothing())
     found = [
         (torch.cuda, "current_device", lambda: _CPU),
-        (torch.cuda, "synchronize", nothing),
+        (torch.cuda, "synchronize", nothing()),
         (torch.cuda, "current_stream", lambda *args, **kwargs: stream),
         (torch.cuda, "default_stream", lambda *args, **kwargs: stream),
         (torch.cuda, "Stream", lambda *args, **kwargs: stream),
         (torch.cuda, "Event", lambda *args, **kwargs: stream),
         (torch.cuda, "stream", lambda *args, **kwargs: contextlib.nullcontext()),
-        (torch.cuda, "manual_seed", nothing),
+        (torch.cuda, "manual_seed", nothing()),
         (torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (torch.distributed, "all_gather_object", as_everywhere),
         # CUDA's kernel unscales in place, a CPU's by way of copies.
-        (torch, "_amp_foreach_non_finite_check_and_unscale_", nothing),
+        (torch, "_amp_foreach_non_finite_check_and_unscale_", nothing()),
         # It changes tensors in place and has no fake counterpart: on fake tensors torch would run it on real
         # ones of the same sizes, gibibytes of them, and give none of that back (FakeTensorMode's fallback).
-        (torch, "_fused_sgd_", nothing),
+        (torch, "_fused_sgd_", nothing()),
         # Several collectives launched as one have no fake counterpart; one by one they have.
         (param_and_grad_buffer, "_coalescing_manager", together),
-        (random, "_get_cuda_rng_state", nothing),
-        (random, "_set_cuda_rng_state", nothing),
+        (random, "_get_cuda_rng_state", nothing()),
+        (random, "_set_cuda_rng_state", nothing()),
         (random.CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
         (layers, "fused_weight_gradient_mlp_cuda", fused_wgrad),
         (layers, "_grad_accum_fusion_available", True),
@@ -123,7 +124,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (moe_utils, "te_general_gemm", None),
         (optimizer, "multi_tensor_scale_impl", _copy_lists),
         (clip_grads, "l2_norm_impl", lambda *args: (torch.zeros(1), None)),
-        (clip_grads, "multi_tensor_scale_impl", nothing),
+        (clip_grads, "multi_tensor_scale_impl", nothing()),
     ]
     # One kernel, as Apex's and Transformer Engine's optimizers are: no temporaries beside their state.
     found.append((optimizers, "SGD", _fused(optimizers.SGD)))
