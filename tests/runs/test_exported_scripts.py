@@ -1,4 +1,7 @@
-"""Exported scripts really train on two CPU ranks, under torchrun, as what the plan says and without us."""
+"""Exported scripts really train on two CPU ranks, under torchrun and without us.
+
+What each layout's script makes, and its losses, are in test_export_equals_run.py: its ranks start once.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import shardscope as ss
 from needs import needs, needs_installed
@@ -82,51 +83,23 @@ def trained(plan: ss.Plan, folder: Path, steps: int = 8) -> tuple[dict[str, Any]
     return made[0], losses
 
 
-@pytest.mark.parametrize(
-    ("layout", "recipe"),
-    [
-        (ss.Layout.ddp(), {"recompute": "selective"}),
-        (ss.Layout.fsdp2(), {"recompute": "full", "recompute_interval": 2}),
-        (ss.Layout.fsdp2(replicate=2), {"precision": "fp32", "optimizer": "adamw_foreach"}),
-        (ss.Layout.fsdp2(offload="cpu", reshard_after_forward=False), {"precision": "bf16"}),
-    ],
-    ids=["ddp", "fsdp2", "hsdp", "offload"],
-)
-def test_a_plain_script_trains(layout: Any, recipe: dict[str, Any], tmp_path: Path) -> None:
-    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE, **recipe), layout)
+def test_a_plain_script_trains(tmp_path: Path) -> None:
+    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.fsdp2())
     made, losses = trained(plan, tmp_path)
     assert losses[-1] < losses[0] - 1.0, losses
-    if layout.framework == "ddp":
-        assert made["wrapper"] == "DistributedDataParallel"
-        assert made["here"] == MODEL.num_parameters
-        return
     assert made["kinds"] == ["DTensor"]
     assert made["here"] == MODEL.num_parameters // plan.degrees.shard
 
 
-@needs_installed("peft")
-@pytest.mark.parametrize("layout", [ss.Layout.ddp(), ss.Layout.fsdp2()], ids=["ddp", "fsdp2"])
-def test_a_plain_script_trains_adapters(layout: Any, tmp_path: Path) -> None:
-    recipe = ss.Recipe(**RECIPE, method="lora", lora_rank=8)
-    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), recipe, layout)
-    made, losses = trained(plan, tmp_path)
-    shapes = [shape for index in range(MODEL.num_hidden_layers) for shape in MODEL.layer_linears(index)]
-    attention = [shape for target, shape in shapes if target in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    assert made["trained"] == 8 * sum(sum(shape) for shape in attention)
-    assert losses[-1] < losses[0], losses
-
-
 @needs_installed("deepspeed")
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_plain_deepspeed_script_trains(stage: int, tmp_path: Path) -> None:
-    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.zero(stage))
+def test_a_plain_deepspeed_script_trains(tmp_path: Path) -> None:
+    plan = ss.Plan(MODEL, ss.Cluster.parse("2xcpu"), ss.Recipe(**RECIPE), ss.Layout.zero(3))
     made, losses = trained(plan, tmp_path)
     assert losses[-1] < losses[0] - 1.0, losses
     assert made["wrapper"] == "DeepSpeedEngine"
-    assert made["stage"] == stage
-    whole = MODEL.num_parameters
+    assert made["stage"] == 3
     # Stage 3 keeps a part of each tensor, rounded up.
-    assert made["here"] == whole if stage == 1 else whole // 2 <= made["here"] <= whole // 2 + 1000
+    assert MODEL.num_parameters // 2 <= made["here"] <= MODEL.num_parameters // 2 + 1000
 
 
 def test_ranks_other_than_the_plan_s_are_refused(tmp_path: Path) -> None:

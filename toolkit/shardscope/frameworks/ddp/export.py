@@ -31,6 +31,11 @@ def connect(device):
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
+def disconnect():
+    """Leave the other ranks."""
+    dist.destroy_process_group()
+
+
 class Training:
     """Every rank holds the whole model; gradients are averaged while the backward pass goes on."""
 

@@ -116,6 +116,7 @@ def _trainer(plan: Plan) -> Exported | Absent:
 IMPORTS = """
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -134,6 +135,13 @@ IS_SMALL = @@IS_SMALL@@  # fresh weights are made whole on every rank, with the 
 def connect(device):
     """Meet the other ranks."""
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+
+
+def disconnect():
+    """End here: DeepSpeed keeps process groups, whose threads can abort an interpreter that is closing."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 class Training:

@@ -39,6 +39,11 @@ def connect(device):
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
+def disconnect():
+    """Leave the other ranks."""
+    dist.destroy_process_group()
+
+
 class Training:
     """Parameters, gradients and optimizer state in shards; each decoder layer is gathered as it runs."""
 
