@@ -19,7 +19,7 @@ RUN_ENDS = 240_000
 
 
 @pytest.mark.alone
-def test_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
+def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
     page = browser.new_page(viewport={"width": 1500, "height": 1200})
     page.set_default_timeout(SHOWN)
     offline(page)

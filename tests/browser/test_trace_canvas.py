@@ -220,7 +220,7 @@ def test_drag_pans_without_zooming(opened: Any, view: TraceView) -> None:
         assert view.selected is None  # a drag is not a click
 
 
-def test_keys_zoom_pan_and_fit(opened: Any, view: TraceView) -> None:
+def test_fault_46_keys_zoom_pan_and_fit(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.locator("canvas").focus()
         whole = shown(page)
@@ -286,7 +286,7 @@ def test_search_counts_highlights_and_walks_the_matches(opened: Any, view: Trace
         assert t0 <= first["start_seconds"] <= t1
 
 
-def test_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, view: TraceView) -> None:
+def test_fault_46_a_rank_folds_into_a_thin_band_from_the_keyboard(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         first, second = page.locator(".ss-trace-rank").all()
         before = second.bounding_box()["y"] - first.bounding_box()["y"]
@@ -316,7 +316,7 @@ def test_python_moves_the_view(opened: Any, view: TraceView) -> None:
         assert shown(page) == pytest.approx((0.002, 0.004))
 
 
-def test_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: Any, view: TraceView) -> None:
+def test_fault_46_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: Any, view: TraceView) -> None:
     corner = (
         "[...document.querySelector('canvas').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
     )
@@ -330,7 +330,7 @@ def test_dark_and_light_differ_and_follow_jupyterlabs_switch(opened: Any, view: 
         assert min(page.evaluate(corner)) > 240
 
 
-def test_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> None:
+def test_fault_38_a_script_in_a_name_is_text(opened: Any, tmp_path: Path) -> None:
     name = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
     event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 100.0}
     (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
@@ -351,7 +351,7 @@ def test_an_empty_trace_says_so(opened: Any, tmp_path: Path) -> None:
         assert "recorded nothing" in page.locator(".ss-trace-empty").text_content()
 
 
-def test_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceView) -> None:
+def test_fault_44_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("model.send({type: 'format the disk', id: 1})")
         page.wait_for_function("document.querySelector('.ss-trace-error').textContent.includes('allowed')")
@@ -361,12 +361,12 @@ def test_a_bad_message_is_shown_and_the_view_lives_on(opened: Any, view: TraceVi
         assert shown(page)[1] < view.trace.duration_seconds
 
 
-def test_narrow_pages_keep_everything_inside(opened: Any, view: TraceView) -> None:
+def test_fault_46_narrow_pages_keep_everything_inside(opened: Any, view: TraceView) -> None:
     with opened(view, width=320) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
 
-def test_closing_leaves_no_handler_behind(opened: Any, view: TraceView) -> None:
+def test_fault_43_closing_leaves_no_handler_behind(opened: Any, view: TraceView) -> None:
     with opened(view) as page:
         page.evaluate("close_view()")
         assert page.evaluate("Object.values(handlers).flat().length") == 0

@@ -47,7 +47,9 @@ def test_log_counts_steps_and_takes_one_value_each(folder: RunFolder) -> None:
     context.close()
 
 
-def test_a_full_disk_costs_metrics_only(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_23_a_full_disk_costs_metrics_only(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.events(0).symlink_to("/dev/full")
     context = make_context(folder)
     context.log(loss=1.0)

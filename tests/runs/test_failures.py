@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothin
         ("killed", "rank 1 was killed by SIGKILL, most likely because host memory ran out", "rank 1"),
     ],
 )
-def test_rank_1_fails_while_rank_0_waits(
+def test_fault_10_11_12_13_rank_1_fails_while_rank_0_waits(
     how: str, reason: str, error: str, plan: Any, tmp_path: Path
 ) -> None:
     run = launch(plan, tasks.Fail(how), folder=tmp_path)
@@ -58,13 +58,13 @@ def test_rank_1_fails_while_rank_0_waits(
         ("exits_as_if_done", "code 0 before"),
     ],
 )
-def test_a_single_rank_fails(how: str, reason: str, tmp_path: Path) -> None:
+def test_fault_12_a_single_rank_fails(how: str, reason: str, tmp_path: Path) -> None:
     run = launch(make_plan(1), tasks.Fail(how, rank=0), folder=tmp_path)
     assert run.wait(60) == "failed"
     assert run.reason.startswith("rank 0 ") and reason in run.reason
 
 
-def test_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
+def test_fault_10_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.1), folder=tmp_path)
     seconds_until(lambda: begun(run))
     os.kill(rank_pid(run, 0), signal.SIGKILL)
@@ -73,7 +73,7 @@ def test_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
     assert run.error is not None and "hello from rank 0" in run.error
 
 
-def test_a_failure_beside_a_rank_that_ignores_sigterm(plan: Any, tmp_path: Path) -> None:
+def test_fault_04_a_failure_beside_a_rank_that_ignores_sigterm(plan: Any, tmp_path: Path) -> None:
     """Left to torch elastic, this takes 30 seconds."""
     run = launch(plan, tasks.raises_beside_deaf, folder=tmp_path)
     seconds_until(run.metrics)
@@ -92,7 +92,7 @@ def test_a_task_that_cannot_be_loaded(plan: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_port_taken_between_choosing_and_binding(ranks: int, tmp_path: Path) -> None:
+def test_fault_14_a_port_taken_between_choosing_and_binding(ranks: int, tmp_path: Path) -> None:
     code = """
     import socket, sys
     from shardscope.runs.launcher import _notebook_launcher, on_a_fresh_port
@@ -133,7 +133,7 @@ def test_a_port_taken_between_choosing_and_binding(ranks: int, tmp_path: Path) -
     assert "gave up: OSError" in done.stdout
 
 
-def test_consequences_come_last(tmp_path: Path) -> None:
+def test_fault_11_consequences_come_last(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     write_json(folder.error(0), {"time": 1.0, "summary": "raised A", "traceback": "a", "peer_lost": True})
@@ -146,7 +146,7 @@ def test_consequences_come_last(tmp_path: Path) -> None:
     assert failure is not None and failure.rank == 1 and "SIGKILL" in failure.reason
 
 
-def test_a_rank_that_torch_reaped_first_still_ended_first(
+def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both the watching thread and torch elastic wait for a rank, and only one of them gets its exit code."""
@@ -172,7 +172,7 @@ def test_a_rank_that_torch_reaped_first_still_ended_first(
     assert not died_untimely(folder)
 
 
-def test_what_a_lost_peer_looks_like() -> None:
+def test_fault_11_what_a_lost_peer_looks_like() -> None:
     gloo = 'File "torch/distributed/x.py"\nRuntimeError: [gloo/transport/tcp] Connection closed by peer'
     assert looks_like_peer_lost("RuntimeError", gloo)
     assert looks_like_peer_lost(
@@ -182,7 +182,7 @@ def test_what_a_lost_peer_looks_like() -> None:
     assert not looks_like_peer_lost("ValueError", "broken pipe in my head")
 
 
-def test_exceptions_beyond_words() -> None:
+def test_fault_13_exceptions_beyond_words() -> None:
     class Worst(BaseException):
         def __str__(self) -> str:
             raise KeyboardInterrupt

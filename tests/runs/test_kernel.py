@@ -33,7 +33,7 @@ run = launch(make_plan(), train, name={name!r}, folder={folder!r}, outlive_kerne
 """
 
 
-def test_interrupt_and_restart(tmp_path: Path) -> None:
+def test_fault_06_07_interrupt_and_restart(tmp_path: Path) -> None:
     """An interrupt reaches the kernel's process group, not the run; a restart ends the leased run only."""
     manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3")
     try:

@@ -78,7 +78,7 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
         again.logs(1)
 
 
-def test_two_runs_at_once_from_threads(plan: Any, tmp_path: Path) -> None:
+def test_fault_15_27_two_runs_at_once_from_threads(plan: Any, tmp_path: Path) -> None:
     started: list[Run] = []
 
     def start() -> None:
@@ -94,7 +94,7 @@ def test_two_runs_at_once_from_threads(plan: Any, tmp_path: Path) -> None:
     assert len(set(ports)) == 2 and len({run.folder for run in started}) == 2
 
 
-def test_a_function_of_the_notebook_that_torch_never_enters(tmp_path: Path) -> None:
+def test_fault_06_29_a_function_of_the_notebook_that_torch_never_enters(tmp_path: Path) -> None:
     """The kernel: __main__'s function crosses by value, torch stays out, the wait ends at an interrupt."""
     kernel = tmp_path / "kernel.py"
     kernel.write_text(
@@ -173,7 +173,7 @@ def test_profile_writes_traces_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     assert (run.folder / "logs" / "launcher.log").is_file()
 
 
-def test_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None:
+def test_fault_22_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.accelerator, folder=tmp_path)
     noisy = launch(make_plan(1), tasks.prints_a_lot, folder=tmp_path)
     assert run.wait(80) == "finished", run.error
@@ -187,7 +187,7 @@ def test_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None:
     assert len(noisy.logs(0, max_bytes=10)) <= 10
 
 
-def test_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
+def test_fault_16_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), name="same", folder=tmp_path)
     with pytest.raises(ValueError, match=r"'same'.*run\.stop\(\)"):
         launch(plan, tasks.Log(), name="same", folder=tmp_path)
@@ -195,7 +195,7 @@ def test_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
     assert run.wait(30) == "stopped"
 
 
-def test_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
+def test_fault_19_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def inner() -> object:
@@ -217,7 +217,7 @@ def test_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> None:
     assert runs(tmp_path) == []
 
 
-def test_missing_extra(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_21_missing_extra(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "accelerate" else real(name)
@@ -226,7 +226,7 @@ def test_missing_extra(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         launch(plan, tasks.Log(), folder=tmp_path)
 
 
-def test_more_ranks_than_the_machine_bears(tmp_path: Path) -> None:
+def test_fault_18_more_ranks_than_the_machine_bears(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"plan\.world_size is 1024; allowed: 1 to"):
         launch(make_plan(1024), tasks.Log(), folder=tmp_path)
 
@@ -249,7 +249,7 @@ def test_what_is_no_folder(folder: Any, plan: Any) -> None:
         launch(plan, tasks.Log(), folder=folder)
 
 
-def test_several_machines_and_absent_gpus(tmp_path: Path) -> None:
+def test_fault_20_several_machines_and_absent_gpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this machine only"):
         launch(make_plan(4, "2x2xb200-sxm-180gb"), tasks.Log(), folder=tmp_path)
     with pytest.raises(FieldError, match=r"what is here: ") as caught:
@@ -262,12 +262,14 @@ def test_several_machines_and_absent_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x" * 101, "a\nb", 7])
-def test_bad_names(name: Any, plan: Any, tmp_path: Path) -> None:
+def test_fault_41_bad_names(name: Any, plan: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"launch\.name"):
         launch(plan, tasks.Log(), name=name, folder=tmp_path)
 
 
-def test_folders_that_cannot_be_written(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_23_folders_that_cannot_be_written(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="which is a file"):
         launch(plan, tasks.Log(), folder=tmp_path / "file")
@@ -298,7 +300,7 @@ def test_a_collected_handle_ends_nothing(tmp_path: Path) -> None:
     assert Run.attach(folder).wait(60) == "finished"
 
 
-def test_a_forked_child_of_the_kernel_holds_no_lease(tmp_path: Path) -> None:
+def test_fault_08_a_forked_child_of_the_kernel_holds_no_lease(tmp_path: Path) -> None:
     """A DataLoader worker of the kernel must not keep runs alive after the kernel."""
     kernel = f"""
 import os, sys, time

@@ -287,7 +287,9 @@ def test_logits_are_those_of_transformers(found: list[dict[str, Any]], name: str
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_other_degrees_go_on_from_a_checkpoint_exactly(found: list[dict[str, Any]], name: str) -> None:
+def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
+    found: list[dict[str, Any]], name: str
+) -> None:
     case = found[0][name]
     assert case["loaded"] == 0.0  # fp32 copies of 16-bit weights have every bit of what was built
     assert case["moved"] > 1e-3

@@ -92,7 +92,7 @@ def test_a_reused_pid_is_not_the_supervisor(tmp_path: Path) -> None:
     assert run.status == "finished"
 
 
-def test_a_run_on_another_machine_is_judged_by_its_heartbeat(
+def test_fault_25_a_run_on_another_machine_is_judged_by_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = _run(tmp_path, {"pid": 1, "started": 1.0, "machine": "elsewhere"})
@@ -104,7 +104,7 @@ def test_a_run_on_another_machine_is_judged_by_its_heartbeat(
     assert run.status == "running"
 
 
-def test_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:
+def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:
     run = _run(tmp_path, None, "starting")
     assert run.status == "lost" and "never came up" in run.reason
     shutil.rmtree(run.folder)
@@ -153,7 +153,7 @@ def test_a_damaged_run_beside_a_good_one(text: str, tmp_path: Path) -> None:
         Run.attach(tmp_path)
 
 
-def test_a_pipe_in_the_place_of_run_json(tmp_path: Path) -> None:
+def test_fault_41_a_pipe_in_the_place_of_run_json(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     os.mkfifo(tmp_path / "bad" / "run.json")
     assert runs(tmp_path) == []

@@ -286,7 +286,7 @@ def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> N
     assert results[0][0]["random"][1] != results[0][1]["random"][1]
 
 
-def test_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
+def test_fault_30_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
     assert "is not a whole checkpoint: it has no position.json" in results[0][0]["half"]
 
 
@@ -310,7 +310,7 @@ def loaded_on_one(ctx: StandInContext) -> list[float]:
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
-def test_one_rank_goes_on_for_two(framework: str, results: tuple[list[Any], Path]) -> None:
+def test_fault_31_one_rank_goes_on_for_two(framework: str, results: tuple[list[Any], Path]) -> None:
     ranks, folder = results
     plan = tiny_plan(framework, 1, micro_batch_size=4)
     (losses,) = on_ranks(1, plan, loaded_on_one, folder / "one-rank")

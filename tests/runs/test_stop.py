@@ -52,7 +52,7 @@ def begun(run: Run) -> bool:
     return {m["rank"] for m in run.metrics()} == {0, 1}
 
 
-def test_stop_mid_step_and_twice(plan: Any, tmp_path: Path) -> None:
+def test_fault_02_03_stop_mid_step_and_twice(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
     seconds_until(lambda: begun(run))
     seconds_until(lambda: run.status == "running", 5)
@@ -66,7 +66,7 @@ def test_stop_mid_step_and_twice(plan: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 1.5])
-def test_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) -> None:
+def test_fault_01_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
     time.sleep(delay)
     run.stop()
@@ -88,7 +88,7 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
     assert "malformed" in (run.folder / "supervisor.log").read_text()
 
 
-def test_another_process_attaches_and_stops(plan: Any, tmp_path: Path) -> None:
+def test_fault_07_another_process_attaches_and_stops(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(10_000, 0.2), folder=tmp_path)
     code = f"""
 from shardscope.runs.run import Run
@@ -104,7 +104,7 @@ print(run.wait(10))
     assert run.status == "stopped"
 
 
-def test_kernel_killed(tmp_path: Path) -> None:
+def test_fault_08_kernel_killed(tmp_path: Path) -> None:
     kernel = start_kernel(tmp_path, "Log(10_000, 0.2)")
     run = Run.attach(tmp_path)
     seconds_until(lambda: begun(run))
@@ -114,7 +114,7 @@ def test_kernel_killed(tmp_path: Path) -> None:
     assert run.status == "stopped" and run.reason == "the kernel that launched it ended"
 
 
-def test_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
+def test_fault_07_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
     kernel = start_kernel(tmp_path, "Log(10_000, 0.2)", outlive=True)
     run = Run.attach(tmp_path)
     seconds_until(lambda: begun(run))
@@ -128,7 +128,7 @@ def test_a_run_that_outlives_its_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("who", ["supervisor", "launcher"])
-def test_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: Path) -> None:
+def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deaf, folder=tmp_path)
     seconds_until(lambda: begun(run))
     supervisor = supervisor_of(run)
@@ -151,7 +151,7 @@ def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])
-def test_ranks_that_do_not_listen(task: Any, plan: Any, tmp_path: Path) -> None:
+def test_fault_04_05_ranks_that_do_not_listen(task: Any, plan: Any, tmp_path: Path) -> None:
     run = launch(plan, task, folder=tmp_path)
     seconds_until(lambda: begun(run))
     run.stop()
@@ -168,7 +168,7 @@ def test_what_ranks_started_ends_as_well(tmp_path: Path) -> None:
     assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
 
 
-def test_the_folder_vanishes(plan: Any, tmp_path: Path) -> None:
+def test_fault_24_the_folder_vanishes(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.deletes_its_folder, folder=tmp_path)
     assert run.wait(30) == "lost" and run.reason == "its folder is gone"
     assert run.metrics() is not None and run.logs(0) == ""

@@ -159,14 +159,14 @@ FLAGS = ["tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_
 
 @pytest.mark.parametrize("field", SIZES)
 @pytest.mark.parametrize("bad", BAD_NUMBERS)
-def test_bad_sizes_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_bad_sizes_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Architecture\.{field} is .*allowed: .*Nearest fix: "):
         dataclasses.replace(LLAMA, **{field: bad})
 
 
 @pytest.mark.parametrize("field", FLAGS)
 @pytest.mark.parametrize("bad", [0, 1, "true", None, math.nan])
-def test_bad_flags_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_bad_flags_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Architecture\.{field} is .*True or False"):
         dataclasses.replace(LLAMA, **{field: bad})
 
@@ -200,7 +200,7 @@ def test_bad_flags_are_refused(field: str, bad: Any) -> None:
         ("latent_attention", "yes"),
     ],
 )
-def test_other_bad_fields_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_other_bad_fields_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Architecture\.{field} .*is .*allowed"):
         dataclasses.replace(LLAMA, **{field: bad})
 

@@ -33,7 +33,7 @@ def run_folder(parent: Path, name: str, asked: str | None, created: float, plan:
     return folder
 
 
-def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+def test_fault_30_only_whole_checkpoints_count(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     for steps in (900, 1_000_000, 10):
         checkpoint(tmp_path, steps)
@@ -102,7 +102,7 @@ def plan_of(arch: str, layout: Layout) -> Plan:
     return Plan(models[arch], Cluster.parse("2xcpu"), Recipe(seq_len=512, global_batch_size=2), layout)
 
 
-def test_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path) -> None:
+def test_fault_31_a_checkpoint_that_does_not_load_is_refused_in_the_kernel(tmp_path: Path) -> None:
     saved_by = plan_of("gpt2", Layout.fsdp2())
     path = checkpoint(run_folder(tmp_path, "a", "a", 1.0, saved_by), 10)
     task = Pretrain(resume=path)

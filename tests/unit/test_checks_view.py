@@ -72,7 +72,7 @@ def test_only_what_a_plan_mends_has_a_button() -> None:
 
 
 @pytest.mark.parametrize("act", ["a-warning", "gone", ""])
-def test_a_click_on_what_mends_nothing_does_nothing(act: str) -> None:
+def test_fault_44_a_click_on_what_mends_nothing_does_nothing(act: str) -> None:
     view = shown(*FOUND, on_apply=lambda _: pytest.fail("applied"))
     view.list.press(act)
 

@@ -78,7 +78,7 @@ def test_bad_text_is_refused_with_the_nearest(bad: Any, near: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["0xcpu", "2000xcpu", "0x8xl4-24gb", "999999x8xl4-24gb"])
-def test_absurd_counts_are_refused(bad: str) -> None:
+def test_fault_18_absurd_counts_are_refused(bad: str) -> None:
     with pytest.raises(ValueError, match=r"Cluster\.(gpus_per_node|num_nodes) is"):
         Cluster.parse(bad)
 
@@ -98,14 +98,14 @@ NUMBERS = [0, -1, 1e30, 10**30, math.nan, math.inf, True, "8"]
 
 @pytest.mark.parametrize("field", ["gpus_per_node", "num_nodes"])
 @pytest.mark.parametrize("bad", [*NUMBERS, None, 1.5])
-def test_bad_counts_are_refused(field: str, bad: Any) -> None:
+def test_fault_18_bad_counts_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
         dataclasses.replace(CLUSTER, **{field: bad})
 
 
 @pytest.mark.parametrize("field", ["host_memory_bytes", "nvme_bytes", "nvme_bandwidth_bytes_per_second"])
 @pytest.mark.parametrize("bad", NUMBERS[1:])
-def test_bad_host_figures_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_bad_host_figures_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Cluster\.{field} is"):
         dataclasses.replace(CLUSTER, **{field: bad})
 
@@ -122,7 +122,7 @@ def test_bad_parts_are_refused(field: str, bad: Any) -> None:
     ["memory_bytes", "usable_bytes", "memory_bandwidth_bytes_per_second", "tdp_watts", "price_per_hour_usd"],
 )
 @pytest.mark.parametrize("bad", NUMBERS[1:])
-def test_bad_gpu_figures_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_bad_gpu_figures_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Gpu\.{field} is"):
         dataclasses.replace(H100, price_date="2026-11-20", **{field: bad})
 
@@ -166,7 +166,7 @@ def test_usable_memory_cannot_exceed_the_cards_and_a_price_has_its_day() -> None
 
 @pytest.mark.parametrize("field", ["bandwidth_bytes_per_second", "latency_seconds"])
 @pytest.mark.parametrize("bad", [-1, 1e30, math.nan, math.inf, True, "8", None])
-def test_bad_links_are_refused(field: str, bad: Any) -> None:
+def test_fault_33_bad_links_are_refused(field: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"Link\.{field} is"):
         dataclasses.replace(links["nvlink-4"], **{field: bad})
 
@@ -269,7 +269,7 @@ def test_a_slice_of_a_known_card_is_not_the_whole_card(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "9", "none", "NoDevFiles", "GPU-zzz"])
-def test_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+def test_fault_20_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     pretend_driver(monkeypatch, [HOPPER] * 2, visible=visible)
     assert Cluster.detect().gpu.name == "cpu"
 
@@ -296,7 +296,7 @@ def test_nothing_visible_is_the_cpu(monkeypatch: pytest.MonkeyPatch, visible: st
         ("1,", [1]),
     ],
 )
-def test_visible_devices_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
+def test_fault_20_visible_devices_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
     assert detection.visible_indices(visible, ["GPU-a1", "GPU-b2", "GPU-c3"]) == indices
 
 

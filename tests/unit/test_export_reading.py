@@ -320,7 +320,7 @@ def test_an_edited_export_holds_over_the_plan_beside_it(
         ("tpu_env: []", "tpu_env: !!python/object:os.system x", r"line 21, tpu_env"),
     ],
 )
-def test_a_broken_accelerate_file_names_line_and_key(
+def test_fault_35_a_broken_accelerate_file_names_line_and_key(
     before: str, after: str, named: str, tmp_path: Path
 ) -> None:
     assert before in FSDP
@@ -357,7 +357,7 @@ def test_a_broken_accelerate_file_names_line_and_key(
         ("[" * 100_000, "nested too deeply|column"),
     ],
 )
-def test_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_path: Path) -> None:
+def test_fault_35_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"(?s)zero.json.*({named})"):
         from_zero(tmp_path, text)
 
@@ -395,7 +395,7 @@ def test_a_broken_deepspeed_file_names_line_and_key(text: str, named: str, tmp_p
         ("--lr 3e-4", "--account-for-loss-in-pipeline-split", r"line 22, account-for-loss"),
     ],
 )
-def test_broken_megatron_arguments_name_line_and_flag(
+def test_fault_35_broken_megatron_arguments_name_line_and_flag(
     before: str, after: str, named: str, tmp_path: Path
 ) -> None:
     assert before in MEGATRON
@@ -409,7 +409,9 @@ DAMAGE = st.tuples(st.floats(0, 0.999), st.sampled_from((*ODD, "cut", *"{}[]:-\n
 
 @settings(deadline=None, max_examples=300)
 @given(which=st.sampled_from(("yaml", "json", "args")), damage=st.lists(DAMAGE, max_size=4))
-def test_whatever_is_wrong_with_a_file_is_a_value_error(which: str, damage: list[tuple[float, str]]) -> None:
+def test_fault_35_whatever_is_wrong_with_a_file_is_a_value_error(
+    which: str, damage: list[tuple[float, str]]
+) -> None:
     text, read = {
         "yaml": (FSDP, from_fsdp),
         "json": (json.dumps(ZERO, indent=2), from_zero),
@@ -450,7 +452,9 @@ def test_arguments_of_another_model_are_refused(tmp_path: Path) -> None:
         ("{" + ", ".join(f'"k\\u00e9{number}": 1' for number in range(40_000)) + "}", "this key"),
     ],
 )
-def test_what_nests_or_repeats_for_ever_is_refused_at_once(text: str, named: str, tmp_path: Path) -> None:
+def test_fault_35_what_nests_or_repeats_for_ever_is_refused_at_once(
+    text: str, named: str, tmp_path: Path
+) -> None:
     (tmp_path / "zero.json").write_text(text)
     before = time.process_time()
     with pytest.raises(ValueError, match=named):

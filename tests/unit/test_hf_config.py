@@ -248,13 +248,13 @@ def test_what_is_built_from_an_architecture_has_its_parameters(family: str, data
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_missing_keys_take_the_familys_own_defaults(family: str) -> None:
+def test_fault_36_missing_keys_take_the_familys_own_defaults(family: str) -> None:
     wide = {} if family == "gpt2" else {"hidden_size": 128, "num_attention_heads": 32}
     assert_same({**sizes_of(family), **wide})
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_each_missing_size_is_refused_by_name(family: str) -> None:
+def test_fault_36_each_missing_size_is_refused_by_name(family: str) -> None:
     sizes = sizes_of(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is None"):
@@ -263,7 +263,7 @@ def test_each_missing_size_is_refused_by_name(family: str) -> None:
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("bad", [0, -1, 1e30, 10**30, float("nan"), float("inf"), True, "64", [64], 64.5])
-def test_each_absurd_size_is_refused_by_name(family: str, bad: object) -> None:
+def test_fault_36_each_absurd_size_is_refused_by_name(family: str, bad: object) -> None:
     sizes = sizes_of(family)
     for key in sizes.keys() - {"model_type"}:
         with pytest.raises(ValueError, match=rf"config\.json {key} is .*allowed: .*Nearest fix: "):
@@ -271,7 +271,7 @@ def test_each_absurd_size_is_refused_by_name(family: str, bad: object) -> None:
 
 
 @pytest.mark.parametrize("bad", ["bert", "Llama", "", None, 7, ["llama"], "llama4_text"])
-def test_an_unknown_model_type_lists_the_known_ones(bad: object) -> None:
+def test_fault_36_an_unknown_model_type_lists_the_known_ones(bad: object) -> None:
     with pytest.raises(
         ValueError, match=r"known architectures: llama, mistral.*Nearest fix.*plan\.rehearse\(\)"
     ):
@@ -358,7 +358,7 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
         Architecture.from_hf(tmp_path)
 
 
-def test_a_fifo_a_device_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
+def test_fault_41_a_fifo_a_device_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo.json"
     os.mkfifo(fifo)
     for bad in (fifo, Path("/dev/zero")):

@@ -55,7 +55,7 @@ def test_the_constructors_make_their_frameworks() -> None:
 
 @pytest.mark.parametrize(("name", "field"), DEGREES)
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 0, 2**20 + 1, 10**30], ids=repr)
-def test_degrees_are_whole_and_in_range(name: str, field: str, value: Any) -> None:
+def test_fault_33_degrees_are_whole_and_in_range(name: str, field: str, value: Any) -> None:
     if field == "shard" and value is None:
         assert Layout.fsdp2(shard=None).shard is None  # type: ignore[attr-defined]
         return
@@ -64,7 +64,7 @@ def test_degrees_are_whole_and_in_range(name: str, field: str, value: Any) -> No
 
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 4], ids=repr)
-def test_zero_stages_are_0_to_3(value: Any) -> None:
+def test_fault_33_zero_stages_are_0_to_3(value: Any) -> None:
     assert "from 0 to 3" in refusal(lambda: Layout.zero(value), "Layout.stage").allowed
 
 
@@ -74,7 +74,7 @@ def test_reshard_after_forward(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", math.nan, math.inf, [], 1e30])
-def test_flags_are_flags(value: Any) -> None:
+def test_fault_33_flags_are_flags(value: Any) -> None:
     refusal(lambda: Layout.megatron(distributed_optimizer=value), "Layout.distributed_optimizer")
     refusal(lambda: Layout.megatron(tp=2, sequence_parallel=value), "Layout.sequence_parallel")
     refusal(lambda: Layout.megatron(distributed_optimizer=None), "Layout.distributed_optimizer")  # type: ignore[arg-type]
@@ -160,12 +160,12 @@ def test_what_is_left_open_follows_from_the_cluster() -> None:
         (Layout.fsdp2(reshard_after_forward=3), "Layout.reshard_after_forward"),
     ],
 )
-def test_what_cannot_run_is_refused_with_its_plan(layout: Layout, field: str) -> None:
+def test_fault_34_what_cannot_run_is_refused_with_its_plan(layout: Layout, field: str) -> None:
     error = refusal(lambda: Plan(LLAMA, EIGHT, Recipe(), layout), field)
     assert error.fix
 
 
-def test_experts_and_sequences_must_divide() -> None:
+def test_fault_34_experts_and_sequences_must_divide() -> None:
     refusal(lambda: degrees(Layout.megatron(ep=16), arch=MOE), "Layout.ep")
     refusal(lambda: degrees(Layout.megatron(tp=8, ep=2), arch=MOE), "Layout.ep")
     assert degrees(Layout.megatron(ep=8), arch=MOE).ep == 8

@@ -76,7 +76,7 @@ def each_stage(a_plan: Plan) -> list[Stage]:
         global_batch_size=8,
     )
 )
-def test_components_sum_everywhere(a_plan: Plan) -> None:
+def test_fault_37_components_sum_everywhere(a_plan: Plan) -> None:
     report = a_plan.memory()
     assert tuple(report.components) == NAMES
     assert report.peak_bytes == sum(report.components.values())

@@ -36,7 +36,7 @@ def picks_its_softmax(a_plan: Plan) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
+def test_fault_37_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
     assume(not picks_its_softmax(a_plan))
     longer = replace(a_plan, recipe=replace(a_plan.recipe, seq_len=2 * a_plan.recipe.seq_len))
     assert takes_no_less(longer, a_plan)
@@ -44,7 +44,7 @@ def test_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
+def test_fault_37_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
     assume(not picks_its_softmax(a_plan))
     recipe = a_plan.recipe
     larger = replace(
@@ -57,7 +57,7 @@ def test_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_more_layers_never_take_less(a_plan: Plan) -> None:
+def test_fault_37_more_layers_never_take_less(a_plan: Plan) -> None:
     arch, degrees = a_plan.architecture, a_plan.degrees
     # As many as come between two that are recomputed, for each chunk.
     more = arch.num_hidden_layers + degrees.pp * degrees.vpp * a_plan.recipe.recompute_interval
@@ -72,7 +72,7 @@ def test_more_layers_never_take_less(a_plan: Plan) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(plans())
-def test_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> None:
+def test_fault_37_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> None:
     degrees, cluster, recipe = a_plan.degrees, a_plan.cluster, a_plan.recipe
     # One rank alone gathers and reduces nothing, and so is no measure for what more of them stage. With ZeRO
     # it shows where nothing outweighs that: where the optimizer is somewhere else.

@@ -137,7 +137,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -> None:
+def test_fault_39_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -> None:
     trap = tmp_path / "trap"
     bad = snapshot() | {"extra": Malicious(trap)}
     with pytest.raises(ValueError, match=r"is no memory snapshot \(asks for posix\.mkdir\)"):
@@ -147,7 +147,7 @@ def test_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -> None:
     assert trap.exists(), "the trap does not work, so this test shows nothing"
 
 
-def test_references_out_of_the_file_are_refused(tmp_path: Path) -> None:
+def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refers to an object outside of it"):
         load_memory_snapshot(written(tmp_path, b"Psomewhere\n."))
 

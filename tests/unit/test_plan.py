@@ -98,7 +98,7 @@ def test_a_plan_copies_pickles_and_hashes(plan: Plan) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_degrees_multiply_to_the_world(plan: Plan) -> None:
+def test_fault_34_degrees_multiply_to_the_world(plan: Plan) -> None:
     degrees = plan.degrees
     assert degrees.shard * degrees.replicate == degrees.data_parallel
     assert degrees.data_parallel * degrees.tp * degrees.pp * degrees.cp == plan.world_size

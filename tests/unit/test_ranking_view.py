@@ -185,7 +185,7 @@ def test_a_press_on_a_row_applies_its_plan_and_marks_it(found: Any) -> None:
 @pytest.mark.parametrize(
     "act", ["apply:999999999", "apply:-1", "apply:x", "sort:__class__", "page:7", "", ":"]
 )
-def test_what_no_row_says_does_nothing(found: Any, act: str) -> None:
+def test_fault_44_what_no_row_says_does_nothing(found: Any, act: str) -> None:
     view = showing_all(found, on_apply=lambda _: pytest.fail("applied"))
     before = view.table.value
     view.table.press(act)

@@ -73,7 +73,7 @@ def test_defaults_are_the_designs() -> None:
 
 @pytest.mark.parametrize("field", NUMBERS)
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, None, -1, 0, 10**30], ids=repr)
-def test_numbers_are_whole_and_in_range(field: str, value: Any) -> None:
+def test_fault_33_numbers_are_whole_and_in_range(field: str, value: Any) -> None:
     error = refusal(field, value)
     assert f"from 1 to {NUMBERS[field]:,}" in error.allowed
 
@@ -95,7 +95,7 @@ def test_the_fix_is_the_nearest(value: Any, near: str) -> None:
 
 @pytest.mark.parametrize("field", CHOICES)
 @pytest.mark.parametrize("value", RAGGED, ids=lambda value: repr(value)[:20])
-def test_choices_are_listed(field: str, value: Any) -> None:
+def test_fault_33_choices_are_listed(field: str, value: Any) -> None:
     error = refusal(field, value)
     assert all(repr(choice) in error.allowed for choice in CHOICES[field] if choice is not None)
     assert error.fix.strip("'") in CHOICES[field]
@@ -128,7 +128,7 @@ def test_each_choice_is_taken() -> None:
 
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, -1, 0, 4097], ids=repr)
-def test_lora_rank(value: Any) -> None:
+def test_fault_33_lora_rank(value: Any) -> None:
     refusal("lora_rank", value, method="lora")
 
 
@@ -165,7 +165,7 @@ def test_numpy_integers_are_numbers_and_become_pythons() -> None:
 
 @pytest.mark.parametrize("field", REALS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "0.1", b"1", [1], {}, -1, 10**30])
-def test_reals_are_finite_and_in_range(field: str, value: Any) -> None:
+def test_fault_33_reals_are_finite_and_in_range(field: str, value: Any) -> None:
     low, high = REALS[field]
     error = refusal(field, value)
     assert f"a number from {low:g} to {high:g}" in error.allowed

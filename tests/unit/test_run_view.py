@@ -58,7 +58,7 @@ def record(step: Any = 0, rank: Any = 0, **values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", [None, "n/a", float("nan"), float("inf"), True, [1]])
-def test_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) -> None:
+def test_fault_45_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) -> None:
     odd = record(loss=loss, tokens_per_second=loss, peak_memory_bytes=loss)
     run = FakeRun([odd, record(step=None, loss=1.0)])
     view = RunView(run)
@@ -70,7 +70,7 @@ def test_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) -> None:
     assert until(lambda: view.status == "stopped")
 
 
-def test_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     run = FakeRun([record(loss=1.0)])
     view = RunView(run, on_end=ended.append)

@@ -50,7 +50,7 @@ def test_round_trip(noun: Any) -> None:
     assert json.loads(noun.to_json())["version"] == 1
 
 
-def test_a_byte_order_mark_means_nothing(noun: Any) -> None:
+def test_fault_35_a_byte_order_mark_means_nothing(noun: Any) -> None:
     assert reader(noun).from_json("\ufeff" + noun.to_json()) == noun
 
 
@@ -66,7 +66,7 @@ def test_other_nouns_are_refused(noun: Any, name: Any) -> None:
         reader(noun).from_json(edited(noun, shardscope=name))
 
 
-def test_misspelt_keys_get_the_nearest(noun: Any) -> None:
+def test_fault_35_misspelt_keys_get_the_nearest(noun: Any) -> None:
     field = (
         next(key for key in json.loads(noun.to_json()) if key not in ("shardscope", "version"))
         if not isinstance(noun, ss.Layout)
@@ -78,7 +78,7 @@ def test_misspelt_keys_get_the_nearest(noun: Any) -> None:
         assert f"Nearest fix: '{field}'" in str(caught.value)
 
 
-def test_a_key_that_stands_twice_is_refused(noun: Any) -> None:
+def test_fault_35_a_key_that_stands_twice_is_refused(noun: Any) -> None:
     text = noun.to_json()
     twice = text.replace('"version": 1,', '"version": 1, "version": 1,', 1)
     if twice == text:
@@ -96,7 +96,7 @@ def test_what_is_no_noun_is_a_value_error(noun: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"8"', "null", "[]", "1.5"]
 )
-def test_bad_numbers_inside_json_are_refused(value: str) -> None:
+def test_fault_33_bad_numbers_inside_json_are_refused(value: str) -> None:
     text = PLAN.recipe.to_json().replace('"seq_len": 4096', f'"seq_len": {value}')
     with pytest.raises(ValueError, match=r"Recipe\.seq_len is"):
         ss.Recipe.from_json(text)
@@ -105,7 +105,7 @@ def test_bad_numbers_inside_json_are_refused(value: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a":' * 100_000, '{"shardscope": "Plan", "a": ' + "[" * 50_000]
 )
-def test_nesting_without_end_is_a_value_error(noun: Any, text: str) -> None:
+def test_fault_35_nesting_without_end_is_a_value_error(noun: Any, text: str) -> None:
     with pytest.raises(ValueError, match="JSON is nested too deeply"):
         reader(noun).from_json(text)
 
@@ -150,7 +150,7 @@ def test_every_plan_round_trips(plan: Plan) -> None:
     max_leaves=8,
 ), st.sampled_from(sorted(NOUNS)))  # fmt: skip
 @settings(max_examples=300, deadline=None)
-def test_any_value_in_any_field_is_taken_or_refused_in_words(value: Any, name: str) -> None:
+def test_fault_33_any_value_in_any_field_is_taken_or_refused_in_words(value: Any, name: str) -> None:
     """Never a TypeError, an OverflowError or a crash from what a file holds."""
     noun = NOUNS[name]
     for field in json.loads(noun.to_json()):

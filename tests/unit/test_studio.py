@@ -71,7 +71,9 @@ def test_the_figure_is_redrawn_and_never_rebuilt(studio: Studio) -> None:
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "", "1e30", "four", "4096.5", "9" * 40])
 @pytest.mark.parametrize("box", ["seq_len", "micro", "global_batch"])
-def test_bad_numbers_are_named_at_the_input_and_the_plan_stays(studio: Studio, box: str, text: str) -> None:
+def test_fault_33_bad_numbers_are_named_at_the_input_and_the_plan_stays(
+    studio: Studio, box: str, text: str
+) -> None:
     before = studio.plan, words(studio.headline.value)
     getattr(studio.recipe, box).value = text
     shown = " ".join(row.error.value for row in studio.recipe.rows.values())
@@ -226,7 +228,7 @@ def test_little_room_is_said(seq_len: int, said: str, note: str) -> None:
     assert bool(offer_for(plan, cluster, report).note) == bool(note)
 
 
-def test_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
+def test_fault_16_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
     studio.launch_panel.busy = True
     studio.recipe.seq_len.value = "2048"
     assert studio.launch_panel.button.disabled
@@ -328,7 +330,7 @@ def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> No
     assert not errors(studio) and studio.plan.layout.framework == "deepspeed"
 
 
-def test_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_45_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook shows nobody an exception in a handler: the old sentence would stand as if valid."""
 
     def broken(plan: ss.Plan) -> None:
@@ -344,7 +346,7 @@ def test_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch: pytest.M
     assert not errors(studio) and "Llama 3.1 70B" in words(studio.headline.value)
 
 
-def test_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:
+def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -> None:
     """JupyterLab looks for a view's model during two seconds; what came later is "model not found".
 
     (``ManagerBase.get_model`` of jupyterlab_widgets 3.0: it does not look again after a wait that a busy page
@@ -494,7 +496,7 @@ def test_a_runs_steps_stand_in_the_time_tab(studio: Studio) -> None:
     assert studio.time.shown is not None and studio.time.shown.measured == (17, 0.5)
 
 
-def test_an_unknown_tab_is_refused(studio: Studio) -> None:
+def test_fault_44_an_unknown_tab_is_refused(studio: Studio) -> None:
     with pytest.raises(TraitError, match="there are Memory, Time"):
         studio.tabs.value = "Speed"
 

@@ -122,7 +122,7 @@ def test_union_counts_shared_time_once() -> None:
     assert union_ns(np.zeros(0, np.int64), np.zeros(0, np.int64)) == 0
 
 
-def test_unsorted_events_keep_nanoseconds(tmp_path: Path) -> None:
+def test_fault_38_unsorted_events_keep_nanoseconds(tmp_path: Path) -> None:
     base = 1_790_857_026_000_000_000
     events = [event("late", 4352837229041.284, 1.5), event("early", 4352837229040.001, 0.25)]
     trace = Trace.load(write(tmp_path / "a.json", events, baseTimeNanoseconds=base))
@@ -147,7 +147,7 @@ def test_ranks_recorded_on_different_days_start_at_zero_and_say_so(tmp_path: Pat
     assert any("do not overlap" in note for note in trace.notes)
 
 
-def test_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path: Path) -> None:
+def test_fault_38_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path: Path) -> None:
     write(tmp_path / "a.json", [event()], distributedInfo={"rank": 5, "world_size": 8})
     write(tmp_path / "b_rank-2.json", [event()])
     write(tmp_path / "c.json", [event()])
@@ -157,7 +157,7 @@ def test_rank_comes_from_the_file_then_its_name_then_its_order(tmp_path: Path) -
     assert any("5 of 8 ranks are not in the folder: 1, 3, 4, 6, 7" in note for note in trace.notes)
 
 
-def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+def test_fault_38_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.json", [event()], distributedInfo={"rank": 1})
     write(tmp_path / "rank-1.json", [event()])
     with pytest.raises(ValueError, match=r"rank-1\.json is of rank 1, and so is a\.json\. Fix:"):
@@ -180,7 +180,9 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
         ({"ph": "?"}, "unknown kind", 1),
     ],
 )
-def test_odd_events_are_counted_not_fatal(tmp_path: Path, odd: dict[str, Any], note: str, kept: int) -> None:
+def test_fault_38_odd_events_are_counted_not_fatal(
+    tmp_path: Path, odd: dict[str, Any], note: str, kept: int
+) -> None:
     good = event("good")
     path = write(tmp_path / "a.json", [good, good | {"name": "odd"} | odd])
     trace = Trace.load(path)
@@ -189,14 +191,14 @@ def test_odd_events_are_counted_not_fatal(tmp_path: Path, odd: dict[str, Any], n
     assert bool(np.all(trace.duration_ns >= 0))
 
 
-def test_events_without_dur_cat_pid_or_tid_are_kept(tmp_path: Path) -> None:
+def test_fault_38_events_without_dur_cat_pid_or_tid_are_kept(tmp_path: Path) -> None:
     trace = Trace.load(write(tmp_path / "a.json", [{"ph": "X", "name": "bare", "ts": 1}]))
     assert trace.slice(0)["name"] == "bare"
     assert trace.slice(0)["category"] == ""
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
-def test_numbers_that_are_not_json_are_counted(tmp_path: Path, text: str) -> None:
+def test_fault_38_numbers_that_are_not_json_are_counted(tmp_path: Path, text: str) -> None:
     good = json.dumps(event("good"))
     (tmp_path / "a.json").write_text(f'{{"traceEvents": [{good}, {good.replace("10.0", text)}]}}')
     trace = Trace.load(tmp_path / "a.json")
@@ -220,7 +222,7 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "events", [[], [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]]
 )
-def test_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, events: list[Any]) -> None:
+def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, events: list[Any]) -> None:
     trace = Trace.load(write(tmp_path / "a.json", events))
     assert (len(trace), trace.duration_seconds, trace.tracks) == (0, 0.0, [])
     assert any("no slices" in note for note in trace.notes)
@@ -241,7 +243,7 @@ def test_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, events: lis
         (gzip.compress(b'{"traceEvents": []}' * 50, mtime=0)[:-12], "truncated gzip"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_name_and_a_fix(
+def test_fault_38_what_is_no_trace_is_refused_with_its_name_and_a_fix(
     tmp_path: Path, content: bytes, words: str
 ) -> None:
     path = tmp_path / "rank-0.json"
@@ -251,14 +253,16 @@ def test_what_is_no_trace_is_refused_with_its_name_and_a_fix(
     assert str(path) in str(refusal.value) and "Fix: " in str(refusal.value)
 
 
-def test_a_gzip_bomb_stops_early(tmp_path: Path) -> None:
+def test_fault_38_a_gzip_bomb_stops_early(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(gzip.compress(b" " * (64 * 1024**2)))
     with pytest.raises(ValueError, match="which no profiler writes"):
         Trace.load(path)
 
 
-def test_a_file_past_the_size_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_38_a_file_past_the_size_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trace_files, "MAX_JSON_BYTES", 10_000)
     big = write(tmp_path / "a.json", [event()] * 500)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(big.read_bytes()))
@@ -267,7 +271,7 @@ def test_a_file_past_the_size_limit_is_refused(tmp_path: Path, monkeypatch: pyte
             Trace.load(path)
 
 
-def test_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path: Path) -> None:
+def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     target = write(tmp_path / "real" / "a.json", [event()])
     link = tmp_path / "link.json"

@@ -38,7 +38,7 @@ def tile_request(view: TraceView, **changed: Any) -> dict[str, Any]:
     return {"type": "tile", "id": 1, "t0_ns": 0, "t1_ns": view._span_ns, "width": 800, **changed}
 
 
-def test_the_front_end_is_text_and_needs_no_network(view: TraceView) -> None:
+def test_fault_48_the_front_end_is_text_and_needs_no_network(view: TraceView) -> None:
     assert "export default" in view._esm
     for text in (view._esm, view._css):
         assert "http://" not in text and "https://" not in text and "import " not in text.split("export")[-1]
@@ -130,7 +130,7 @@ def test_the_viewport_is_two_ascending_times(view: TraceView) -> None:
         {"type": "find", "id": 1, "direction": 9},
     ],
 )
-def test_messages_that_make_no_sense_are_shown_and_ignored(view: TraceView, content: Any) -> None:
+def test_fault_44_messages_that_make_no_sense_are_shown_and_ignored(view: TraceView, content: Any) -> None:
     tell(view, content)
     assert view.error and len(view.error) < 400
     assert view.sent == [] and view.selected is None
@@ -150,7 +150,7 @@ def test_messages_that_make_no_sense_are_shown_and_ignored(view: TraceView, cont
         {"selected": {"name": "forged"}},
     ],
 )
-def test_state_that_the_front_end_may_not_set_is_shown_and_ignored(
+def test_fault_44_state_that_the_front_end_may_not_set_is_shown_and_ignored(
     view: TraceView, state: dict[str, Any]
 ) -> None:
     before = view.get_state(["viewport_seconds", "search", "height", "_scene", "selected"])
@@ -165,7 +165,7 @@ def test_the_front_end_may_set_viewport_and_search(view: TraceView) -> None:
     assert view.num_matches > 0 and view.error == ""
 
 
-def test_a_hundred_views_leave_nothing_behind(trace: Trace) -> None:
+def test_fault_43_a_hundred_views_leave_nothing_behind(trace: Trace) -> None:
     alive = []
     for _ in range(100):
         view = TraceView(trace)

@@ -114,7 +114,7 @@ def test_the_engine_room_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("code", ["import json, sys, shardscope\n", PLAN], ids=["import", "planning"])
-def test_importing_and_planning_bring_nothing_heavy(code: str) -> None:
+def test_fault_21_importing_and_planning_bring_nothing_heavy(code: str) -> None:
     loaded = run_python(code + "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))")
     assert "shardscope" in loaded
     assert not HEAVY & set(loaded)
