@@ -6,11 +6,13 @@ One spawn of four gloo ranks goes through all cases: what a case finds comes bac
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.needs import needs, skip_without
 from tests.runs import two_ranks
@@ -19,6 +21,7 @@ from tests.runs.two_ranks import StandInContext, on_ranks
 from shardscope import Architecture, Cluster, Layout, Plan, Recipe
 from shardscope.architecture import MixtureOfExperts
 from shardscope.frameworks.megatron.hf_names import check_mapped
+from shardscope.runs.processes import is_alive, start_of
 
 SHAPE = {
     "hidden_size": 48,
@@ -256,6 +259,7 @@ def found_on_a_rank(folder: Path, ctx: StandInContext) -> dict[str, Any]:
         found[name] = resumed(path, ctx.rank, plan(**before), plan(**after), beside)
     for name, case in EXPORTS.items():
         found[name] = exported(folder / name.replace(" ", "-"), ctx.rank, *case)
+    found["processes"] = [[child.pid, start_of(child.pid)] for child in psutil.Process().children()]
     return found
 
 
@@ -295,6 +299,16 @@ def test_fault_31_other_degrees_go_on_from_a_checkpoint_exactly(
     assert case["moved"] > 1e-3
     assert case["apart"] == 0.0
     assert all(rank[name]["position"] == {"num_steps_done": 2} for rank in found)
+
+
+def test_checkpoints_leave_no_process_behind(found: list[dict[str, Any]]) -> None:
+    """Ranks end here as killed ones do, past whatever Python would tidy up."""
+    begun = [tuple(process) for rank in found for process in rank["processes"]]
+    assert begun, "megatron-core has a process beside a rank that saved; without one this test is void"
+    deadline = time.monotonic() + 5
+    while (left := [process for process in begun if is_alive(*process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 @pytest.mark.parametrize("name", EXPORTS)

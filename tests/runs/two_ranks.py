@@ -157,10 +157,5 @@ def _rank(rank: int, world_size: int, plan: Any, body: Any, folder: Path, store:
     except BaseException:
         (folder / f"rank-{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         code = 1
-    import psutil
-
-    # Megatron-core keeps a process that writes checkpoints, which a rank's abrupt end would leave behind.
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
     # Past atexit handlers that belong to pytest's process.
     os._exit(code)

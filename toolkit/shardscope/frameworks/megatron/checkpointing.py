@@ -8,7 +8,10 @@ opened only where this user's own run wrote them.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 from collections.abc import Sequence
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from shardscope.frameworks.megatron import random_tracker
 from shardscope.frameworks.megatron.weights_export import wait_for_weights
 from shardscope.frameworks.megatron.weights_load import unwrapped
+from shardscope.runs.processes import die_with_parent
 from shardscope.training import random_state
 from shardscope.training.aside import begin_aside, check_own, replace, written_aside
 from shardscope.training.checkpoint_folders import POSITION_FILE
@@ -93,11 +97,13 @@ def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
 def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) -> Any:
     """All but the position; ``beside`` training, what comes back is still to be scheduled."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     random_state.write(aside)
     random_tracker.write(aside)
     _make_state(optimizer)
     wait_for_weights(chunks)
+    filesystem_async._get_write_results_queue = _results_queue
     # The random states are in the folder already, which megatron-core only warns of.
     return dist_checkpointing.save(
         _state(chunks, optimizer, loading=False),
@@ -105,6 +111,21 @@ def _write(aside: Path, chunks: Sequence[Any], optimizer: Any, *, beside: bool) 
         async_sharded_save=beside,
         content_metadata=_metadata_on_disk(),
     )
+
+
+def _results_queue() -> Any:
+    """megatron-core's ``_get_write_results_queue``, whose process ends with the rank, however the rank ends.
+
+    Through it writers tell their rank what they wrote. megatron-core starts it on the first checkpoint and
+    stops it as Python ends, so a rank that is killed would leave it behind for good.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(die_with_parent, (os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
+    return filesystem_async._results_queue
 
 
 def _write_position(folder: Path, position: dict[str, Any]) -> None:
