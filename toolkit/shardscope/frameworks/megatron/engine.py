@@ -61,9 +61,10 @@ class MegatronEngine(Engine):
                 f"the plan is for {plan.world_size} ranks, and this run has {dist.get_world_size()}"
             )
         check_trained(plan)
+        source = self._source(build_model)
         with self._on_device():
             engine_model.model_parallel(plan)
-            weights = self._build(build_model)
+            weights = self._build(source)
             numbers = optimizer_numbers(
                 recipe.optimizer,
                 list(self.model.parameters()),
@@ -78,7 +79,7 @@ class MegatronEngine(Engine):
             # With the optimizer: its fp32 copies get what was built, not what 16 bits left of it.
             load_hf(self._chunks, weights, plan.architecture, self.optimizer)
             mute_padding(self._chunks, plan.architecture)
-            del weights
+            del source, weights
             found = what_it_is(plan, self._chunks, self.optimizer, self.data_rank)
         device = self.ctx.device
         backend = dist.group.WORLD._get_backend(device).name()
@@ -168,11 +169,9 @@ class MegatronEngine(Engine):
 
     # ---- its parts
 
-    def _build(self, build_model: BuildModel) -> dict[str, torch.Tensor]:
-        """Make the model chunks, weights not yet set; those that ``build_model`` gives under ``seed``."""
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        plan, arch = self.plan, self.plan.architecture
+    def _source(self, build_model: BuildModel) -> torch.nn.Module:
+        """The model that ``build_model`` gives under ``seed``. Raises ``ValueError`` for another family's."""
+        arch = self.plan.architecture
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             source = build_model()
@@ -186,6 +185,13 @@ class MegatronEngine(Engine):
                 "layout=Layout.fsdp2(), which trains any module",
             )
         self._hf_config = hf_config
+        return source
+
+    def _build(self, source: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Make the model chunks, weights not yet set; the weights of ``source``."""
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        plan, hf_config = self.plan, self._hf_config
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(self.seed)
         self._config = engine_model.training_config(plan, hf_config)

@@ -1,9 +1,8 @@
 """Megatron-core training on CPU ranks: its CUDA calls mean the CPU, inside a ``with`` and nowhere else.
 
-Kept apart from ``cpu_stand_in``, which computes nothing: here every tensor has values, random states are real
-ones and collectives travel (gloo). What megatron-core asks of CUDA beside a device (streams, events) orders
-kernels that a CPU has never begun before it returns. A process that has initialised CUDA is refused, and a
-test holds that the engine comes here for CPU devices only.
+Unlike in ``cpu_stand_in``, which computes nothing, every tensor has values, random states are real ones and
+collectives travel (gloo). What megatron-core asks of CUDA beside a device (streams, events) orders kernels
+that a CPU has never begun before it returns.
 """
 
 from __future__ import annotations
@@ -13,89 +12,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-_CPU = torch.device("cpu")
+from shardscope.frameworks.megatron.cuda_as_cpu import CudaMeansCpu, Replacement, cuda_as_cpu
 
 
-@contextlib.contextmanager
-def cpu_ranks() -> Iterator[None]:
+def cpu_ranks() -> contextlib.AbstractContextManager[None]:
     """Megatron-core's CUDA calls go to the CPU inside. Raises ``RuntimeError`` where CUDA is in use."""
-    if torch.cuda.is_initialized():
-        raise RuntimeError("Megatron's CPU ranks are for machines without GPUs: this process uses CUDA")
-    with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in _replacements():
-            before = getattr(owner, name, None)
-            setattr(owner, name, stand_in)
-            stack.callback(setattr, owner, name, before)
-        stack.enter_context(_CudaMeansCpu())
-        yield
+    return cuda_as_cpu("Megatron on CPU ranks", CudaMeansCpu(), _replacements)
 
 
-class _CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]
-    """Factories asked for a CUDA device make CPU tensors, and ``.cuda()`` moves nothing."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Its optimizers take torch.cuda.FloatTensor and its like only, by name.
-            return function(*args).replace("torch.", "torch.cuda.")
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": _CPU}
-        if function is torch.Tensor.to:
-            args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
-        return function(*args, **kwargs)
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return bool(device.type == "cuda")
-    return isinstance(device, str) and device.startswith("cuda")
-
-
-class _Stream:
-    """A stream on which everything has always happened."""
-
-    def __getattr__(self, name: str) -> Callable[..., _Stream]:
-        # An event that a stream records is one more thing that has happened.
-        return lambda *args, **kwargs: self
-
-
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """(module or class, name, what stands there) of every call that would reach CUDA."""
+def _replacements() -> list[Replacement]:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    stream = _Stream()
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_random_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.set_rng_state(state)
+    from megatron.core.transformer.moe import token_dispatcher
 
     return [
-        (torch.cuda, "current_device", lambda: _CPU),
-        (torch.cuda, "synchronize", nothing),
-        (torch.cuda, "empty_cache", nothing),
-        (torch.cuda, "current_stream", lambda *args, **kwargs: stream),
-        (torch.cuda, "default_stream", lambda *args, **kwargs: stream),
-        (torch.cuda, "Stream", lambda *args, **kwargs: stream),
-        (torch.cuda, "Event", lambda *args, **kwargs: stream),
-        (torch.cuda, "stream", lambda *args, **kwargs: contextlib.nullcontext()),
         (torch.cuda, "manual_seed", torch.manual_seed),
-        (torch.cuda, "get_rng_state", random_state),
-        (random, "_get_cuda_rng_state", random_state),
-        (random, "_set_cuda_rng_state", set_random_state),
-        # Asked for without Transformer Engine too, and there only with it (megatron-core 0.16.1).
-        (moe_utils, "te_general_gemm", None),
+        (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_the_host),
         # gloo has no collectives that are launched as one.
         (param_and_grad_buffer, "_coalescing_manager", _one_by_one),
