@@ -1,4 +1,7 @@
-"""Launch tests use ``bounded_time`` and ``nothing_left``: "no child process left, port free"."""
+"""Launch tests use ``bounded_time`` and ``nothing_left``.
+
+The latter: no child process left, the port free, and the run's folder says what happened.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from typing import Any
 
 import pytest
 from run_helpers import make_plan, processes_of
+
+from shardscope.runs.folder import FINAL
+from shardscope.runs.run import Run
 
 SECONDS_PER_TEST = 180
 
@@ -48,3 +54,6 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", int(port)))
     assert not list(tmp_path.rglob("task.pkl")), "a task was left on disk"
+    for file in tmp_path.rglob("supervisor.log"):
+        run = Run.attach(file.parent)
+        assert run.status in FINAL and run.reason, f"{run} does not say how it ended"

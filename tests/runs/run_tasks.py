@@ -43,7 +43,7 @@ def collective(ctx: Any) -> None:
         use_cpu=os.environ.get("ACCELERATE_USE_CPU"),
         python_path=os.environ.get("PYTHONPATH"),
     )
-    ctx.log(after=True)
+    ctx.log(after=True, cuda_in_use=torch.cuda.is_initialized())
 
 
 def steps_until_stop(ctx: Any) -> None:
@@ -118,11 +118,14 @@ def deaf(ctx: Any) -> None:
 
 
 def frozen(ctx: Any) -> None:
-    """Rank 0 stops itself, as a debugger or a broken driver would."""
+    """Rank 0 stops itself, as a debugger or a broken driver would; the others wait in a collective."""
+    import torch
+    import torch.distributed as dist
+
     ctx.log(begun=True)
     if ctx.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1000)
+    dist.all_reduce(torch.ones(1))
 
 
 def raises_beside_deaf(ctx: Any) -> None:

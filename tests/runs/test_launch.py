@@ -78,7 +78,13 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
         again.logs(1)
 
 
-def test_fault_15_27_two_runs_at_once_from_threads(plan: Any, tmp_path: Path) -> None:
+def test_fault_15_17_27_two_runs_at_once_from_threads(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a process that uses CUDA, which ranks that were forked from it could not."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
     started: list[Run] = []
 
     def start() -> None:
@@ -90,6 +96,8 @@ def test_fault_15_27_two_runs_at_once_from_threads(plan: Any, tmp_path: Path) ->
     for thread in threads:
         thread.join()
     assert [run.wait(80) for run in started] == ["finished", "finished"]
+    assert torch.cuda.is_initialized()
+    assert [m["cuda_in_use"] for run in started for m in run.metrics() if "after" in m] == [False] * 4
     ports = [next(m["port"] for m in run.metrics() if "port" in m) for run in started]
     assert len(set(ports)) == 2 and len({run.folder for run in started}) == 2
 

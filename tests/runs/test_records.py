@@ -104,6 +104,25 @@ def test_fault_25_a_run_on_another_machine_is_judged_by_its_heartbeat(
     assert run.status == "running"
 
 
+@pytest.mark.parametrize("jump_seconds", [-1e7, -60.0, 60.0, 1e7])
+def test_fault_25_a_clock_that_is_set_ends_no_run(
+    jump_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = {"pid": os.getpid(), "started": start_of(os.getpid()), "machine": this_machine()}
+    run = _run(tmp_path, me)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump_seconds)
+    assert start_of(os.getpid()) == me["started"] and run.status == "running"
+    began = time.monotonic()
+    assert run.wait(0.1) == "running"
+    assert 0.1 <= time.monotonic() - began < 2
+    run.stop()
+    (command,) = read_lines(run.folder / "control.jsonl")
+    assert command["command"] == "stop"
+    append_line(run.folder / "status.jsonl", {"time": time.time(), "status": "stopped", "reason": "asked"})
+    assert (run.status, run.reason) == ("stopped", "asked")
+
+
 def test_fault_24_a_supervisor_that_never_came_up_and_a_folder_that_went(tmp_path: Path) -> None:
     run = _run(tmp_path, None, "starting")
     assert run.status == "lost" and "never came up" in run.reason

@@ -462,6 +462,16 @@ def test_fault_35_what_nests_or_repeats_for_ever_is_refused_at_once(
     assert time.process_time() - before < 5
 
 
+def test_fault_35_a_yaml_bomb_is_refused_at_once(tmp_path: Path) -> None:
+    """Nine times nine aliases of the line above: ten lines that stand for 3.5 thousand million words."""
+    lines = ["a0: &a0 [" + ", ".join(["word"] * 9) + "]"]
+    lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 10)]
+    before = time.process_time()
+    with pytest.raises(ValueError, match=r"config\.yaml, line 1: an alias; allowed: the value itself"):
+        from_fsdp(tmp_path, "\n".join(lines))
+    assert time.process_time() - before < 1
+
+
 @pytest.mark.parametrize("read", [ss.Plan.from_accelerate, ss.Plan.from_deepspeed, ss.Plan.from_megatron])
 def test_files_that_are_none(read: Callable[..., ss.Plan], tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

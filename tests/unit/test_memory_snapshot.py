@@ -147,6 +147,33 @@ def test_fault_39_code_in_a_snapshot_is_not_run(tmp_path: Path, protocol: int) -
     assert trap.exists(), "the trap does not work, so this test shows nothing"
 
 
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_fault_40_a_snapshot_of_any_protocol_reads(tmp_path: Path, protocol: int) -> None:
+    assert pickle.HIGHEST_PROTOCOL >= 5
+    found = load_memory_snapshot(written(tmp_path, pickle.dumps(snapshot(), protocol)))
+    assert (found.peak_bytes, found.num_events) == (17 * MIB, 10)
+
+
+def test_fault_40_bytes_beside_a_protocol_5_snapshot_are_refused(tmp_path: Path) -> None:
+    beside: list[pickle.PickleBuffer] = []
+    extra = {"extra": pickle.PickleBuffer(b"x" * 64)}
+    content = pickle.dumps(snapshot() | extra, protocol=5, buffer_callback=beside.append)
+    assert beside
+    with pytest.raises(ValueError, match="is no memory snapshot"):
+        load_memory_snapshot(written(tmp_path, content))
+
+
+def test_fault_41_a_snapshot_is_a_regular_file(tmp_path: Path) -> None:
+    real = written(tmp_path, snapshot())
+    (tmp_path / "link.pickle").symlink_to(real)
+    os.mkfifo(tmp_path / "pipe.pickle")
+    (tmp_path / "folder.pickle").mkdir()
+    for name in ("link", "pipe", "folder"):
+        with pytest.raises(ValueError, match=r"symbolic link|pipe|folder") as caught:
+            load_memory_snapshot(tmp_path / f"{name}.pickle")
+        assert "Fix: " in str(caught.value)
+
+
 def test_fault_39_references_out_of_the_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refers to an object outside of it"):
         load_memory_snapshot(written(tmp_path, b"Psomewhere\n."))

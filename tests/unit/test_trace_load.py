@@ -271,6 +271,20 @@ def test_fault_38_a_file_past_the_size_limit_is_refused(
             Trace.load(path)
 
 
+def test_fault_38_two_gigabytes_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    path.touch()
+    os.truncate(path, 2 * 1024**3 + 1)  # A hole: it takes no room on the disk.
+    with pytest.raises(ValueError, match=r"more than 2 GiB of JSON\. Fix: record fewer steps"):
+        Trace.load(path)
+
+
+def test_fault_38_missing_ranks_are_named(tmp_path: Path) -> None:
+    for rank in (0, 3):
+        write(tmp_path / f"rank-{rank}.json", [event()], distributedInfo={"rank": rank, "world_size": 4})
+    assert "2 of 4 ranks are not in the folder: 1, 2" in notes_of(tmp_path)
+
+
 def test_fault_41_links_pipes_and_folders_in_a_file_s_place_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     target = write(tmp_path / "real" / "a.json", [event()])

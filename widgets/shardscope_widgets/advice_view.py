@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
@@ -14,9 +13,10 @@ from shardscope_widgets import shared
 from shardscope_widgets.advice_html import advised, matrix, otherwise, path
 from shardscope_widgets.clickable import Clickable
 from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.view import View
 
 
-class AdviceView(widgets.VBox):
+class AdviceView(View):
     """The path that advice took, with the numbers at each turn, and what each framework supports.
 
     A button applies a plan: ``on_apply`` gets it, and :attr:`plan` has it.

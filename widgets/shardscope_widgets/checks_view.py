@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
@@ -14,6 +13,7 @@ from shardscope.planner.preflight import SEVERITIES, Finding
 from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable
 from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.view import View
 
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
 """A shape for each severity beside its word: its colour says nothing that these do not."""
@@ -31,7 +31,7 @@ _SPELLED = {
 NOTHING = "Nothing to mend: no check has anything against this plan."
 
 
-class ChecksView(widgets.VBox):
+class ChecksView(View):
     """Findings, the worst first: how bad, why with the number behind it, and what mends it.
 
     A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it.

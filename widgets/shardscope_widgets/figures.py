@@ -13,6 +13,8 @@ import plotly.graph_objects as go
 import traitlets
 from ipywidgets import widget_serialization
 
+from shardscope_widgets import shared
+
 
 class PlotlySource(anywidget.AnyWidget):
     """plotly's front end, once for all charts of a kernel: 5 MB of text, packed to 1.5 of bytes."""
@@ -27,7 +29,7 @@ class PlotlySource(anywidget.AnyWidget):
 
 @cache
 def _source() -> PlotlySource:
-    return PlotlySource()
+    return shared.keep(PlotlySource())
 
 
 class Chart(go.FigureWidget):

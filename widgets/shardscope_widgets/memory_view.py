@@ -12,12 +12,13 @@ from shardscope_widgets.memory_rows import Shown
 from shardscope_widgets.memory_table import caption, table
 from shardscope_widgets.rehearse_panel import RehearsePanel
 from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.view import View
 
 MAX_REMEMBERED = 32
 """Reports of rehearsals and runs that come back when their plan does."""
 
 
-class MemoryView(widgets.VBox):
+class MemoryView(View):
     """A plan's memory in every tier that there is, redrawn in place when ``show`` gets another plan.
 
     ``MemoryView(plan, other_plan)`` puts two plans side by side: A, and B, with the differences named.

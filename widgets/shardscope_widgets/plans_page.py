@@ -80,10 +80,7 @@ class PlansPage(widgets.VBox):
         self._about = shared.html("", "ss-hint")
         words = [panel.words for panel in self._panels.values()]
         super().__init__([bar, self._about, *words, *self._views.values()], layout=shared.layout())
-        for view in self._views.values():
-            view.layout = widgets.Layout()
         for panel in self._panels.values():
-            panel.layout = widgets.Layout()
             panel.words.layout = widgets.Layout()
         self.add_class("ss-plans")
 

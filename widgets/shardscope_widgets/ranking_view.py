@@ -18,12 +18,13 @@ from shardscope_widgets.ranking_figure import counted, draw, empty_figure, key, 
 from shardscope_widgets.ranking_rows import ASCENDING, Indices, ordered
 from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
 from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.view import View
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
 
 
-class RankingView(widgets.VBox):
+class RankingView(View):
     """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it."""
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")

@@ -18,6 +18,7 @@ from shardscope_widgets.predicted_peak import PredictedPeak, Unit, predicted_pea
 from shardscope_widgets.run_figure import MAX_LINES, RunFigure
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.theme import RANK_COLOURS
+from shardscope_widgets.view import View
 
 POLL_SECONDS = 0.25
 LOG_BYTES = 16 * 1024
@@ -26,7 +27,7 @@ PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
-class RunView(widgets.VBox):
+class RunView(View):
     """Shows ``run`` live, at most four times a second, from its folder alone: any number may watch."""
 
     status = traitlets.Unicode("", help="The run's status as last shown.").tag(sync=False)
@@ -101,6 +102,11 @@ class RunView(widgets.VBox):
             self._of_a_run.layout.display = ""
             self.error.value = self.what.value = self.table.value = ""
         threading.Thread(target=self._watch, args=(run,), daemon=True, name="shardscope-run-view").start()
+
+    def close(self) -> None:
+        """Close the view. The run goes on, and other views of it too."""
+        self.run = None
+        super().close()
 
     def refresh(self) -> None:
         """Read what is new in the run's folder and draw it."""

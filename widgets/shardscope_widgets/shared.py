@@ -16,7 +16,19 @@ Shared = TypeVar("Shared", bound=widgets.Widget)
 
 @cache
 def _made(kind: type[Shared], traits: tuple[tuple[str, str], ...]) -> Shared:
-    return kind(**dict(traits))
+    return keep(kind(**dict(traits)))
+
+
+def keep(widget: Shared) -> Shared:
+    """``widget``, which from now on belongs to several views: no one of them closes it."""
+    widget.belongs_to_several = True
+    return widget
+
+
+def is_shared(widget: widgets.Widget) -> bool:
+    """Whether other views may use ``widget`` as well."""
+    # No set of them: plotly's figures have no hash.
+    return getattr(widget, "belongs_to_several", False)
 
 
 def _shared(kind: type[Shared], **traits: str) -> Shared:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-import ipywidgets as widgets
-
 import shardscope as ss
 from shardscope.timing.report import StepReport
 from shardscope_widgets import shared
@@ -17,12 +15,13 @@ from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.step_figure import draw, empty_figure
 from shardscope_widgets.step_rows import RunSteps, ShownStep, shown_step
 from shardscope_widgets.step_table import caption, figures, table
+from shardscope_widgets.view import View
 
 MAX_REMEMBERED = 32
 """Measured steps that come back when their plan does."""
 
 
-class StepView(widgets.VBox):
+class StepView(View):
     """A plan's step, predicted and measured, redrawn in place when ``show`` gets another plan.
 
     Where the plan is for ``machine`` (None: this one), a button measures that and calls ``on_calibrate``.

@@ -32,6 +32,7 @@ from shardscope_widgets.step_rows import RunSteps, shown_step
 from shardscope_widgets.step_view import StepView
 from shardscope_widgets.tabs import Tabs
 from shardscope_widgets.trace_view import TraceView
+from shardscope_widgets.view import View
 from shardscope_widgets.words import sentence, verdict
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
@@ -41,10 +42,10 @@ longer than all the rest, and the next move would wait for them."""
 TRACE_PIXELS = 640
 NO_TRACE = "No trace yet: a run that records one shows it here."
 
-View = TypeVar("View", bound=widgets.Widget)
+Page = TypeVar("Page", bound=widgets.Widget)
 
 
-class Studio(widgets.VBox):
+class Studio(View):
     """Plan, launch and look inside, in one widget. ``studio.plan`` and ``studio.run`` are what it shows."""
 
     plan = traitlets.Any(help="The last valid plan.")
@@ -138,7 +139,7 @@ class Studio(widgets.VBox):
         self.tabs.value = "Plans"
         self.sheet.show()
 
-    def _put(self, tab: str, view: View) -> View:
+    def _put(self, tab: str, view: Page) -> Page:
         self._pages[tab].children = [view]
         return view
 

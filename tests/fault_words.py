@@ -1,0 +1,195 @@
+"""Faults 1 to 48 in words: what goes wrong, what a person sees then, and what no test shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROOMS = {
+    1: "Launch and stop",
+    30: "Checkpoints",
+    33: "What the planner reads",
+    38: "Traces and snapshots",
+    42: "Widgets",
+}
+"""The first number of each part of the table."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table."""
+
+    what: str
+    seen: str
+    untested: str = ""
+    """What no test shows, and why; empty where the tests show all of it."""
+
+
+FAULTS = {
+    1: Fault(
+        "Stop while the run starts",
+        "It is stopped within 5 s, whatever had come up by then.",
+    ),
+    2: Fault("Stop in the middle of a step", "Stopped, with no process left, within 5 s."),
+    3: Fault("Stop twice, or after the end", "Nothing more happens; the status stays as it was."),
+    4: Fault(
+        "A rank ignores SIGTERM",
+        "It is killed 1.5 s later: stopped, or failed with the exception of the rank that did fail.",
+    ),
+    5: Fault(
+        "A rank is halted (SIGSTOP) while the others wait for it in a collective",
+        "Stop ends all of them within 3.5 s.",
+    ),
+    6: Fault("The cell is interrupted while it waits for the run", "The wait ends; the run goes on."),
+    7: Fault(
+        "The kernel restarts, or another notebook attaches",
+        "A run with `outlive_kernel=True` goes on; `ss.Run.attach(folder)` has it again, Stop included. "
+        "Without it the run stops and says that its kernel ended.",
+    ),
+    8: Fault("The kernel is killed (`kill -9`)", "All ranks are gone within 5 s; the run says why."),
+    9: Fault(
+        "The supervisor or the launcher is killed",
+        "All ranks are gone within 5 s; the run is lost, or failed, and says which of them it was.",
+    ),
+    10: Fault(
+        "A rank is killed (`kill -9`, the kernel's out-of-memory killer)",
+        "Failed: that rank was killed by SIGKILL, most likely because host memory ran out.",
+    ),
+    11: Fault(
+        "A rank raises, and the others lose their connection to it",
+        "The exception of the rank that failed first, with its traceback; lost connections come after it.",
+    ),
+    12: Fault(
+        "`sys.exit(3)`, `os._exit`, a segmentation fault in a rank",
+        "Failed: which rank ended how, with the end of its log.",
+    ),
+    13: Fault(
+        "An exception without readable text, or with a megabyte of it",
+        "Its type, and as much of its text as there is room for.",
+    ),
+    14: Fault("Somebody takes the port meanwhile", "The launch takes another one, and gives up in words."),
+    15: Fault("Two runs at once", "Each has a folder and a port of its own; both finish."),
+    16: Fault(
+        "The cell is run again while its run is alive",
+        "A name that a living run has is refused with the way to stop it. The Studio's button is off "
+        "while its run is under way. Without a name the new run is a second one beside the first.",
+    ),
+    17: Fault(
+        "The kernel has used CUDA already",
+        "Nothing: ranks are no children of the kernel, and find CUDA untouched.",
+        "Shown on a machine without a GPU: ranks of a process whose torch says that CUDA is in use find it "
+        "unused. A kernel that really holds a CUDA context was not tried.",
+    ),
+    18: Fault("0, -1 or too many processes", "Refused: the number, what is allowed here, the nearest."),
+    19: Fault("A function that cannot be pickled", "Refused: the name of the object in it that cannot."),
+    20: Fault(
+        "`CUDA_VISIBLE_DEVICES` is empty or wrong",
+        "This machine counts as what CUDA would see, CPU ranks if nothing; a plan for more is refused with "
+        "what is here.",
+        "The driver is a stand-in that answers as NVML does; with real GPUs only the plain case runs.",
+    ),
+    21: Fault("torch or accelerate is missing", "Planning works; a launch names the line that installs it."),
+    22: Fault(
+        "A rank prints 100 MB, no newline, broken UTF-8, colours",
+        "The end of the log, at most 64 KiB of it, as plain text. The run is not slowed by a full pipe.",
+    ),
+    23: Fault(
+        "The disk is full, the run folder read-only",
+        "A launch is refused in words. Under way metrics are lost and said so in the log; the run goes on, "
+        "and its processes end as ever.",
+    ),
+    24: Fault("The run folder is deleted under way", "Lost: its folder is gone. No process stays."),
+    25: Fault(
+        "The clock is set back or forth",
+        "Nothing: processes are told apart by ticks since boot, waits follow the monotonic clock.",
+        "Only the clock of the watching process jumps in the test: setting the machine's own would hit "
+        "everything else on it. The order of two failures within the jump itself can be wrong.",
+    ),
+    26: Fault(
+        "The page is reloaded, opened twice, a view is closed, all while the run is under way",
+        "The run goes on. Every view shows all of it from the beginning and can stop it.",
+    ),
+    27: Fault("Launched from a thread, or from a widget's button", "The same as from a cell."),
+    28: Fault(
+        "Stop on ipykernel 6.31, 7.1, 7.3, 7.4",
+        "The Stop button ends the run on all of them, from a cell that has returned.",
+        "While a cell blocks (`run.wait()`), 6.31 and 7.4 answer no button before it ends: interrupt the "
+        "cell, or use `await run.wait_async()`. That is Jupyter's own order, and no test of ours.",
+    ),
+    29: Fault("No front end, no IPython", "A plain script launches, waits and stops in the same way."),
+    30: Fault(
+        "Killed while it saves",
+        "The checkpoint before is the newest one. The partial one is not listed, and refused as not whole "
+        "where somebody names it.",
+    ),
+    31: Fault(
+        "Resumed on another number of ranks",
+        "DDP, FSDP2 and Megatron go on, resharded; what cannot is refused in words before a rank starts.",
+    ),
+    32: Fault(
+        "A truncated safetensors file, a wrong header, an index to a missing shard or to `../`",
+        "Nothing yet.",
+        "Nothing in Shardscope reads weights of others: tasks begin from random weights or from checkpoints "
+        "that its own runs wrote. The test comes with the code that reads them.",
+    ),
+    33: Fault(
+        "NaN, infinity, negative, zero, bool, text, 1e30 in any field",
+        "Refused: field, value, what is allowed, the nearest. In the Studio at the input, and the last plan "
+        "stays.",
+    ),
+    34: Fault(
+        "Degrees that do not multiply to the number of GPUs, or do not divide heads, layers, experts",
+        "Refused when the plan is made, with the nearest that works.",
+    ),
+    35: Fault(
+        "Unknown, misspelt, repeated keys; a byte-order mark; a YAML bomb",
+        "Refused with line, key and the nearest known one, at once; the mark is skipped.",
+    ),
+    36: Fault(
+        "A `config.json` with missing fields, absurd sizes, an unknown `model_type`",
+        "Missing ones take the family's own defaults in transformers; the rest is refused by name.",
+    ),
+    37: Fault(
+        "A prediction that contradicts itself",
+        "None is negative; components sum to the total; more layers, longer sequences, larger batches "
+        "never take less.",
+    ),
+    38: Fault(
+        "Odd traces: empty, truncated, a gzip bomb, over 2 GB, no events, events without duration or "
+        "category, negative, huge, unsorted, NaN, ranks twice or missing, `<script>` in a name",
+        "What is a trace is drawn, and notes count what was odd. What is none is refused with its name and "
+        "a fix. Names are text.",
+        "A file past 2 GiB is refused by its size. One just under it is read like any other; no test "
+        "waits for that.",
+    ),
+    39: Fault("A malicious pickle as a memory snapshot", "Refused with what it asked for; nothing runs."),
+    40: Fault(
+        "A snapshot of pickle protocol 5",
+        "Read like any other; one that keeps bytes outside of its file is refused.",
+    ),
+    41: Fault(
+        "A symbolic link, a path that leaves its folder, a folder, a FIFO in a file's place",
+        "Refused in words, and at once: nothing waits for a FIFO's writer.",
+    ),
+    42: Fault("A thousand updates in a second", "At most four drawings a second; the last value is shown."),
+    43: Fault(
+        "A hundred views opened and closed",
+        "Nothing stays: no widget in the kernel's registry, no thread, no handler in the page.",
+    ),
+    44: Fault(
+        "Wrong, unknown or oversize messages from the page",
+        "Ignored; the trace view shows which, and the next good one is answered.",
+        "Tables and tabs ignore them without a word.",
+    ),
+    45: Fault("A callback raises", "The error stands in the view, which goes on."),
+    46: Fault(
+        "Dark, light, high contrast, 320 px wide, keyboard only",
+        "Everything stays in sight, in reach and apart by more than colour.",
+    ),
+    47: Fault(
+        "A notebook is opened without a kernel",
+        "Jupyter's own words that the widget has no model.",
+        "There is no static picture of the Studio yet, so nothing to test; `plan.memory().to_html()` is "
+        "one of the prediction.",
+    ),
+    48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
+}

@@ -1,0 +1,101 @@
+"""Views come and go all day: a closed one leaves nothing in the kernel, and a run outlives its views."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ipywidgets.widgets.widget import _instances
+from test_run_view import FakeRun, record, until
+from tests.faults import all_of_them
+
+import shardscope as ss
+from shardscope_widgets import AdviceView, MemoryView, RankingView, RunView, StepView, Studio
+
+PLAN = ss.Plan(
+    ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()
+)
+
+
+def run_view() -> RunView:
+    return RunView(FakeRun([record(loss=1.0)]))
+
+
+def studio() -> Studio:
+    """With all but the pages that ask a question in the background."""
+    made = Studio()
+    for tab in ("Time", "Checks", "Run", "Trace", "Memory"):
+        made.tabs.value = tab
+    return made
+
+
+VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
+    "memory": (lambda: MemoryView(PLAN), 3),
+    "time": (lambda: StepView(PLAN), 3),
+    "ranking": (RankingView, 30),
+    "advice": (AdviceView, 30),
+    "run": (run_view, 3),
+    "studio": (studio, 2),
+}
+"""How each is made, and how many `make test` makes: a hundred take a minute."""
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_fault_43_a_hundred_views_leave_nothing_behind(name: str) -> None:
+    make, count = VIEWS[name]
+    threads = threading.active_count()
+    make().close()  # What views share stays.
+    gc.collect()
+    registered = len(_instances)
+    alive = []
+    for _ in range(100 if all_of_them() else count):
+        view = make()
+        alive.append(weakref.ref(view))
+        assert len(_instances) > registered
+        view.close()
+        del view
+    assert until(lambda: threading.active_count() <= threads), threading.enumerate()
+    gc.collect()
+    assert len(_instances) == registered
+    assert not [ref for ref in alive if ref() is not None]
+
+
+def test_fault_26_a_second_view_and_a_closed_one_change_nothing_for_the_run() -> None:
+    run = FakeRun([record(loss=1.0)])
+    first, second = RunView(run), RunView(run)
+    assert until(lambda: first.num_steps == second.num_steps == 1)
+    first.close()
+    run.records.append(record(step=1, loss=0.5))
+    assert until(lambda: second.num_steps == 2)
+    assert run.status == "running", "a closed view stops nothing"
+    third = RunView(run)
+    assert until(lambda: third.num_steps == 2), "a later one sees everything from the beginning"
+    third.stop_button.click()
+    assert until(lambda: second.status == third.status == "stopped")
+
+
+def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
+    run = FakeRun([record(loss=9.0)])
+    view = RunView(run)
+    assert until(lambda: view.num_steps == 1)
+    drawn: list[int] = []
+    real = view.figure.extend
+
+    def count(records: list[dict[str, Any]]) -> None:
+        drawn.append(len(records))
+        real(records)
+
+    view.figure.extend = count
+    began = time.monotonic()
+    for step in range(1, 1001):
+        run.records.append(record(step=step, loss=float(step)))
+        time.sleep(max(0.0, began + step / 1000 - time.monotonic()))
+    assert until(lambda: view.num_steps == 1001)
+    run.status = "finished"
+    assert sum(drawn) == 1000 and len(drawn) <= 4 * (time.monotonic() - began) + 2, drawn
+    assert "1000.000" in view.table.value, "the last one wins"
