@@ -55,6 +55,11 @@ class Failure:
 
 def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
     """The failure that came first and is no consequence of another; None if nothing failed."""
+    return next(iter(all_failures(folder, world_size)), None)
+
+
+def all_failures(folder: RunFolder, world_size: int) -> list[Failure]:
+    """Every failure, those that look like the consequence of another last; each kind by its time."""
     failures = [_raised(folder, rank) for rank in range(world_size)]
     raised = {failure.rank for failure in failures if failure is not None}
     for record in _exits(folder):
@@ -62,7 +67,7 @@ def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
             failures.append(_died(folder, record))
     failures.append(_launcher_failed(folder))
     found = [failure for failure in failures if failure is not None]
-    return min(found, key=lambda failure: (failure.is_consequence, failure.time), default=None)
+    return sorted(found, key=lambda failure: (failure.is_consequence, failure.time))
 
 
 def describe_exit(code: int | None) -> str:

@@ -17,7 +17,7 @@ FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 class RunFolder:
     """The paths inside one run folder."""
 
-    SUBFOLDERS = ("events", "logs", "errors", "ranks", "traces", "what_it_was", "tmp")
+    SUBFOLDERS = ("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "tmp")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -36,6 +36,10 @@ class RunFolder:
         self.launcher_error = self.path / "errors" / "launcher.json"
         self.launcher_log = self.path / "logs" / "launcher.log"
         self.supervisor_log = self.path / "supervisor.log"
+        self.csv = self.path / "metrics.csv"
+        """All metrics as a table, written when the run has ended."""
+        self.tensorboard = self.path / "tensorboard"
+        """The same as TensorBoard's events, a folder per rank, written while the run goes on."""
         self.traces = self.path / "traces"
         self.temporary = self.path / "tmp"
 
@@ -54,6 +58,10 @@ class RunFolder:
     def rank(self, rank: int) -> Path:
         """Process id, start and end of one rank."""
         return self.path / "ranks" / f"rank-{rank}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Where one rank stood when it was asked: faulthandler's text."""
+        return self.path / "stacks" / f"rank-{rank}.txt"
 
     def trace(self, rank: int) -> Path:
         """The profiler's recording of one rank."""

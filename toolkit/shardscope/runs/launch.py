@@ -199,6 +199,7 @@ def _description(
         "plan": json.loads(plan.to_json()),
         "predicted": predicted_step(plan),
         "task": describe(task),
+        "trains_the_plan": getattr(task, "trains_the_plan", False) is True,
         "world_size": plan.world_size,
         "device": device,
         "outlive_kernel": outlive_kernel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -16,6 +17,7 @@ from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.processes import die_with_parent, start_of
 from shardscope.runs.records import read_json, write_json
+from shardscope.runs.stacks import answer_with_stacks
 
 EXIT_GRACE_SECONDS = 10.0
 """How long a failed rank may take to leave: a thread of a broken process group can hang in its destructor."""
@@ -77,6 +79,8 @@ def _redirect_output(folder: RunFolder, rank: int) -> None:
         # A surrogate in a path or a text of the user must not end a training run.
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable(file=2)
+    with contextlib.suppress(OSError):  # A full disk: this rank is then not asked.
+        answer_with_stacks(folder.stacks(rank))
 
 
 def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:

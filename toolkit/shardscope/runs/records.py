@@ -1,7 +1,8 @@
 """The small files of a run: JSON lines that are appended, JSON files that are replaced, and their readers.
 
 Every file is valid JSON, although a loss may be NaN: NaN and the infinities are written as the strings
-"NaN", "Infinity" and "-Infinity", and :func:`finite_or_special` turns them back into floats.
+"NaN", "Infinity" and "-Infinity", and :func:`finite_or_special` turns them back into floats. Tokens and keys
+are written as asterisks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from shardscope.runs.redaction import redact
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -123,6 +126,6 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_jsonable(item) for item in value]
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, int | float):
         return value
-    return str(value)
+    return redact(str(value))

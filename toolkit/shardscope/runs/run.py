@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.causes import first_failure
+from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
@@ -20,6 +20,7 @@ from shardscope.runs.records import (
     read_json,
     read_tail_text,
 )
+from shardscope.runs.story import tell
 from shardscope.validation import flag, real_number, whole_number
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class Run:
             return str(state["error"])
         if state["status"] in ("finished", "stopped"):
             return None
-        failure = first_failure(self._folder, self._world_size)
-        return None if failure is None else failure.text
+        failures = all_failures(self._folder, self._world_size)
+        return tell(failures, self._description).text if failures else None
 
     def metrics(self) -> list[dict[str, Any]]:
         """All that ranks logged: dicts of step, rank, time (seconds since the epoch) and the metrics by name.

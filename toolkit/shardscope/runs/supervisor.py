@@ -17,10 +17,12 @@ from types import FrameType
 from typing import Any, Literal
 
 from shardscope.runs import processes
-from shardscope.runs.causes import Failure, describe_exit, died_untimely, first_failure
+from shardscope.runs.beside import LOOK_SECONDS, Beside
+from shardscope.runs.causes import Failure, all_failures, describe_exit, died_untimely
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder, Status
 from shardscope.runs.records import LineTail, open_log, read_json, write_json
+from shardscope.runs.story import Story, tell
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
@@ -51,6 +53,8 @@ class Supervisor:
         self.a_rank_died = False
         self.signalled: int | None = None
         self.next_heartbeat = 0.0
+        self.beside = Beside(folder, self.world_size, self._say)
+        self.last_look = time.monotonic()
 
     def run(self) -> None:
         """Start the launcher, watch until it is gone, leave nothing behind, write the final status."""
@@ -96,10 +100,20 @@ class Supervisor:
         self._obey_control()
         if not self.ranks_are_up and self.phase == "run":
             self._see_whether_ranks_are_up()
+        if now - self.last_look >= LOOK_SECONDS:
+            self._look_beside(now)
         if self._a_rank_just_died():
             self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
         if now >= self.deadline:
             self._next_phase()
+
+    def _look_beside(self, now: float) -> None:
+        seconds, self.last_look = now - self.last_look, now
+        is_running = self.ranks_are_up and self.phase == "run" and not self.a_rank_died
+        words = self.beside.look(seconds, is_running=is_running)
+        if words is not None:
+            self._say(words)
+            self._set_status("running", words)
 
     def _a_rank_just_died(self) -> bool:
         if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
@@ -176,15 +190,28 @@ class Supervisor:
             self._say(f"these processes could not be killed: {processes.descendants()}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
+        self.beside.finish()
         code = 0 if self.launcher is None else self.launcher.returncode
-        failure = first_failure(self.folder, self.world_size)
+        failures = all_failures(self.folder, self.world_size)
+        failure = failures[0] if failures else None
         status, reason = self._verdict(code, failure)
         # After a stop every rank dies by our signals; only what went wrong before is worth telling.
         shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
-        more = {"error": shown.text, "rank": shown.rank} if shown else {}
+        more: dict[str, Any] = {}
+        if shown is not None:
+            story = self._story(failures)
+            more = {"error": story.text, "rank": shown.rank}
+            reason = story.reason if reason == shown.reason else reason
         self._set_status(status, reason, **more)
         if status == "finished":
             self._keep_step()
+
+    def _story(self, failures: list[Failure]) -> Story:
+        try:
+            return tell(failures, self.description, self.beside.host.words)
+        except Exception as error:  # Prices and repairs are a help; what happened is told in any case.
+            self._say(f"no repair was found: {type(error).__name__}: {error}")
+            return Story(failures[0].reason, failures[0].text)
 
     def _keep_step(self) -> None:
         """What its steps took is kept for predictions; a run is no worse where that cannot be."""

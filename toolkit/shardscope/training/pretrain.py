@@ -67,6 +67,8 @@ class Pretrain:
         "shardscope.training.loop",
     )
     """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
+    trains_the_plan: ClassVar[bool] = True
+    """Its memory is what the plan predicts."""
 
     def __post_init__(self) -> None:
         whole_number("Pretrain.num_steps", self.num_steps, low=1, high=10**7)

@@ -1,0 +1,54 @@
+"""One launch that hangs, is told so while it goes on, and is killed: what its folder says afterwards."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import story_tasks as tasks
+from run_helpers import seconds_until
+from test_stop import rank_pid
+
+from shardscope.runs.launch import launch
+
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
+
+KEY = "story-0123456789-of-the-user"
+
+
+def test_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "1")
+    monkeypatch.setenv("STORY_API_KEY", KEY)
+    run = launch(plan, tasks.hangs, folder=tmp_path)
+    seconds_until(lambda: "no step for" in run.reason or run.status == "failed")
+    assert run.status == "running", run.error
+    assert "rank 1: stuck_elsewhere (story_tasks.py:" in run.reason, run.reason
+    assert "rank 0: all_reduce (distributed_c10d.py:" in run.reason, run.reason
+    assert ", called from hangs (story_tasks.py:" in run.reason, run.reason
+    assert "in stuck_elsewhere" in run.logs(1) and "in all_reduce" in run.logs(0)
+    seconds_until(lambda: any((run.folder / "tensorboard").glob("rank-1/events.out.tfevents.*")), 5)
+
+    os.kill(rank_pid(run, 1), signal.SIGKILL)
+    assert run.wait(20) == "failed"
+    assert run.reason.startswith("rank 1 was killed by SIGKILL, most likely because host memory ran out")
+    assert "it was last seen with" in run.reason and " free of " in run.reason
+    assert run.error is not None and "These ranks only lost their peer" in run.error
+    assert "a function of its own, whose memory the plan does not know" in run.error
+
+    with (run.folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rank"], row["step"]) for row in rows] == [
+        (str(r), str(s)) for r in (0, 1) for s in range(12)
+    ]
+    assert float(rows[1]["loss"]) == 0.5 and rows[0]["note"] == "key " + "*" * len(KEY)
+    written = {file: file.read_bytes() for file in run.folder.rglob("*") if file.is_file()}
+    assert b"my key is **" in written[run.folder / "logs" / "rank-0.log"]
+    for secret in (KEY.encode(), b"a1B2a1B2"):
+        assert not [file for file, data in written.items() if secret in data]
+    assert not [file for file in written if file.stat().st_mode & 0o77]

@@ -1,0 +1,163 @@
+"""A hang is found from what ranks log, explained by their stacks, and not seen where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.hang import BUSY_FACTOR, HangWatch
+from shardscope.runs.processes import start_of
+from shardscope.runs.records import write_json
+from shardscope.runs.stacks import busy_with, main_thread, place_in_words
+
+RANK = """
+import sys, time
+from pathlib import Path
+from shardscope.runs.stacks import answer_with_stacks
+answer_with_stacks(Path(sys.argv[1]))
+def save_checkpoint(): wait()
+def wait():
+    print("ready", flush=True)
+    time.sleep(100)
+globals()[sys.argv[2]]()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def ranks(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that answer as ranks do, in the functions that a test names."""
+    started = []
+    for rank, where in enumerate(getattr(request, "param", ("wait", "wait"))):
+        command = [sys.executable, "-c", RANK, str(folder.stacks(rank)), where]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        write_json(folder.rank(rank), {"pid": process.pid, "started": start_of(process.pid)})
+    for process in started:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, Any]]:
+    return [{"step": step, "time": 1000 + step * seconds} for step in range(first, first + count)]
+
+
+def wait(watch: HangWatch, seconds: float) -> list[str]:
+    """What is said while nothing comes for ``seconds``. Real processes answer within each look."""
+    import time
+
+    said = []
+    for _ in range(int(seconds)):
+        asked = watch._asked_since is not None
+        if asked:
+            time.sleep(0.05)
+        said.append(watch.look({}, 1.0))
+    return [words for words in said if words]
+
+
+def test_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any]) -> None:
+    watch = HangWatch(folder, 2, least_seconds=10)
+    assert watch.look({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
+    assert wait(watch, 10) == []
+    (words,) = wait(watch, 50)
+    assert words.startswith(
+        "no step for 12 s, where one takes 0.1 s; rank 1 came no further than step 9, others to 10"
+    )
+    assert "rank 1: wait (<string>:" in words and words.endswith(
+        "The Python stack of each rank is in its log"
+    )
+    log = folder.log(0).read_text()
+    assert "shardscope: no step for 12 s; where rank 0 stands:" in log and log.count(" in wait\n") == 1
+    assert watch.look({0: steps(11, 1)}, 1.0) is None
+    assert watch.look({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps come again"
+    assert watch.look({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
+
+
+def test_slow_steps_get_many_times_their_median(folder: RunFolder, ranks: list[Any]) -> None:
+    watch = HangWatch(folder, 2, least_seconds=10)
+    watch.look({0: steps(0, 6, seconds=30.0)}, 1.0)
+    assert wait(watch, 600) == []
+    assert len(wait(watch, 10)) == 1
+
+
+@pytest.mark.parametrize("ranks", [("save_checkpoint", "wait")], indirect=True)
+def test_a_checkpoint_gets_more_time_but_not_for_ever(folder: RunFolder, ranks: list[Any]) -> None:
+    watch = HangWatch(folder, 2, least_seconds=2)
+    watch.look({0: steps(0, 10), 1: steps(0, 10)}, 1.0)
+    assert wait(watch, 2 * BUSY_FACTOR - 1) == []
+    (words,) = wait(watch, 8)
+    assert "rank 0 is at a checkpoint" in words
+
+
+def test_nothing_is_said_of_start_up_of_ended_ranks_and_of_a_stopped_machine(folder: RunFolder) -> None:
+    watch = HangWatch(folder, 2, least_seconds=2)
+    assert wait(watch, 100) == []  # Nothing logged yet: loading, compiling, or a task that logs nothing.
+    watch.look({0: steps(0, 5)}, 1.0)
+    assert wait(watch, 100) == []  # Four times are too few for a median.
+    watch.look({0: steps(5, 5)}, 1.0)
+    assert watch.look({}, 3600.0) is None and watch.ranks[0].still_seconds == 5.0
+    write_json(folder.rank(0), {"pid": 1, "started": 1.0, "exit": "finished"})
+    assert wait(watch, 100) == []
+
+
+def test_a_rank_that_is_stopped_or_gone_is_told_as_such(folder: RunFolder, ranks: list[Any]) -> None:
+    import signal
+    import time
+
+    ranks[0].send_signal(signal.SIGSTOP)
+    ranks[1].kill()
+    ranks[1].wait()
+    time.sleep(0.05)
+    watch = HangWatch(folder, 2, least_seconds=2)
+    watch.look({0: steps(0, 10)}, 1.0)
+    (words,) = wait(watch, 10)
+    assert f"rank 0: process {ranks[0].pid} is stopped, by SIGSTOP or a debugger" in words
+    assert "rank 1: it did not answer" in words
+
+
+STACKS = """Thread 0x00007f1 (most recent call first):
+  File "/env/lib/python3.11/site-packages/torch/distributed/checkpoint/async.py", line 5 in write
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f2 (most recent call first):
+  File "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3046 in all_reduce
+  File "/env/lib/python3.11/site-packages/torch/{part}.py", line 8 in inner
+  File "/home/me/my task.py", line 7 in <lambda>
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("nn/modules/module", None),  # The writer in another thread explains nothing.
+        ("distributed/checkpoint/state_dict_saver", "at a checkpoint"),
+        ("_dynamo/convert_frame", "compiling"),
+        ("_inductor/output_code", None),  # A compiled graph that runs.
+        ("profiler/profiler", "writing a trace"),
+    ],
+)
+def test_only_the_main_thread_explains_a_pause(part: str, words: str | None) -> None:
+    stacks = STACKS.replace("{part}", part)
+    assert [function for _, _, function in main_thread(stacks)] == ["all_reduce", "inner", "<lambda>"]
+    assert busy_with(stacks) == words
+    assert (
+        place_in_words(stacks) == "all_reduce (distributed_c10d.py:3046), called from <lambda> (my task.py:7)"
+    )
+    assert place_in_words("") == "" and busy_with("it did not answer") is None

@@ -1,0 +1,174 @@
+"""Why a run ran out of memory: torch's own texts of several versions, a plan's prediction and its repair."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.runs import host_watch
+from shardscope.runs.causes import all_failures
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.host_watch import HostWatch, Seen
+from shardscope.runs.records import append_line, write_json
+from shardscope.runs.remedy import numbers, prevention
+from shardscope.runs.run import Run
+from shardscope.runs.shortage import Shortage, read_shortage
+
+MIB, GIB = 2**20, 2**30
+
+TORCH_1 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.10 GiB (GPU 3; 79.10 GiB total capacity; "
+    "70.00 GiB already allocated; 410.00 MiB free; 74.00 GiB reserved in total by PyTorch)"
+)
+TORCH_2_0 = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB (GPU 3; 79.10 GiB "
+    "total capacity; 70.00 GiB already allocated; 410.00 MiB free; 74.00 GiB reserved in total by "
+    "PyTorch) If reserved memory is >> allocated memory try setting max_split_size_mb to avoid "
+    "fragmentation."
+)
+TORCH_2_1 = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB. GPU 3 has a total "
+    "capacty of 79.10 GiB of which 410.00 MiB is free. Including non-PyTorch memory, this process has "
+    "78.70 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 4.00 GiB "
+    "is reserved by PyTorch but unallocated."
+)
+TORCH_2_5 = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB. GPU 3 has a total "
+    "capacity of 79.10 GiB of which 410.00 MiB is free. Process 4242 has 12.50 GiB memory in use. "
+    "Process 77 has 512.00 MiB memory in use. Including non-PyTorch memory, this process has 66.20 GiB "
+    "memory in use. Of the allocated memory 60.00 GiB is allocated by PyTorch, with 1.00 GiB allocated "
+    "in private pools, and 4.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize("text", [TORCH_1, TORCH_2_0, TORCH_2_1, TORCH_2_5])
+def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
+    found = read_shortage(f"Traceback (most recent call last):\n  File ...\n{text}\n")
+    assert found is not None
+    others = round(12.5 * GIB) + 512 * MIB if text is TORCH_2_5 else 0
+    assert found == Shortage(
+        place="GPU memory",
+        asked_bytes=round(2.1 * GIB),
+        free_bytes=410 * MIB,
+        total_bytes=round(79.1 * GIB),
+        gpu=3,
+        others_bytes=others,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "asked"),
+    [
+        ("torch.AcceleratorError: CUDA error: out of memory", "GPU memory", None),
+        (
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
+            "GPU memory",
+            None,
+        ),
+        ("ncclUnhandledCudaError: ...\nCuda failure 2 'out of memory'", "GPU memory", None),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 4398046511104 bytes. Error code 12 (Cannot allocate memory)",
+            "host memory",
+            2**42,
+        ),
+        ("  x = bytes(n)\nMemoryError", "host memory", None),
+        ("OSError: [Errno 12] Cannot allocate memory", "host memory", None),
+    ],
+)
+def test_other_libraries_words(text: str, place: str, asked: int | None) -> None:
+    found = read_shortage(text)
+    assert found is not None and (found.place, found.asked_bytes, found.free_bytes) == (place, asked, None)
+
+
+def test_what_is_no_shortage() -> None:
+    for text in (
+        "",
+        "ValueError: memory",
+        "RuntimeError: shapes (2, 3) and (4, 5)",
+        "class MemoryErrors: pass",
+    ):
+        assert read_shortage(text) is None
+
+
+def plan_of(layout: ss.Layout, cluster: str = "8xh100-sxm-80gb") -> ss.Plan:
+    return ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe(), layout)
+
+
+def test_a_plan_that_was_predicted_not_to_fit_has_its_own_repairs() -> None:
+    plan, shortage = plan_of(ss.Layout.ddp()), read_shortage(TORCH_2_1)
+    assert shortage is not None
+    assert numbers(shortage, plan) == "asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 202"
+    words = prevention(shortage, plan, trains_the_plan=True)
+    assert "predicted not to fit (202 of 79.1 usable GiB)" in words
+    assert plan.repairs()[0][0] in words and "saves" in words
+
+
+def test_a_plan_that_was_predicted_to_fit_has_repairs_that_win_what_was_missing() -> None:
+    plan, shortage = plan_of(ss.Layout.fsdp2()), read_shortage(TORCH_2_1)
+    assert shortage is not None and plan.memory().fits and plan.repairs() == []
+    assert "saves" in prevention(shortage, plan, trains_the_plan=True)
+    # Nothing wins as much as the whole peak.
+    absurd = dataclasses.replace(shortage, asked_bytes=2**50)
+    assert prevention(absurd, plan, trains_the_plan=True) == ""
+    # Other people's processes, if they and the plan are more than the card.
+    held = dataclasses.replace(shortage, others_bytes=60 * GIB)
+    assert "other processes held 60.0 GiB of the card" in prevention(held, plan, trains_the_plan=True)
+    assert "memory the plan does not know" in prevention(shortage, plan, trains_the_plan=False)
+
+
+def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    description = {"world_size": 2, "created": 1.0, "plan": json.loads(plan.to_json()), **more}
+    write_json(folder.run_json, description)
+    append_line(folder.status, {"time": 1.0, "status": "running", "reason": "2 ranks at work"})
+    return folder
+
+
+def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
+    from shardscope.runs.story import tell
+
+    folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()), trains_the_plan=True)
+    lost = {
+        "time": 1.0,
+        "summary": "raised DistBackendError: NCCL error",
+        "traceback": "...",
+        "peer_lost": True,
+    }
+    write_json(folder.error(0), lost)
+    summary = "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB."
+    first = {"time": 2.0, "summary": summary, "traceback": f"Traceback ...\n{TORCH_2_5}", "peer_lost": False}
+    write_json(folder.error(1), first)
+    run = Run(folder)
+    assert run.error is not None and run.error.startswith("Traceback ...\ntorch.OutOfMemoryError")
+    words = "rank 1 ran out of GPU memory: asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 202"
+    assert words in run.error and "What would have prevented it" in run.error
+    assert run.error.endswith("ended for it:\n  rank 0 raised DistBackendError: NCCL error")
+    assert tell(all_failures(folder, 2), run._description).reason == words
+    # A function's memory is not the plan's, and a damaged plan has no prediction at all.
+    for damage in ({"trains_the_plan": False}, {"plan": {"version": -1}}):
+        assert "predicted peak" not in tell(all_failures(folder, 2), {**run._description, **damage}).text
+
+
+def test_a_killed_rank_has_the_hosts_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("low 0\noom 3\noom_kill 3\noom_group_kill 0\n")
+    monkeypatch.setattr(host_watch, "KILL_COUNTERS", (tmp_path / "missing", counter))
+    watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
+    assert watch.words(0) == ""
+    watch.seen[0] = Seen(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
+    assert watch.words(0) == (
+        "it was last seen with 21.0 GiB, 20.0 free of 24.0; the kernel's out-of-memory killer did not "
+        "strike: somebody may have sent it"
+    )
+    counter.write_text("oom_kill 4\n")
+    assert watch.words(0).endswith("the kernel's out-of-memory killer struck meanwhile")
+    write_json(watch.folder.rank(1), {"pid": 1})
+    watch.look()
+    assert watch.seen[1].rank_bytes > 0 and 0 <= watch.seen[1].free_bytes <= watch.seen[1].total_bytes

@@ -1,0 +1,72 @@
+"""What the supervisor does beside supervising, once a second: it looks for a hang, keeps the host's numbers,
+writes TensorBoard's events and overwrites secrets in logs.
+
+Whatever goes wrong here costs what it was for, and never the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.hang import HangWatch
+from shardscope.runs.host_watch import HostWatch
+from shardscope.runs.metrics_table import write_csv
+from shardscope.runs.records import LineTail
+from shardscope.runs.redaction import LogCleaner
+from shardscope.runs.tensorboard import ScalarFile
+
+LOOK_SECONDS = 1.0
+
+
+class Beside:
+    """One run's; ``say`` takes a line for the supervisor's log."""
+
+    def __init__(self, folder: RunFolder, world_size: int, say: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.world_size = world_size
+        self.host = HostWatch(folder, world_size)
+        self._say = say
+        self._given_up: set[str] = set()
+        self._hang = HangWatch(folder, world_size)
+        self._events = [LineTail(folder.events(rank)) for rank in range(world_size)]
+        self._scalars = [ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in range(world_size)]
+        logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, range(world_size))]
+        self._logs = [LogCleaner(path) for path in logs]
+
+    def look(self, seconds: float, *, is_running: bool) -> str | None:
+        """``seconds`` since the last look. What there is to say of the run while it goes on, or None."""
+        new = {rank: tail.read() for rank, tail in enumerate(self._events)}
+        self._try("TensorBoard events", lambda: self._write_scalars(new))
+        self._try("secrets in logs", self._clean)
+        self._try("the host's memory", self.host.look)
+        if not is_running:
+            return None
+        found: str | None = self._try("a hang", lambda: self._hang.look(new, seconds))
+        return found
+
+    def finish(self) -> None:
+        """The last look, and what is written at the end."""
+        new = {rank: tail.read() for rank, tail in enumerate(self._events)}
+        self._try("TensorBoard events", lambda: self._write_scalars(new))
+        self._try("metrics.csv", lambda: write_csv(self.folder, self.world_size))
+        self._try("secrets in logs", self._clean)
+
+    def _write_scalars(self, new: dict[int, list[dict[str, Any]]]) -> None:
+        for rank, records in new.items():
+            self._scalars[rank].append(records)
+
+    def _clean(self) -> None:
+        for log in self._logs:
+            log.clean()
+
+    def _try(self, what: str, do: Callable[[], Any]) -> Any:
+        if what in self._given_up or not self.folder.path.is_dir():
+            return None
+        try:
+            return do()
+        except Exception as error:
+            self._given_up.add(what)
+            self._say(f"gave up {what}: {type(error).__name__}: {error}")
+            return None

@@ -1,0 +1,103 @@
+"""What ranks had of the host's memory just before one of them was killed: SIGKILL leaves no last word."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardscope.host import CGROUP_ROOT, host_memory_bytes
+from shardscope.memory.words import gib
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import read_json
+
+KILL_COUNTERS = (
+    CGROUP_ROOT / "memory.events",  # cgroup v2, Documentation/admin-guide/cgroup-v2.rst
+    CGROUP_ROOT / "memory" / "memory.oom_control",  # v1
+    Path("/proc/vmstat"),  # of the whole machine
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One look at one rank."""
+
+    rank_bytes: int
+    """Resident memory of the rank's own process."""
+    free_bytes: int
+    total_bytes: int
+
+
+class HostWatch:
+    """One run's; ``look`` once a second, ``words`` for a rank that was killed."""
+
+    def __init__(self, folder: RunFolder, world_size: int) -> None:
+        self.folder = folder
+        self.pids: dict[int, int | None] = dict.fromkeys(range(world_size))
+        self.seen: dict[int, Seen] = {}
+        self._kills_before = num_kills()
+
+    def look(self) -> None:
+        """Keep what each living rank holds now, and what the host has left. Raises ``OSError``."""
+        import psutil
+
+        machine = psutil.virtual_memory()
+        total = host_memory_bytes()
+        free = int(machine.available)
+        if total < machine.total:  # A container's limit, of which the machine's own numbers know nothing.
+            free = min(free, max(0, total - container_bytes()))
+        for rank in self.pids:
+            if self.pids[rank] is None:
+                self.pids[rank] = (read_json(self.folder.rank(rank)) or {}).get("pid")
+            pid = self.pids[rank]
+            if isinstance(pid, int) and (held := resident_bytes(pid)):
+                self.seen[rank] = Seen(rank_bytes=held, free_bytes=free, total_bytes=total)
+
+    def words(self, rank: int) -> str:
+        """The numbers of ``rank``, and whether the kernel's out-of-memory killer struck; empty if unknown."""
+        told = []
+        if seen := self.seen.get(rank):
+            held, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
+            told.append(f"it was last seen with {held} GiB, {free} free of {total}")
+        now = num_kills()
+        if now is not None and self._kills_before is not None:
+            if now > self._kills_before:
+                told.append("the kernel's out-of-memory killer struck meanwhile")
+            elif seen and seen.free_bytes > seen.total_bytes // 4:
+                told.append("the kernel's out-of-memory killer did not strike: somebody may have sent it")
+        return "; ".join(told)
+
+
+def num_kills() -> int | None:
+    """How often the out-of-memory killer struck here so far; None where nothing counts it."""
+    for path in KILL_COUNTERS:
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, value = line.partition(" ")
+            if name == "oom_kill" and value.isdecimal():
+                return int(value)
+    return None
+
+
+def container_bytes(root: Path = CGROUP_ROOT) -> int:
+    """What this container holds that cannot be given back at once; 0 where nothing tells."""
+    for folder, used in ((root, "memory.current"), (root / "memory", "memory.usage_in_bytes")):
+        try:
+            held = int((folder / used).read_text())
+            stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return max(0, held - int(stat.get("inactive_file", 0)))
+    return 0
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of one process; 0 if it is gone, or the system has no /proc."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,81 @@
+"""What would have prevented an out of memory: the prediction, and the planner's repair, beside the facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardscope.memory.words import gib
+from shardscope.planner.repairs import in_words, repairs
+from shardscope.planner.room import shortages
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.runs.shortage import Shortage
+
+MAX_TOLD = 2
+NEXT_TIME = "What would have prevented it: "
+
+
+def numbers(shortage: Shortage, plan: Plan | None) -> str:
+    """``asked for 2.10 GiB, 0.40 free of 79.1; predicted peak 81.2``; without what is not known."""
+    parts = []
+    if shortage.asked_bytes is not None:
+        parts.append(f"asked for {gib(shortage.asked_bytes)} GiB")
+    if shortage.free_bytes is not None:
+        of = "" if shortage.total_bytes is None else f" of {gib(shortage.total_bytes)}"
+        parts.append(f"{gib(shortage.free_bytes)} free{of}")
+    told = ", ".join(parts)
+    if plan is None:
+        return told
+    report = plan.memory()
+    if shortage.place == "GPU memory":
+        predicted = f"predicted peak {gib(report.peak_bytes)}"
+    elif plan.cluster.gpu.memory_is_shared:
+        predicted = f"predicted {gib(report.peak_bytes)} for each of {plan.world_size} ranks"
+    else:
+        predicted = f"predicted {gib(report.host_bytes)} of host memory for a rank"
+    return f"{told}; {predicted}" if told else predicted
+
+
+def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
+    """One paragraph: what to change. Empty where nothing is known that would have helped."""
+    if not trains_the_plan:
+        return (
+            f"{NEXT_TIME}the task is a function of its own, whose memory the plan does not know. "
+            "Smaller batches, or recomputation of activations, need less."
+        )
+    report = plan.memory()
+    if shortages(plan, report):
+        told = in_words(plan, repairs(plan)[:MAX_TOLD])
+        peak, usable = gib(report.peak_bytes), gib(report.usable_bytes)
+        words = f"the plan was predicted not to fit ({peak} of {usable} usable GiB). "
+        return f"{NEXT_TIME}{words}{'; or '.join(told)}." if told else ""
+    if shortage.place == "GPU memory" and shortage.others_bytes:
+        held = gib(shortage.others_bytes)
+        if shortage.others_bytes + report.peak_bytes > report.usable_bytes:
+            return (
+                f"{NEXT_TIME}other processes held {held} GiB of the card, and with the predicted "
+                f"{gib(report.peak_bytes)} that is more than its {gib(report.usable_bytes)} usable GiB. "
+                "End them (nvidia-smi names them), or choose another card by CUDA_VISIBLE_DEVICES."
+            )
+    told = _repairs_by(plan, _missing_bytes(shortage))
+    return f"{NEXT_TIME}{'; or '.join(told)}." if told else ""
+
+
+def _missing_bytes(shortage: Shortage) -> int:
+    """By how much the need was too much; where no numbers were told, some of what any card has."""
+    if shortage.asked_bytes is None:
+        return 2**30
+    return max(1, shortage.asked_bytes - (shortage.free_bytes or 0))
+
+
+def _repairs_by(plan: Plan, num_bytes: int) -> list[str]:
+    """Repairs that win at least ``num_bytes`` of a plan that was predicted to fit, and did not."""
+    peak = plan.memory().peak_bytes
+    if num_bytes >= peak:
+        return []
+    card = replace(plan.cluster.gpu, usable_bytes=peak - num_bytes)
+    smaller = replace(plan, cluster=replace(plan.cluster, gpu=card))
+    found = [repair for repair in repairs(smaller) if repair.bytes_won >= num_bytes]
+    return in_words(smaller, found[:MAX_TOLD])

@@ -1,0 +1,77 @@
+"""Out of memory, read from the words that torch, CUDA and the C library have for it.
+
+torch's own text has had three forms: until 2.0 "(GPU 0; 79.10 GiB total capacity; 70.00 GiB already
+allocated; 0.40 GiB free; ...)", until 2.2 "total capacty of ... of which ... is free", since then the same
+well spelt (c10/cuda/CUDACachingAllocator.cpp). Other libraries tell no numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+_UNITS = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT = r"(\d+(?:\.\d+)?) (bytes?|[KMGT]iB)"
+
+_GPU = re.compile(
+    r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cuda failure(?: \d+)? '?out of memory|cudaErrorMemoryAllocation|CUDA driver error: out of memory"
+)
+_HOST = re.compile(
+    r"DefaultCPUAllocator: (?:can't|not enough)|^MemoryError\b|\[Errno 12\] Cannot allocate memory"
+    r"|std::bad_alloc|numpy\.\S*ArrayMemoryError",
+    re.MULTILINE,
+)
+_ASKED = re.compile(rf"Tried to allocate (?:more than )?{_AMOUNT}")
+_ASKED_OF_HOST = re.compile(r"you tried to allocate (\d+) bytes")
+_WHICH = re.compile(r"GPU (\d+)(?:;| has)")
+_TOTAL = re.compile(rf"{_AMOUNT} total capacity|total capaci?ty of {_AMOUNT}")
+_FREE = re.compile(rf"{_AMOUNT} free|of which {_AMOUNT} is free")
+_OTHERS = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """One failed allocation. None: the message does not say."""
+
+    place: Literal["GPU memory", "host memory"]
+    asked_bytes: int | None = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    gpu: int | None = None
+    """As CUDA counts the cards that this rank sees."""
+    others_bytes: int = 0
+    """What other processes held of it, as far as they are named."""
+
+
+def read_shortage(text: str) -> Shortage | None:
+    """The failed allocation that ends a traceback or a log; None if it tells of none."""
+    found = list(_GPU.finditer(text))
+    if found:
+        message = text[found[-1].start() :][:4096]
+        which = _WHICH.search(message)
+        return Shortage(
+            place="GPU memory",
+            asked_bytes=_bytes(_ASKED, message),
+            free_bytes=_bytes(_FREE, message),
+            total_bytes=_bytes(_TOTAL, message),
+            gpu=int(which[1]) if which else None,
+            others_bytes=sum(_in_bytes(*amount) for amount in _OTHERS.findall(message)),
+        )
+    if _HOST.search(text):
+        asked = _ASKED_OF_HOST.search(text)
+        return Shortage(place="host memory", asked_bytes=int(asked[1]) if asked else None)
+    return None
+
+
+def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    if found is None:
+        return None
+    amount, unit = (group for group in found.groups() if group is not None)
+    return _in_bytes(amount, unit)
+
+
+def _in_bytes(amount: str, unit: str) -> int:
+    return round(float(amount) * _UNITS[unit])

@@ -1,0 +1,84 @@
+"""The story of a failed run in words: who failed first and of what, who only lost a peer, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardscope.runs.shortage import Shortage, read_shortage
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+    from shardscope.runs.causes import Failure
+
+MAX_TOLD = 8
+KILLED = "was killed by SIGKILL"
+
+
+class Story(NamedTuple):
+    """Of one failure."""
+
+    reason: str
+    """One line."""
+    text: str
+    """The traceback of the rank that failed first, and below it what else there is to say."""
+
+
+def tell(
+    failures: Sequence[Failure],
+    description: Mapping[str, Any],
+    host_words: Callable[[int], str] | None = None,
+) -> Story:
+    """``failures``: the first one first; ``description``: run.json; ``host_words``: of a killed rank."""
+    first = failures[0]
+    reason, below = first.reason, []
+    was_killed = KILLED in first.reason
+    shortage = Shortage(place="host memory") if was_killed else read_shortage(first.text)
+    if shortage is not None:
+        plan = _plan(description)
+        told, prevented = _memory_words(
+            shortage, plan, trains_the_plan=description.get("trains_the_plan") is True
+        )
+        if was_killed and host_words is not None and first.rank is not None:
+            told = "; ".join(filter(None, (host_words(first.rank), told)))
+        who = first.reason.split(" raised ")[0]
+        reason = first.reason if was_killed else f"{who} ran out of {shortage.place}"
+        reason = f"{reason}: {told}" if told else reason
+        below += [f"{reason}.", prevented]
+    below += _others(failures[1:])
+    return Story(reason, "\n\n".join(filter(None, (first.text.rstrip(), *below))))
+
+
+def _others(failures: Sequence[Failure]) -> list[str]:
+    told = []
+    for title, is_consequence in (
+        ("Failed as well, later:", False),
+        ("These ranks only lost their peer, or were ended for it:", True),
+    ):
+        lines = [failure.reason for failure in failures if failure.is_consequence == is_consequence]
+        if lines:
+            more = [f"and {len(lines) - MAX_TOLD} more"] * (len(lines) > MAX_TOLD)
+            told.append("\n  ".join([title, *lines[:MAX_TOLD], *more]))
+    return told
+
+
+def _memory_words(shortage: Shortage, plan: Plan | None, *, trains_the_plan: bool) -> tuple[str, str]:
+    """The numbers, and what would have prevented it; a plan that cannot be priced has neither."""
+    from shardscope.runs.remedy import numbers, prevention  # Not above: the supervisor starts sooner without.
+
+    try:
+        told = numbers(shortage, plan if trains_the_plan else None)
+        return told, prevention(shortage, plan, trains_the_plan=trains_the_plan) if plan else ""
+    except (ValueError, ArithmeticError):
+        return numbers(shortage, None), ""
+
+
+def _plan(description: Mapping[str, Any]) -> Plan | None:
+    import json
+
+    from shardscope.plan import Plan
+
+    try:
+        return Plan.from_json(json.dumps(description.get("plan")))
+    except ValueError:
+        return None
