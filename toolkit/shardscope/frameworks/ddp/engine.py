@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.engine import BuildModel
 from shardscope.memory.words import count
-from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
+from shardscope.training.micro_batch_engine import MIXED_TYPES
+from shardscope.training.torch_engine import TorchEngine
 
 BUCKET_CAP_MIB = 25
 """torch's default bucket size, written here because the record states it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -17,10 +17,10 @@ from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.launching import import_deepspeed
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.frameworks.deepspeed.process_groups import connect
-from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
+from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training import accounting, gradients
+from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.pretrained import WholeTensors
-from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
 
 FIRST_LOSS_SCALE_POWER = 12
 """fp16's scale begins at 2^12, as the other engines' does; an overflow halves it."""
@@ -28,7 +28,7 @@ STEPS_TO_GROW = 2000
 """Steps without an overflow until it doubles; torch's own default."""
 
 
-class DeepSpeedEngine(TorchEngine):
+class DeepSpeedEngine(MicroBatchEngine):
     """Optimizer, gradients and parameters in parts, as the stage says (Rajbhandari et al. 2020).
 
     Accumulation, clipping, loss scaling and the update are DeepSpeed's own. ``bf16`` and ``bf16-mixed`` are
@@ -69,20 +69,12 @@ class DeepSpeedEngine(TorchEngine):
         self.optimizer = optimizer
         return trained
 
-    def wrap(self, build_model: BuildModel) -> torch.nn.Module:
-        """Not apart from the optimizer: see :meth:`make`."""
-        raise NotImplementedError
-
     @property
     def half_type(self) -> torch.dtype:
         """The type of the weights that forward reads."""
         if self.recipe.precision == "bf16":
             return torch.bfloat16
         return MIXED_TYPES.get(self.recipe.precision, torch.float32)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
 
     def _config(self) -> dict[str, Any]:
         layout: Any = self.plan.layout
@@ -140,10 +132,6 @@ class DeepSpeedEngine(TorchEngine):
     def save(self, path: str | Path) -> None:
         checkpointing.save(self._in_run(path), self._module, self._position(), self.recipe.has_adapters)
 
-    def begin_save(self, path: str | Path) -> Callable[[], None]:
-        # DeepSpeed's own writer stops training.
-        return Engine.begin_save(self, path)
-
     def _position(self) -> dict[str, Any]:
         layout: Any = self.plan.layout
         return {**super()._position(), "stage": layout.stage, "pp": layout.pp}
@@ -175,10 +163,6 @@ class DeepSpeedEngine(TorchEngine):
             "gradients": accounting.tensor_bytes(held.gradients),
             "optimizer": accounting.tensor_bytes(held.optimizer),
         }
-
-    @property
-    def shard_group(self) -> None:
-        return None
 
 
 @contextmanager

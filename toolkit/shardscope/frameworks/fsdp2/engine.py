@@ -28,8 +28,9 @@ from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
 from shardscope.memory.words import count
 from shardscope.training import gradients
 from shardscope.training.gradients import local
+from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.recompute import decoder_layers
-from shardscope.training.torch_engine import MIXED_TYPES, TorchEngine
+from shardscope.training.torch_engine import TorchEngine
 
 
 class Fsdp2Engine(TorchEngine):
