@@ -6,11 +6,15 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from shardscope.catalog import entries, gpus, links
 from shardscope.cluster import Cluster, Gpu
 from shardscope.host import host_cores, host_memory_bytes
+
+Found = TypeVar("Found")
 
 GENERATIONS = {4: "pascal", 5: "volta", 6: "turing", 7: "ampere", 8: "ada", 9: "hopper", 10: "blackwell"}
 """NVML_DEVICE_ARCH_* in nvml.h."""
@@ -29,8 +33,33 @@ def detect() -> Cluster:
     return dataclasses.replace(cluster, host_link=host_link, host_memory_bytes=host_memory_bytes())
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuNow:
+    """What one card has at this moment, as the driver counts it."""
+
+    index: int
+    """In bus order, of all cards of this machine."""
+    total_bytes: int
+    free_bytes: int
+    processes: tuple[tuple[int, int | None], ...]
+    """(pid, bytes) of who computes on it; None where the driver does not tell, as in containers."""
+
+
+def gpus_now() -> list[GpuNow]:
+    """What is free now on the cards that CUDA would see in this process, in its order; none without a driver.
+
+    No CUDA context is made: the driver's library answers.
+    """
+    return _asked(os.environ.get("CUDA_VISIBLE_DEVICES"), _now)
+
+
 def nvidia_gpus(visible: str | None) -> list[Gpu]:
     """The GPUs that CUDA would see under ``visible``; none without a driver."""
+    return _asked(visible, lambda pynvml, handle, _: _gpu(pynvml, handle))
+
+
+def _asked(visible: str | None, ask: Callable[[Any, Any, int], Found]) -> list[Found]:
+    """What ``ask`` finds out about each visible card, given NVML, its handle and its index."""
     try:
         import pynvml
     except ImportError:
@@ -42,7 +71,7 @@ def nvidia_gpus(visible: str | None) -> list[Gpu]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        return [_gpu(pynvml, handles[index]) for index in visible_indices(visible, uuids)]
+        return [ask(pynvml, handles[index], index) for index in visible_indices(visible, uuids)]
     except pynvml.NVMLError:  # a card that fell off the bus, a container without permission
         return []
     finally:
@@ -75,6 +104,17 @@ def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
             return []
         chosen.append(index)
     return chosen
+
+
+def _now(pynvml: Any, handle: Any, index: int) -> GpuNow:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    running = _ask(pynvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
+    return GpuNow(
+        index=index,
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        processes=tuple((int(process.pid), process.usedGpuMemory) for process in running),
+    )
 
 
 def _gpu(pynvml: Any, handle: Any) -> Gpu:

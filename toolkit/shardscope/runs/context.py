@@ -54,6 +54,7 @@ class Context:
         self._last_step = -1
         self._events: int | None = None
         self._line_is_broken = False
+        self._num_lost = 0
 
     @property
     def folder(self) -> Path:
@@ -174,10 +175,19 @@ class Context:
         except OSError as error:
             # A full disk costs a metric, not the training run.
             self._line_is_broken = True
-            with contextlib.suppress(OSError):
-                print(
-                    f"shardscope: metrics of step {event['step']} were not written: {error}", file=sys.stderr
-                )
+            if not self._num_lost:
+                _say(f"metrics of step {event['step']} were not written: {error}")
+            self._num_lost += 1
+        else:
+            if self._num_lost and not self._line_is_broken:
+                # The log is on the same disk: what was said of the first one may be lost as well.
+                _say(f"{self._num_lost} lines of metrics before step {event['step']} were not written")
+                self._num_lost = 0
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"shardscope: {words}", file=sys.stderr)
 
 
 def _one_value(name: str, value: Any) -> str | int | float | bool | None:

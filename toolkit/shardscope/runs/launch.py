@@ -11,12 +11,15 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.detection import gpus_now
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
+from shardscope.runs.free_memory import check_free_memory
 from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
@@ -46,9 +49,10 @@ def launch(
     an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``. A task with a
     method ``check(plan)`` may refuse the plan by a ``ValueError``.
 
-    Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run, a task that cannot
-    be pickled (naming what in it), or the name of a run that is alive; ``ImportError`` without the extra
-    "train"; ``OSError`` naming a folder that cannot be written.
+    Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run or its GPUs have too
+    little free memory for, a task that cannot be pickled (naming what in it), or the name of a run that is
+    alive; ``ImportError`` without the extra "train"; ``OSError`` naming a folder that cannot be written.
+    Warns where less is free than the predicted peak; a function's own need is not known, so it only warns.
     """
     _check_plan(plan)
     _check_task(task)
@@ -58,13 +62,16 @@ def launch(
     device = _check_machine(plan)
     if callable(check := getattr(task, "check", None)):
         check(plan)
+    tight = check_free_memory(plan, gpus_now(), trains_the_plan=_trains(task)) if device == "cuda" else ""
+    if tight:
+        warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
     run_folder = _make_folder(parent, name)
     try:
         description = _description(run_folder, plan, task, device, outlive_kernel)
         write_json(run_folder.run_json, {**description, "asked_name": name})
         write_task(run_folder, payload)
-        run_folder.set_status("starting", "the supervisor is coming up")
+        run_folder.set_status("starting", "; ".join(filter(None, ("the supervisor is coming up", tight))))
         _start_supervisor(run_folder, outlive_kernel)
     except OSError as error:
         run_folder.task.unlink(missing_ok=True)
@@ -85,6 +92,11 @@ def _check_task(task: object) -> None:
         refuse("launch.task", task, allowed, f"{task.__name__}(...)")
     if not callable(task):
         refuse("launch.task", task, allowed, "def task(ctx): ...")
+
+
+def _trains(task: object) -> bool:
+    """Whether the memory of ``task`` is what the plan predicts; nobody knows a function's."""
+    return getattr(task, "trains_the_plan", False) is True
 
 
 def _check_extra() -> None:
@@ -199,7 +211,7 @@ def _description(
         "plan": json.loads(plan.to_json()),
         "predicted": predicted_step(plan),
         "task": describe(task),
-        "trains_the_plan": getattr(task, "trains_the_plan", False) is True,
+        "trains_the_plan": _trains(task),
         "world_size": plan.world_size,
         "device": device,
         "outlive_kernel": outlive_kernel,

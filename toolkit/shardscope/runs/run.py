@@ -18,12 +18,14 @@ from shardscope.runs.records import (
     append_line,
     finite_or_special,
     read_json,
+    read_lines,
     read_tail_text,
 )
 from shardscope.runs.story import tell
 from shardscope.validation import flag, real_number, whole_number
 
 if TYPE_CHECKING:
+    from shardscope.runs.compare import Runs
     from shardscope.runs.measured import MeasuredMemory
 
 WAIT_SECONDS = 0.05
@@ -115,6 +117,20 @@ class Run:
             return None
         failures = all_failures(self._folder, self._world_size)
         return tell(failures, self._description).text if failures else None
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Every status that it had, in order: dicts of time (seconds since the epoch), status, reason."""
+        kept = ("time", "status", "reason")
+        records = [record for record in read_lines(self._folder.status) if "status" in record]
+        return [{key: record.get(key) for key in kept} for record in records]
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """What ``plan.step()`` said when it was launched; None where it could not say."""
+        predicted = self._description.get("predicted")
+        seconds = predicted.get("step_seconds") if isinstance(predicted, dict) else None
+        return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> list[dict[str, Any]]:
         """All that ranks logged: dicts of step, rank, time (seconds since the epoch) and the metrics by name.
@@ -279,12 +295,14 @@ def _looks(timeout: float | None) -> Iterator[float]:
         yield WAIT_SECONDS if time.monotonic() - start < PATIENT_AFTER_SECONDS else LONG_WAIT_SECONDS
 
 
-def runs(folder: str | os.PathLike[str] | None = None) -> list[Run]:
-    """Every run in ``folder`` (by default ``./runs``), oldest first.
+def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
+    """Every run in ``folder`` (by default ``./runs``), oldest first: a list that shows itself as a table.
 
     Left out are folders whose ``run.json`` is damaged; :meth:`Run.attach` says what is wrong with one.
     """
-    return _runs_in(Path("runs") if folder is None else checked_path("runs folder", folder))[0]
+    from shardscope.runs.compare import Runs
+
+    return Runs(_runs_in(Path("runs") if folder is None else checked_path("runs folder", folder))[0])
 
 
 def _runs_in(parent: Path) -> tuple[list[Run], list[str]]:

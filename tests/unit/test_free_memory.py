@@ -1,0 +1,112 @@
+"""A launch looks at what is free on the cards, through a stand-in of the driver's library."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.needs import needs_installed
+
+import shardscope as ss
+from shardscope.detection import gpus_now
+from shardscope.runs import launch as launch_module
+from shardscope.runs.free_memory import check_free_memory
+
+GIB = 2**30
+TOTAL = 85_520_809_984
+
+
+class NvmlError(Exception):
+    pass
+
+
+def pretend_cards(monkeypatch: pytest.MonkeyPatch, free: list[int], users: list[Any] | None = None) -> None:
+    """H100s with so many bytes free; on the first, processes as (pid, bytes)."""
+
+    def memory(handle: int, version: object = None) -> SimpleNamespace:
+        return SimpleNamespace(total=TOTAL, free=free[handle], reserved=2**29)
+
+    def processes(handle: int) -> list[SimpleNamespace]:
+        found = users if handle == 0 and users else []
+        return [SimpleNamespace(pid=pid, usedGpuMemory=num_bytes) for pid, num_bytes in found]
+
+    fake = SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlMemory_v2=2,
+        nvmlDeviceGetCount=lambda: len(free),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+        nvmlDeviceGetName=lambda _: "NVIDIA H100 80GB HBM3",
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetComputeRunningProcesses=processes,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def plan_of(size: str = "1b") -> ss.Plan:
+    return ss.Plan(
+        ss.Architecture.of_size(size), ss.Cluster.parse("2xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+    )
+
+
+def test_what_is_free_now_and_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cards(monkeypatch, [30 * GIB, 70 * GIB, 50 * GIB], [(42, 40 * GIB), (43, None)])
+    first, *rest = gpus_now()
+    assert first.processes == ((42, 40 * GIB), (43, None)) and first.total_bytes == TOTAL
+    assert [card.free_bytes for card in rest] == [70 * GIB, 50 * GIB]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert [card.index for card in gpus_now()] == [2, 0]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus_now() == []
+
+
+def test_enough_is_free_on_the_cards_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of()
+    peak = plan.memory().peak_bytes
+    pretend_cards(monkeypatch, [peak, peak, 0])
+    assert check_free_memory(plan, gpus_now(), trains_the_plan=True) == ""
+    assert check_free_memory(plan, [], trains_the_plan=True) == ""
+
+
+def test_between_the_least_and_the_peak_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of()
+    report = plan.memory()
+    assert report.low_bytes < report.peak_bytes
+    pretend_cards(monkeypatch, [TOTAL, report.low_bytes])
+    words = check_free_memory(plan, gpus_now(), trains_the_plan=True)
+    assert words.startswith("GPU 1 has ") and "the plan's predicted peak is " in words
+
+
+@needs_installed("torch")
+def test_a_launch_is_refused_and_a_function_is_warned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend_cards(monkeypatch, [2 * GIB, TOTAL], [(42, 77 * GIB), (43, None)])
+    who = r"end what is on it \(process 42 with 77.0 GiB, process 43\), or .*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(
+        ValueError, match=rf"GPU 0 is '2.00 of 79.6 GiB free'; allowed: at least .*predicted peak .*{who}"
+    ):
+        ss.launch(plan_of(), ss.Pretrain(num_steps=2), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+    def train(ctx: Any) -> None:
+        raise AssertionError("never started here")
+
+    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free.*what this task needs itself"):
+        run = ss.launch(plan_of(), train, folder=tmp_path)
+    assert "GPU 0 has 2.00 of 79.6 GiB free" in run.reason
+
+
+def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("30b")
+    pretend_cards(monkeypatch, [TOTAL, TOTAL])
+    with pytest.raises(ValueError, match=r"launch\.plan on GPU 0") as caught:
+        check_free_memory(plan, gpus_now(), trains_the_plan=True)
+    assert plan.repairs()[0].change in str(caught.value)

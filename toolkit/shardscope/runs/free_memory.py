@@ -1,0 +1,61 @@
+"""Whether the cards have room now for what is launched: other people's processes may be on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardscope.memory.words import gib
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.detection import GpuNow
+    from shardscope.plan import Plan
+
+TOLD_PROCESSES = 3
+
+
+def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, trains_the_plan: bool) -> str:
+    """A warning in words where free memory is under the predicted peak; empty where it is enough.
+
+    ``cards`` in the order of ranks. A prediction is a band: a card that has not even its least is refused
+    with a ``ValueError``, but for a task whose memory the plan does not know.
+    """
+    cards = cards[: plan.world_size]
+    if not cards:  # Nothing tells what is free.
+        return ""
+    report = plan.memory()
+    card = min(cards, key=lambda card: card.free_bytes)
+    if card.free_bytes >= report.peak_bytes:
+        return ""
+    free = f"{gib(card.free_bytes)} of {gib(card.total_bytes)} GiB free"
+    if trains_the_plan and card.free_bytes < report.low_bytes:
+        least, peak = gib(report.low_bytes), gib(report.peak_bytes)
+        refuse(
+            f"launch.plan on GPU {card.index}",
+            free,
+            f"at least {least} GiB free, the least that this plan needs (predicted peak {peak})",
+            _make_room(card, plan),
+        )
+    peak = gib(report.peak_bytes)
+    words = f"GPU {card.index} has {free}, and the plan's predicted peak is {peak} GiB{_users(card)}"
+    return words if trains_the_plan else f"{words}; what this task needs itself is not known"
+
+
+def _make_room(card: GpuNow, plan: Plan) -> str:
+    """Whoever is on the card first; a card that is free and too small wants another plan."""
+    if card.processes:
+        return f"end what is on it{_users(card)}, or choose other cards by CUDA_VISIBLE_DEVICES"
+    found = plan.repairs()
+    return found[0].change if found else "plan.repairs()[0].plan"
+
+
+def _users(card: GpuNow) -> str:
+    if not card.processes:
+        return ""
+    told = [
+        f"process {pid}" if num_bytes is None else f"process {pid} with {gib(num_bytes)} GiB"
+        for pid, num_bytes in card.processes[:TOLD_PROCESSES]
+    ]
+    more = len(card.processes) - len(told)
+    return f" ({', '.join(told)}{f' and {more} more' if more else ''})"
