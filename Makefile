@@ -1,5 +1,5 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: test-nvme (DeepSpeed's real files), check (ruff, mypy), bench (ratios), parity
+# environment first. The others: test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, check (ruff, mypy), bench (ratios), parity
 # (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
 # measured runs), env, clean.
 
@@ -20,7 +20,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-nvme test-resume check bench accuracy parity verify env browser clean
+.PHONY: lab test test-all test-nvme test-resume test-faults test-kernels check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -39,6 +39,10 @@ test: $(STAMP) browser check
 	$(BIN)/python -m pytest --ignore=tests/unit -m "not alone" $(SHARED) --no-loadscope-reorder
 	$(BIN)/python -m pytest -m alone
 
+# Every case of laws of which `make test` takes some of each kind.
+test-all:
+	SHARDSCOPE_TESTS=all $(MAKE) test
+
 # Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.
 test-nvme: $(STAMP)
 	SHARDSCOPE_NVME=1 $(BIN)/python -m pytest tests/runs/test_nvme_ranks.py
@@ -46,6 +50,14 @@ test-nvme: $(STAMP)
 # Every engine's run is killed, launched again, and ends as one that was not.
 test-resume: $(STAMP)
 	SHARDSCOPE_RESUME=all $(BIN)/python -m pytest tests/runs/test_resume.py
+
+# Every fault of docs/reliability.md, those that take minutes too.
+test-faults: $(STAMP) browser
+	SHARDSCOPE_FAULTS=all $(BIN)/python -m pytest tests -k test_fault_ -m "not gpu"
+
+# Interrupt, restart and the Stop button on kernels of four versions of ipykernel, which pip fetches.
+test-kernels: $(STAMP)
+	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_kernel.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

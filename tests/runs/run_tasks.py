@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -152,6 +153,42 @@ def prints_a_lot(ctx: Any) -> None:
     sys.stdout.write("y" * 5_000_000)
     sys.stdout.flush()
     os.write(1, b"\xff\xfe\x1b[31mred\x1b[0m the end")
+
+
+class Prints:
+    """``num_bytes`` without a newline, then as :func:`prints_a_lot`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def __call__(self, ctx: Any) -> None:
+        for _ in range(self.num_bytes // 1_000_000):
+            sys.stdout.write("y" * 1_000_000)
+        prints_a_lot(ctx)
+
+
+def fill(path: Any) -> None:
+    """Write to ``path`` until its disk is full to the last page."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+
+
+def fills_its_disk(ctx: Any) -> None:
+    """Rank 0 fills the disk that the run is on; both log on, and one that frees it logs once more."""
+    ctx.log(loss=1.0)
+    ctx.barrier()
+    filler = ctx.folder.parent / "filler"
+    if ctx.rank == 0:
+        fill(filler)
+    ctx.barrier()
+    for _ in range(2000):  # Past what is left of the last page of each file.
+        ctx.log(loss=2.0)
+    ctx.barrier()
+    if ctx.rank == 0:
+        filler.write_bytes(b"")
+    ctx.barrier()
+    ctx.log(loss=3.0)
 
 
 def profiles(ctx: Any) -> None:

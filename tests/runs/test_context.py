@@ -54,10 +54,13 @@ def test_fault_23_a_full_disk_costs_metrics_only(
     context = make_context(folder)
     context.log(loss=1.0)
     assert "metrics of step 0 were not written: [Errno 28]" in capsys.readouterr().err
+    context.log(loss=1.5)
+    assert not capsys.readouterr().err, "the first one says it"
     context.close()
     folder.events(0).unlink()
     context.log(loss=2.0)
     assert [event["loss"] for event in read_lines(folder.events(0))] == [2.0]
+    assert "2 lines of metrics before step 2 were not written" in capsys.readouterr().err
     context.close()
 
 

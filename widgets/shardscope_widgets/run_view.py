@@ -105,8 +105,9 @@ class RunView(View):
 
     def close(self) -> None:
         """Close the view. The run goes on, and other views of it too."""
-        self.run = None
-        super().close()
+        with self._lock:  # Not while its thread draws.
+            self.run = None
+            super().close()
 
     def refresh(self) -> None:
         """Read what is new in the run's folder and draw it."""

@@ -1,0 +1,69 @@
+"""Faults that take long, or most of a machine: `make test-faults` runs them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_tasks as tasks
+from tests.faults import long_one
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.launch import launch
+
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
+
+SMALL_DISK = """
+import sys
+sys.path.insert(0, {tests!r})
+import run_tasks
+from pathlib import Path
+from run_helpers import make_plan
+from shardscope.runs.launch import launch
+
+folder = Path({folder!r})
+run = launch(make_plan(), run_tasks.fills_its_disk, name="full", folder=folder)
+status = run.wait(90)
+print("was", status, "|", run.reason)
+print("lines", len(run.metrics()))
+print("said", "were not written" in run.logs(0) + run.logs(1))
+run_tasks.fill(folder / "filler")
+try:
+    launch(make_plan(1), run_tasks.Log(), folder=folder)
+    print("launched")
+except OSError as error:
+    print("refused:", error)
+"""
+
+
+@long_one
+def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, tasks.Prints(100_000_000), folder=tmp_path)
+    assert run.wait(120) == "finished", run.error
+    assert RunFolder(run.folder).log(0).stat().st_size > 100_000_000
+    text = run.logs(0)
+    assert len(text) <= 64 * 1024 and "red the end" in text and "\x1b" not in text
+
+
+@long_one
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare: install util-linux")
+def test_fault_23_a_disk_that_fills_up_under_way(tmp_path: Path) -> None:
+    """On a disk of 4 MB that only this test's processes see."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    script = tmp_path / "kernel.py"
+    script.write_text(SMALL_DISK.format(tests=str(Path(__file__).parent), folder=str(folder)))
+    mount = f"mount -t tmpfs -o size=4m tmpfs {folder} && exec {sys.executable} {script}"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, check=False, timeout=170
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"needs a mount of its own, run it where that is allowed: {done.stderr.strip()}")
+    said = done.stdout
+    assert "was finished | the task returned on every rank" in said, done.stdout + done.stderr
+    assert "said True" in said
+    assert "refused: [Errno 28] The run folder" in said and "No space left" in said
