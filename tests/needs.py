@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -44,6 +46,20 @@ def skip_without(package: str) -> None:
     """The same from inside a test."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(why(package))
+
+
+THOROUGH = os.environ.get("SHARDSCOPE_TESTS") == "all"
+
+
+def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """``cases`` as parameters: ``kept`` run in every test, the others of their kind in `make test-all`."""
+    later = pytest.mark.skipif(
+        not THOROUGH, reason="one more of its kind; run it and all others: make test-all"
+    )
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    kept = [case if isinstance(case, tuple) else (case,) for case in kept]
+    assert all(case in values for case in kept)
+    return [pytest.param(*case, marks=[] if case in kept else later) for case in values]
 
 
 def why(module: str, minversion: str | None = None) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from served import Lab
 
 SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
@@ -18,7 +17,6 @@ STEPS_ARRIVE = 120_000
 RUN_ENDS = 240_000
 
 
-@pytest.mark.alone
 def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
     page = browser.new_page(viewport={"width": 1500, "height": 1200})
     page.set_default_timeout(SHOWN)

@@ -23,7 +23,7 @@ from shardscope.runs.folder import RunFolder
 from shardscope.runs.launch import launch
 from shardscope.runs.records import append_line, write_json
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_fault_10_a_rank_killed_from_outside(plan: Any, tmp_path: Path) -> None:
     assert run.error is not None and "hello from rank 0" in run.error
 
 
+@pytest.mark.alone
 def test_fault_04_a_failure_beside_a_rank_that_ignores_sigterm(plan: Any, tmp_path: Path) -> None:
     """Left to torch elastic, this takes 30 seconds."""
     run = launch(plan, tasks.raises_beside_deaf, folder=tmp_path)

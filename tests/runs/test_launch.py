@@ -26,7 +26,7 @@ from shardscope.runs.processes import num_cores
 from shardscope.runs.run import Run, runs
 from shardscope.validation import FieldError, refuse
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
 
 def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
@@ -308,6 +308,7 @@ def test_a_collected_handle_ends_nothing(tmp_path: Path) -> None:
     assert Run.attach(folder).wait(60) == "finished"
 
 
+@pytest.mark.alone
 def test_fault_08_a_forked_child_of_the_kernel_holds_no_lease(tmp_path: Path) -> None:
     """A DataLoader worker of the kernel must not keep runs alive after the kernel."""
     kernel = f"""

@@ -51,6 +51,34 @@ def test_the_whole_text_comes_back_from_its_tokens() -> None:
     assert tokenizer.decode(tokens[:-1].tolist()) == SHIPPED_TEXT.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", None])
+def test_kept_tokens_are_the_text_s_whatever_lies_there(
+    damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, " * 9, encoding="utf-8")
+    made = encode_text(text.read_text(encoding="utf-8"))
+    monkeypatch.setattr("shardscope.training.kept_tokens.SHIPPED_TEXT", text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert np.array_equal(read_tokens(None), made)
+    (kept,) = (tmp_path / "shardscope" / "tokens").iterdir()
+    if damage is None:
+        np.save(kept, made[:10])
+        assert np.array_equal(read_tokens(None), made[:10]), "they are read, not made again"
+        return
+    kept.write_bytes(damage)
+    assert np.array_equal(read_tokens(None), made)
+    assert np.array_equal(np.load(kept), made)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shardscope").write_text("a file, where the folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert len(read_tokens(None)) > 300_000
+
+
 def test_any_utf8_is_text() -> None:
     from tokenizers import Tokenizer
 

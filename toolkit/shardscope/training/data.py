@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardscope.training.tokenizer import SHIPPED_TEXT, encode_text
+from shardscope.training.kept_tokens import shipped_tokens
+from shardscope.training.tokenizer import encode_text
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ def read_tokens(text: Path | None) -> numpy.ndarray:
 
     Raises ``ValueError`` for a file that is missing, empty, over 1 GiB or not UTF-8.
     """
-    path = text or SHIPPED_TEXT
+    if text is None:
+        return shipped_tokens()
+    path = text
     if not path.is_file():
         refuse("text", str(path), "a text file, or None for the shipped corpus", "None")
     if not 0 < path.stat().st_size <= MAX_TEXT_BYTES:
