@@ -51,4 +51,4 @@ def test_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
     assert b"my key is **" in written[run.folder / "logs" / "rank-0.log"]
     for secret in (KEY.encode(), b"a1B2a1B2"):
         assert not [file for file, data in written.items() if secret in data]
-    assert not [file for file in written if file.stat().st_mode & 0o77]
+    assert not [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o77]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import shardscope as ss
 from shardscope.detection import gpus_now
 from shardscope.runs import launch as launch_module
 from shardscope.runs.free_memory import check_free_memory
+from shardscope.runs.records import append_line
 
 GIB = 2**30
 TOTAL = 85_520_809_984
@@ -70,7 +72,7 @@ def test_enough_is_free_on_the_cards_that_are_used(monkeypatch: pytest.MonkeyPat
     plan = plan_of()
     peak = plan.memory().peak_bytes
     pretend_cards(monkeypatch, [peak, peak, 0])
-    assert check_free_memory(plan, gpus_now(), trains_the_plan=True) == ""
+    assert check_free_memory(plan, gpus_now()[:2], trains_the_plan=True) == ""
     assert check_free_memory(plan, [], trains_the_plan=True) == ""
 
 
@@ -101,7 +103,26 @@ def test_a_launch_is_refused_and_a_function_is_warned(
     monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
     with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free.*what this task needs itself"):
         run = ss.launch(plan_of(), train, folder=tmp_path)
-    assert "GPU 0 has 2.00 of 79.6 GiB free" in run.reason
+    assert "GPU 0 has 2.00 of 79.6 GiB free" in run.reason and run.gpus == [0, 1]
+    # The second launch while the first holds the cards, whose memory may still be free.
+    pretend_cards(monkeypatch, [TOTAL, TOTAL, TOTAL])
+    with pytest.warns(
+        RuntimeWarning, match=rf"^the run {run.name} is starting on GPU 0, 1: run\.stop\(\) ends it$"
+    ):
+        second = ss.launch(plan_of(), train, folder=tmp_path, name="second")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    with pytest.warns(RuntimeWarning) as said:
+        ss.launch(plan_of(), train, folder=tmp_path, name="third")
+    assert str(said[0].message).count(" on GPU 0: run.stop()") == 2
+    for each in (run, second):
+        append_line(each.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        one = ss.Plan(
+            ss.Architecture.of_size("1b"), ss.Cluster.parse("h100-sxm-80gb"), ss.Recipe(), ss.Layout.ddp()
+        )
+        assert ss.launch(one, train, folder=tmp_path, name="fourth").reason == "the supervisor is coming up"
 
 
 def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:

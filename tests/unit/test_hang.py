@@ -13,8 +13,9 @@ import pytest
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, HangWatch
 from shardscope.runs.processes import start_of
-from shardscope.runs.records import write_json
+from shardscope.runs.records import read_lines, write_json
 from shardscope.runs.stacks import busy_with, main_thread, place_in_words
+from shardscope.runs.supervisor import Supervisor
 
 RANK = """
 import sys, time
@@ -85,9 +86,39 @@ def test_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any])
     )
     log = folder.log(0).read_text()
     assert "shardscope: no step for 12 s; where rank 0 stands:" in log and log.count(" in wait\n") == 1
-    assert watch.look({0: steps(11, 1)}, 1.0) is None
+    assert watch.look({0: steps(11, 1)}, 1.0) is None and watch.hangs
     assert watch.look({0: steps(12, 1), 1: steps(10, 3)}, 1.0) == "steps come again"
     assert watch.look({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
+
+
+def test_a_stop_does_not_wait_for_a_checkpoint_of_ranks_that_hang(folder: RunFolder) -> None:
+    supervisor = Supervisor(folder, None)
+    supervisor.beside._hang.hangs = True
+    supervisor._stop(checkpoint=True)
+    assert supervisor.phase == "terminate"
+    assert read_lines(folder.status)[-1]["reason"].endswith("the ranks hang, so that nothing can be saved")
+    # And of those that are found to hang only while the stop waits.
+    waiting = Supervisor(folder, None)
+    waiting.ranks_are_up = True
+    waiting._stop(checkpoint=True)
+    assert waiting.phase == "checkpoint"
+    waiting.beside._hang.hangs = True
+    waiting.beside._hang.look = lambda *_: "no step for 61 s"  # type: ignore[method-assign]
+    waiting._look_beside(waiting.last_look + 1)
+    assert waiting.phase == "terminate"
+    assert read_lines(folder.status)[-1]["reason"].endswith("can be saved: no step for 61 s")
+
+
+def test_steps_that_begin_anew_and_other_lines_are_signs_of_life(folder: RunFolder) -> None:
+    watch = HangWatch(folder, 1, least_seconds=5)
+    watch.look({0: steps(0, 10)}, 1.0)
+    for _ in range(5):  # Each time four seconds after the last.
+        assert wait(watch, 3) == []
+        assert watch.look({0: steps(0, 2)}, 1.0) is None
+    for _ in range(5):
+        assert wait(watch, 3) == []
+        assert watch.look({0: [{"step": 1, "time": 5000.0, "validation": 1.0}]}, 1.0) is None
+    assert watch.ranks[0].still_seconds == 0
 
 
 def test_slow_steps_get_many_times_their_median(folder: RunFolder, ranks: list[Any]) -> None:

@@ -35,6 +35,11 @@ class Beside:
         logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, range(world_size))]
         self._logs = [LogCleaner(path) for path in logs]
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the run was said to hang, and still does."""
+        return self._hang.hangs
+
     def look(self, seconds: float, *, is_running: bool) -> str | None:
         """``seconds`` since the last look. What there is to say of the run while it goes on, or None."""
         new = {rank: tail.read() for rank, tail in enumerate(self._events)}

@@ -17,7 +17,17 @@ FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 class RunFolder:
     """The paths inside one run folder."""
 
-    SUBFOLDERS = ("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "tmp")
+    SUBFOLDERS = (
+        "events",
+        "logs",
+        "errors",
+        "ranks",
+        "traces",
+        "what_it_was",
+        "stacks",
+        "tensorboard",
+        "tmp",
+    )
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()

@@ -6,22 +6,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardscope.memory.words import gib
+from shardscope.runs.folder import FINAL
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.detection import GpuNow
     from shardscope.plan import Plan
+    from shardscope.runs.run import Run
 
 TOLD_PROCESSES = 3
 
 
-def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, trains_the_plan: bool) -> str:
+def check_free_memory(
+    plan: Plan, cards: Sequence[GpuNow], *, trains_the_plan: bool, holding: str = ""
+) -> str:
     """A warning in words where free memory is under the predicted peak; empty where it is enough.
 
     ``cards`` in the order of ranks. A prediction is a band: a card that has not even its least is refused
-    with a ``ValueError``, but for a task whose memory the plan does not know.
+    with a ``ValueError``, but for a task whose memory the plan does not know. ``holding``: words on runs of
+    this user that are on the cards.
     """
-    cards = cards[: plan.world_size]
     if not cards:  # Nothing tells what is free.
         return ""
     report = plan.memory()
@@ -35,11 +39,22 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, trains_the_plan: b
             f"launch.plan on GPU {card.index}",
             free,
             f"at least {least} GiB free, the least that this plan needs (predicted peak {peak})",
-            _make_room(card, plan),
+            f"{_make_room(card, plan)}{f'; {holding}' if holding else ''}",
         )
     peak = gib(report.peak_bytes)
     words = f"GPU {card.index} has {free}, and the plan's predicted peak is {peak} GiB{_users(card)}"
     return words if trains_the_plan else f"{words}; what this task needs itself is not known"
+
+
+def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
+    """Those of ``others`` that are alive and have some of ``cards``, in words; empty if there is none."""
+    wanted = {card.index for card in cards}
+    told = [
+        f"the run {run.name} is {run.status} on GPU {', '.join(map(str, sorted(shared)))}: run.stop() ends it"
+        for run in others
+        if (shared := wanted & set(run.gpus)) and run.status not in FINAL
+    ]
+    return "; ".join(told)
 
 
 def _make_room(card: GpuNow, plan: Plan) -> str:

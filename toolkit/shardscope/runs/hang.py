@@ -53,16 +53,18 @@ class Progress:
     """Seconds between its latest steps."""
 
     def see(self, records: Sequence[Mapping[str, Any]]) -> bool:
-        """Take in what the rank logged; whether it got on."""
-        moved = False
+        """Take in what the rank logged; whether it lives: a line of the same step shows that as well."""
         for record in records:
             step, time = record.get("step"), record.get("time")
-            if not isinstance(step, int) or not isinstance(time, int | float) or step <= self.step:
+            if not isinstance(step, int) or not isinstance(time, int | float) or step == self.step:
                 continue
+            # Not "<": a task may count anew in each epoch.
             if self.time is not None and time >= self.time:
                 self.took.append(time - self.time)
-            self.step, self.time, self.still_seconds, moved = step, float(time), 0.0, True
-        return moved
+            self.step, self.time = step, float(time)
+        if records:
+            self.still_seconds = 0.0
+        return bool(records)
 
     @property
     def median_seconds(self) -> float | None:

@@ -12,23 +12,24 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.detection import gpus_now
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
-from shardscope.runs.free_memory import check_free_memory
+from shardscope.runs.free_memory import check_free_memory, holders
 from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
 from shardscope.runs.records import open_log, write_json
-from shardscope.runs.run import Run
+from shardscope.runs.run import Run, runs
 from shardscope.validation import flag, refuse
 
 if TYPE_CHECKING:
+    from shardscope.detection import GpuNow
     from shardscope.plan import Plan
     from shardscope.runs.context import Context
 
@@ -62,14 +63,16 @@ def launch(
     device = _check_machine(plan)
     if callable(check := getattr(task, "check", None)):
         check(plan)
-    tight = check_free_memory(plan, gpus_now(), trains_the_plan=_trains(task)) if device == "cuda" else ""
+    cards = gpus_now()[: plan.world_size] if device == "cuda" else []
+    tight = "; ".join(_against(plan, task, cards, parent))
     if tight:
         warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
     run_folder = _make_folder(parent, name)
     try:
         description = _description(run_folder, plan, task, device, outlive_kernel)
-        write_json(run_folder.run_json, {**description, "asked_name": name})
+        asked = {"asked_name": name, "gpus": [card.index for card in cards]}
+        write_json(run_folder.run_json, {**description, **asked})
         write_task(run_folder, payload)
         run_folder.set_status("starting", "; ".join(filter(None, ("the supervisor is coming up", tight))))
         _start_supervisor(run_folder, outlive_kernel)
@@ -92,6 +95,13 @@ def _check_task(task: object) -> None:
         refuse("launch.task", task, allowed, f"{task.__name__}(...)")
     if not callable(task):
         refuse("launch.task", task, allowed, "def task(ctx): ...")
+
+
+def _against(plan: Plan, task: object, cards: Sequence[GpuNow], parent: Path) -> list[str]:
+    """What speaks against a launch on ``cards`` just now. Raises ``ValueError`` if too little is free."""
+    holding = holders(runs(parent), cards) if cards else ""
+    tight = check_free_memory(plan, cards, trains_the_plan=_trains(task), holding=holding)
+    return [words for words in (tight, holding) if words]
 
 
 def _trains(task: object) -> bool:

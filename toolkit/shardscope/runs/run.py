@@ -119,6 +119,12 @@ class Run:
         return tell(failures, self._description).text if failures else None
 
     @property
+    def gpus(self) -> list[int]:
+        """The cards it was launched on, in the order of ranks, as the driver counts them; none on the CPU."""
+        found = self._description.get("gpus")
+        return [card for card in found if isinstance(card, int)] if isinstance(found, list) else []
+
+    @property
     def history(self) -> list[dict[str, Any]]:
         """Every status that it had, in order: dicts of time (seconds since the epoch), status, reason."""
         kept = ("time", "status", "reason")

@@ -109,11 +109,15 @@ class Supervisor:
 
     def _look_beside(self, now: float) -> None:
         seconds, self.last_look = now - self.last_look, now
-        is_running = self.ranks_are_up and self.phase == "run" and not self.a_rank_died
+        is_running = self.ranks_are_up and self.phase in ("run", "checkpoint") and not self.a_rank_died
         words = self.beside.look(seconds, is_running=is_running)
-        if words is not None:
-            self._say(words)
+        if words is None:
+            return
+        self._say(words)
+        if self.phase == "run":
             self._set_status("running", words)
+        elif self.beside.hangs:
+            self._terminate(f"{self.stop_reason}, and the ranks hang, so that nothing can be saved: {words}")
 
     def _a_rank_just_died(self) -> bool:
         if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
@@ -134,6 +138,10 @@ class Supervisor:
     def _stop(self, *, checkpoint: bool) -> None:
         if not checkpoint:
             self._terminate("run.stop() was called")
+        elif self.beside.hangs and self.phase == "run":
+            self._terminate(
+                "run.stop(checkpoint=True) was called; the ranks hang, so that nothing can be saved"
+            )
         elif self.phase == "run" and self.stop_reason is None:
             # The ranks read the same file and agree on the step after which they leave.
             self.phase, self.deadline = "checkpoint", time.monotonic() + CHECKPOINT_GRACE_SECONDS

@@ -33,7 +33,7 @@ class ScalarFile:
             return
         data = b"".join(map(framed, events))
         if self._path is None:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             self._path = self.folder / f"events.out.tfevents.{int(time.time())}.shardscope"
             data = framed(_version(time.time())) + data
         with open_log(self._path) as file:
