@@ -151,6 +151,11 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
     assert words in run.error and "What would have prevented it" in run.error
     assert run.error.endswith("ended for it:\n  rank 0 raised DistBackendError: NCCL error")
     assert tell(all_failures(folder, 2), run._description).reason == words
+    # Of a rank that torch elastic was quicker to bury, nobody knows the exit code.
+    folder.error(0).unlink()
+    append_line(folder.exits, {"time": 3.0, "rank": 0, "code": None})
+    unseen = tell(all_failures(folder, 2), run._description).text
+    assert "ended for it:\n  rank 0 ended before its task returned; its exit code is not known" in unseen
     # A function's memory is not the plan's, and a damaged plan has no prediction at all.
     for damage in ({"trains_the_plan": False}, {"plan": {"version": -1}}):
         assert "predicted peak" not in tell(all_failures(folder, 2), {**run._description, **damage}).text

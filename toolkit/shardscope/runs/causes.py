@@ -51,6 +51,8 @@ class Failure:
     """The traceback, or the end of the rank's log if it left none."""
     is_consequence: bool
     """Whether it looks like the answer to another rank's failure."""
+    is_unexplained: bool = False
+    """Whether nobody knows how it ended: torch elastic, which ends the others, was quicker to look."""
 
 
 def first_failure(folder: RunFolder, world_size: int) -> Failure | None:
@@ -135,6 +137,7 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
         text=f"{reason}.\nThe end of its log:\n{read_tail_text(folder.log(rank), 4096)}",
         # Elastic ends the other ranks with SIGTERM; nobody else sends it to a rank.
         is_consequence=code == -signal.SIGTERM,
+        is_unexplained=code is None,
     )
 
 

@@ -55,7 +55,12 @@ def _others(failures: Sequence[Failure]) -> list[str]:
         ("Failed as well, later:", False),
         ("These ranks only lost their peer, or were ended for it:", True),
     ):
-        lines = [failure.reason for failure in failures if failure.is_consequence == is_consequence]
+        # After a failure that is known, an end that nobody saw is most likely torch elastic's doing.
+        lines = [
+            failure.reason
+            for failure in failures
+            if (failure.is_consequence or failure.is_unexplained) == is_consequence
+        ]
         if lines:
             more = [f"and {len(lines) - MAX_TOLD} more"] * (len(lines) > MAX_TOLD)
             told.append("\n  ".join([title, *lines[:MAX_TOLD], *more]))
