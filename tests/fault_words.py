@@ -183,7 +183,8 @@ FAULTS = {
     45: Fault("A callback raises", "The error stands in the view, which goes on."),
     46: Fault(
         "Dark, light, high contrast, 320 px wide, keyboard only",
-        "Everything stays in sight, in reach and apart by more than colour.",
+        "Everything stays in sight, in reach and apart by more than colour. High contrast is that of the "
+        "system: swatches and charts keep their colours, what is chosen its mark.",
     ),
     47: Fault(
         "A notebook is opened without a kernel",

@@ -76,7 +76,7 @@ IN_EVERY_TEST = "fsdp2"
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.usefixtures("bounded_time", "nothing_left")
-def test_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None:
+def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None:
     if run != IN_EVERY_TEST and os.environ.get("SHARDSCOPE_RESUME") != "all":
         pytest.skip("two launches more; `make test-resume` runs all engines")
     framework, layout = RUNS[run]

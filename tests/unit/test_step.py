@@ -48,7 +48,7 @@ def step_or_none(plan: ss.Plan) -> StepReport | None:
 
 @SLOW
 @given(plan=plans())
-def test_parts_sum_to_the_step_and_none_is_negative(plan: ss.Plan) -> None:
+def test_fault_37_parts_sum_to_the_step_and_none_is_negative(plan: ss.Plan) -> None:
     report = step_or_none(plan)
     assume(report is not None)
     assert report is not None
@@ -159,7 +159,7 @@ def test_seconds_have_three_digits(seconds: float, words: str) -> None:
 
 @SLOW
 @given(plan=plans(), factor=st.sampled_from([2, 3, 8]))
-def test_more_sequences_are_never_faster(plan: ss.Plan, factor: int) -> None:
+def test_fault_37_more_sequences_are_never_faster(plan: ss.Plan, factor: int) -> None:
     recipe = replace(plan.recipe, global_batch_size=plan.recipe.global_batch_size * factor)
     try:
         larger = replace(plan, recipe=recipe)
@@ -174,7 +174,7 @@ def test_more_sequences_are_never_faster(plan: ss.Plan, factor: int) -> None:
 
 @SLOW
 @given(plan=plans(), name=st.sampled_from(["intra_node_link", "inter_node_link", "host_link"]))
-def test_a_slower_link_is_never_faster(plan: ss.Plan, name: str) -> None:
+def test_fault_37_a_slower_link_is_never_faster(plan: ss.Plan, name: str) -> None:
     link = getattr(plan.cluster, name)
     slower = replace(
         link,

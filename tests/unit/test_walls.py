@@ -228,7 +228,7 @@ def test_frameworks_do_not_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("missing", ["torch", "accelerate", "cloudpickle"])
-def test_launching_without_the_extra_names_the_line_that_brings_it(
+def test_fault_21_launching_without_the_extra_names_the_line_that_brings_it(
     missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = importlib.util.find_spec

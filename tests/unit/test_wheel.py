@@ -155,12 +155,12 @@ def run_without_extras(unpacked: Path, code: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("code", [PLANNER, STUDIO], ids=["planner", "studio"])
-def test_it_works_without_the_extras(unpacked: Path, code: str) -> None:
+def test_fault_21_it_works_without_the_extras(unpacked: Path, code: str) -> None:
     done = run_without_extras(unpacked, code)
     assert done.returncode == 0, done.stderr
 
 
-def test_launching_from_it_names_the_missing_extra(unpacked: Path, tmp_path: Path) -> None:
+def test_fault_21_launching_from_it_names_the_missing_extra(unpacked: Path, tmp_path: Path) -> None:
     done = run_without_extras(
         unpacked,
         f"""

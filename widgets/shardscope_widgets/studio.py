@@ -271,9 +271,9 @@ class Studio(View):
         self.launch_panel.busy = True
         try:
             run = ss.launch(offer.plan, task)
-        except (ValueError, ImportError, OSError) as error:
+        except Exception as error:  # a notebook shows nobody what is raised in a handler
             self.launch_panel.busy = False
-            self.launch_panel.say(str(error), is_error=True)
+            self.launch_panel.say(str(error) or type(error).__name__, is_error=True)
             return
         self.run = run
         self._show_trace(_hint("The trace appears here when the run has ended."))

@@ -1,0 +1,44 @@
+"""The system's high contrast: it takes colours away, and what they said has to stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import shardscope as ss
+from shardscope_widgets import MemoryView, StepView
+from shardscope_widgets.sheet import Sheet
+
+PLAN = ss.Plan(
+    ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()
+)
+PAGE = """<style>STYLE</style><div class="ss-root">TABLES
+<i class="ss-swatch" style="background:#123456"></i>
+<div class="ss-tabs"><button aria-selected="true">Memory</button><button>Time</button></div>
+<div class="ss-seg"><button class="mod-active">one</button><button>two</button></div></div>"""
+
+COLOURS = """selector => [...document.querySelectorAll(selector)]
+    .map(each => getComputedStyle(each))
+    .map(style => [style.backgroundColor, style.borderBottomColor])"""
+
+
+def test_fault_46_high_contrast_keeps_what_colours_say(browser: Any) -> None:
+    memory, step = MemoryView(), StepView()
+    memory.show(PLAN)
+    step.show(PLAN)
+    tables = memory.table.value + step.table.value
+    page = browser.new_page(color_scheme="dark", forced_colors="active")
+    try:
+        page.set_content(PAGE.replace("STYLE", str(Sheet._css)).replace("TABLES", tables))
+        assert page.evaluate("matchMedia('(forced-colors: active)').matches")
+        legend = "i[style*=background]"
+        shown = [background for background, _ in page.evaluate(COLOURS, legend)]
+        page.emulate_media(forced_colors="none")
+        meant = [background for background, _ in page.evaluate(COLOURS, legend)]
+        page.emulate_media(forced_colors="active")
+        assert shown == meant and len(set(shown)) > 8, "swatches keep their colours"
+        (_, chosen), (_, other) = page.evaluate(COLOURS, ".ss-tabs button")
+        assert chosen != other, "the chosen tab is underlined"
+        (chosen, _), (other, _) = page.evaluate(COLOURS, ".ss-seg button")
+        assert chosen != other, "the chosen segment is filled"
+    finally:
+        page.close()

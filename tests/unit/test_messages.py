@@ -1,0 +1,88 @@
+"""Messages that no page of ours sends, to what people press: nothing happens, and the next press works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from traitlets import TraitError
+
+import shardscope as ss
+from shardscope_widgets import AdviceView, RankingView, Studio
+from shardscope_widgets.checks_view import ChecksView
+from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.tabs import Tabs
+
+WRONG: list[Any] = [
+    None,
+    7,
+    [],
+    "act",
+    {},
+    {"act": None},
+    {"act": 5},
+    {"act": ["apply:0"]},
+    {"act": ""},
+    {"act": "rm -rf"},
+    {"act": "apply:-1"},
+    {"act": "apply:99999999999999999999"},
+    {"act": "sort:__class__"},
+    {"act": "page:1e9"},
+    {"act": "<script>"},
+    {"act": "x" * 1_000_000},
+]
+VIEWS: dict[str, Callable[..., Any]] = {"ranking": RankingView, "advice": AdviceView, "checks": ChecksView}
+
+
+def clickables(view: Any) -> list[Clickable]:
+    found = [view] if isinstance(view, Clickable) else []
+    for child in getattr(view, "children", ()):
+        found += clickables(child)
+    return found
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_fault_44_a_press_on_nothing_does_nothing(name: str) -> None:
+    applied: list[ss.Plan] = []
+    pressed = clickables(VIEWS[name](on_apply=applied.append))
+    assert pressed
+    for each in pressed:
+        before = each.value
+        for content in WRONG:
+            each._handle_custom_msg(content, [])
+        assert each.value == before
+    assert applied == []
+
+
+def test_fault_44_a_tab_that_is_none_changes_nothing() -> None:
+    tabs = Tabs(["Memory", "Time"])
+    for state in ({"value": "Nowhere"}, {"value": 5}, {"value": "x" * 1_000_000}, {"names": 7}):
+        with pytest.raises(TraitError):
+            tabs.set_state(state)
+        assert (tabs.value, tabs.names) == ("Memory", ["Memory", "Time"])
+    tabs.set_state({"value": "Time"})
+    assert tabs.value == "Time"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left"),
+        (RuntimeError("can't start new thread"), "start new thread"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_fault_45_a_launch_that_fails_is_said_at_its_button(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio = Studio()
+    panel = studio.launch_panel
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ss, "launch", fails)
+    panel.button.click()
+    assert said in panel.note.value and "role='alert'" in panel.note.value
+    assert not panel.busy and not panel.button.disabled
