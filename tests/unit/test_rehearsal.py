@@ -118,16 +118,14 @@ def test_what_the_engine_does_not_run_is_refused_by_name() -> None:
 
 
 def test_an_8b_plan_at_any_world_size() -> None:
-    """Under a minute on two cores; here the largest world of the catalogue's usual clusters."""
+    """Here the largest world of the catalogue's usual clusters."""
     plan = Plan(
         ss.models["llama-3.1-8b"],
         ss.Cluster.parse("128x8xh100-sxm-80gb"),
         ss.Recipe(global_batch_size=1024),
         ss.Layout.fsdp2(replicate=16),
     )
-    began = time.monotonic()
-    report = plan.rehearse()
-    assert time.monotonic() - began < 60
+    report = rehearsed_here(plan)
     assert tensors_of(report.components) == pytest.approx(tensors_of(plan.memory().components), rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Token ids of the shipped corpus, made once for a user: else each rank of each run spends a second on them."""
+"""Token ids of the shipped corpus, made once for a user: ranks would spend a second on them in every run."""
 
 from __future__ import annotations
 
