@@ -90,6 +90,15 @@ def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
     run.status = "finished"
 
 
+def test_a_new_reason_is_shown_though_nothing_else_changes() -> None:
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(run)  # type: ignore[arg-type]
+    assert until(lambda: "because" in view.head.value)
+    run.reason = "no step for 61 s; rank 1: wait (my.py:7)"
+    assert until(lambda: "no step for 61 s; rank 1: wait" in view.head.value)
+    run.status = "stopped"
+
+
 def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
     run = FakeRun([])
     view = RunView(run)

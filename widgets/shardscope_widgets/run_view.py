@@ -37,7 +37,7 @@ class RunView(View):
         self.run: ss.Run | None = None
         self._on_end = on_end
         self._lock = threading.RLock()
-        self._seen = (0, "")
+        self._seen = (0, "", "")
         self._latest: dict[int, dict[str, Any]] = {}
         self._note = ""
         self._total_steps: int | None = None
@@ -88,7 +88,7 @@ class RunView(View):
             self.run = run
             self._total_steps = total_steps
             self._note = note
-            self._seen = (0, "")
+            self._seen = (0, "", "")
             self._latest = {}
             self.num_steps = 0
             self._predicted = predicted_peak(run)
@@ -121,16 +121,17 @@ class RunView(View):
             self.status = status
             self._show_log()
             metrics = run.metrics()
-            num_seen, status_seen = self._seen
-            new = metrics[num_seen:]
-            if not new and status == status_seen:
+            # The reason too: of a run that hangs nothing else changes.
+            seen = (len(metrics), status, run.reason)
+            new = metrics[self._seen[0] :]
+            if not new and seen == self._seen:
                 return
             if self.figure is not None:
                 self.figure.extend(new)
             self._latest.update({r["rank"]: r for r in new if "loss" in r and isinstance(r.get("rank"), int)})
             self.num_steps += sum(1 for record in new if record.get("rank") == 0 and "loss" in record)
             self._describe(run, status)
-            self._seen = (len(metrics), status)
+            self._seen = seen
 
     def _watch(self, run: ss.Run) -> None:
         """Runs in a thread of its own: cells may block the kernel's main thread at any time."""
