@@ -188,9 +188,10 @@ FAULTS = {
     ),
     47: Fault(
         "A notebook is opened without a kernel",
-        "Jupyter's own words that the widget has no model.",
-        "There is no static picture of the Studio yet, so nothing to test; `plan.memory().to_html()` is "
-        "one of the prediction.",
+        "The views' words and tables as plain HTML, wherever widgets are not shown (GitHub, for one); "
+        "no charts.",
+        "JupyterLab itself prefers the widget, and says of a trusted notebook without a kernel in its own "
+        "words that there is no model. Our test reads what the notebook keeps, not other people's viewers.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
 }

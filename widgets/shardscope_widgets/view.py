@@ -1,12 +1,14 @@
-"""What all views share: closing one takes everything in it out of the kernel's registry."""
+"""What all views share: closing one leaves nothing, and where no kernel is its words are still read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import ipywidgets as widgets
 
 from shardscope_widgets import shared
+from shardscope_widgets.clickable import Clickable
 
 
 class View(widgets.VBox):
@@ -20,6 +22,24 @@ class View(widgets.VBox):
             if part is not self and not shared.is_shared(part):
                 part.close()
         super().close()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any] | None:
+        """With the words as plain HTML, for GitHub and for notebooks of others, which show no widgets."""
+        bundle: dict[str, Any] | None = super()._repr_mimebundle_(**kwargs)
+        if bundle is not None:
+            bundle["text/html"] = "\n".join(f"<div>{words}</div>" for words in _words(self))
+        return bundle
+
+
+def _words(widget: widgets.Widget) -> Iterator[str]:
+    """The HTML in sight, from the top to the bottom."""
+    if not isinstance(widget, widgets.Box | widgets.HTML | Clickable) or widget.layout.display == "none":
+        return
+    if not isinstance(widget, widgets.Box):
+        yield from filter(None, [widget.value])
+        return
+    for child in widget.children:
+        yield from _words(child)
 
 
 def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
