@@ -18,6 +18,8 @@ from shardscope.runs.redaction import LogCleaner
 from shardscope.runs.tensorboard import ScalarFile
 
 LOOK_SECONDS = 1.0
+BYTES_PER_LOOK = 2**25
+"""Of all logs: however much ranks print, a stop is obeyed soon. What is left is looked at next time."""
 
 
 class Beside:
@@ -44,7 +46,7 @@ class Beside:
         """``seconds`` since the last look. What there is to say of the run while it goes on, or None."""
         new = {rank: tail.read() for rank, tail in enumerate(self._events)}
         self._try("TensorBoard events", lambda: self._write_scalars(new))
-        self._try("secrets in logs", self._clean)
+        self._try("secrets in logs", lambda: self._clean(BYTES_PER_LOOK // len(self._logs)))
         self._try("the host's memory", self.host.look)
         if not is_running:
             return None
@@ -56,15 +58,15 @@ class Beside:
         new = {rank: tail.read() for rank, tail in enumerate(self._events)}
         self._try("TensorBoard events", lambda: self._write_scalars(new))
         self._try("metrics.csv", lambda: write_csv(self.folder, self.world_size))
-        self._try("secrets in logs", self._clean)
+        self._try("secrets in logs", lambda: self._clean(None))
 
     def _write_scalars(self, new: dict[int, list[dict[str, Any]]]) -> None:
         for rank, records in new.items():
             self._scalars[rank].append(records)
 
-    def _clean(self) -> None:
+    def _clean(self, max_bytes: int | None) -> None:
         for log in self._logs:
-            log.clean()
+            log.clean(max_bytes)
 
     def _try(self, what: str, do: Callable[[], Any]) -> Any:
         if what in self._given_up or not self.folder.path.is_dir():
