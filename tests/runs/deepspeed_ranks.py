@@ -1,26 +1,28 @@
-"""One CPU rank of real ZeRO over gloo: prints what DeepSpeed's own tensors hold, stage by stage, as JSON."""
+"""One CPU rank of real ZeRO over gloo: what DeepSpeed's own tensors hold, stage by stage."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 from typing import Any
 
 
-def main(plan_json: str) -> None:
+def held_by_stage(ctx: Any) -> dict[str, Any]:
+    """By stage, for the architecture, recipe and bucket of ``ctx.plan``; in bytes."""
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2")
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
 
     import shardscope as ss
     from shardscope.frameworks.deepspeed.config import deepspeed_config
+    from shardscope.frameworks.deepspeed.process_groups import connect
     from shardscope.training.model import build_model
 
     # Nothing is compiled: gloo does without DeepSpeed's shared-memory collectives.
     get_accelerator().create_op_builder = lambda name: None
-    deepspeed.init_distributed("gloo")
+    connect(deepspeed, "gloo", ctx.rank)
     found: dict[str, Any] = {}
-    plan = ss.Plan.from_json(plan_json)
+    plan = ctx.plan
     for stage in (1, 2, 3):
         config = deepspeed_config(
             ss.Plan(plan.architecture, plan.cluster, plan.recipe, ss.Layout.zero(stage))
@@ -46,10 +48,7 @@ def main(plan_json: str) -> None:
         assert losses[1] < losses[0]
         found[str(stage)] = {**held(optimizer), "gradients": kept}
         engine.destroy()
-    print(json.dumps(found), flush=True)
-    # A rank that leaves while its peer still talks to it aborts at times ("terminate called without ...").
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def size(tensors: Any) -> int:
@@ -75,7 +74,3 @@ def held(optimizer: Any) -> dict[str, int]:
     buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
     kept = [buffer for buffer in buffers if not isinstance(buffer, list) and buffer is not None]
     return {"parameters": size(flat), "optimizer": size([*main, *moments]), "bucket": size(kept)}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

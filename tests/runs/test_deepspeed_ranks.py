@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed_ranks import held_by_stage
 from tests.needs import needs, needs_installed
+from two_ranks import on_ranks
 
 import shardscope as ss
 
@@ -37,43 +33,8 @@ def plan() -> ss.Plan:
 
 
 @pytest.fixture(scope="module")
-def found(plan: ss.Plan) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("deepspeed_ranks.py")
-    ranks = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "LOCAL_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(script), plan.to_json()],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    answers = []
-    try:
-        for rank in ranks:
-            out, problems = rank.communicate(timeout=240)
-            assert rank.returncode == 0, problems[-3000:]
-            answers.append(json.loads(next(x for x in reversed(out.splitlines()) if x.startswith("{"))))
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return answers
+def found(plan: ss.Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, plan, held_by_stage, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.needs import needs
 from tests.unit.test_quantization import SMALL
+from two_ranks import StandInContext, on_ranks, tiny_plan
 
 import shardscope as ss
 from shardscope.frameworks.fsdp2.groups import groups_of
 from shardscope.frameworks.fsdp2.memory import shapes, stage
-from shardscope.runs.processes import free_port
 
-SCRIPT = """
-import json, sys, torch, bitsandbytes as bnb
-import torch.distributed as dist, torch.multiprocessing as mp
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-import shardscope as ss
-from shardscope.training.lora import add_adapters
-from shardscope.training.model import build_model
-from tests.unit.test_quantization import SMALL
 
-def rank(number, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
-    found = {
-        f"{method} {precision}": train(double=method == "qlora", mixed=precision == "bf16-mixed")
-        for method in ("lora", "qlora")
-        for precision in ("bf16", "bf16-mixed")
-    }
-    if number == 0:
-        print("FOUND", json.dumps(found))
-    dist.destroy_process_group()
+def train(double: bool, mixed: bool) -> tuple[Any, ...]:
+    """The loss of the whole model and of its shards, and the bytes that a rank keeps and gathers."""
+    import bitsandbytes as bnb
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-def train(double, mixed):
+    from shardscope.training.lora import add_adapters
+    from shardscope.training.model import build_model
+
     torch.manual_seed(0)
     model = build_model(SMALL).to(torch.bfloat16)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name != "lm_head":
                 linear = bnb.nn.Linear4bit(
-                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16,
-                    quant_type="nf4", compress_statistics=double, quant_storage=torch.bfloat16,
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                    compress_statistics=double,
+                    quant_storage=torch.bfloat16,
                 )
                 linear.weight = bnb.nn.Params4bit(
-                    child.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=double,
-                    quant_storage=torch.bfloat16, module=linear,
+                    child.weight.data,
+                    requires_grad=False,
+                    quant_type="nf4",
+                    compress_statistics=double,
+                    quant_storage=torch.bfloat16,
+                    module=linear,
                 )
                 setattr(module, name, linear.to("cpu"))
     recipe = ss.Recipe(method="lora", quantization="nf4", precision="bf16", lora_rank=6)
@@ -84,29 +77,23 @@ def train(double, mixed):
     trained = sum(p.grad is not None for p in model.parameters())
     return whole, cut.item(), kept + sum(scales.values()), 2 * padded, trained
 
-if __name__ == "__main__":
-    mp.spawn(rank, (int(sys.argv[1]),), nprocs=2)
-"""
+
+def all_cases(ctx: StandInContext) -> dict[str, Any]:
+    return {
+        f"{method} {precision}": train(double=method == "qlora", mixed=precision == "bf16-mixed")
+        for method in ("lora", "qlora")
+        for precision in ("bf16", "bf16-mixed")
+    }
 
 
 @pytest.fixture(scope="module")
 def trained_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What both ranks saw of every case, one after another in one process group."""
+    """What rank 0 saw of every case, one after another in one process group."""
     needs("bitsandbytes")
-    script = tmp_path_factory.mktemp("nf4") / "ranks.py"
-    script.write_text(SCRIPT)
-    ran = subprocess.run(
-        [sys.executable, str(script), str(free_port())],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    ranks: list[dict[str, Any]] = on_ranks(
+        2, tiny_plan("fsdp2", 2), all_cases, tmp_path_factory.mktemp("nf4")
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    line = next(line for line in ran.stdout.splitlines() if line.startswith("FOUND"))
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))
-    return found
+    return ranks[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])

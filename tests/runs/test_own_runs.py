@@ -9,6 +9,7 @@ import pytest
 from tests.accuracy.own_rows import planned
 from tests.accuracy.own_runs import drawn, run
 from tests.accuracy.rows import OWN, Row, read
+from tests.needs import few
 
 from shardscope.frameworks.registry import check_trained
 from shardscope.runs.measured import predicted_tensors
@@ -25,7 +26,9 @@ def stored(framework: str, method: str) -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize(("framework", "method"), [("ddp", "lora"), ("fsdp2", "full")])
+@pytest.mark.parametrize(
+    ("framework", "method"), few([("ddp", "lora"), ("fsdp2", "full")], [("fsdp2", "full")])
+)
 def test_a_stored_run_is_what_ranks_hold_today(framework: str, method: str, tmp_path: Path) -> None:
     row = stored(framework, method)[0]
     plan = planned(row)

@@ -2,46 +2,98 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.needs import needs
 
-from shardscope.frameworks.fsdp2.limits import CUT_FAMILIES
+torch = needs("torch")
+needs("transformers")
 
-SCRIPT = Path(__file__).with_name("tensor_parallel_ranks.py")
+from two_ranks import StandInContext, on_ranks, tiny_plan  # noqa: E402
+
+import shardscope as ss  # noqa: E402
+from shardscope.frameworks.fsdp2.limits import CUT_FAMILIES  # noqa: E402
+
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "norms_per_layer": 4,
+        "sliding_window": 8,
+        "sliding_window_layers": 1,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "norms_per_layer": 4,
+        "qk_norm": True,
+        "sliding_window": 8,
+        "sliding_window_layers": 1,
+    },
+    "starcoder2": {
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def compare(family: str) -> dict[str, Any]:
+    """Loss of the whole model and of its two parts, and the largest difference between their gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
+    from shardscope.training.model import build_model
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 1013,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        **FAMILY_FIELDS.get(family, {}),
+    }
+    arch = replace(ss.Architecture.of_size("2m"), model_type=family, **sizes)
+    torch.manual_seed(3)
+    model = build_model(arch)
+    model.train()
+    ids = torch.randint(arch.vocab_size, (2, 32), generator=torch.Generator().manual_seed(5))
+    whole = model(input_ids=ids, labels=ids).loss
+    whole.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    cut = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters())
+    with loss_parallel():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        worst = max(worst, float((gradient - expected[name]).abs().max() / expected[name].abs().max()))
+    return {"whole": whole.item(), "parts": loss.full_tensor().item(), "worst_gradient": worst, "cut": cut}
+
+
+def compared(ctx: StandInContext) -> dict[str, dict[str, Any]]:
+    return {family: compare(family) for family in CUT_FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), store],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:]
-    answer: dict[str, dict[str, Any]] = json.loads(said[0][0].splitlines()[-1])
-    return answer
+    ranks: list[dict[str, dict[str, Any]]] = on_ranks(
+        2, tiny_plan("fsdp2", 2), compared, tmp_path_factory.mktemp("ranks")
+    )
+    return ranks[0]
 
 
 @pytest.mark.parametrize("family", CUT_FAMILIES)
