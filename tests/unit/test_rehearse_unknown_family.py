@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.needs import needs
+from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
 from shardscope.unknown_family import UnknownFamily
@@ -32,7 +33,7 @@ def test_a_config_alone_rehearses_as_its_family_does() -> None:
         ss.Layout.fsdp2(),
     )
     alone = replace(known, architecture=UnknownFamily.of_config(CONFIG, "mine"))
-    ours, theirs = known.rehearse(timeout=120), alone.rehearse(timeout=120)
+    ours, theirs = rehearsed_here(known), rehearsed_here(alone)
     assert theirs.tier == "rehearsed"
     assert dict(theirs.components) == dict(ours.components)
     rotary_tables = 2 * 4 * 64 // 2
