@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import csv
+import os
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 
+from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.metrics_table import curve, write_csv
-from shardscope.runs.records import append_line, encode, read_lines
+from shardscope.runs.processes import this_machine
+from shardscope.runs.records import append_line, encode, read_lines, write_json
 from shardscope.runs.redaction import LogCleaner, redact
+from shardscope.runs.run import Run
 from shardscope.runs.tensorboard import ScalarFile, crc32c, scalars
 
 HF = "hf_" + "aB3" * 11
@@ -125,3 +130,21 @@ def test_metrics_as_a_table(folder: RunFolder) -> None:
     assert folder.csv.stat().st_mode & 0o777 == 0o600
     records = read_lines(folder.events(0)) + read_lines(folder.events(1))
     assert curve(records, "loss") == {1: 3.0} and curve(records, "note") == {}
+
+
+def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: RunFolder) -> None:
+    write_json(folder.run_json, {"world_size": 1, "created": 1.0})
+    append_line(folder.status, {"time": 1.0, "status": "running", "reason": "1 rank at work"})
+    write_json(folder.supervisor, {"pid": 2**22 + 1, "started": 1.0, "machine": this_machine()})
+    os.utime(folder.supervisor, (77.0, 77.0))
+    told = [(record["time"], record["status"]) for record in Run(folder).history]
+    assert told == [(1.0, "running"), (77.0, "lost")]
+
+
+def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwise() -> None:
+    run = {"world_size": 2, "device": "cuda"}
+    inherited = {"GLOO_SOCKET_IFNAME": "eth7", "MASTER_ADDR": "10.0.0.1"}
+    environment = launcher_environment(inherited, run)
+    assert "MASTER_ADDR" not in environment and environment["GLOO_SOCKET_IFNAME"] == "eth7"
+    if sys.platform == "linux":
+        assert environment["NCCL_SOCKET_IFNAME"] == "lo"

@@ -32,6 +32,9 @@ def launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]) -> d
     if sys.platform == "linux":
         # gloo otherwise resolves the host's name, which laptops and containers often cannot.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # NCCL would listen on the first other interface; on one machine its data go past sockets anyway.
+        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if environment.get("MPLBACKEND", "").startswith("module://"):
         environment["MPLBACKEND"] = "Agg"  # The kernel's inline backend has no front end in a rank.
     if run["device"] == "cpu":

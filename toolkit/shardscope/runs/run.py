@@ -126,9 +126,19 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Every status that it had, in order: dicts of time (seconds since the epoch), status, reason."""
+        """Every status that it had, in order: dicts of time (seconds since the epoch), status, reason.
+
+        A run that is lost is so since its supervisor's last sign of life; None where there was none.
+        """
         kept = ("time", "status", "reason")
         records = [record for record in read_lines(self._folder.status) if "status" in record]
+        state = self._state()
+        if state["status"] == "lost":
+            try:
+                seen: float | None = self._folder.supervisor.stat().st_mtime
+            except OSError:
+                seen = None
+            records.append({**state, "time": seen})
         return [{key: record.get(key) for key in kept} for record in records]
 
     @property
