@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-_UNITS = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_AMOUNT = r"(\d+(?:\.\d+)?) (bytes?|[KMGT]iB)"
+_UNITS = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+_AMOUNT = r"(\d+(?:\.\d+)?) (bytes?|[KMGTP]iB)"
 
 _GPU = re.compile(
     r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -25,6 +25,7 @@ _HOST = re.compile(
 )
 _ASKED = re.compile(rf"Tried to allocate (?:more than )?{_AMOUNT}")
 _ASKED_OF_HOST = re.compile(r"you tried to allocate (\d+) bytes")
+_ASKED_OF_NUMPY = re.compile(rf"Unable to allocate {_AMOUNT}")
 _WHICH = re.compile(r"GPU (\d+)(?:;| has)")
 _TOTAL = re.compile(rf"{_AMOUNT} total capacity|total capaci?ty of {_AMOUNT}")
 _FREE = re.compile(rf"{_AMOUNT} free|of which {_AMOUNT} is free")
@@ -47,6 +48,8 @@ class Shortage:
 
 def read_shortage(text: str) -> Shortage | None:
     """The failed allocation that ends a traceback or a log; None if it tells of none."""
+    # Without a traceback's own lines: code that looks for such words has them as well.
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
     found = list(_GPU.finditer(text))
     if found:
         message = text[found[-1].start() :][:4096]
@@ -61,7 +64,8 @@ def read_shortage(text: str) -> Shortage | None:
         )
     if _HOST.search(text):
         asked = _ASKED_OF_HOST.search(text)
-        return Shortage(place="host memory", asked_bytes=int(asked[1]) if asked else None)
+        num_bytes = int(asked[1]) if asked else _bytes(_ASKED_OF_NUMPY, text)
+        return Shortage(place="host memory", asked_bytes=num_bytes)
     return None
 
 
