@@ -79,8 +79,8 @@ def test_torchs_words_of_every_version_have_the_same_numbers(text: str) -> None:
         ),
         ("  x = bytes(n)\nMemoryError", "host memory", None),
         (
-            "  if 'CUDA out of memory' in words:\nnumpy._core._exceptions._ArrayMemoryError: Unable to allocate "
-            "8.00 GiB for an array with shape (1073741824,) and data type float64",
+            "  if 'CUDA out of memory' in words:\nnumpy._core._exceptions._ArrayMemoryError: Unable to "
+            "allocate 8.00 GiB for an array with shape (1073741824,) and data type float64",
             "host memory",
             2**33,
         ),
