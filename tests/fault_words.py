@@ -36,8 +36,9 @@ FAULTS = {
         "It is killed 1.5 s later: stopped, or failed with the exception of the rank that did fail.",
     ),
     5: Fault(
-        "A rank is halted (SIGSTOP) while the others wait for it in a collective",
-        "Stop ends all of them within 3.5 s.",
+        "A rank is halted (SIGSTOP), or hangs, while the others wait for it in a collective",
+        "Stop ends all of them within 3.5 s. Before: no step within 20 times the median, 60 s at the least, "
+        "is said while the run goes on, with each rank's Python stack in its log.",
     ),
     6: Fault("The cell is interrupted while it waits for the run", "The wait ends; the run goes on."),
     7: Fault(
@@ -52,7 +53,8 @@ FAULTS = {
     ),
     10: Fault(
         "A rank is killed (`kill -9`, the kernel's out-of-memory killer)",
-        "Failed: that rank was killed by SIGKILL, most likely because host memory ran out.",
+        "Failed: that rank was killed by SIGKILL, most likely because host memory ran out; what it was last "
+        "seen to hold, what was free, and whether the kernel's out-of-memory killer struck.",
     ),
     11: Fault(
         "A rank raises, and the others lose their connection to it",

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import sys
@@ -41,8 +42,13 @@ class FaultTest:
     is_long: bool
 
 
-def fault_tests() -> Iterator[FaultTest]:
+@functools.cache
+def fault_tests() -> tuple[FaultTest, ...]:
     """Every test of a fault, in the order of files and of lines in them."""
+    return tuple(_found())
+
+
+def _found() -> Iterator[FaultTest]:
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             found = NAME.fullmatch(node.name) if isinstance(node, ast.FunctionDef) else None

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothin
 KEY = "story-0123456789-of-the-user"
 
 
-def test_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
+def test_fault_05_10_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
     plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "1")

@@ -73,7 +73,7 @@ def wait(watch: HangWatch, seconds: float) -> list[str]:
     return [words for words in said if words]
 
 
-def test_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any]) -> None:
+def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any]) -> None:
     watch = HangWatch(folder, 2, least_seconds=10)
     assert watch.look({0: steps(0, 11), 1: steps(0, 10)}, 1.0) is None
     assert wait(watch, 10) == []
@@ -148,7 +148,7 @@ def test_nothing_is_said_of_start_up_of_ended_ranks_and_of_a_stopped_machine(fol
     assert wait(watch, 100) == []
 
 
-def test_a_rank_that_is_stopped_or_gone_is_told_as_such(folder: RunFolder, ranks: list[Any]) -> None:
+def test_fault_05_a_rank_that_is_stopped_or_gone_is_told_as_such(folder: RunFolder, ranks: list[Any]) -> None:
     import signal
     import time
 

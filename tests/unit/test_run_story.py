@@ -167,7 +167,9 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
         assert "predicted peak" not in tell(all_failures(folder, 2), {**run._description, **damage}).text
 
 
-def test_a_killed_rank_has_the_hosts_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_10_a_killed_rank_has_the_hosts_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom 3\noom_kill 3\noom_group_kill 0\n")
     monkeypatch.setattr(host_watch, "KILL_COUNTERS", (tmp_path / "missing", counter))
