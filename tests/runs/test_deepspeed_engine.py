@@ -83,6 +83,7 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             "norms": norms,
             "held": engine.held_at_update,
             "engine": ctx.records["engine"],
+            "at_update": ctx.records["memory"]["phases"]["optimizer"] if memory_watch.WATCHED_STEPS else {},
         }
     found["kept"] = kept(ctx)
     found["adapters"] = adapters(ctx)
@@ -208,6 +209,14 @@ def test_bytes_are_those_that_were_predicted(name: str, found: list[dict[str, An
     assert max(rank["parameters"] for rank in ranks) == report.at("rest")["parameters"]
     assert max(rank["gradients"] for rank in ranks) == report.at("optimizer")["gradients"]
     assert max(rank["optimizer"] for rank in ranks) == report.at("rest")["optimizer"]
+
+
+def test_an_update_works_with_what_was_predicted(found: list[dict[str, Any]]) -> None:
+    """The engine's AdamW is fused: a plain one would need twice its part beside its moments."""
+    predicted = plan_of("zero-1").memory().at("optimizer")["optimizer"]
+    seen = [rank["zero-1"]["at_update"] for rank in found]
+    most = max(each["optimizer"] + each["activations"] for each in seen)
+    assert 0 <= most - predicted < 4096
 
 
 @pytest.mark.parametrize(

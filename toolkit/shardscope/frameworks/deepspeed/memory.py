@@ -117,7 +117,7 @@ def _in_pipeline(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         gradients_rest=Term(sums, lambda: f"{c.flat:,} sums {flat}"),
         optimizer=Term(optimizer, main_words),
         optimizer_working=Term(
-            FP32 * c.part + _updating(plan, c.part),
+            FP32 * c.part + flat_working(plan.recipe.optimizer, c.part),
             lambda: f"{c.part:,} × {FP32} bytes · gradients of this rank's part, cast for the update",
         ),
         gather_forward=_WHOLE,
@@ -134,14 +134,14 @@ def _whole(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     moments = flat_state(name, trained)
     parameters, gradients = n.half * trained + n.frozen, n.half * trained
     if n.half == FP32:
-        optimizer, update, begins = moments, _updating(plan, n.counted.largest), 0
+        optimizer, update, begins = moments, flat_working(plan.recipe.optimizer, n.counted.largest), 0
         words = "the optimizer's own moments: fp32 weights are their own main copies"
     else:
         optimizer = FP32 * trained + moments
         # With FusedAdam fp32 gradients exist one by one and flattened; other optimizers keep main copies one
         # by one (FP16_UnfusedOptimizer), and so their gradients.
         fused = name == "adamw" and plan.on_gpu
-        singly = _updating(plan, n.counted.largest)
+        singly = flat_working(plan.recipe.optimizer, n.counted.largest)
         update = (2 if fused else 1) * FP32 * trained + singly
         # FP16_UnfusedOptimizer has zeros of both types.
         begins = (FP32 if fused else FP32 + n.half) * trained + singly
@@ -189,7 +189,7 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     update = largest(
         FP64 * c.experts_piece,
         working(half, c.part, c.piece),
-        FP32 * c.part + _updating(plan, c.part) - half * c.kept * alone,
+        FP32 * c.part + flat_working(plan.recipe.optimizer, c.part) - half * c.kept * alone,
     )
     held = where(waits, c.trained, c.kept)
     always = n.accumulates & waits
@@ -272,7 +272,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     update = largest(
         FP64 * ceil_div(c.largest, n.ranks),
         (FP32 + (half if half < FP32 else 0)) * c.group,
-        FP32 * c.group + _updating(plan, c.group),
+        FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
     )
     bucket = half * layout.reduce_bucket_size if layout.contiguous_gradients else 0
 
@@ -330,17 +330,6 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         },
         group_sizes=group_sizes(plan),
     )
-
-
-def _updating(plan: Plan, numel: Any) -> Any:
-    """Bytes beside gradient and moments while a tensor of fp32 numbers is updated.
-
-    CPU ranks run torch's own AdamW (``torch_adam``), which takes a tensor's root and divides that
-    (``_single_tensor_adam``, torch/optim/adam.py); FusedAdam needs nothing.
-    """
-    if plan.recipe.optimizer == "adamw" and not plan.on_gpu:
-        return 2 * FP32 * numel
-    return flat_working(plan.recipe.optimizer, numel)
 
 
 def _parameters_term(n: _Numbers, num_bytes: int, words: Callable[[], str]) -> Term:

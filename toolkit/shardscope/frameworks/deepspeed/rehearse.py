@@ -191,7 +191,7 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
         return {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9}}
     if plan.on_gpu:
         return {"type": "AdamW", "params": {"lr": 1e-4}}
-    return {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "foreach": False}}
+    return {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
 
 
 def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker) -> torch.nn.Module:
