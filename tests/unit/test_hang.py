@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ import pytest
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, HangWatch
 from shardscope.runs.processes import start_of
-from shardscope.runs.records import read_lines, write_json
-from shardscope.runs.stacks import busy_with, main_thread, place_in_words
+from shardscope.runs.records import read_json, read_lines, write_json
+from shardscope.runs.stacks import busy_with, main_thread, place_in_words, process_state
 from shardscope.runs.supervisor import Supervisor
 
 RANK = """
@@ -62,15 +64,23 @@ def steps(first: int, count: int, seconds: float = 0.1) -> list[dict[str, Any]]:
 
 def wait(watch: HangWatch, seconds: float) -> list[str]:
     """What is said while nothing comes for ``seconds``. Real processes answer within each look."""
-    import time
-
     said = []
     for _ in range(int(seconds)):
-        asked = watch._asked_since is not None
-        if asked:
-            time.sleep(0.05)
+        deadline = time.monotonic() + 5
+        while watch._asked_since is not None and not answered(watch) and time.monotonic() < deadline:
+            time.sleep(0.01)
         said.append(watch.look({}, 1.0))
     return [words for words in said if words]
+
+
+def answered(watch: HangWatch) -> bool:
+    """Whether every process that was asked and can answer has; the last line of its stack is this file's."""
+    pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._marks}
+    return all(
+        process_state(pid) in ("", "T", "Z")
+        or b" in <module>\n" in watch.folder.stacks(rank).read_bytes()[watch._marks[rank] :]
+        for rank, pid in pids.items()
+    )
 
 
 def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: list[Any]) -> None:
@@ -149,13 +159,11 @@ def test_nothing_is_said_of_start_up_of_ended_ranks_and_of_a_stopped_machine(fol
 
 
 def test_fault_05_a_rank_that_is_stopped_or_gone_is_told_as_such(folder: RunFolder, ranks: list[Any]) -> None:
-    import signal
-    import time
-
     ranks[0].send_signal(signal.SIGSTOP)
     ranks[1].kill()
     ranks[1].wait()
-    time.sleep(0.05)
+    while process_state(ranks[0].pid) != "T":
+        time.sleep(0.01)
     watch = HangWatch(folder, 2, least_seconds=2)
     watch.look({0: steps(0, 10)}, 1.0)
     (words,) = wait(watch, 10)
