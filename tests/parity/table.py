@@ -83,19 +83,8 @@ def llama() -> Architecture:
 
 def mixtral() -> Architecture:
     """The same with four experts a layer, two of them for each token."""
-    return Architecture(
-        name="4-expert Mixtral",
-        model_type="mixtral",
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        mixture_of_experts=MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
-    )
+    experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    return replace(llama(), name="4-expert Mixtral", model_type="mixtral", mixture_of_experts=experts)
 
 
 def _row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
