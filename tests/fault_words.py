@@ -98,6 +98,7 @@ FAULTS = {
         "The disk is full, the run folder read-only",
         "A launch is refused in words. Under way metrics are lost and said so in the log; the run goes on, "
         "and its processes end as ever.",
+        "A run whose disk is still full when it ends cannot write its last status, and counts as lost.",
     ),
     24: Fault("The run folder is deleted under way", "Lost: its folder is gone. No process stays."),
     25: Fault(

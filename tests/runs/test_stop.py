@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from run_helpers import make_plan, processes_of, seconds_until
 
 from shardscope.runs.launch import launch
 from shardscope.runs.run import Run
+from shardscope.runs.supervisor import Supervisor
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("bounded_time", "nothing_left")]
 
@@ -148,6 +150,15 @@ def test_a_terminated_supervisor_stops_its_run(plan: Any, tmp_path: Path) -> Non
     seconds_until(lambda: begun(run))
     os.kill(supervisor_of(run), signal.SIGTERM)
     assert run.wait(5) == "stopped" and "SIGTERM" in run.reason
+
+
+def test_fault_23_a_supervisor_whose_log_is_full_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    Supervisor._say("could not write status 'running': [Errno 28] No space left on device")
 
 
 @pytest.mark.parametrize("task", [tasks.deaf, tasks.frozen])

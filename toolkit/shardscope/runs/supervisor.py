@@ -6,6 +6,7 @@ shardscope.runs.supervisor <folder> [lease read end]`` is started by :func:`shar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -260,7 +261,8 @@ class Supervisor:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # A full disk: nobody can be told, and the ranks are still ours.
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> None:
