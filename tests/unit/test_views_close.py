@@ -35,12 +35,12 @@ def studio() -> Studio:
 
 
 VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
-    "memory": (lambda: MemoryView(PLAN), 3),
-    "time": (lambda: StepView(PLAN), 3),
-    "ranking": (RankingView, 30),
-    "advice": (AdviceView, 30),
-    "run": (run_view, 3),
-    "studio": (studio, 2),
+    "memory": (lambda: MemoryView(PLAN), 2),
+    "time": (lambda: StepView(PLAN), 2),
+    "ranking": (RankingView, 10),
+    "advice": (AdviceView, 10),
+    "run": (run_view, 2),
+    "studio": (studio, 1),
 }
 """How each is made, and how many `make test` makes: a hundred take a minute."""
 
