@@ -37,7 +37,7 @@ SHARED = -n logical --maxprocesses 4 --dist loadfile
 test: $(STAMP) browser check
 	$(BIN)/python -m pytest tests/unit $(SHARED)
 	$(BIN)/python -m pytest --ignore=tests/unit -m "not alone" $(SHARED) --no-loadscope-reorder
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone tests/runs tests/browser
 
 # Every case of laws of which `make test` takes some of each kind.
 test-all:

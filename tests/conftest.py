@@ -13,6 +13,9 @@ FOLDER = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """In the environment, so that kernels, supervisors and ranks that tests start inherit it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Workers share the cores: threads of one worker's torch would spin while another's compute.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.stash[FOLDER] = tempfile.mkdtemp(prefix="shardscope-tests-")
     os.environ["SHARDSCOPE_DATA_HOME"] = config.stash[FOLDER]
 

@@ -51,15 +51,19 @@ def skip_without(package: str) -> None:
 THOROUGH = os.environ.get("SHARDSCOPE_TESTS") == "all"
 
 
-def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """``cases`` as parameters: ``kept`` run in every test, the others of their kind in `make test-all`."""
-    later = pytest.mark.skipif(
+def thorough() -> pytest.MarkDecorator:
+    """A mark for what only `make test-all` runs: others like it run in every test."""
+    return pytest.mark.skipif(
         not THOROUGH, reason="one more of its kind; run it and all others: make test-all"
     )
+
+
+def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """``cases`` as parameters: ``kept`` run in every test, the others of their kind in `make test-all`."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     kept = [case if isinstance(case, tuple) else (case,) for case in kept]
     assert all(case in values for case in kept)
-    return [pytest.param(*case, marks=[] if case in kept else later) for case in values]
+    return [pytest.param(*case, marks=[] if case in kept else thorough()) for case in values]
 
 
 def why(module: str, minversion: str | None = None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.needs import thorough
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
@@ -73,6 +74,7 @@ def test_cpu_ranks_train_it_where_they_made_it() -> None:
     assert MAKING not in {place.name for place in places(plan, plan.memory())}
 
 
+@thorough()
 def test_transformers_takes_that_much_to_make_one() -> None:
     """In a process of its own: what its resident memory grows by at most is the model in fp32."""
     program = """
