@@ -14,7 +14,7 @@ from tests.needs import needs_installed
 import shardscope as ss
 from shardscope.detection import gpus_now
 from shardscope.runs import launch as launch_module
-from shardscope.runs.free_memory import check_free_memory
+from shardscope.runs.free_memory import TooLittleFreeError, check_free_memory
 from shardscope.runs.records import append_line
 
 GIB = 2**30
@@ -72,17 +72,17 @@ def test_enough_is_free_on_the_cards_that_are_used(monkeypatch: pytest.MonkeyPat
     plan = plan_of()
     peak = plan.memory().peak_bytes
     pretend_cards(monkeypatch, [peak, peak, 0])
-    assert check_free_memory(plan, gpus_now()[:2], trains_the_plan=True) == ""
-    assert check_free_memory(plan, [], trains_the_plan=True) == ""
+    assert check_free_memory(plan, gpus_now()[:2], needs_peak=True) == ""
+    assert check_free_memory(plan, [], needs_peak=True) == ""
 
 
-def test_between_the_least_and_the_peak_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_peak_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
-    report = plan.memory()
-    assert report.low_bytes < report.peak_bytes
-    pretend_cards(monkeypatch, [TOTAL, report.low_bytes])
-    words = check_free_memory(plan, gpus_now(), trains_the_plan=True)
+    pretend_cards(monkeypatch, [TOTAL, plan.memory().peak_bytes - 1])
+    words = check_free_memory(plan, gpus_now(), needs_peak=False)
     assert words.startswith("GPU 1 has ") and "the plan's predicted peak is " in words
+    with pytest.raises(TooLittleFreeError, match=r"launch\.plan on GPU 1 is .*or force=True"):
+        check_free_memory(plan, gpus_now(), needs_peak=True)
 
 
 @needs_installed("torch")
@@ -101,7 +101,10 @@ def test_a_launch_is_refused_and_a_function_is_warned(
         raise AssertionError("never started here")
 
     monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
-    with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free.*what this task needs itself"):
+    with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free"):
+        forced = ss.launch(plan_of(), ss.Pretrain(num_steps=2), folder=tmp_path, name="forced", force=True)
+    append_line(forced.folder / "status.jsonl", {"time": 1.0, "status": "stopped", "reason": "x"})
+    with pytest.warns(RuntimeWarning, match="GPU 0 has 2.00 of 79.6 GiB free"):
         run = ss.launch(plan_of(), train, folder=tmp_path)
     assert "GPU 0 has 2.00 of 79.6 GiB free" in run.reason and run.gpus == [0, 1]
     # The second launch while the first holds the cards, whose memory may still be free.
@@ -129,5 +132,5 @@ def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytes
     plan = plan_of("30b")
     pretend_cards(monkeypatch, [TOTAL, TOTAL])
     with pytest.raises(ValueError, match=r"launch\.plan on GPU 0") as caught:
-        check_free_memory(plan, gpus_now(), trains_the_plan=True)
+        check_free_memory(plan, gpus_now(), needs_peak=True)
     assert plan.repairs()[0].change in str(caught.value)

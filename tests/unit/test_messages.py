@@ -9,6 +9,7 @@ import pytest
 from traitlets import TraitError
 
 import shardscope as ss
+from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope_widgets import AdviceView, RankingView, Studio
 from shardscope_widgets.checks_view import ChecksView
 from shardscope_widgets.clickable import Clickable
@@ -79,10 +80,32 @@ def test_fault_45_a_launch_that_fails_is_said_at_its_button(
     studio = Studio()
     panel = studio.launch_panel
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(ss, "launch", fails)
     panel.button.click()
     assert said in panel.note.value and "role='alert'" in panel.note.value
     assert not panel.busy and not panel.button.disabled
+
+
+def test_too_little_free_memory_can_be_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second button stands below the words, until something else is said there."""
+    studio = Studio()
+    panel, asked = studio.launch_panel, []
+
+    def refuses(*_: object, force: bool) -> None:
+        asked.append(force)
+        raise (
+            OSError("what comes after")
+            if force
+            else TooLittleFreeError("launch.plan", "2 GiB", "9 GiB", "wait")
+        )
+
+    monkeypatch.setattr(ss, "launch", refuses)
+    assert panel.anyway.layout.display == "none"
+    panel.button.click()
+    assert "Nearest fix: wait" in panel.note.value and panel.anyway.layout.display == ""
+    panel.anyway.click()
+    assert asked == [False, True]
+    assert "what comes after" in panel.note.value and panel.anyway.layout.display == "none"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ipywidgets import Widget
 from ipywidgets.widgets.widget import _instances
 from test_run_view import FakeRun, record, until
 from tests.faults import all_of_them
@@ -99,3 +100,19 @@ def test_fault_42_a_thousand_updates_in_a_second_are_a_few_drawings() -> None:
     run.status = "finished"
     assert sum(drawn) == 1000 and len(drawn) <= 4 * (time.monotonic() - began) + 2, drawn
     assert "1000.000" in view.table.value, "the last one wins"
+
+
+def test_a_closed_view_leaves_the_others_whole() -> None:
+    """What they share has widgets of its own, which a page that is loaded anew looks for."""
+    left, closed = MemoryView(PLAN), MemoryView(PLAN)
+    closed.close()
+    waiting, seen = [left], {left.model_id}
+    while waiting:
+        widget = waiting.pop()
+        assert widget.comm is not None, widget
+        values = [getattr(widget, name) for name in widget.keys]
+        parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+        new = [part for part in parts if isinstance(part, Widget) and part._model_id not in seen]
+        seen.update(part._model_id for part in new)
+        waiting += new
+    left.close()

@@ -17,6 +17,7 @@ import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.preflight import Finding
 from shardscope.planner.room import fits
+from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope_widgets import shared
 from shardscope_widgets.checks_view import ChecksView, summary
 from shardscope_widgets.later import Later
@@ -109,6 +110,7 @@ class Studio(View):
             picker.observe(self._show_staleness, "is_wrong")
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(self._launch)
+        self.launch_panel.anyway.on_click(self._launch)
         self._planning = False
         self._pause = Later(self._on_pause, PAUSE_SECONDS)
         self._report: MemoryReport | None = None
@@ -263,14 +265,18 @@ class Studio(View):
         self._draw_shown()
         self._offer_repairs()
 
-    def _launch(self, _: object) -> None:
+    def _launch(self, pressed: widgets.Button) -> None:
         offer = self.launch_panel.current
         if offer.plan is None:
             return
         task = self.launch_panel.task()
         self.launch_panel.busy = True
         try:
-            run = ss.launch(offer.plan, task)
+            run = ss.launch(offer.plan, task, force=pressed is self.launch_panel.anyway)
+        except TooLittleFreeError as error:
+            self.launch_panel.busy = False
+            self.launch_panel.ask_whether_to_go_on(str(error))
+            return
         except Exception as error:  # a notebook shows nobody what is raised in a handler
             self.launch_panel.busy = False
             self.launch_panel.say(str(error) or type(error).__name__, is_error=True)

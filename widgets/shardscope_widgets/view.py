@@ -19,7 +19,7 @@ class View(widgets.VBox):
         if self.comm is None:  # closed already; __del__ closes once more
             return
         for part in list(_parts(self)):
-            if part is not self and not shared.is_shared(part):
+            if part is not self:
                 part.close()
         super().close()
 
@@ -43,7 +43,7 @@ def _words(widget: widgets.Widget) -> Iterator[str]:
 
 
 def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
-    """Every widget that ``view`` refers to, itself first, each once."""
+    """Every widget that belongs to ``view`` alone, itself first, each once."""
     found, waiting = {view.model_id}, [view]
     while waiting:
         widget = waiting.pop()
@@ -51,6 +51,9 @@ def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
         for name in widget.keys:
             value = getattr(widget, name)
             for part in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(part, widgets.Widget) and part.comm is not None and part.model_id not in found:
+                # What several views share is not looked into: its own layout is theirs as well.
+                if not isinstance(part, widgets.Widget) or part.comm is None or shared.is_shared(part):
+                    continue
+                if part.model_id not in found:
                     found.add(part.model_id)
                     waiting.append(part)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.memory.words import gib
 from shardscope.runs.folder import FINAL
-from shardscope.validation import refuse
+from shardscope.validation import FieldError
 
 if TYPE_CHECKING:
     from shardscope.detection import GpuNow
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 TOLD_PROCESSES = 3
 
 
-def check_free_memory(
-    plan: Plan, cards: Sequence[GpuNow], *, trains_the_plan: bool, holding: str = ""
-) -> str:
+class TooLittleFreeError(FieldError):
+    """A GPU has less memory free than a plan's predicted peak; ``ss.launch(..., force=True)`` goes on."""
+
+
+def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, holding: str = "") -> str:
     """A warning in words where free memory is under the predicted peak; empty where it is enough.
 
-    ``cards`` in the order of ranks. A prediction is a band: a card that has not even its least is refused
-    with a ``ValueError``, but for a task whose memory the plan does not know. ``holding``: words on runs of
-    this user that are on the cards.
+    ``cards`` in the order of ranks. Raises ``TooLittleFreeError`` instead if the launch ``needs_peak``: its
+    task's memory is what the plan predicts, and nobody said to go on all the same. ``holding``: words on runs
+    of this user that are on the cards.
     """
     if not cards:  # Nothing tells what is free.
         return ""
@@ -33,17 +35,16 @@ def check_free_memory(
     if card.free_bytes >= report.peak_bytes:
         return ""
     free = f"{gib(card.free_bytes)} of {gib(card.total_bytes)} GiB free"
-    if trains_the_plan and card.free_bytes < report.low_bytes:
-        least, peak = gib(report.low_bytes), gib(report.peak_bytes)
-        refuse(
+    peak = gib(report.peak_bytes)
+    if needs_peak:
+        room = "; ".join(filter(None, (_make_room(card, plan), holding)))
+        raise TooLittleFreeError(
             f"launch.plan on GPU {card.index}",
             free,
-            f"at least {least} GiB free, the least that this plan needs (predicted peak {peak})",
-            f"{_make_room(card, plan)}{f'; {holding}' if holding else ''}",
+            f"at least {peak} GiB free, the predicted peak of this plan (its least: {gib(report.low_bytes)})",
+            f"{room}; or force=True, to go on all the same",
         )
-    peak = gib(report.peak_bytes)
-    words = f"GPU {card.index} has {free}, and the plan's predicted peak is {peak} GiB{_users(card)}"
-    return words if trains_the_plan else f"{words}; what this task needs itself is not known"
+    return f"GPU {card.index} has {free}, and the plan's predicted peak is {peak} GiB{_users(card)}"
 
 
 def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:

@@ -43,6 +43,7 @@ def launch(
     name: str | None = None,
     outlive_kernel: bool = False,
     folder: str | os.PathLike[str] | None = None,
+    force: bool = False,
 ) -> Run:
     """Start ``task(ctx)`` on every rank of ``plan`` and return at once.
 
@@ -50,21 +51,23 @@ def launch(
     an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``. A task with a
     method ``check(plan)`` may refuse the plan by a ``ValueError``.
 
-    Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run or its GPUs have too
-    little free memory for, a task that cannot be pickled (naming what in it), or the name of a run that is
-    alive; ``ImportError`` without the extra "train"; ``OSError`` naming a folder that cannot be written.
-    Warns where less is free than the predicted peak; a function's own need is not known, so it only warns.
+    Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run, a task that cannot
+    be pickled (naming what in it), or the name of a run that is alive; ``TooLittleFreeError``, one of its kind,
+    where a GPU has less memory free than the predicted peak, unless ``force``; ``ImportError`` without the
+    extra "train"; ``OSError`` naming a folder that cannot be written. What a function needs is not known: of
+    too little free memory it is only warned.
     """
     _check_plan(plan)
     _check_task(task)
     flag("launch.outlive_kernel", outlive_kernel)
+    flag("launch.force", force)
     parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _checked_name(name)
     _check_extra()
     device = _check_machine(plan)
     if callable(check := getattr(task, "check", None)):
         check(plan)
     cards = gpus_now()[: plan.world_size] if device == "cuda" else []
-    tight = "; ".join(_against(plan, task, cards, parent))
+    tight = "; ".join(_against(plan, cards, parent, needs_peak=_trains(task) and not force))
     if tight:
         warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
@@ -97,10 +100,10 @@ def _check_task(task: object) -> None:
         refuse("launch.task", task, allowed, "def task(ctx): ...")
 
 
-def _against(plan: Plan, task: object, cards: Sequence[GpuNow], parent: Path) -> list[str]:
-    """What speaks against a launch on ``cards`` just now. Raises ``ValueError`` if too little is free."""
+def _against(plan: Plan, cards: Sequence[GpuNow], parent: Path, *, needs_peak: bool) -> list[str]:
+    """What speaks against a launch on ``cards`` just now. Raises ``TooLittleFreeError`` as asked."""
     holding = holders(runs(parent), cards) if cards else ""
-    tight = check_free_memory(plan, cards, trains_the_plan=_trains(task), holding=holding)
+    tight = check_free_memory(plan, cards, needs_peak=needs_peak, holding=holding)
     return [words for words in (tight, holding) if words]
 
 
