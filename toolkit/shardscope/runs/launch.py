@@ -52,10 +52,10 @@ def launch(
     method ``check(plan)`` may refuse the plan by a ``ValueError``.
 
     Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run, a task that cannot
-    be pickled (naming what in it), or the name of a run that is alive; ``TooLittleFreeError``, one of its kind,
-    where a GPU has less memory free than the predicted peak, unless ``force``; ``ImportError`` without the
-    extra "train"; ``OSError`` naming a folder that cannot be written. What a function needs is not known: of
-    too little free memory it is only warned.
+    be pickled (naming what in it), or the name of a run that is alive; ``TooLittleFreeError``, one of its
+    kind, where a GPU has less memory free than the predicted peak, unless ``force``; ``ImportError`` without
+    the extra "train"; ``OSError`` naming a folder that cannot be written. What a function needs is not
+    known: of too little free memory it is only warned.
     """
     _check_plan(plan)
     _check_task(task)
