@@ -101,7 +101,7 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
     assert before[:12] == straight[:12]
     assert [path.name for path in checkpoints_of(second.folder)] == ["step-000020"]
     exported = sorted(path.name for path in (second.folder / "export").iterdir())
-    assert exported == ["config.json", "model.safetensors"]
+    assert exported == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 # ---------------------------------------------------------------------------- in one spawn of two ranks

@@ -21,6 +21,7 @@ from shardscope.training.tokenizer import (  # noqa: E402
     SHIPPED_TOKENIZER,
     VOCAB_SIZE,
     encode_text,
+    write_tokenizer,
 )
 
 
@@ -77,6 +78,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     (tmp_path / "shardscope").write_text("a file, where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert len(read_tokens(None)) > 300_000
+
+
+def test_transformers_opens_the_tokenizer_of_an_export(tmp_path: Path) -> None:
+    auto = needs("transformers").AutoTokenizer
+    write_tokenizer(tmp_path, seq_len=128)
+    opened = auto.from_pretrained(tmp_path)
+    text = "Call me Ishmael.\n"
+    assert opened(text)["input_ids"] == encode_text(text)[:-1].tolist()
+    assert opened.decode(encode_text(text)[:-1].tolist()) == text
+    assert opened.eos_token_id == END_OF_TEXT_ID and opened.model_max_length == 128
 
 
 def test_any_utf8_is_text() -> None:

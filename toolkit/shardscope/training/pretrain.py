@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from shardscope.frameworks.registry import check_trained
 from shardscope.training.checkpoint_folders import checkpoint_in, earlier_checkpoint
 from shardscope.training.resume import check_loads
-from shardscope.training.tokenizer import SHIPPED_TEXT, VOCAB_SIZE
+from shardscope.training.tokenizer import SHIPPED_TEXT, VOCAB_SIZE, write_tokenizer
 from shardscope.validation import flag, real_number, refuse, whole_number
 
 EXPORT = "export"
@@ -59,7 +59,8 @@ class Pretrain:
     that was launched by the same name; from the start if there is none. A path: that checkpoint, or the
     newest of that run folder (a name alone may be a run in ``./runs``); a :class:`Run` does too."""
     export: bool = False
-    """After the last step, write the weights to ``export`` in the run folder, as transformers opens them."""
+    """After the last step, write weights and tokenizer to ``export`` in the run folder, as transformers opens
+    them."""
 
     preload: ClassVar[tuple[str, ...]] = (
         "transformers.models.llama.modeling_llama",
@@ -143,6 +144,8 @@ class Pretrain:
         )
         if self.export and engine.num_steps_done >= self.num_steps:
             engine.export(EXPORT)
+            if ctx.rank == 0:
+                write_tokenizer(ctx.folder / EXPORT, plan.recipe.seq_len)
             print(f"exported {EXPORT}", flush=True)
 
     def _go_on(self, ctx: Any) -> None:

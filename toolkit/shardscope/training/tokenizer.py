@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,17 @@ def encode_text(text: str) -> numpy.ndarray:
     tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER))
     pieces = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in _pieces(text)]
     return numpy.concatenate([*pieces, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
+
+
+def write_tokenizer(folder: Path, seq_len: int) -> None:
+    """The shipped tokenizer in ``folder``, as ``transformers.AutoTokenizer`` opens it."""
+    shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "model_max_length": seq_len,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _pieces(text: str) -> list[str]:
