@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.runs import compare
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import append_line, write_json
 
 
 def leave_run(
-    parent: Path, name: str, plan: ss.Plan, *, step_seconds: float, loss: float, **more: Any
-) -> None:
+    parent: Path, name: str, plan: ss.Plan, *, step_seconds: float = 1.0, loss: float = 1.0, **more: Any
+) -> Path:
     folder = RunFolder(parent / name)
     folder.create()
     description = {"world_size": 2, "created": more.pop("created", 1.0), "plan": json.loads(plan.to_json())}
@@ -30,6 +31,7 @@ def leave_run(
         phases = {"rest": {"parameters": 2**20}, "forward": {"parameters": 2**20, "activations": 2**24}}
         memory = {"device": "cpu", "step": 2, "rss_before_steps": 2**28, "phases": phases}
         write_json(folder.what_it_was(rank), {"memory": memory})
+    return folder.path
 
 
 def plan_of(**recipe: Any) -> ss.Plan:
@@ -70,12 +72,25 @@ def test_two_runs_side_by_side(two: Path) -> None:
     curves = pair.curves()
     assert list(curves.columns) == ["b<i>", "a"] and curves.loc[0, "a"] == 5.5 and len(curves) == 10
     assert "recompute full → none" in pair._repr_html_()
+    again = ss.runs(two).compare(ss.Run.attach(two / "a"), "b<i>").runs
+    assert [run.name for run in again] == ["a", "b<i>"]
+    for stranger in (ss.Run.attach(leave_run(two / "elsewhere", "a", plan_of())), 7):
+        with pytest.raises(ValueError, match=r"compare run is .*allowed: one of these: a, b<i>"):
+            found.compare(stranger, "a")
     with pytest.raises(ValueError, match=r"compare run is 'c'; allowed: .*b<i>"):
         found.compare("a", "c")
     with pytest.raises(
         ValueError, match=re.escape("curves metric is 'los'; allowed: what was logged: loss, step_")
     ):
         pair.curves("los")
+
+
+def test_the_seconds_of_a_run_that_goes_on_are_until_now(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (two / "a" / "status.jsonl").read_text().replace("finished", "running")
+    (two / "a" / "status.jsonl").write_text(lines)
+    write_json(two / "a" / "supervisor.json", {"pid": 1, "started": 1.0, "machine": "another"})
+    monkeypatch.setattr(compare.time, "time", lambda: 1_800_000_100.0)
+    assert list(ss.runs(two).to_frame()["seconds"]) == [100.0, 42.0]
 
 
 def test_a_plan_that_cannot_be_read_is_said(two: Path) -> None:

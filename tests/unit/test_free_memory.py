@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from tests.needs import needs_installed
 import shardscope as ss
 from shardscope.detection import gpus_now
 from shardscope.runs import launch as launch_module
-from shardscope.runs.free_memory import TooLittleFreeError, check_free_memory
-from shardscope.runs.records import append_line
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.free_memory import TooLittleFreeError, check_free_memory, holders
+from shardscope.runs.processes import this_machine
+from shardscope.runs.records import append_line, read_json, write_json
 
 GIB = 2**30
 TOTAL = 85_520_809_984
@@ -83,6 +86,51 @@ def test_under_the_peak_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch)
     assert words.startswith("GPU 1 has ") and "the plan's predicted peak is " in words
     with pytest.raises(TooLittleFreeError, match=r"launch\.plan on GPU 1 is .*or force=True"):
         check_free_memory(plan, gpus_now(), needs_peak=True)
+
+
+def test_a_card_is_compared_with_its_own_ranks_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ss.Cluster.parse("4xh100-sxm-80gb")
+    plan = ss.Plan(ss.Architecture.of_size("1b"), cluster, ss.Recipe(), ss.Layout.fsdp2(pp=2))
+    first, second = (stage.peak_bytes for stage in plan.memory().by_stage)
+    assert first != second
+    free = [first, first, second, second]
+    pretend_cards(monkeypatch, free)
+    assert check_free_memory(plan, gpus_now(), needs_peak=True) == ""
+    for rank, stage in ((1, 0), (3, 1)):
+        pretend_cards(monkeypatch, [num_bytes - (rank == each) for each, num_bytes in enumerate(free)])
+        with pytest.raises(
+            TooLittleFreeError, match=rf"GPU {rank} is .*pipeline stage {stage}'s predicted peak"
+        ):
+            check_free_memory(plan, gpus_now(), needs_peak=True)
+
+
+def test_another_machines_runs_hold_no_card_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for machine in (this_machine(), "another"):
+        folder = RunFolder(tmp_path / machine.split()[0])
+        folder.create()
+        record = {"world_size": 1, "created": time.time(), "machine": machine, "gpus": [0]}
+        write_json(folder.run_json, record, as_is=("machine",))
+    pretend_cards(monkeypatch, [TOTAL])
+    assert holders(ss.runs(tmp_path), gpus_now()).count(" on GPU 0") == 1
+
+
+@needs_installed("torch")
+def test_a_launch_leaves_the_paths_of_modules_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PASSWORD", "workshop")
+    monkeypatch.syspath_prepend("/home/me/workshop")
+    monkeypatch.setenv("PYTHONPATH", "/home/me/workshop")
+    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    plan = ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
+    )
+    run = ss.launch(plan, ss.Pretrain(num_steps=1), folder=tmp_path)
+    description = read_json(run.folder / "run.json") or {}
+    assert description["sys_path"][0] == description["pythonpath"] == "/home/me/workshop"
+    assert run.is_here
 
 
 @needs_installed("torch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from shardscope.runs import processes
+from shardscope.runs import supervisor as supervising
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, HangWatch
 from shardscope.runs.processes import start_of
@@ -101,22 +104,58 @@ def test_fault_05_a_hang_is_said_once_and_taken_back(folder: RunFolder, ranks: l
     assert watch.look({0: steps(13, 1), 1: steps(13, 1)}, 1.0) is None
 
 
-def test_a_stop_does_not_wait_for_a_checkpoint_of_ranks_that_hang(folder: RunFolder) -> None:
-    supervisor = Supervisor(folder, None)
+def test_ranks_that_seem_to_hang_have_less_time_for_a_checkpoint_but_some(folder: RunFolder) -> None:
+    supervisor, now = Supervisor(folder, None), time.monotonic()
     supervisor.beside._hang.hangs = True
     supervisor._stop(checkpoint=True)
-    assert supervisor.phase == "terminate"
-    assert read_lines(folder.status)[-1]["reason"].endswith("the ranks hang, so that nothing can be saved")
-    # And of those that are found to hang only while the stop waits.
+    assert supervisor.phase == "checkpoint" and now + 119 < supervisor.deadline < now + 130
+    assert "they seem to hang, and have 120 s" in read_lines(folder.status)[-1]["reason"]
+    # And those that are found to hang only while the stop waits, until steps come again.
     waiting = Supervisor(folder, None)
     waiting.ranks_are_up = True
     waiting._stop(checkpoint=True)
-    assert waiting.phase == "checkpoint"
+    assert waiting.deadline > now + 599
+    for hangs, words, least in ((True, "no step for 61 s", 120), (False, "steps come again", 599)):
+        waiting.beside._hang.hangs = hangs
+        waiting.beside._hang.look = lambda *_, words=words: words  # type: ignore[method-assign]
+        waiting._look_beside(now + 1)
+        assert waiting.phase == "checkpoint" and now + least < waiting.deadline < now + least + 10
+        assert read_lines(folder.status)[-1]["reason"].endswith(words)
     waiting.beside._hang.hangs = True
-    waiting.beside._hang.look = lambda *_: "no step for 61 s"  # type: ignore[method-assign]
-    waiting._look_beside(waiting.last_look + 1)
+    waiting._next_phase()
     assert waiting.phase == "terminate"
-    assert read_lines(folder.status)[-1]["reason"].endswith("can be saved: no step for 61 s")
+    assert read_lines(folder.status)[-1]["reason"] == (
+        "the ranks did not save and stop within 0 s, and seem to hang"
+    )
+
+
+def test_fault_23_a_hang_is_said_and_taken_back_where_no_log_can_be_written(folder: RunFolder) -> None:
+    folder.log(0).mkdir()
+    watch = HangWatch(folder, 1, least_seconds=2)
+    watch.look({0: steps(0, 10)}, 1.0)
+    (words,) = wait(watch, 8)
+    assert words.startswith("no step for ") and watch.hangs
+    assert watch.look({0: steps(10, 1)}, 1.0) == "steps come again"
+
+
+def test_the_final_status_waits_little_for_what_is_written_beside_it(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "kill_descendants", lambda: True)
+    monkeypatch.setattr(supervising, "FINISH_SECONDS", 0.0)
+    supervisor, had_status = Supervisor(folder, None), []
+    write_json(folder.supervisor, {})
+    os.utime(folder.supervisor, (1, 1))
+
+    def pieces() -> Iterator[None]:
+        for _ in range(3):
+            had_status.append(folder.status.exists())
+            yield
+
+    monkeypatch.setattr(supervisor.beside, "finish", pieces)
+    supervisor._finish()
+    assert had_status == [False, True, True]
+    assert folder.supervisor.stat().st_mtime > 1, "a heartbeat between pieces"
 
 
 def test_steps_that_begin_anew_and_other_lines_are_signs_of_life(folder: RunFolder) -> None:
@@ -199,4 +238,7 @@ def test_only_the_main_thread_explains_a_pause(part: str, words: str | None) -> 
     assert (
         place_in_words(stacks) == "all_reduce (distributed_c10d.py:3046), called from <lambda> (my task.py:7)"
     )
+    engine = STACKS.replace("/site-packages/torch/{part}.py", "/shardscope/frameworks/some/engine.py")
+    assert busy_with(engine) is None
+    assert busy_with(engine.replace(" in inner", " in export")) == "at a checkpoint"
     assert place_in_words("") == "" and busy_with("it did not answer") is None

@@ -12,9 +12,9 @@ import pytest
 
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.metrics_table import curve, write_csv
+from shardscope.runs.metrics_table import csv_in_pieces, curve
 from shardscope.runs.processes import this_machine
-from shardscope.runs.records import append_line, encode, read_lines, write_json
+from shardscope.runs.records import append_line, encode, read_json, read_lines, write_json
 from shardscope.runs.redaction import LogCleaner, redact
 from shardscope.runs.run import Run
 from shardscope.runs.tensorboard import ScalarFile, crc32c, scalars
@@ -61,8 +61,44 @@ def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYBOARD_LAYOUT", "querty-layout")
     plain = "/home/me/.ssh/id_rsa yes parallelism querty-layout https://host:443/x@y hf_hub risk-free task-1"
     assert redact(plain) == plain
+    words = "/data/task-llama-3-1-8b-instruct-lora a clearer understanding_of_it"
+    assert redact(words) == words
+    key = "sk-" + "a1B2" * 6
+    for before in ("\\n", "\x1b[32m", "\x1b[m", "key=", "my_"):  # Neither is the end of a word.
+        assert redact(f"{before}{key}") == before + "*" * len(key)
     assert redact("https://me:pass@host/x") == "https://*******@host/x"
     assert redact("Authorization: Bearer abc.def-ghi_jkl") == "Authorization: Bearer ***************"
+
+
+def test_what_processes_act_on_is_written_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASSWORD", "workshop")
+    record = {"sys_path": ["/home/me/workshop", Path("/x")], "task": "workshop"}
+    write_json(tmp_path / "run.json", record, as_is=("sys_path", "machine"))
+    assert read_json(tmp_path / "run.json") == {"sys_path": ["/home/me/workshop", "/x"], "task": "*" * 8}
+
+
+def test_a_secret_that_is_cut_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    cleaner = LogCleaner(log)
+    log.write_text(HF[:25])  # Long enough to be one.
+    assert cleaner.clean() == 0
+    with log.open("a") as writer:
+        writer.write(f"{HF[25:]}\n{HF}")
+    assert cleaner.clean() == 1
+    assert cleaner.clean() == 1 and cleaner.clean() == 0  # Nothing came after it.
+    assert set(log.read_text()) == {"*", "\n"}
+    # Wherever a look ends: within what is longer than any overlap, and within known forms.
+    big = "-s3cr3t" * 1000
+    monkeypatch.setenv("BIG_SECRET", big)
+    log.write_text(f"{'x' * 1000}{big}\n{HF} {HF}")
+    for max_bytes in (900, 1010):
+        cleaner = LogCleaner(log)
+        while cleaner.offset < log.stat().st_size:
+            cleaner.clean(max_bytes)
+        list(cleaner.finish())
+        assert set(log.read_text()[1000:]) == {"*", "\n", " "}
+        log.write_text(f"{'x' * 1000}{big}\n{HF} {HF}")
+    assert list(LogCleaner(log).finish())[-1] >= 3 and "3" not in log.read_text()
 
 
 def test_a_log_is_cleaned_while_it_grows_and_across_two_writes(tmp_path: Path) -> None:
@@ -112,13 +148,13 @@ def test_tensorboards_events(tmp_path: Path) -> None:
 
 
 def test_metrics_as_a_table(folder: RunFolder) -> None:
-    assert write_csv(folder, 2) is None and not folder.csv.exists()
+    assert list(csv_in_pieces(folder, 2)) and not folder.csv.exists()
     append_line(folder.events(0), {"step": 0, "rank": 0, "time": 1.5, "loss": float("nan")})
     append_line(
         folder.events(0), {"step": 1, "rank": 0, "time": 2.5, "loss": 2.0, "note": "=1+1", "a,b": 'q"'}
     )
     append_line(folder.events(1), {"step": 1, "rank": 1, "time": 2.5, "loss": 4.0})
-    write_csv(folder, 2)
+    assert len(list(csv_in_pieces(folder, 2))) == 4  # Two ranks, twice.
     with folder.csv.open(newline="") as file:
         rows = list(csv.reader(file))
     assert rows == [

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardscope as ss
+from shardscope.host import memory_limit
 from shardscope.runs import host_watch
 from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.host_watch import HostWatch, Seen
-from shardscope.runs.records import append_line, write_json
+from shardscope.runs.host_watch import HostWatch, Seen, used_bytes
+from shardscope.runs.records import append_line, read_json, write_json
 from shardscope.runs.remedy import numbers, prevention
 from shardscope.runs.run import Run
 from shardscope.runs.shortage import Shortage, read_shortage
+from shardscope.runs.story import tell
 
 MIB, GIB = 2**20, 2**30
 
@@ -138,8 +141,6 @@ def run_folder(tmp_path: Path, plan: ss.Plan, **more: Any) -> RunFolder:
 
 
 def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
-    from shardscope.runs.story import tell
-
     folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()), trains_the_plan=True)
     lost = {
         "time": 1.0,
@@ -167,6 +168,71 @@ def test_a_runs_error_has_the_numbers_the_repair_and_the_ranks_that_lost_their_p
         assert "predicted peak" not in tell(all_failures(folder, 2), {**run._description, **damage}).text
 
 
+def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortage = Shortage(place="host memory")
+    assert prevention(shortage, plan_of(ss.Layout.fsdp2()), trains_the_plan=True) == ""
+    on_cpus = plan_of(ss.Layout.ddp(), "2xcpu")
+    words = prevention(shortage, on_cpus, trains_the_plan=True)
+    assert words.startswith("What would have prevented it")
+    # None at all where somebody else sent the signal.
+    folder = run_folder(tmp_path, on_cpus, trains_the_plan=True)
+    append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -9})
+    host, failures = HostWatch(folder, 2), all_failures(folder, 2)
+    description = read_json(folder.run_json) or {}
+    for struck in (True, False):
+        monkeypatch.setattr(host, "_struck", lambda struck=struck: struck)
+        assert (words in tell(failures, description, host).text) == struck
+
+
+def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
+    """A log tells of shortages that were handled; what follows the last traceback is the end."""
+    folder = run_folder(tmp_path, plan_of(ss.Layout.ddp()))
+    log = f'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x()\n{TORCH_2_5}\nbye\n'
+    folder.log(0).write_text(log)
+
+    def reason(code: int | None) -> str:
+        folder.exits.unlink(missing_ok=True)
+        append_line(folder.exits, {"time": 2.0, "rank": 0, "code": code})
+        return tell(all_failures(folder, 2), {}).reason
+
+    assert reason(7) == reason(None) == "rank 0 ran out of GPU memory: asked for 2.10 GiB, 0.40 free of 79.1"
+    assert reason(-11) == "rank 0 crashed with SIGSEGV (segmentation fault); the end of its log shows where"
+    folder.log(0).write_text("".join(f"[rank0]: {line}\n" for line in log.splitlines()))
+    assert reason(7).startswith("rank 0 ran out of GPU memory")
+    folder.log(0).write_text(f'{log}Traceback ...\n  File "a.py", line 9, in g\nKeyError: 1\n')
+    assert reason(7).startswith("rank 0 exited with code 7")
+    folder.log(0).write_text(f"warning: {TORCH_2_5}\n")
+    assert reason(7).startswith("rank 0 exited with code 7")
+    assert reason(-6).startswith("rank 0 aborted with SIGABRT")
+    said = "terminate called after throwing an instance of"
+    folder.log(0).write_text(f"{said} 'std::bad_alloc'\n  what():  std::bad_alloc\nFatal Python error: A\n")
+    assert reason(-6) == "rank 0 ran out of host memory"
+    folder.log(0).write_text(f"{said} 'c10::OutOfMemoryError'\n  what():  CUDA out of memory.\n")
+    assert reason(-6) == "rank 0 ran out of GPU memory"
+
+
+def test_what_a_cgroup_holds_is_read_where_its_limit_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "slurm" / "job"
+    (job / "step").mkdir(parents=True)
+    for folder, most, held in ((tmp_path / "slurm", "max", 9 * GIB), (job, str(4 * GIB), 3 * GIB)):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{held}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/slurm/job/step\n")
+    limit = memory_limit(membership, tmp_path)
+    assert limit == (4 * GIB, job) and used_bytes(job) == 2 * GIB and used_bytes(job / "step") == 0
+    monkeypatch.setattr(host_watch, "memory_limit", lambda: limit)
+    watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 1)
+    watch.pids[0] = os.getpid()
+    watch.look()
+    assert watch.seen[0].total_bytes == 4 * GIB and watch.seen[0].free_bytes <= 2 * GIB
+
+
 def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,8 +246,12 @@ def test_fault_10_a_killed_rank_has_the_hosts_numbers(
         "it was last seen with 21.0 GiB, 20.0 free of 24.0; the kernel's out-of-memory killer did not "
         "strike: somebody may have sent it"
     )
+    assert not watch.ran_out(0) and not watch.ran_out(1)
+    watch.seen[1] = Seen(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
+    assert watch.ran_out(1), "a daemon may be quicker than the kernel"
     counter.write_text("oom_kill 4\n")
     assert watch.words(0).endswith("the kernel's out-of-memory killer struck meanwhile")
+    assert watch.ran_out(0) and watch.ran_out(1)
     write_json(watch.folder.rank(1), {"pid": 1})
     watch.look()
     assert watch.seen[1].rank_bytes > 0 and 0 <= watch.seen[1].free_bytes <= watch.seen[1].total_bytes

@@ -5,15 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
+class MemoryLimit(NamedTuple):
+    """Of one cgroup."""
+
+    num_bytes: int
+    folder: Path
+    """Where what it holds is counted as well."""
+
+
 def host_memory_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> int:
     """Bytes of memory that this process may use: the machine's, or the lowest cgroup limit above it."""
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits(membership, root)])
+    total, limit = int(psutil.virtual_memory().total), memory_limit(membership, root)
+    return total if limit is None else min(total, limit.num_bytes)
+
+
+def memory_limit(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT
+) -> MemoryLimit | None:
+    """The lowest cgroup limit above this process; None where there is none."""
+    return min(_cgroup_limits(membership, root), key=lambda limit: limit.num_bytes, default=None)
 
 
 def host_cores() -> int:
@@ -23,7 +40,7 @@ def host_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _cgroup_limits(membership: Path, root: Path) -> Iterator[int]:
+def _cgroup_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux
@@ -44,10 +61,10 @@ def _cgroup_limits(membership: Path, root: Path) -> Iterator[int]:
             yield from _limit(place / file)
 
 
-def _limit(file: Path) -> Iterator[int]:
+def _limit(file: Path) -> Iterator[MemoryLimit]:
     try:
         value = int(file.read_text())
     except (OSError, ValueError):  # no such file, or "max"
         return
     if value > 0:
-        yield value
+        yield MemoryLimit(value, file.parent)

@@ -6,13 +6,13 @@ Whatever goes wrong here costs what it was for, and never the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import HangWatch
 from shardscope.runs.host_watch import HostWatch
-from shardscope.runs.metrics_table import write_csv
+from shardscope.runs.metrics_table import csv_in_pieces
 from shardscope.runs.records import LineTail
 from shardscope.runs.redaction import LogCleaner
 from shardscope.runs.tensorboard import ScalarFile
@@ -53,20 +53,30 @@ class Beside:
         found: str | None = self._try("a hang", lambda: self._hang.look(new, seconds))
         return found
 
-    def finish(self) -> None:
-        """The last look, and what is written at the end."""
+    def finish(self) -> Iterator[None]:
+        """The last look, and what is written at the end: a piece of work for each time that it is asked.
+
+        However much it is, whoever asks can do something else in between. Secrets come first.
+        """
+        for log in self._logs:
+            yield from self._pieces("secrets in logs", log.finish())
         new = {rank: tail.read() for rank, tail in enumerate(self._events)}
         self._try("TensorBoard events", lambda: self._write_scalars(new))
-        self._try("metrics.csv", lambda: write_csv(self.folder, self.world_size))
-        self._try("secrets in logs", lambda: self._clean(None))
+        yield
+        yield from self._pieces("metrics.csv", csv_in_pieces(self.folder, self.world_size))
 
     def _write_scalars(self, new: dict[int, list[dict[str, Any]]]) -> None:
         for rank, records in new.items():
             self._scalars[rank].append(records)
 
-    def _clean(self, max_bytes: int | None) -> None:
+    def _clean(self, max_bytes: int) -> None:
         for log in self._logs:
             log.clean(max_bytes)
+
+    def _pieces(self, what: str, pieces: Iterable[object]) -> Iterator[None]:
+        left = iter(pieces)
+        while self._try(what, lambda: next(left, left) is not left):
+            yield
 
     def _try(self, what: str, do: Callable[[], Any]) -> Any:
         if what in self._given_up or not self.folder.path.is_dir():

@@ -7,6 +7,7 @@ are ordered: what looks like the loss of a peer comes last, the rest by time.
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ SIGNAL_WORDS = {
     signal.SIGABRT: "aborted with SIGABRT; the end of its log says why",
 }
 
+TRACEBACK_FRAME = re.compile(r'^  File ".*", line \d+, in .*$', re.MULTILINE)
+"""Of an exception; faulthandler's frames have no comma before "in"."""
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""With which torch.distributed's excepthook begins each line."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -49,6 +55,8 @@ class Failure:
     """One line."""
     text: str
     """The traceback, or the end of the rank's log if it left none."""
+    raised: str
+    """What it raised last, as far as it is known; empty if it did not end by that."""
     is_consequence: bool
     """Whether it looks like the answer to another rank's failure."""
     is_unexplained: bool = False
@@ -99,6 +107,18 @@ def looks_like_peer_lost(name: str, text: str) -> bool:
     return (distributed or "Connection" in name) and any(part in lower for part in PEER_LOST_TEXTS)
 
 
+def last_raised(log: str, code: int | None) -> str:
+    """What ended a process that left no record, from the end of its log: other errors there were handled."""
+    if code == -signal.SIGABRT:  # std::terminate says of what, in two lines.
+        _, said, words = log.rpartition("terminate called after throwing an instance of ")
+        return " ".join(line.strip() for line in words.splitlines()[:2]) if said else ""
+    if code is not None and code < 0:
+        return ""
+    _, *after = TRACEBACK_FRAME.split(RANK_PREFIX.sub("", log))
+    lines = after[-1].splitlines() if after else []
+    return next((line for line in lines if line and not line.startswith(" ")), "")
+
+
 def _raised(folder: RunFolder, rank: int) -> Failure | None:
     record = read_json(folder.error(rank))
     if record is None:
@@ -108,6 +128,7 @@ def _raised(folder: RunFolder, rank: int) -> Failure | None:
         time=float(record.get("time", 0)),
         reason=f"rank {rank} {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
+        raised=str(record.get("traceback", "")),
         is_consequence=bool(record.get("peer_lost")),
     )
 
@@ -129,12 +150,13 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
     marker = read_json(folder.rank(rank)) or {}
     if code in (0, None) and marker.get("exit") == "finished":
         return None
-    reason = f"rank {rank} {describe_exit(code)}"
+    reason, log = f"rank {rank} {describe_exit(code)}", read_tail_text(folder.log(rank), 4096)
     return Failure(
         rank=rank,
         time=float(record.get("time", 0)),
         reason=reason,
-        text=f"{reason}.\nThe end of its log:\n{read_tail_text(folder.log(rank), 4096)}",
+        text=f"{reason}.\nThe end of its log:\n{log}",
+        raised=last_raised(log, code),
         # Elastic ends the other ranks with SIGTERM; nobody else sends it to a rank.
         is_consequence=code == -signal.SIGTERM,
         is_unexplained=code is None,
@@ -150,5 +172,6 @@ def _launcher_failed(folder: RunFolder) -> Failure | None:
         time=float(record.get("time", 0)),
         reason=f"the launcher {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
+        raised=str(record.get("traceback", "")),
         is_consequence=False,
     )

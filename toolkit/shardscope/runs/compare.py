@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from shardscope.runs.folder import FINAL
 from shardscope.runs.metrics_table import FIRST, curve
 from shardscope.validation import one_of, refuse
 
@@ -65,9 +67,12 @@ class Runs(list["Run"]):
         names = [run.name for run in self]
         if isinstance(name, str):
             return self[names.index(one_of("compare run", name, names))]
-        if name not in self:
+        # By the folder, which is the run: there may be any number of handles on it.
+        wanted = getattr(name, "folder", None)
+        found = next((run for run in self if wanted and run.folder.resolve() == wanted.resolve()), None)
+        if found is None:
             refuse("compare run", name, f"one of these: {', '.join(names)}", "its name")
-        return name
+        return found
 
     def _repr_html_(self) -> str:
         if not self:
@@ -124,11 +129,12 @@ def _row(run: Run) -> dict[str, Any]:
     metrics, history = run.metrics(), run.history
     losses, step = curve(metrics, "loss"), median_step(metrics)
     times = [record["time"] for record in history if isinstance(record["time"], int | float)]
+    until = times[-1] if times and history[-1]["status"] in FINAL else time.time()
     row: dict[str, Any] = {
         "run": run.name,
         "status": run.status,
         "started": pd.Timestamp(times[0], unit="s") if times else None,
-        "seconds": times[-1] - times[0] if times else None,
+        "seconds": until - times[0] if times else None,
         "plan": _plan_words(run),
         "ranks": run.world_size,
         "steps": len({line["step"] for line in metrics if isinstance(line.get("step"), int)}),

@@ -31,29 +31,35 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, 
     if not cards:  # Nothing tells what is free.
         return ""
     report = plan.memory()
-    card = min(cards, key=lambda card: card.free_bytes)
-    if card.free_bytes >= report.peak_bytes:
+    # Pipeline stages are the outermost degree: ranks of one are neighbours.
+    by_rank = [stage for stage in report.by_stage for _ in range(plan.world_size // len(report.by_stage))]
+    beside = zip(cards, by_rank, strict=False)
+    card, stage = min(beside, key=lambda pair: pair[0].free_bytes - pair[1].peak_bytes)
+    if card.free_bytes >= stage.peak_bytes:
         return ""
+    whose = "the plan's" if len(report.by_stage) == 1 else f"pipeline stage {stage.stage}'s"
     free = f"{gib(card.free_bytes)} of {gib(card.total_bytes)} GiB free"
-    peak = gib(report.peak_bytes)
+    peak = gib(stage.peak_bytes)
     if needs_peak:
+        is_worst = stage.peak_bytes == report.peak_bytes
+        least = f" (its least: {gib(report.low_bytes)})" if is_worst else ""
         room = "; ".join(filter(None, (_make_room(card, plan), holding)))
         raise TooLittleFreeError(
             f"launch.plan on GPU {card.index}",
             free,
-            f"at least {peak} GiB free, the predicted peak of this plan (its least: {gib(report.low_bytes)})",
+            f"at least {peak} GiB free, {whose} predicted peak{least}",
             f"{room}; or force=True, to go on all the same",
         )
-    return f"GPU {card.index} has {free}, and the plan's predicted peak is {peak} GiB{_users(card)}"
+    return f"GPU {card.index} has {free}, and {whose} predicted peak is {peak} GiB{_users(card)}"
 
 
 def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:
-    """Those of ``others`` that are alive and have some of ``cards``, in words; empty if there is none."""
+    """Those of ``others`` that live here and have some of ``cards``, in words; empty if there is none."""
     wanted = {card.index for card in cards}
     told = [
         f"the run {run.name} is {run.status} on GPU {', '.join(map(str, sorted(shared)))}: run.stop() ends it"
         for run in others
-        if (shared := wanted & set(run.gpus)) and run.status not in FINAL
+        if run.is_here and (shared := wanted & set(run.gpus)) and run.status not in FINAL
     ]
     return "; ".join(told)
 

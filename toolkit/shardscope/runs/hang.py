@@ -7,6 +7,7 @@ rank is asked for its Python stacks; one that is at a checkpoint, compiles or wr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections import deque
@@ -154,7 +155,8 @@ class HangWatch:
             return None
         self.hangs = True
         for rank, answer in answers.items():
-            self._tell_log(rank, waited, answer)
+            with contextlib.suppress(OSError):  # A full disk: the status is still to be told, and taken back.
+                self._tell_log(rank, waited, answer)
         return self._words(still, waited, answers, busy)
 
     def _words(

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardscope.host import CGROUP_ROOT, host_memory_bytes
+from shardscope.host import CGROUP_ROOT, memory_limit
 from shardscope.memory.words import gib
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import read_json
@@ -27,6 +27,11 @@ class Seen:
     free_bytes: int
     total_bytes: int
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so little was free that it may have been gone a second later."""
+        return self.free_bytes <= self.total_bytes // 4
+
 
 class HostWatch:
     """One run's; ``look`` once a second, ``words`` for a rank that was killed."""
@@ -42,10 +47,11 @@ class HostWatch:
         import psutil
 
         machine = psutil.virtual_memory()
-        total = host_memory_bytes()
-        free = int(machine.available)
-        if total < machine.total:  # A container's limit, of which the machine's own numbers know nothing.
-            free = min(free, max(0, total - container_bytes()))
+        total, free = int(machine.total), int(machine.available)
+        limit = memory_limit()
+        if limit is not None and limit.num_bytes < total:  # The machine's own numbers know nothing of it.
+            total = limit.num_bytes
+            free = min(free, max(0, total - used_bytes(limit.folder)))
         for rank in self.pids:
             if self.pids[rank] is None:
                 self.pids[rank] = (read_json(self.folder.rank(rank)) or {}).get("pid")
@@ -59,13 +65,21 @@ class HostWatch:
         if seen := self.seen.get(rank):
             held, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
             told.append(f"it was last seen with {held} GiB, {free} free of {total}")
-        now = num_kills()
-        if now is not None and self._kills_before is not None:
-            if now > self._kills_before:
-                told.append("the kernel's out-of-memory killer struck meanwhile")
-            elif seen and seen.free_bytes > seen.total_bytes // 4:
-                told.append("the kernel's out-of-memory killer did not strike: somebody may have sent it")
+        struck = self._struck()
+        if struck:
+            told.append("the kernel's out-of-memory killer struck meanwhile")
+        elif struck is not None and seen and not seen.is_full:
+            told.append("the kernel's out-of-memory killer did not strike: somebody may have sent it")
         return "; ".join(told)
+
+    def ran_out(self, rank: int) -> bool:
+        """Whether host memory may be why ``rank`` was killed, by the kernel or a daemon that was quicker."""
+        seen = self.seen.get(rank)
+        return self._struck() is not False or (seen is not None and seen.is_full)
+
+    def _struck(self) -> bool | None:
+        now = num_kills()
+        return None if now is None or self._kills_before is None else now > self._kills_before
 
 
 def num_kills() -> int | None:
@@ -82,15 +96,15 @@ def num_kills() -> int | None:
     return None
 
 
-def container_bytes(root: Path = CGROUP_ROOT) -> int:
-    """What this container holds that cannot be given back at once; 0 where nothing tells."""
-    for folder, used in ((root, "memory.current"), (root / "memory", "memory.usage_in_bytes")):
+def used_bytes(folder: Path) -> int:
+    """What the cgroup in ``folder`` holds that cannot be given back at once; 0 where nothing tells."""
+    for used, idle in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
         try:
             held = int((folder / used).read_text())
             stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        return max(0, held - int(stat.get("inactive_file", 0)))
+        return max(0, held - int(stat.get(idle, 0)))
     return 0
 
 

@@ -75,7 +75,7 @@ def launch(
     try:
         description = _description(run_folder, plan, task, device, outlive_kernel)
         asked = {"asked_name": name, "gpus": [card.index for card in cards]}
-        write_json(run_folder.run_json, {**description, **asked})
+        write_json(run_folder.run_json, {**description, **asked}, as_is=("sys_path", "pythonpath", "machine"))
         write_task(run_folder, payload)
         run_folder.set_status("starting", "; ".join(filter(None, ("the supervisor is coming up", tight))))
         _start_supervisor(run_folder, outlive_kernel)
@@ -266,4 +266,5 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
     hold_until_end(supervisor, write_end)
     if not folder.supervisor.exists():
         started = start_of(supervisor.pid)
-        write_json(folder.supervisor, {"pid": supervisor.pid, "started": started, "machine": this_machine()})
+        record = {"pid": supervisor.pid, "started": started, "machine": this_machine()}
+        write_json(folder.supervisor, record, as_is=("machine",))

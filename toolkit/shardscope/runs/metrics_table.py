@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
@@ -16,26 +15,29 @@ PIECE_BYTES = 2**22
 """Read at a time."""
 
 
-def write_csv(folder: RunFolder, world_size: int) -> Path | None:
-    """``metrics.csv``: a line per logged line, a column per name; None if nothing was logged.
+def csv_in_pieces(folder: RunFolder, world_size: int) -> Iterator[None]:
+    """Write ``metrics.csv``: a line per logged line, a column per name; no file if nothing was logged.
 
-    Read twice, line by line in pieces, so that a long run of many ranks needs no more memory than a short
-    one. Raises ``OSError``.
+    Read twice, in pieces after each of which it yields: a long run of many ranks needs no more memory than a
+    short one, and whoever writes it has time for something else. Raises ``OSError``.
     """
     names: dict[str, None] = {}
-    for record in _records(folder, world_size):
-        names.update(dict.fromkeys(record))
+    for records in _pieces(folder, world_size):
+        for record in records:
+            names.update(dict.fromkeys(record))
+        yield
     if not names:
-        return None
+        return
     columns = [*FIRST, *(name for name in names if name not in FIRST)]
     partial = folder.csv.with_name(f".{folder.csv.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(columns)
-        for record in _records(folder, world_size):
-            lines.writerow([_cell(record.get(name)) for name in columns])
-    return partial.replace(folder.csv)
+        for records in _pieces(folder, world_size):
+            lines.writerows([_cell(record.get(name)) for name in columns] for record in records)
+            yield
+    partial.replace(folder.csv)
 
 
 def curve(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
@@ -48,12 +50,12 @@ def curve(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
     return {step: sum(values) / len(values) for step, values in sorted(found.items())}
 
 
-def _records(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
+def _pieces(folder: RunFolder, world_size: int) -> Iterator[list[dict[str, Any]]]:
     for rank in range(world_size):
         tail = LineTail(folder.events(rank))
         size = folder.events(rank).stat().st_size if folder.events(rank).exists() else 0
         for end in (*range(PIECE_BYTES, size, PIECE_BYTES), size):
-            yield from tail.read(end)
+            yield tail.read(end)
 
 
 def _cell(value: Any) -> Any:

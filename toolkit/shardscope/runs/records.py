@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,11 +19,10 @@ from shardscope.runs.redaction import redact
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def encode(record: dict[str, Any]) -> bytes:
-    """``record`` as one line of JSON with its newline."""
-    return (json.dumps(_jsonable(record), allow_nan=False, ensure_ascii=False) + "\n").encode(
-        errors="replace"
-    )
+def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
+    """``record`` as one line of JSON with its newline; secrets stay in the values named ``as_is``."""
+    clean = {str(name): _jsonable(item, str if name in as_is else redact) for name, item in record.items()}
+    return (json.dumps(clean, allow_nan=False, ensure_ascii=False) + "\n").encode(errors="replace")
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -39,12 +39,15 @@ def open_log(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Replace ``path`` as a whole: a reader sees the old record or the new one. Raises ``OSError``."""
+def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) -> None:
+    """Replace ``path`` as a whole: a reader sees the old record or the new one. Raises ``OSError``.
+
+    ``as_is``: what a process acts on later, and so keeps even what looks like a secret: paths, say.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(encode(record))
+        file.write(encode(record, as_is))
     partial.replace(path)
 
 
@@ -119,13 +122,13 @@ def read_tail_text(path: Path, max_bytes: int) -> str:
         return ""
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: Any, words: Callable[[str], str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): _jsonable(item, words) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_jsonable(item) for item in value]
+        return [_jsonable(item, words) for item in value]
     if value is None or isinstance(value, int | float):
         return value
-    return redact(str(value))
+    return words(str(value))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import AnyStr
 
@@ -20,6 +20,8 @@ SECRET_NAMES = re.compile(
     re.IGNORECASE,
 )
 """Names of environment variables whose values are secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+_APART = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=[0-9\[]m))"
+"""Not in the middle of a word, as in "task-..."; a newline that is written out, or a colour, is no word."""
 MIN_LENGTH = 8
 """Shorter values are words that a log may rightly have."""
 KNOWN_FORMS = {
@@ -30,19 +32,23 @@ KNOWN_FORMS = {
     "gho_": r"(gho_[A-Za-z0-9]{30,})",
     "ghs_": r"(ghs_[A-Za-z0-9]{30,})",
     "glpat-": r"(glpat-[A-Za-z0-9_-]{20,})",
-    "sk-": r"(sk-[A-Za-z0-9_-]{20,})",
+    "sk-": _APART + r"(sk-[A-Za-z0-9_-]{20,})",
     "AKIA": r"(AKIA[0-9A-Z]{16})",
     "ASIA": r"(ASIA[0-9A-Z]{16})",
     "wandb_v1_": r"(wandb_v1_[A-Za-z0-9_]{20,})",
     "xoxb-": r"(xoxb-[A-Za-z0-9-]{10,})",
-    "earer ": r"earer ([A-Za-z0-9._~+/=-]{12,})",
+    "earer ": _APART + r"[Bb]earer ([A-Za-z0-9._~+/=-]{12,})",
     "://": r"://([^\s/:@]{1,256}:[^\s/@]{1,256})@",  # user:password@host
 }
 """Forms that tokens have wherever they come from: what each begins with, and the secret as a group. What it
 begins with is looked for first, which is far quicker than a pattern over a log of gigabytes."""
 CHUNK_BYTES = 2**20
-OVERLAP_BYTES = 1024
-"""Of what was looked at, so much is looked at again: a secret may be printed in two writes."""
+OVERLAP_BYTES = 4096
+"""Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes."""
+MARGIN_BYTES = 8
+"""More than stands to the left of a secret and says whether it is one."""
+PIECE_BYTES = 2**23
+"""Cleaned in a fraction of a second."""
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
@@ -60,16 +66,15 @@ def redact(text: str) -> str:
     if len(text) < MIN_LENGTH:
         return text
     # Asked anew each time: a notebook sets its tokens whenever it likes.
-    for start, end in _spans(text, _text_forms(tuple(secret_values(os.environ)))):
+    for found in _secrets(text, _text_forms(tuple(secret_values(os.environ)))):
+        start, end = found.span(1)
         text = f"{text[:start]}{MASK * (end - start)}{text[end:]}"
     return text
 
 
-def _spans(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[tuple[int, int]]:
-    """From where to where the secrets in ``data`` go; they may overlap."""
-    return [
-        found.span(1) for literal, pattern in forms if literal in data for found in pattern.finditer(data)
-    ]
+def _secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[re.Match[AnyStr]]:
+    """Where secrets are in ``data``: each is group 1; they may overlap."""
+    return [found for literal, pattern in forms if literal in data for found in pattern.finditer(data)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -87,36 +92,61 @@ def _byte_forms(values: tuple[str, ...]) -> tuple[tuple[bytes, re.Pattern[bytes]
 
 
 class LogCleaner:
-    """Overwrites secrets in a file that others append to, byte for byte: nothing moves."""
+    """Overwrites secrets in a file that others append to, byte for byte: nothing moves.
+
+    What ends where the data end may be the beginning of more. It waits for what comes after it, at the end of
+    the file for one look: overwritten too early, its rest would look like no secret.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
+        self._waits = False
 
-    def clean(self, max_bytes: int | None = None) -> int:
+    def clean(self, max_bytes: int | None = None, *, is_last: bool = False) -> int:
         """Look at what is new, at most ``max_bytes`` of it; how many secrets were overwritten.
 
-        Raises ``OSError``.
+        ``is_last``: nobody writes any more. Raises ``OSError``.
         """
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
             return 0
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
-        if end <= self.offset:
+        if end < self.offset or (end == self.offset and not self._waits):
             return 0
-        num_found, forms = 0, _byte_forms(tuple(secret_values(os.environ)))
+        nothing_comes = is_last or end == self.offset
+        values = secret_values(os.environ)
+        forms = _byte_forms(tuple(values))
+        longest = max((len(os.fsencode(value)) for value in values), default=0)
+        overlap = max(OVERLAP_BYTES, longest + 2 * MARGIN_BYTES)
+        num_found, self._waits = 0, False
         with self.path.open("r+b") as file:
-            while self.offset < end:
-                place = max(0, self.offset - OVERLAP_BYTES)
+            while True:
+                place = max(0, self.offset - overlap)
                 file.seek(place)
-                data = file.read(min(CHUNK_BYTES, end - place))
-                for first, last in _spans(data, forms):
-                    if data[first:last].strip(MASK.encode()):
+                data = file.read(min(CHUNK_BYTES + overlap, end - place))
+                reached = place + len(data)
+                for found in _secrets(data, forms):
+                    first, last = found.span(1)
+                    if place and found.start() < MARGIN_BYTES:
+                        continue  # Seen before, and with what stands to the left of it.
+                    fits = len(data) - found.start() <= overlap - MARGIN_BYTES
+                    if last == len(data) and fits and not (nothing_comes and reached >= size):
+                        self._waits = True
+                    elif data[first:last].strip(MASK.encode()):
                         file.seek(place + first)
                         file.write(MASK.encode() * (last - first))
                         num_found += 1
-                if place + len(data) <= self.offset:  # It became shorter under our hands.
+                if reached <= self.offset:  # All is seen, or it became shorter under our hands.
                     break
-                self.offset = place + len(data)
+                self.offset = reached
+                if reached >= end:
+                    break
         return num_found
+
+    def finish(self) -> Iterator[int]:
+        """What is left, when nobody writes any more, in pieces. Raises ``OSError``."""
+        while self.path.exists() and self.path.stat().st_size > self.offset + PIECE_BYTES:
+            yield self.clean(PIECE_BYTES)
+        yield self.clean(is_last=True)

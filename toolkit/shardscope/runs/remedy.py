@@ -46,11 +46,16 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
             "Smaller batches, or recomputation of activations, need less."
         )
     report = plan.memory()
-    if shortages(plan, report):
+    on_the_card = shortage.place == "GPU memory" or plan.cluster.gpu.memory_is_shared
+    short = [place for place in shortages(plan, report) if on_the_card or place.name != "GPU memory"]
+    if short:
         told = in_words(plan, repairs(plan)[:MAX_TOLD])
-        peak, usable = gib(report.peak_bytes), gib(report.usable_bytes)
-        words = f"the plan was predicted not to fit ({peak} of {usable} usable GiB). "
+        needed, room = gib(short[0].needed_bytes), gib(short[0].room_bytes or 0)
+        of = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
+        words = f"the plan was predicted not to fit ({needed} of {of}). "
         return f"{NEXT_TIME}{words}{'; or '.join(told)}." if told else ""
+    if not on_the_card:  # What would save memory on the cards need not save any here, or costs some.
+        return ""
     if shortage.place == "GPU memory" and shortage.others_bytes:
         held = gib(shortage.others_bytes)
         if shortage.others_bytes + report.peak_bytes > report.usable_bytes:

@@ -119,6 +119,11 @@ class Run:
         return tell(failures, self._description).text if failures else None
 
     @property
+    def is_here(self) -> bool:
+        """Whether it was launched on this machine: another one may share its folder, and has other cards."""
+        return bool(self._description.get("machine") == this_machine())
+
+    @property
     def gpus(self) -> list[int]:
         """The cards it was launched on, in the order of ranks, as the driver counts them; none on the CPU."""
         found = self._description.get("gpus")

@@ -47,7 +47,7 @@ class Shortage:
 
 
 def read_shortage(text: str) -> Shortage | None:
-    """The failed allocation that ends a traceback or a log; None if it tells of none."""
+    """The failed allocation that a traceback, or its last line, tells of; None if it tells of none."""
     # Without a traceback's own lines: code that looks for such words has them as well.
     text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
     found = list(_GPU.finditer(text))

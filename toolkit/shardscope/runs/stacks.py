@@ -30,6 +30,7 @@ BUSY_WITH = {
     "safetensors/": "at a checkpoint",
     "megatron/core/dist_checkpointing/": "at a checkpoint",
     "shardscope/training/checkpoint": "at a checkpoint",
+    "shardscope/training/pretrained": "at a checkpoint",
     "shardscope/training/aside": "at a checkpoint",
 }
 """Parts of file names that say why a main thread may rightly take longer than a step."""
@@ -41,6 +42,9 @@ BUSY_FUNCTIONS = {
 }
 """The same by function: DeepSpeed's checkpoints have no file of their own, and a graph that only runs has
 torch/_inductor on its stack as well."""
+ENGINE_FOLDERS = ("shardscope/frameworks/", "shardscope/training/")
+ENGINE_FUNCTIONS = ("save", "load", "export")
+"""Of an engine, whatever it calls meanwhile: what gathers weights one by one is in no file named above."""
 
 
 def answer_with_stacks(path: Path) -> None:
@@ -75,6 +79,8 @@ def busy_with(stacks: str) -> str | None:
         for part, words in BUSY_WITH.items():
             if part in file:
                 return words
+        if function in ENGINE_FUNCTIONS and any(folder in file for folder in ENGINE_FOLDERS):
+            return "at a checkpoint"
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.runs.shortage import Shortage, read_shortage
@@ -10,6 +10,7 @@ from shardscope.runs.shortage import Shortage, read_shortage
 if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.runs.causes import Failure
+    from shardscope.runs.host_watch import HostWatch
 
 MAX_TOLD = 8
 KILLED = "was killed by SIGKILL"
@@ -27,21 +28,22 @@ class Story(NamedTuple):
 def tell(
     failures: Sequence[Failure],
     description: Mapping[str, Any],
-    host_words: Callable[[int], str] | None = None,
+    host: HostWatch | None = None,
 ) -> Story:
-    """``failures``: the first one first; ``description``: run.json; ``host_words``: of a killed rank."""
+    """``failures``: the first one first; ``description``: run.json; ``host``: what a killed rank had."""
     first = failures[0]
     reason, below = first.reason, []
     was_killed = KILLED in first.reason
-    shortage = Shortage(place="host memory") if was_killed else read_shortage(first.text)
+    shortage = Shortage(place="host memory") if was_killed else read_shortage(first.raised)
     if shortage is not None:
         plan = _plan(description)
         told, prevented = _memory_words(
             shortage, plan, trains_the_plan=description.get("trains_the_plan") is True
         )
-        if was_killed and host_words is not None and first.rank is not None:
-            told = "; ".join(filter(None, (host_words(first.rank), told)))
-        who = first.reason.split(" raised ")[0]
+        if was_killed and host is not None and first.rank is not None:
+            told = "; ".join(filter(None, (host.words(first.rank), told)))
+            prevented = prevented if host.ran_out(first.rank) else ""
+        who = "the launcher" if first.rank is None else f"rank {first.rank}"
         reason = first.reason if was_killed else f"{who} ran out of {shortage.place}"
         reason = f"{reason}: {told}" if told else reason
         below += [f"{reason}.", prevented]

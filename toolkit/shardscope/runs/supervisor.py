@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
@@ -31,8 +32,12 @@ TERMINATION_GRACE_SECONDS = 1.5
 """From SIGTERM to SIGKILL. Metrics are flushed line by line, so there is nothing more to save."""
 CHECKPOINT_GRACE_SECONDS = 600.0
 """How long a stop with a checkpoint may take before it becomes a plain stop."""
+HANG_GRACE_SECONDS = 120.0
+"""The same for ranks that seem to hang. That is a guess: they may be saving in a way that we do not know."""
 FAILURE_GRACE_SECONDS = 3.0
 """How long torch elastic may take to end the other ranks after one died; left alone it takes 30 s."""
+FINISH_SECONDS = 1.0
+"""How long the final status waits for what is written beside it; what is left then comes after it."""
 
 
 class Supervisor:
@@ -51,6 +56,7 @@ class Supervisor:
         self.deadline = float("inf")
         self.stop_reason: str | None = None
         self.stop_time = 0.0
+        self.asked_to_save = 0.0
         self.a_rank_died = False
         self.signalled: int | None = None
         self.next_heartbeat = 0.0
@@ -64,7 +70,7 @@ class Supervisor:
         processes.adopt_orphans()
         pid = os.getpid()
         record = {"pid": pid, "started": processes.start_of(pid), "machine": processes.this_machine()}
-        write_json(self.folder.supervisor, record)
+        write_json(self.folder.supervisor, record, as_is=("machine",))
         self._obey_control()  # A stop that came first needs no launcher at all.
         if self.stop_reason is None:
             self._start_launcher()
@@ -117,8 +123,9 @@ class Supervisor:
         self._say(words)
         if self.phase == "run":
             self._set_status("running", words)
-        elif self.beside.hangs:
-            self._terminate(f"{self.stop_reason}, and the ranks hang, so that nothing can be saved: {words}")
+        else:
+            self.deadline = self._save_until(now)
+            self._set_status("stopping", f"{self.stop_reason}; {words}")
 
     def _a_rank_just_died(self) -> bool:
         if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
@@ -139,15 +146,20 @@ class Supervisor:
     def _stop(self, *, checkpoint: bool) -> None:
         if not checkpoint:
             self._terminate("run.stop() was called")
-        elif self.beside.hangs and self.phase == "run":
-            self._terminate(
-                "run.stop(checkpoint=True) was called; the ranks hang, so that nothing can be saved"
-            )
         elif self.phase == "run" and self.stop_reason is None:
             # The ranks read the same file and agree on the step after which they leave.
-            self.phase, self.deadline = "checkpoint", time.monotonic() + CHECKPOINT_GRACE_SECONDS
+            self.phase, self.asked_to_save = "checkpoint", time.monotonic()
+            self.deadline = self._save_until(self.asked_to_save)
             self.stop_reason = "run.stop(checkpoint=True) was called"
-            self._set_status("stopping", f"{self.stop_reason}: the ranks finish their step and save")
+            words = f"{self.stop_reason}: the ranks finish their step and save"
+            if self.beside.hangs:
+                words += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
+            self._set_status("stopping", words)
+
+    def _save_until(self, now: float) -> float:
+        """When a stop with a checkpoint becomes a plain one, as it looks ``now``."""
+        latest = self.asked_to_save + CHECKPOINT_GRACE_SECONDS
+        return min(latest, now + HANG_GRACE_SECONDS) if self.beside.hangs else latest
 
     def _terminate(self, reason: str) -> None:
         if self.phase in ("terminate", "kill"):
@@ -159,7 +171,9 @@ class Supervisor:
 
     def _next_phase(self) -> None:
         if self.phase == "checkpoint" and not self.a_rank_died:
-            self._terminate(f"the ranks did not stop within {CHECKPOINT_GRACE_SECONDS:.0f} s to save")
+            waited = time.monotonic() - self.asked_to_save
+            hangs = ", and seem to hang" if self.beside.hangs else ""
+            self._terminate(f"the ranks did not save and stop within {waited:.0f} s{hangs}")
             return
         self.phase, self.deadline = "kill", time.monotonic() + 1.0
         self._signal_all(signal.SIGKILL)
@@ -199,7 +213,9 @@ class Supervisor:
             self._say(f"these processes could not be killed: {processes.descendants()}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
-        self.beside.finish()
+        beside, until = self._finish_beside(), time.monotonic() + FINISH_SECONDS
+        while next(beside, None) and time.monotonic() < until:
+            pass
         code = 0 if self.launcher is None else self.launcher.returncode
         failures = all_failures(self.folder, self.world_size)
         failure = failures[0] if failures else None
@@ -212,12 +228,20 @@ class Supervisor:
             more = {"error": story.text, "rank": shown.rank}
             reason = story.reason if reason == shown.reason else reason
         self._set_status(status, reason, **more)
+        for _ in beside:
+            pass
         if status == "finished":
             self._keep_step()
 
+    def _finish_beside(self) -> Iterator[bool]:
+        for _ in self.beside.finish():
+            with contextlib.suppress(OSError):
+                os.utime(self.folder.supervisor)  # From another machine, nothing else shows that we live.
+            yield True
+
     def _story(self, failures: list[Failure]) -> Story:
         try:
-            return tell(failures, self.description, self.beside.host.words)
+            return tell(failures, self.description, self.beside.host)
         except Exception as error:  # Prices and repairs are a help; what happened is told in any case.
             self._say(f"no repair was found: {type(error).__name__}: {error}")
             return Story(failures[0].reason, failures[0].text)
