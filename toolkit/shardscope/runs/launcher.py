@@ -6,7 +6,6 @@ ended. ``python -m shardscope.runs.launcher <folder> <pid of the supervisor>`` i
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import pickle
@@ -22,7 +21,7 @@ from shardscope.runs.environment import restore_python_path
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.packing import take_task
-from shardscope.runs.processes import die_with_parent, free_port
+from shardscope.runs.processes import die_with_parent, free_port, is_port_taken
 from shardscope.runs.records import append_line, read_json, read_lines, write_json
 
 MAX_PORTS = 3
@@ -87,11 +86,6 @@ def on_a_fresh_port(launch: Callable[[int], None], choose_port: Callable[[], int
             if not is_port_taken(error) or attempt == MAX_PORTS:
                 raise
             print(f"port {port} was taken meanwhile, trying another", file=sys.stderr, flush=True)
-
-
-def is_port_taken(error: BaseException) -> bool:
-    """Whether the store could not listen on the port it was given."""
-    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
 
 
 def watch_ranks(folder: RunFolder, world_size: int) -> None:

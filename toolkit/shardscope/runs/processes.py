@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import signal
@@ -105,6 +106,11 @@ def signal_group(leader: int, number: int) -> None:
     """Send a signal to a process group; an empty group is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
+
+
+def is_port_taken(error: BaseException) -> bool:
+    """Whether the store could not listen on the port it was given."""
+    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import die_with_parent, start_of
+from shardscope.runs.processes import die_with_parent, is_port_taken, start_of
 from shardscope.runs.records import read_json, write_json
 from shardscope.runs.stacks import answer_with_stacks
 
@@ -134,8 +134,6 @@ def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
 
 
 def _is_lost_port(error: BaseException) -> bool:
-    from shardscope.runs.launcher import is_port_taken
-
     return isinstance(error, Exception) and os.environ["WORLD_SIZE"] == "1" and is_port_taken(error)
 
 
