@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ SEQ_LEN = 32
 VOCABULARY = 512
 NUM_LAYERS = 4
 
-Family = Literal["llama", "mixtral"]
+Family = Literal["llama", "mixtral", "llama of many tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Row:
 
     def plan(self, here: Cluster | None = None, **recipe: Any) -> Plan:
         """The row's plan over ``num_ranks`` of the GPUs ``here``, or CPU ranks; fp32 unless told."""
-        architecture = llama() if self.family == "llama" else mixtral()
+        architecture = FAMILIES[self.family]()
         cluster = replace(here or Cluster.parse("1xcpu"), gpus_per_node=self.num_ranks)
         layout = getattr(Layout, self.framework)(**self.layout)
         sizes: dict[str, Any] = {
@@ -87,6 +87,18 @@ def mixtral() -> Architecture:
     return replace(llama(), name="4-expert Mixtral", model_type="mixtral", mixture_of_experts=experts)
 
 
+def many_token_llama() -> Architecture:
+    """Of embedding and head two ranks have 2 MiB each: ZeRO writes no file under one."""
+    return replace(llama(), name="Llama of 16,384 tokens", vocab_size=16_384)
+
+
+FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
+    "llama": llama,
+    "mixtral": mixtral,
+    "llama of many tokens": many_token_llama,
+}
+
+
 def _row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
     names = ("family", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs", "fast")
     own = {key: fields.pop(key) for key in names if key in fields}
@@ -107,9 +119,10 @@ ROWS: tuple[Row, ...] = (
     _row("zero-3(2)", 2, "zero", stage=3, fast=True),
     _row("zero-3(2) + cpu", 2, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
     _row(
-        "zero-3(2) + nvme",
+        "zero-3(2) + nvme, many tokens",
         2,
         "zero",
+        family="llama of many tokens",
         stage=3,
         offload_optimizer="nvme",
         offload_params="nvme",

@@ -126,6 +126,7 @@ class Curve:
             "parity",
             {
                 "held": {"parameters": parameters, "gradients": gradients, "optimizer": optimizer},
+                "files": sum(file.stat().st_size for file in ctx.folder.rglob(f"nvme/**/rank{ctx.rank}/*")),
                 "data_rank": engine.data_rank,
                 "num_data_ranks": engine.num_data_ranks,
             },
