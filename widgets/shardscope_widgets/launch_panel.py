@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
@@ -52,15 +53,9 @@ class LaunchPanel(widgets.VBox):
             tooltip="Profile a few steady steps on every rank",
         )
         self.button = shared.button("Launch", "ss-button")
-        self.anyway = shared.button(
-            "Launch all the same",
-            "ss-button",
-            "ss-ghost",
-            layout=widgets.Layout(display="none", width="auto"),
-        )
         self.note = shared.html("", "ss-hint")
         self.steps_row = Row("Steps", self.steps, self.profile)
-        super().__init__([self.steps_row, self.button, self.note, self.anyway], layout=shared.layout())
+        super().__init__([self.steps_row, self.button, self.note], layout=shared.layout())
         self.add_class("ss-launch")
         self.steps.observe(self._update, "value")
         self.profile.observe(self._update, "value")
@@ -108,14 +103,22 @@ class LaunchPanel(widgets.VBox):
 
     def say(self, words: str, is_error: bool = False) -> None:
         """Words under the button."""
-        self.anyway.layout.display = "none"
+        self._close_question()
         role = " class='ss-error' role='alert'" if is_error else ""
         self.note.value = f"<span{role}>{escape(words)}</span>"
 
-    def ask_whether_to_go_on(self, words: str) -> None:
-        """An error, and a button that launches in spite of it."""
+    def ask_whether_to_go_on(self, words: str, go_on: Callable[[], None]) -> None:
+        """An error, and until something else is said a button that launches in spite of it."""
         self.say(words, is_error=True)
-        self.anyway.layout.display = ""
+        anyway = shared.button("Launch all the same", "ss-button", "ss-ghost")
+        anyway.on_click(lambda _: go_on())
+        self.children = (*self.children, anyway)
+
+    def _close_question(self) -> None:
+        *always, last = self.children
+        if last is not self.note:
+            self.children = always
+            last.close()
 
     def task(self) -> ss.Pretrain:
         """The task that the inputs describe. Raises ``ValueError``."""

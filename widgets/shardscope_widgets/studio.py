@@ -109,8 +109,7 @@ class Studio(View):
             picker.observe(self._replan, "value")
             picker.observe(self._show_staleness, "is_wrong")
         self.tabs.observe(self._show_page, "value")
-        self.launch_panel.button.on_click(self._launch)
-        self.launch_panel.anyway.on_click(self._launch)
+        self.launch_panel.button.on_click(lambda _: self._launch(force=False))
         self._planning = False
         self._pause = Later(self._on_pause, PAUSE_SECONDS)
         self._report: MemoryReport | None = None
@@ -265,17 +264,17 @@ class Studio(View):
         self._draw_shown()
         self._offer_repairs()
 
-    def _launch(self, pressed: widgets.Button) -> None:
+    def _launch(self, *, force: bool) -> None:
         offer = self.launch_panel.current
         if offer.plan is None:
             return
         task = self.launch_panel.task()
         self.launch_panel.busy = True
         try:
-            run = ss.launch(offer.plan, task, force=pressed is self.launch_panel.anyway)
+            run = ss.launch(offer.plan, task, force=force)
         except TooLittleFreeError as error:
             self.launch_panel.busy = False
-            self.launch_panel.ask_whether_to_go_on(str(error))
+            self.launch_panel.ask_whether_to_go_on(str(error), lambda: self._launch(force=True))
             return
         except Exception as error:  # a notebook shows nobody what is raised in a handler
             self.launch_panel.busy = False
