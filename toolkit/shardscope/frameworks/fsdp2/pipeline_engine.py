@@ -19,11 +19,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer
 from shardscope.frameworks.fsdp2.engine import Fsdp2Engine
-from shardscope.frameworks.fsdp2.pipeline import StageModule, part_of, shell_of
+from shardscope.frameworks.fsdp2.pipeline import StageModule
 from shardscope.layout import even_stages
 from shardscope.training import micro_batches, pretrained
 from shardscope.training.gradients import local
 from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.model_parts import part_of, shell_of
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
