@@ -108,7 +108,7 @@ def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
 
 def _now(pynvml: Any, handle: Any, index: int) -> GpuNow:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    running = _ask(pynvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
+    running = ask_quietly(pynvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
     return GpuNow(
         index=index,
         total_bytes=int(memory.total),
@@ -127,18 +127,18 @@ def _gpu(pynvml: Any, handle: Any) -> Gpu:
     return Gpu(
         name=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "unknown-gpu",
         vendor="nvidia",
-        architecture=GENERATIONS.get(_ask(pynvml, "nvmlDeviceGetArchitecture", handle)),
+        architecture=GENERATIONS.get(ask_quietly(pynvml, "nvmlDeviceGetArchitecture", handle)),
         memory_bytes=memory,
         usable_bytes=memory - _reserved(pynvml, handle, memory),
         link=_pcie(pynvml, handle),
-        tdp_watts=_watts(_ask(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)),
+        tdp_watts=_watts(ask_quietly(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", handle)),
     )
 
 
-def _ask(pynvml: Any, function: str, handle: Any) -> Any:
+def ask_quietly(pynvml: Any, function: str, *arguments: Any) -> Any:
     """The answer, or None where the card or the library has none."""
     try:
-        return getattr(pynvml, function)(handle)
+        return getattr(pynvml, function)(*arguments)
     except (pynvml.NVMLError, AttributeError):
         return None
 
@@ -152,8 +152,8 @@ def _reserved(pynvml: Any, handle: Any, memory: int) -> int:
 
 
 def _pcie(pynvml: Any, handle: Any) -> str | None:
-    generation = _ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    width = _ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    generation = ask_quietly(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    width = ask_quietly(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
     name = f"pcie-{generation}-x{width}"
     return name if name in links else None
 

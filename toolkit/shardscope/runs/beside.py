@@ -1,5 +1,5 @@
-"""What the supervisor does beside supervising, once a second: it looks for a hang, keeps the host's numbers,
-writes TensorBoard's events and overwrites secrets in logs.
+"""What the supervisor does beside supervising, once a second: it looks for a hang, keeps the host's numbers
+and the cards', writes TensorBoard's events and overwrites secrets in logs.
 
 Whatever goes wrong here costs what it was for, and never the run.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from shardscope.runs.card_watch import CardWatch
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import HangWatch
 from shardscope.runs.host_watch import HostWatch
@@ -29,6 +30,7 @@ class Beside:
         self.folder = folder
         self.world_size = world_size
         self.host = HostWatch(folder, world_size)
+        self._cards = CardWatch(folder)
         self._say = say
         self._given_up: set[str] = set()
         self._hang = HangWatch(folder, world_size)
@@ -48,6 +50,7 @@ class Beside:
         self._try("TensorBoard events", lambda: self._write_scalars(new))
         self._try("secrets in logs", lambda: self._clean(BYTES_PER_LOOK // len(self._logs)))
         self._try("the host's memory", self.host.look)
+        self._try("the cards", self._cards.look)
         if not is_running:
             return None
         found: str | None = self._try("a hang", lambda: self._hang.look(new, seconds))
@@ -58,6 +61,7 @@ class Beside:
 
         However much it is, whoever asks can do something else in between. Secrets come first.
         """
+        self._cards.finish()
         for log in self._logs:
             yield from self._pieces("secrets in logs", log.finish())
         new = {rank: tail.read() for rank, tail in enumerate(self._events)}

@@ -44,14 +44,7 @@ class HostWatch:
 
     def look(self) -> None:
         """Keep what each living rank holds now, and what the host has left. Raises ``OSError``."""
-        import psutil
-
-        machine = psutil.virtual_memory()
-        total, free = int(machine.total), int(machine.available)
-        limit = memory_limit()
-        if limit is not None and limit.num_bytes < total:  # The machine's own numbers know nothing of it.
-            total = limit.num_bytes
-            free = min(free, max(0, total - used_bytes(limit.folder)))
+        free, total = free_host_memory()
         for rank in self.pids:
             if self.pids[rank] is None:
                 self.pids[rank] = (read_json(self.folder.rank(rank)) or {}).get("pid")
@@ -80,6 +73,19 @@ class HostWatch:
     def _struck(self) -> bool | None:
         now = num_kills()
         return None if now is None or self._kills_before is None else now > self._kills_before
+
+
+def free_host_memory() -> tuple[int, int]:
+    """Bytes that are free on this host, and in all: the container's, where those are fewer."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    total, free = int(machine.total), int(machine.available)
+    limit = memory_limit()
+    if limit is not None and limit.num_bytes < total:  # The machine's own numbers know nothing of it.
+        total = limit.num_bytes
+        free = min(free, max(0, total - used_bytes(limit.folder)))
+    return free, total
 
 
 def num_kills() -> int | None:

@@ -112,6 +112,12 @@ def _trains(task: object) -> bool:
     return getattr(task, "trains_the_plan", False) is True
 
 
+def _num_steps(task: object) -> int | None:
+    """How many steps ``task`` has, where it is one that says so: a number is no token."""
+    found = getattr(task, "num_steps", None) if _trains(task) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
 def _check_extra() -> None:
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
@@ -225,6 +231,7 @@ def _description(
         "predicted": predicted_step(plan),
         "task": describe(task),
         "trains_the_plan": _trains(task),
+        "num_steps": _num_steps(task),
         "world_size": plan.world_size,
         "device": device,
         "outlive_kernel": outlive_kernel,
@@ -263,7 +270,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
     finally:
         if read_end is not None:
             os.close(read_end)
-    hold_until_end(supervisor, write_end)
+    hold_until_end(supervisor, write_end, folder)
     if not folder.supervisor.exists():
         started = start_of(supervisor.pid)
         record = {"pid": supervisor.pid, "started": started, "machine": this_machine()}

@@ -1,15 +1,23 @@
 """The lease: a pipe whose write end only the kernel holds. When the kernel dies, in whatever way, it closes.
 
-Leases live in this module and not in a ``Run``: a handle that is garbage-collected must not end its run.
+Leases live in this module and not in a ``Run``: a handle that is garbage-collected must not end its run. The
+thread that holds one outlives the supervisor, and so tidies up after one that was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import threading
+import time
 from dataclasses import dataclass, field
+
+from shardscope.runs.folder import RunFolder
+
+TIDY_SECONDS = 5.0
+"""How long a killed supervisor's ranks, which die with it, may still be in their temporary folder."""
 
 
 @dataclass
@@ -39,15 +47,27 @@ def release(write_end: int) -> None:
             os.close(write_end)
 
 
-def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None) -> None:
+def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, folder: RunFolder) -> None:
     """Keep the lease until the supervisor ends, and reap it then, so that it leaves no zombie."""
 
     def wait() -> None:
-        supervisor.wait()
+        killed = supervisor.wait() != 0
         if write_end is not None:
             release(write_end)
+        if killed:
+            tidy(folder)
 
     threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True).start()
+
+
+def tidy(folder: RunFolder) -> None:
+    """Delete what a supervisor deletes at the end of its run: the pickled task and temporary files."""
+    deadline = time.monotonic() + TIDY_SECONDS
+    while folder.temporary.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder.temporary, ignore_errors=True)
+        time.sleep(0.02)
+    with contextlib.suppress(OSError):
+        folder.task.unlink(missing_ok=True)
 
 
 def _before_fork() -> None:

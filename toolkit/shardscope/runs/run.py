@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
+from shardscope.runs.follow import Follow
+from shardscope.runs.log_search import ANSI
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
     LineTail,
@@ -20,12 +21,14 @@ from shardscope.runs.records import (
     read_json,
     read_lines,
     read_tail_text,
+    write_json,
 )
 from shardscope.runs.story import tell
 from shardscope.validation import flag, real_number, whole_number
 
 if TYPE_CHECKING:
     from shardscope.runs.compare import Runs
+    from shardscope.runs.expected import Expected
     from shardscope.runs.measured import MeasuredMemory
 
 WAIT_SECONDS = 0.05
@@ -40,7 +43,6 @@ HEARTBEAT_PATIENCE_SECONDS = 30.0
 """How long the heartbeat of a supervisor on another machine may stand still before the run counts as lost."""
 MAX_WORLD_SIZE = 16_384
 """Ranks that a handle follows; a run.json with more is damaged."""
-ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
 class Run:
@@ -152,6 +154,52 @@ class Run:
         predicted = self._description.get("predicted")
         seconds = predicted.get("step_seconds") if isinstance(predicted, dict) else None
         return float(seconds) if isinstance(seconds, int | float) else None
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps in all, those before a resume included; None where its task has no such number."""
+        found = self._description.get("num_steps")
+        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+    @property
+    def trains_the_plan(self) -> bool:
+        """Whether its task is one that trains the plan's own model, and saves when it is asked to stop so."""
+        return self._description.get("trains_the_plan") is True
+
+    @property
+    def note(self) -> str:
+        """What whoever launched it says of it to people who watch it; may be set. Raises ``OSError``."""
+        return str((read_json(self._folder.note) or {}).get("note", ""))
+
+    @note.setter
+    def note(self, words: str) -> None:
+        write_json(self._folder.note, {"note": words})
+
+    def expected(self) -> Expected | None:
+        """What was predicted of the metrics that its ranks log; None where its model may be another."""
+        from shardscope.runs.expected import expected
+
+        try:
+            plan = self.plan
+        except ValueError:
+            return None
+        engine = (read_json(self._folder.what_it_was(0)) or {}).get("engine")
+        return expected(plan, self._description, engine)
+
+    def cards(self) -> list[dict[str, Any]]:
+        """How its cards were: dicts of time, rank, gpu (as the driver counts), and what NVML answered.
+
+        ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``, which counts
+        everybody's processes; once a second at first, some thousand times however long a run takes. Empty on
+        CPU ranks.
+        """
+        from shardscope.runs.card_watch import card_samples
+
+        return card_samples(self._folder, self.gpus)
+
+    def follow(self) -> Follow:
+        """A reader of :meth:`metrics` from their beginning, which keeps nothing: for runs of any length."""
+        return Follow(self._folder, self._world_size)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All that ranks logged: dicts of step, rank, time (seconds since the epoch) and the metrics by name.

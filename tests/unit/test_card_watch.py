@@ -1,0 +1,156 @@
+"""How busy and hot the cards of a run are, through a stand-in of the driver's library."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardscope.runs import card_watch
+from shardscope.runs.beside import Beside
+from shardscope.runs.card_watch import CardWatch, card_samples
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import append_line, read_lines, write_json
+
+
+class NvmlError(Exception):
+    pass
+
+
+def folder_with(tmp_path: Path, gpus: object) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.run_json, {"world_size": 2, "gpus": gpus})
+    return folder
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
+    """A driver; what it is asked for first and last is written down."""
+    told: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise NvmlError("Not Supported")
+
+    fake = SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlInit=lambda: told.append("init"),
+        nvmlShutdown=lambda: told.append("shutdown"),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=90 + handle, memory=0),
+        nvmlDeviceGetTemperature=lambda handle, sensor: 60 + handle,
+        nvmlDeviceGetPowerUsage=lambda handle: 412_500,
+        nvmlDeviceGetMemoryInfo=refuse,
+    )
+    vars(fake).update(functions)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return told
+
+
+def until(holds: Callable[[], Any], seconds: float = 10) -> Any:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def look(watch: CardWatch, times: int) -> None:
+    for count in range(times):
+        watch.look()
+        assert until(lambda count=count: len(watch._samples) > count and not watch._asked.is_set())
+
+
+def test_each_rank_has_what_its_card_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = pretend(monkeypatch)
+    folder = folder_with(tmp_path, [5, 3])
+    watch = CardWatch(folder)
+    look(watch, 2)
+    watch.finish()
+    assert until(lambda: told == ["init", "shutdown"]), "asked once, and given back"
+    records = card_samples(folder, [5, 3])
+    assert [(r["rank"], r["gpu"], r["utilisation_percent"]) for r in records] == [(0, 5, 95), (1, 3, 93)] * 2
+    assert {r["temperature_celsius"] for r in records} == {65, 63}
+    assert {r["power_watts"] for r in records} == {412.5}
+    assert not any("used_bytes" in r for r in records), "what no card answers is left out"
+    assert folder.cards.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_card_that_answers_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def slow(handle: int) -> int:
+        time.sleep(1.0)
+        return 1000
+
+    pretend(monkeypatch, nvmlDeviceGetPowerUsage=slow)
+    beside = Beside(folder_with(tmp_path, [0]), 2, print)
+    began = time.monotonic()
+    for _ in range(20):
+        beside.look(1.0, is_running=False)
+    assert time.monotonic() - began < 0.8
+    list(beside.finish())
+
+
+def test_a_run_on_cpu_ranks_asks_no_driver(tmp_path: Path) -> None:
+    """In a process of its own, for another test may have imported the library."""
+    folder = folder_with(tmp_path, [])
+    code = f"""
+import sys
+from shardscope.runs.card_watch import CardWatch
+from shardscope.runs.folder import RunFolder
+folder = RunFolder({str(folder.path)!r})
+watch = CardWatch(folder)
+watch.look()
+watch.finish()
+assert "pynvml" not in sys.modules and not folder.cards.exists()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("gpus", [None, "0", {"0": 1}, [None, "x"], 7])
+def test_damaged_lists_of_cards_are_none(tmp_path: Path, gpus: object) -> None:
+    assert CardWatch(folder_with(tmp_path, gpus)).cards == []
+
+
+def test_without_a_driver_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise NvmlError("Driver Not Loaded")
+
+    pretend(monkeypatch, nvmlInit=fail)
+    folder = folder_with(tmp_path, [0])
+    watch = CardWatch(folder)
+    watch.look()
+    assert until(lambda: watch._thread is not None and not watch._thread.is_alive())
+    watch.look()
+    assert not folder.cards.exists()
+
+
+def test_the_file_stays_bounded_and_keeps_both_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(card_watch, "MAX_SAMPLES", 40)
+    monkeypatch.setattr(card_watch, "DENSE_SAMPLES", 10)
+    folder = folder_with(tmp_path, [0])
+    watch = CardWatch(folder)
+    for second in range(1000):
+        watch._keep({"time": float(second), "power_watts": [100.0]})
+        assert len(watch._samples) <= 40
+    times = [line["time"] for line in read_lines(folder.cards)]
+    assert len(times) <= 40 and times == sorted(times)
+    assert times[0] == 0.0 and times[-10:] == [float(second) for second in range(990, 1000)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert max(gaps) <= 200, "of each part of the run there is something"
+
+
+def test_odd_lines_are_left_out(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, [0, 1])
+    for line in (
+        {"power_watts": [1]},
+        {"time": "now", "power_watts": [1]},
+        {"time": 1.0, "power_watts": 5},
+        {"time": 2.0, "power_watts": ["NaN", 7.5], "color": [1, 2]},
+    ):
+        append_line(folder.cards, line)
+    assert card_samples(folder, [0, 1]) == [{"time": 2.0, "rank": 1, "gpu": 1, "power_watts": 7.5}]

@@ -1,0 +1,77 @@
+"""Words are found in logs of any size, as they grow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from shardscope.runs.log_search import MAX_LINE, MAX_MATCHES, LogSearch
+
+
+def everything(search: LogSearch) -> LogSearch:
+    while search.look():
+        pass
+    return search
+
+
+def test_lines_are_found_with_their_numbers_as_the_log_grows(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("one\nLoss 2.5\nthree\n")
+    search = everything(LogSearch(log, "loss"))
+    assert list(search.matches) == [(2, "Loss 2.5")]
+    with log.open("a") as file:
+        file.write("the loss is ")
+        file.flush()
+        assert search.num_matches == everything(search).num_matches == 1, "a line waits for its end"
+        file.write("3\n")
+    assert list(everything(search).matches) == [(2, "Loss 2.5"), (4, "the loss is 3")]
+    log.write_text("loss\n")
+    assert list(everything(search).matches) == [(1, "loss")], "a log that was replaced is read anew"
+
+
+def test_colours_and_progress_bars_are_no_part_of_the_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\x1b[31mWAR\x1b[0mNING: x\n 10%|#  |\r 20%|## |\r100%|###|\n\xff\xfe ok\n")
+    assert list(everything(LogSearch(log, "warning")).matches) == [(1, "WARNING: x")]
+    assert list(everything(LogSearch(log, "20%")).matches) == []
+    assert list(everything(LogSearch(log, "100%")).matches) == [(2, "100%|###|")]
+    assert [line for line, _ in everything(LogSearch(log, "ok")).matches] == [3]
+
+
+def test_words_are_no_pattern_and_letters_of_any_script_are_folded(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("a.c\nabc\nSTRASSE und straße\nÜBER\n", encoding="utf-8")
+    assert [n for n, _ in everything(LogSearch(log, "a.c")).matches] == [1]
+    assert [n for n, _ in everything(LogSearch(log, "straße")).matches] == [3]
+    assert [n for n, _ in everything(LogSearch(log, "über")).matches] == [4]
+
+
+def test_fault_22_a_hundred_megabytes_are_searched_in_pieces_and_little_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        for block in range(10):
+            file.write(b"".join(b"%08d found\n" % line for line in range(50_000)))
+            file.write(b"x" * 3_000_000 + (b" needle " if block == 7 else b""))
+    search, looks, longest = LogSearch(log, "found"), 0, 0.0
+    more = True
+    while more:
+        began = time.monotonic()
+        more = search.look()
+        looks, longest = looks + 1, max(longest, time.monotonic() - began)
+    assert search.num_matches == 500_000 and len(search.matches) == MAX_MATCHES and looks > 3
+    needle = everything(LogSearch(log, "needle"))
+    assert needle.num_matches == 1 and len(needle.matches[0][1]) < MAX_LINE + 10
+
+
+def test_a_line_without_end_is_cut_and_not_kept_whole(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        for _ in range(20):
+            file.write(b"y" * 2**20)
+    search = everything(LogSearch(log, "y"))
+    assert len(search._rest) < 2**23 and search.num_matches >= 2
+
+
+def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
+    search = LogSearch(tmp_path / "none", "x")
+    assert not search.look() and search.num_lines == 0

@@ -1,0 +1,81 @@
+"""Lines of a log that have some words in them, found as the log grows, however long it is."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from pathlib import Path
+
+MAX_MATCHES = 200
+"""The last lines that are kept; all are counted."""
+MAX_LINE = 2000
+"""Characters that are kept of a line."""
+PIECE_BYTES = 2**22
+ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+"""Escape sequences: colours, movements of the cursor, titles of windows."""
+
+
+class LogSearch:
+    """One search for ``words`` as they stand, in upper or lower case, in the file at ``path``."""
+
+    def __init__(self, path: Path, words: str) -> None:
+        self.path = path
+        self.words = words
+        self._wanted = words.casefold()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.matches: deque[tuple[int, str]] = deque(maxlen=MAX_MATCHES)
+        """(number of the line from 1, the line without colours), in the file's order."""
+        self.num_matches = 0
+        self.num_lines = 0
+        self._offset = 0
+        self._rest = b""
+
+    def look(self, max_bytes: int = 2 * PIECE_BYTES) -> bool:
+        """Read on, ``max_bytes`` at most; whether there is more to read. A file that is missing has no lines.
+
+        A last line without its newline waits for the rest.
+        """
+        try:
+            size = self.path.stat().st_size
+            if size < self._offset:  # Somebody emptied or replaced it.
+                self._begin()
+            end = self._offset + max_bytes
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                while self._offset < end and (data := file.read(min(PIECE_BYTES, end - self._offset))):
+                    self._offset += len(data)
+                    self._take(data)
+        except OSError:
+            return False
+        return self._offset < size
+
+    def _take(self, data: bytes) -> None:
+        whole, newline, rest = (self._rest + data).rpartition(b"\n")
+        if not newline and len(rest) < PIECE_BYTES:
+            self._rest = rest
+            return
+        # What has no newline for megabytes counts as lines of that size, else it would be kept whole.
+        whole, self._rest = (whole, rest) if newline else (rest, b"")
+        text = whole.decode(errors="replace")
+        lines = (ANSI.sub("", text) if "\x1b" in text else text).split("\n")
+        # Folded as a whole: line by line, the log of a long run would take a minute.
+        for place, folded in enumerate("\n".join(lines).casefold().split("\n")):
+            if self._wanted in folded and self._wanted in (plain := as_shown(lines[place])).casefold():
+                self.num_matches += 1
+                self.matches.append((self.num_lines + place + 1, _around(plain, self._wanted)))
+        self.num_lines += len(lines)
+
+
+def as_shown(line: str) -> str:
+    """As a terminal leaves it: what came after the last carriage return, as progress bars have it."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+def _around(line: str, wanted: str) -> str:
+    """``line``, or of a long one the part around the first match."""
+    if len(line) <= MAX_LINE:
+        return line
+    start = max(0, line.casefold().find(wanted) - MAX_LINE // 2)
+    return f"… {line[start : start + MAX_LINE]} …"
