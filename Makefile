@@ -1,5 +1,6 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, check (ruff, mypy), bench (ratios), parity
+# environment first. The others: test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, soak
+# (launches with faults leave nothing), check (ruff, mypy), bench (ratios), parity
 # (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
 # measured runs), env, clean.
 
@@ -12,6 +13,7 @@ STAMP   = $(VENV)/.ready
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 SEED ?= 0
+LAUNCHES ?= 200
 
 NOTEBOOK ?= notebooks/00_studio.ipynb
 # JupyterLab refuses to run as root unless told that this is meant (containers).
@@ -20,7 +22,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all test-nvme test-resume test-faults test-kernels check bench accuracy parity verify env browser clean
+.PHONY: lab test test-all test-nvme test-resume test-faults test-kernels soak check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -58,6 +60,10 @@ test-faults: $(STAMP) browser
 # Interrupt, restart and the Stop button on kernels of four versions of ipykernel, which pip fetches.
 test-kernels: $(STAMP)
 	SHARDSCOPE_KERNELS=all $(BIN)/python -m pytest tests/runs/test_kernel.py
+
+# 200 launches with faults drawn from SEED; fails if anything is left behind. Its report: artifacts/soak/report.md
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --launches $(LAUNCHES) --seed $(SEED)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

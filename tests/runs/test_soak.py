@@ -1,0 +1,170 @@
+"""A soak of a few launches, and that the soak sees what a launch might leave. `make soak` runs 200."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from run_helpers import seconds_until
+from tests.soak import residue
+from tests.soak.choices import Choice, choices
+from tests.soak.faults import FAULTS
+from tests.soak.report import report
+from tests.soak.residue import MARK, Before, left_in_folder, left_processes
+from tests.soak.soaking import Outcome
+
+from shardscope.runs import lease
+from shardscope.runs.folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+FEW = (
+    "kill -9 of the supervisor",
+    "kill -9 of the kernel, outlived",
+    "the port taken each time",
+    "stop twice at once",
+)
+"""Of kinds of faults that other tests here have in other forms."""
+
+
+def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
+    """In a process of its own: it adopts orphans."""
+    command = [sys.executable, "-m", "tests.soak", "--launches", str(len(FEW)), "--seed", "7"]
+    done = subprocess.run(
+        [*command, "--faults", *FEW, "--report", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = (tmp_path / "report.md").read_text()
+    assert "left behind: nothing" in written and written in done.stdout
+    assert all(f"| {name} | 1 |" in written for name in FEW)
+
+
+def begin(tmp_path: Path) -> Before:
+    """In a test's body: pytest writes to the environment at its beginning."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    return Before("test/1", scratch)
+
+
+def left(before: Before, *ports: int) -> str:
+    return "; ".join(before.left((), (), ports, patience=0.1))
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """In a session of its own, with nothing in its environment but the mark."""
+    process = subprocess.Popen(["sleep", "100"], env={MARK: "test/1"}, start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_processes_are_found_by_mark_session_and_descent(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    before = begin(tmp_path)
+    seconds_until(lambda: psutil.Process(sleeper.pid).name() == "sleep", 5)
+    assert f"a process: {sleeper.pid} (sleeping" in left(before)
+    pids = {process.pid for process in left_processes("another", (sleeper.pid,), ())}
+    assert sleeper.pid in pids
+    sleeper.kill()
+    # What the product has to reap and did not is left as well; other dead orphans are buried.
+    seconds_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_ZOMBIE, 5)
+    assert [process.pid for process in left_processes("another", (), (sleeper.pid,))] == [sleeper.pid]
+    assert left_processes("another", (), ()) == []
+
+
+def test_everything_else_that_is_left_is_told(tmp_path: Path) -> None:
+    before = begin(tmp_path)
+    assert left(before) == ""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="left-over")
+    thread.start()
+    with socket.socket() as listening, (tmp_path / "open").open("w"):
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        (before.scratch / "rest").touch()
+        os.environ["LEFT"] = "1"
+        port = listening.getsockname()[1]
+        told = left(before, port)
+    for words in (
+        "a thread: left-over",
+        f"port {port} is taken",
+        "a temporary file: rest",
+        "environment: LEFT",
+    ):
+        assert words in told
+    assert "open files: " in told and str(tmp_path / "open") in told
+    stop.set()
+    thread.join()
+    del os.environ["LEFT"]
+    (before.scratch / "rest").unlink()
+    assert left(before, port) == ""
+
+
+@pytest.mark.skipif(not residue.SHARED_MEMORY.is_dir(), reason="needs /dev/shm: run it on Linux")
+def test_shared_memory_counts_once_nobody_holds_it(tmp_path: Path) -> None:
+    before = begin(tmp_path)
+    with tempfile.NamedTemporaryFile(dir=residue.SHARED_MEMORY, delete=False) as file:
+        assert "shared memory" not in left(before)
+    assert f"shared memory: {file.name}" in left(before)
+    Path(file.name).unlink()
+
+
+def test_what_a_run_folder_should_not_keep(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.temporary.rmdir()
+    assert left_in_folder(folder.path) == []
+    for path in (folder.task, folder.rank(0).with_name(".rank-0.json.7")):
+        path.touch()
+    assert left_in_folder(folder.path) == [
+        "in the run folder: task.pkl",
+        "in the run folder: ranks/.rank-0.json.7",
+    ]
+
+
+def test_a_killed_supervisors_files_are_tidied_by_who_launched(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.task.touch()
+    (folder.temporary / "torchelastic").mkdir()
+    supervisor = subprocess.Popen(["sleep", "100"])
+    read_end, write_end = lease.open_lease()
+    lease.hold_until_end(supervisor, write_end, folder)
+    time.sleep(0.05)
+    assert folder.task.exists()
+    supervisor.kill()
+    seconds_until(lambda: left_in_folder(folder.path) == [], 5)
+    assert os.read(read_end, 1) == b""
+    os.close(read_end)
+
+
+def test_a_seed_draws_the_same_soak_and_every_fault_in_turn() -> None:
+    first, again, other = ([c.fault.name for c in choices(seed, 60)] for seed in (0, 0, 1))
+    assert first == again != other
+    assert set(first[: len(FAULTS)]) == {fault.name for fault in FAULTS}
+    drawn = [choice.work()[2] for choice in choices(0, 60)]
+    assert drawn == [choice.work()[2] for choice in choices(0, 60)]
+    assert {words.split()[0] for words in drawn} >= {"Pretrain", "steps", "collective", "Fails"}
+
+
+def test_what_went_wrong_stands_in_the_report() -> None:
+    choice = Choice(seed=3, number=1, fault=FAULTS[0])
+    outcome = Outcome(choice=choice, work="steps", ended="lost: its", seconds=1.25, wrong=("a process: 7",))
+    said = report([outcome], seed=3, seconds=60)
+    assert "1 left something or said something wrong" in said
+    assert "| none | 1 | lost 1; **1 wrong** | 1.2+ | 1.2+ |" in said and "- 1 (none): a process: 7" in said

@@ -1,0 +1,26 @@
+"""A kernel of the soak's own, to be killed: launches one choice, tells where, and holds the lease."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tests.soak.choices import Choice
+from tests.soak.faults import FAULTS
+
+from shardscope.runs.launch import launch
+
+
+def main(seed: int, number: int, fault: str, folder: Path) -> None:
+    """Never returns."""
+    choice = Choice(seed=seed, number=number, fault=next(each for each in FAULTS if each.name == fault))
+    plan, task, _ = choice.work()
+    run = launch(plan, task, folder=folder, outlive_kernel=choice.fault.where == "outlived")
+    print(run.folder, flush=True)
+    while True:
+        time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
