@@ -53,8 +53,11 @@ FAULTS = {
     ),
     10: Fault(
         "A rank is killed (`kill -9`, the kernel's out-of-memory killer)",
-        "Failed: that rank was killed by SIGKILL, most likely because host memory ran out; what it was last "
-        "seen to hold, what was free, and whether the kernel's out-of-memory killer struck.",
+        "Failed: that rank was killed by SIGKILL, and by whom as far as the kernel counts: its out-of-memory "
+        "killer struck (so often, in this memory group or on this machine), or its counter stood still, and "
+        "somebody else sent it; what the rank was last seen to hold, and what was free.",
+        "No rank was really killed for want of memory: that would take the memory of whoever runs the tests. "
+        "The counters' files are written by the test, in the forms of both versions of cgroups.",
     ),
     11: Fault(
         "A rank raises, and the others lose their connection to it",

@@ -140,7 +140,7 @@ def test_fault_09_supervisor_or_launcher_killed(who: str, plan: Any, tmp_path: P
     else:
         launchers = [p for p in processes_of(tmp_path) if p.ppid() == supervisor]
         launchers[0].kill()
-        assert run.wait(5) == "failed" and "the launcher was killed by SIGKILL" in run.reason
+        assert run.wait(5) == "failed" and "the launcher was killed by SIGKILL: " in run.reason
     assert seconds_until(lambda: not processes_of(tmp_path), 5) < 5
     run.stop()
 

@@ -16,6 +16,7 @@ from shardscope.runs import host_watch
 from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.host_watch import HostWatch, Seen, used_bytes
+from shardscope.runs.oom_kills import OomKills, count_oom_kills, sender_in_words
 from shardscope.runs.records import append_line, read_json, write_json
 from shardscope.runs.remedy import numbers, prevention
 from shardscope.runs.run import Run
@@ -181,9 +182,12 @@ def test_fault_10_advice_after_a_kill_is_about_the_hosts_memory(
     append_line(folder.exits, {"time": 2.0, "rank": 0, "code": -9})
     host, failures = HostWatch(folder, 2), all_failures(folder, 2)
     description = read_json(folder.run_json) or {}
-    for struck in (True, False):
-        monkeypatch.setattr(host, "_struck", lambda struck=struck: struck)
-        assert (words in tell(failures, description, host).text) == struck
+    for number in (1, 0):
+        monkeypatch.setattr(host, "_oom_kills", lambda number=number: OomKills(number, number))
+        assert (words in tell(failures, description, host).text) == bool(number)
+    # After the supervisor's own death nobody knows: then nothing is said of memory.
+    unwatched = tell(failures, description)
+    assert unwatched.reason == "rank 0 was killed by SIGKILL" and "prevented" not in unwatched.text
 
 
 def test_fault_10_only_what_ended_a_rank_counts(tmp_path: Path) -> None:
@@ -236,22 +240,76 @@ def test_what_a_cgroup_holds_is_read_where_its_limit_is(
 def test_fault_10_a_killed_rank_has_the_hosts_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = tmp_path / "memory.events"
-    counter.write_text("low 0\noom 3\noom_kill 3\noom_group_kill 0\n")
-    monkeypatch.setattr(host_watch, "KILL_COUNTERS", (tmp_path / "missing", counter))
+    counted = [OomKills(3, 8)]
+    monkeypatch.setattr(host_watch, "count_oom_kills", lambda: counted[-1])
     watch = HostWatch(run_folder(tmp_path, plan_of(ss.Layout.ddp(), "2xcpu")), 2)
-    assert watch.words(0) == ""
+    still = "the kernel's out-of-memory counter stood still"
+    by_whom = "somebody sent it (kill, a job scheduler), or another memory group's limit did"
+    assert watch.words(None) == watch.words(0) == f"{still}: {by_whom}"
     watch.seen[0] = Seen(rank_bytes=21 * GIB, free_bytes=20 * GIB, total_bytes=24 * GIB)
-    assert watch.words(0) == (
-        "it was last seen with 21.0 GiB, 20.0 free of 24.0; the kernel's out-of-memory killer did not "
-        "strike: somebody may have sent it"
-    )
+    assert watch.words(0) == f"{still}: {by_whom}; it was last seen with 21.0 GiB, 20.0 free of 24.0"
     assert not watch.ran_out(0) and not watch.ran_out(1)
     watch.seen[1] = Seen(rank_bytes=21 * GIB, free_bytes=GIB, total_bytes=24 * GIB)
     assert watch.ran_out(1), "a daemon may be quicker than the kernel"
-    counter.write_text("oom_kill 4\n")
-    assert watch.words(0).endswith("the kernel's out-of-memory killer struck meanwhile")
+    assert watch.words(1).startswith(f"{still}, but little memory was free: a daemon was quicker")
+    counted.append(OomKills(4, 9))
+    assert watch.words(0) == (
+        "host memory ran out, for the kernel's out-of-memory killer struck once in this memory group "
+        "meanwhile; it was last seen with 21.0 GiB, 20.0 free of 24.0"
+    )
     assert watch.ran_out(0) and watch.ran_out(1)
     write_json(watch.folder.rank(1), {"pid": 1})
     watch.look()
     assert watch.seen[1].rank_bytes > 0 and 0 <= watch.seen[1].free_bytes <= watch.seen[1].total_bytes
+
+
+@pytest.mark.parametrize(
+    ("kills", "struck", "words"),
+    [
+        ((2, 2), True, "struck 2 times in this memory group"),
+        ((None, 1), True, "struck once on this machine"),
+        ((0, 1), False, "struck elsewhere on this machine, not in this memory group: somebody sent it"),
+        ((0, 0), False, "counter stood still: somebody sent it"),
+        ((0, None), False, "counter stood still: somebody sent it"),
+        ((None, 0), False, "counter stood still: somebody sent it"),
+        (
+            (None, None),
+            None,
+            "nothing here counts what the kernel kills for want of memory; that, or",
+        ),
+    ],
+)
+def test_fault_10_who_killed_is_said_as_far_as_it_is_counted(
+    kills: tuple[int | None, int | None], struck: bool | None, words: str
+) -> None:
+    assert OomKills(*kills).struck is struck
+    assert words in sender_in_words(OomKills(*kills), is_full=False)
+    full = sender_in_words(OomKills(*kills), is_full=True)
+    assert ("little" in full) == (struck is not True)
+
+
+def test_fault_10_the_counter_of_this_processs_own_group_is_read(tmp_path: Path) -> None:
+    """Version 2, version 1, a container that sees only its own root, and no group at all."""
+    job, membership, machine = tmp_path / "slurm" / "job", tmp_path / "cgroup", tmp_path / "vmstat"
+    job.mkdir(parents=True)
+    machine.write_text("nr_free_pages 7\noom_kill 12\n")
+
+    def count() -> OomKills:
+        return count_oom_kills(membership, tmp_path, machine)
+
+    membership.write_text("0::/slurm/job\n")
+    assert count() == (None, 12)
+    (tmp_path / "memory.events").write_text("oom 9\noom_kill 9\noom_group_kill 0\n")
+    assert count() == (9, 12)
+    (job / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert count() == (2, 12)
+    membership.write_text("4:cpu,memory:/slurm/job\n0::/\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.oom_control").write_text("under_oom 0\noom_kill 5\n")
+    assert count() == (5, 12)
+    own = tmp_path / "memory" / "slurm" / "job"
+    own.mkdir(parents=True)
+    (own / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    assert count() == (1, 12)
+    assert OomKills(3, None).since(OomKills(1, 7)) == (2, None)
+    assert count_oom_kills(tmp_path / "none", tmp_path, tmp_path / "none") == (None, None)

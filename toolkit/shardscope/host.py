@@ -40,7 +40,11 @@ def host_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _cgroup_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
+def memory_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> Iterator[Path]:
+    """Folders of the memory cgroups above this process, its own first; they need not exist.
+
+    In a container the path of its own group may be another outside: then the last of them, the root, is ours.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not Linux
@@ -48,17 +52,20 @@ def _cgroup_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
     for line in lines:
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:  # version 2: one tree
-            base, file = root, "memory.max"
+            base = root
         elif "memory" in controllers.split(","):
-            base, file = root / "memory", "memory.limit_in_bytes"
+            base = root / "memory"
         else:
             continue
-        # A limit binds everything below it. In a container the path may not exist: then the root is ours.
         folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place != base and base not in place.parents:
-                break
-            yield from _limit(place / file)
+        yield from (place for place in (folder, *folder.parents) if place == base or base in place.parents)
+
+
+def _cgroup_limits(membership: Path, root: Path) -> Iterator[MemoryLimit]:
+    """A limit binds everything below it."""
+    for folder in memory_groups(membership, root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            yield from _limit(folder / name)
 
 
 def _limit(file: Path) -> Iterator[MemoryLimit]:

@@ -32,7 +32,7 @@ PEER_LOST_TEXTS = (
 """Parts of messages (in lower case) with which gloo, NCCL and TCPStore say that the other side is gone."""
 
 SIGNAL_WORDS = {
-    signal.SIGKILL: "was killed by SIGKILL, most likely because host memory ran out",
+    signal.SIGKILL: "was killed by SIGKILL",
     signal.SIGSEGV: "crashed with SIGSEGV (segmentation fault); the end of its log shows where",
     signal.SIGBUS: "crashed with SIGBUS, most likely because /dev/shm is full",
     signal.SIGABRT: "aborted with SIGABRT; the end of its log says why",

@@ -6,16 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardscope.host import CGROUP_ROOT, memory_limit
+from shardscope.host import memory_limit
 from shardscope.memory.words import gib
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.oom_kills import OomKills, count_oom_kills, sender_in_words
 from shardscope.runs.records import read_json
-
-KILL_COUNTERS = (
-    CGROUP_ROOT / "memory.events",  # cgroup v2, Documentation/admin-guide/cgroup-v2.rst
-    CGROUP_ROOT / "memory" / "memory.oom_control",  # v1
-    Path("/proc/vmstat"),  # of the whole machine
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +35,7 @@ class HostWatch:
         self.folder = folder
         self.pids: dict[int, int | None] = dict.fromkeys(range(world_size))
         self.seen: dict[int, Seen] = {}
-        self._kills_before = num_kills()
+        self._kills_before = count_oom_kills()
 
     def look(self) -> None:
         """Keep what each living rank holds now, and what the host has left. Raises ``OSError``."""
@@ -52,27 +47,22 @@ class HostWatch:
             if isinstance(pid, int) and (held := resident_bytes(pid)):
                 self.seen[rank] = Seen(rank_bytes=held, free_bytes=free, total_bytes=total)
 
-    def words(self, rank: int) -> str:
-        """The numbers of ``rank``, and whether the kernel's out-of-memory killer struck; empty if unknown."""
-        told = []
-        if seen := self.seen.get(rank):
+    def words(self, rank: int | None) -> str:
+        """Who sent the SIGKILL that ended ``rank`` (None: the launcher), as far as is known, and numbers."""
+        seen = None if rank is None else self.seen.get(rank)
+        told = [sender_in_words(self._oom_kills(), is_full=seen is not None and seen.is_full)]
+        if seen is not None:
             held, free, total = map(gib, (seen.rank_bytes, seen.free_bytes, seen.total_bytes))
             told.append(f"it was last seen with {held} GiB, {free} free of {total}")
-        struck = self._struck()
-        if struck:
-            told.append("the kernel's out-of-memory killer struck meanwhile")
-        elif struck is not None and seen and not seen.is_full:
-            told.append("the kernel's out-of-memory killer did not strike: somebody may have sent it")
         return "; ".join(told)
 
     def ran_out(self, rank: int) -> bool:
         """Whether host memory may be why ``rank`` was killed, by the kernel or a daemon that was quicker."""
         seen = self.seen.get(rank)
-        return self._struck() is not False or (seen is not None and seen.is_full)
+        return self._oom_kills().struck is True or (seen is not None and seen.is_full)
 
-    def _struck(self) -> bool | None:
-        now = num_kills()
-        return None if now is None or self._kills_before is None else now > self._kills_before
+    def _oom_kills(self) -> OomKills:
+        return count_oom_kills().since(self._kills_before)
 
 
 def free_host_memory() -> tuple[int, int]:
@@ -86,20 +76,6 @@ def free_host_memory() -> tuple[int, int]:
         total = limit.num_bytes
         free = min(free, max(0, total - used_bytes(limit.folder)))
     return free, total
-
-
-def num_kills() -> int | None:
-    """How often the out-of-memory killer struck here so far; None where nothing counts it."""
-    for path in KILL_COUNTERS:
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, value = line.partition(" ")
-            if name == "oom_kill" and value.isdecimal():
-                return int(value)
-    return None
 
 
 def used_bytes(folder: Path) -> int:

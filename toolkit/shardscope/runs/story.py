@@ -36,13 +36,15 @@ def tell(
     was_killed = KILLED in first.reason
     shortage = Shortage(place="host memory") if was_killed else read_shortage(first.raised)
     if shortage is not None:
-        plan = _plan(description)
         told, prevented = _memory_words(
-            shortage, plan, trains_the_plan=description.get("trains_the_plan") is True
+            shortage, _plan(description), trains_the_plan=description.get("trains_the_plan") is True
         )
-        if was_killed and host is not None and first.rank is not None:
-            told = "; ".join(filter(None, (host.words(first.rank), told)))
-            prevented = prevented if host.ran_out(first.rank) else ""
+        if was_killed:
+            # Nobody else knows who sent it: without the one who watched, nothing is said of memory.
+            is_memory = host is not None and first.rank is not None and host.ran_out(first.rank)
+            words = "" if host is None else host.words(first.rank)
+            told = "; ".join(filter(None, (words, told if is_memory else "")))
+            prevented = prevented if is_memory else ""
         who = "the launcher" if first.rank is None else f"rank {first.rank}"
         reason = first.reason if was_killed else f"{who} ran out of {shortage.place}"
         reason = f"{reason}: {told}" if told else reason

@@ -267,8 +267,9 @@ class Supervisor:
             return "stopped", f"{self.stop_reason}: the ranks ended by themselves"
         if failure is not None:
             return "failed", failure.reason
-        who = "rank 0" if self.world_size == 1 else "the launcher"
-        return "failed", f"{who} {describe_exit(code)}"
+        who, rank = ("rank 0", 0) if self.world_size == 1 else ("the launcher", None)
+        killer = f": {self.beside.host.words(rank)}" if code == -signal.SIGKILL else ""
+        return "failed", f"{who} {describe_exit(code)}{killer}"
 
     def _every_rank_returned(self) -> bool:
         """Given that the launcher exited with 0: elastic does so only then, a single rank may os._exit(0)."""
