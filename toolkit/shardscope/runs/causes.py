@@ -101,8 +101,9 @@ def died_untimely(folder: RunFolder) -> bool:
 def looks_like_peer_lost(name: str, text: str) -> bool:
     """Whether an exception says that another rank is gone, rather than what went wrong here."""
     lower = text[-8192:].lower()
-    distributed = (
-        name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "torch/distributed" in lower
+    # gloo names its own source file where the task waits for an operation itself, outside of torch's frames.
+    distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError") or any(
+        place in lower for place in ("torch/distributed", "gloo/transport")
     )
     return (distributed or "Connection" in name) and any(part in lower for part in PEER_LOST_TEXTS)
 
