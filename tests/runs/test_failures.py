@@ -189,7 +189,9 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
 def test_fault_11_what_a_lost_peer_looks_like() -> None:
     gloo = 'File "torch/distributed/x.py"\nRuntimeError: [gloo/transport/tcp] Connection closed by peer'
     assert looks_like_peer_lost("RuntimeError", gloo)
-    waited = "    summing.wait()\nRuntimeError: [/__w/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection"
+    waited = (
+        "    summing.wait()\nRuntimeError: [/__w/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection"
+    )
     assert looks_like_peer_lost("RuntimeError", f"{waited} closed by peer [127.0.0.1]:21158.")
     assert looks_like_peer_lost(
         "DistBackendError", "NCCL error: remote process exited or there was a network error"

@@ -81,11 +81,12 @@ def test_a_secret_that_is_cut_leaves_no_rest(tmp_path: Path, monkeypatch: pytest
     log = tmp_path / "log"
     cleaner = LogCleaner(log)
     log.write_text(HF[:25])  # Long enough to be one.
-    assert cleaner.clean() == 0
+    assert cleaner.clean() == 1 and log.read_text() == "*" * 25
+    for _ in range(3):  # However many looks later.
+        assert cleaner.clean() == 0
     with log.open("a") as writer:
         writer.write(f"{HF[25:]}\n{HF}")
-    assert cleaner.clean() == 1
-    assert cleaner.clean() == 1 and cleaner.clean() == 0  # Nothing came after it.
+    assert cleaner.clean() == 2 and cleaner.clean() == 0
     assert set(log.read_text()) == {"*", "\n"}
     # Wherever a look ends: within what is longer than any overlap, and within known forms.
     big = "-s3cr3t" * 1000
@@ -99,6 +100,27 @@ def test_a_secret_that_is_cut_leaves_no_rest(tmp_path: Path, monkeypatch: pytest
         assert set(log.read_text()[1000:]) == {"*", "\n", " "}
         log.write_text(f"{'x' * 1000}{big}\n{HF} {HF}")
     assert list(LogCleaner(log).finish())[-1] >= 3 and "3" not in log.read_text()
+
+
+def test_a_secret_that_comes_bit_by_bit_shows_no_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHORT_TOKEN", "abcdefgh12")  # The beginning of the next one.
+    monkeypatch.setenv("LONG_TOKEN", "abcdefgh12-and-its-rest")
+    bearer = "Bearer " + "k3y." * 3000  # Longer than what is looked at again.
+    log = tmp_path / "log"
+    cleaner = LogCleaner(log)
+    with log.open("ab", buffering=0) as writer:
+        for text in ("abcdefgh12-and-its-rest\n", f"{bearer}\n", f"{HF}\n"):
+            for start in range(0, len(text), max(1, len(text) // 40)):
+                writer.write(text[start : start + max(1, len(text) // 40)].encode())
+                cleaner.clean()
+        writer.write(b"abcdefgh12 ends here\n")
+    assert cleaner.clean() == 1
+    whole = log.read_text()
+    expected = f"{'*' * 23}\nBearer {'*' * 12000}\n{'*' * len(HF)}\n{'*' * 10} ends here\n"
+    assert whole == expected
+    assert len(cleaner._seen) < 20_000
 
 
 def test_a_log_is_cleaned_while_it_grows_and_across_two_writes(tmp_path: Path) -> None:

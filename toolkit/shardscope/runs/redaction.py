@@ -45,6 +45,8 @@ begins with is looked for first, which is far quicker than a pattern over a log 
 CHUNK_BYTES = 2**20
 OVERLAP_BYTES = 4096
 """Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes."""
+MAX_SECRET_BYTES = 2**16
+"""Of what was looked at, no more is kept for forms: the end of a longer one, printed bit by bit, would show."""
 MARGIN_BYTES = 8
 """More than stands to the left of a secret and says whether it is one."""
 PIECE_BYTES = 2**23
@@ -94,59 +96,56 @@ def _byte_forms(values: tuple[str, ...]) -> tuple[tuple[bytes, re.Pattern[bytes]
 class LogCleaner:
     """Overwrites secrets in a file that others append to, byte for byte: nothing moves.
 
-    What ends where the data end may be the beginning of more. It waits for what comes after it, at the end of
-    the file for one look: overwritten too early, its rest would look like no secret.
+    What ends where the data end is overwritten at once, and may be only the beginning of more. So the last
+    bytes are kept as they were written: however much later a secret goes on, its rest is overwritten as well.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
-        self._waits = False
+        self._seen = b""
+        """What stood before ``offset``, secrets included; in memory only."""
 
-    def clean(self, max_bytes: int | None = None, *, is_last: bool = False) -> int:
+    def clean(self, max_bytes: int | None = None) -> int:
         """Look at what is new, at most ``max_bytes`` of it; how many secrets were overwritten.
 
-        ``is_last``: nobody writes any more. Raises ``OSError``.
+        Raises ``OSError``.
         """
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
             return 0
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
-        if end < self.offset or (end == self.offset and not self._waits):
+        if end <= self.offset:
             return 0
-        nothing_comes = is_last or end == self.offset
         values = secret_values(os.environ)
         forms = _byte_forms(tuple(values))
         longest = max((len(os.fsencode(value)) for value in values), default=0)
-        overlap = max(OVERLAP_BYTES, longest + 2 * MARGIN_BYTES)
-        num_found, self._waits = 0, False
+        overlap, num_found = max(OVERLAP_BYTES, longest + 2 * MARGIN_BYTES), 0
         with self.path.open("r+b") as file:
-            while True:
-                place = max(0, self.offset - overlap)
-                file.seek(place)
-                data = file.read(min(CHUNK_BYTES + overlap, end - place))
-                reached = place + len(data)
+            while self.offset < end:
+                file.seek(self.offset)
+                new = file.read(min(CHUNK_BYTES, end - self.offset))
+                if not new:  # It became shorter under our hands.
+                    break
+                data, place = self._seen + new, self.offset - len(self._seen)
+                keep = overlap
                 for found in _secrets(data, forms):
                     first, last = found.span(1)
                     if place and found.start() < MARGIN_BYTES:
                         continue  # Seen before, and with what stands to the left of it.
-                    fits = len(data) - found.start() <= overlap - MARGIN_BYTES
-                    if last == len(data) and fits and not (nothing_comes and reached >= size):
-                        self._waits = True
-                    elif data[first:last].strip(MASK.encode()):
+                    if last > len(self._seen):
                         file.seek(place + first)
                         file.write(MASK.encode() * (last - first))
                         num_found += 1
-                if reached <= self.offset:  # All is seen, or it became shorter under our hands.
-                    break
-                self.offset = reached
-                if reached >= end:
-                    break
+                    if last == len(data):
+                        keep = max(keep, len(data) - found.start() + MARGIN_BYTES)
+                self.offset += len(new)
+                self._seen = data[-min(keep, max(overlap, MAX_SECRET_BYTES)) :]
         return num_found
 
     def finish(self) -> Iterator[int]:
         """What is left, when nobody writes any more, in pieces. Raises ``OSError``."""
         while self.path.exists() and self.path.stat().st_size > self.offset + PIECE_BYTES:
             yield self.clean(PIECE_BYTES)
-        yield self.clean(is_last=True)
+        yield self.clean()
