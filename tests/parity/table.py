@@ -117,6 +117,9 @@ ROWS: tuple[Row, ...] = (
     _row("zero-1(2)", 2, "zero", stage=1),
     _row("zero-2(2)", 2, "zero", stage=2),
     _row("zero-3(2)", 2, "zero", stage=3, fast=True),
+    _row("zero-0 pp(2) x dp(2)", 4, "zero", stage=0, pp=2, num_micro_batches=4),
+    _row("zero-1 pp(2)", 2, "zero", stage=1, pp=2, num_micro_batches=4, fast=True),
+    _row("zero-1 pp(2) x dp(2)", 4, "zero", stage=1, pp=2, num_micro_batches=4),
     _row("zero-3(2) + cpu", 2, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
     _row(
         "zero-3(2) + nvme, many tokens",

@@ -15,7 +15,7 @@ needs("transformers")
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Plan  # noqa: E402
-from shardscope.frameworks.fsdp2.limits import STAGED_FAMILIES  # noqa: E402
+from shardscope.frameworks.limits import STAGED_FAMILIES  # noqa: E402
 from shardscope.frameworks.registry import engine_for, why_not_trained  # noqa: E402
 
 NUM_STEPS = 2

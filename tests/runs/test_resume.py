@@ -64,6 +64,7 @@ RUNS = {
     "ddp": ("ddp", {}),
     "ZeRO-2": ("zero", {"stage": 2}),
     "ZeRO-3": ("zero", {"stage": 3}),
+    "ZeRO pipeline": ("zero", {"stage": 1, "pp": 2}),
     "FSDP2 pipeline": ("fsdp2", {"pp": 2}),
     "Megatron tp": ("megatron", {"tp": 2}),
     "Megatron pp": ("megatron", {"pp": 2}),

@@ -26,6 +26,28 @@ def check_adapters(recipe: Recipe) -> None:
         )
 
 
+STAGED_FAMILIES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "granite"),
+    *("phi3", "olmo2", "deepseek_v3", "starcoder2"),
+)
+"""Families whose models are ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
+take hidden states in the embedding's place."""
+
+
+def check_staged(plan: Plan) -> None:
+    """Raise ``ValueError`` for what :mod:`shardscope.training.model_parts` does not cut into stages."""
+    arch, recipe = plan.architecture, plan.recipe
+    if arch.model_type not in STAGED_FAMILIES:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"{', '.join(STAGED_FAMILIES)} with pp > 1: others' models do not come apart in the same places",
+            "pp=1",
+        )
+    if recipe.method != "full":
+        refuse("Recipe.method", recipe.method, "'full' with pp > 1: peft wraps the whole model", "pp=1")
+
+
 TRAINED = {
     "method": ("full", "lora"),
     "quantization": (None,),

@@ -108,7 +108,7 @@ frameworks: dict[str, Framework] = {
         Framework(
             name="deepspeed",
             layout_class=ZeroLayout,
-            engine="shardscope.frameworks.deepspeed.engine:DeepSpeedEngine",
+            engine="shardscope.frameworks.deepspeed.engines:engine_of",
             before_fork="shardscope.frameworks.deepspeed.launching:before_fork",
         ),
         Framework(

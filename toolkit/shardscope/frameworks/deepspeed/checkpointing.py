@@ -7,6 +7,7 @@ opened. What one number of ranks at one stage wrote, only the same number at the
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,21 +80,30 @@ def whole_tensors(engine: Any, *, main: bool, only_trained: bool) -> WholeTensor
     ``main``: in fp32, out of the main copies, where DeepSpeed keeps such; else as forward reads them. A tied
     weight comes once, under its first name, and a persistent buffer under its own.
     """
-    copies = _unflattened(engine.optimizer) if main and engine.zero_optimization_stage() == 0 else {}
+    gather = gathering(engine, main=main)
     for name, parameter in engine.module.named_parameters():
         if only_trained and not parameter.requires_grad:
             continue
-        whole = copies.get(id(parameter))
-        if whole is None and main and parameter.requires_grad:
-            whole = _main_copy(parameter)
-        if whole is None:
-            whole = _as_read(parameter)
-        yield name, whole.detach().cpu() if dist.get_rank() == 0 else None
+        whole = gather(parameter)
+        yield name, whole.cpu() if dist.get_rank() == 0 else None
     if not only_trained:
         kept = engine.module.state_dict().keys()
         for name, buffer in engine.module.named_buffers():
             if name in kept:
                 yield name, buffer.cpu() if dist.get_rank() == 0 else None
+
+
+def gathering(engine: Any, *, main: bool) -> Callable[[Any], torch.Tensor]:
+    """What gathers a parameter on all ranks with parts of it; ``main``: its main copy, if there is one."""
+    copies = _unflattened(engine.optimizer) if main and engine.zero_optimization_stage() == 0 else {}
+
+    def gather(parameter: Any) -> torch.Tensor:
+        whole = copies.get(id(parameter))
+        if whole is None and main and parameter.requires_grad:
+            whole = _main_copy(parameter)
+        return (_as_read(parameter) if whole is None else whole).detach()
+
+    return gather
 
 
 def _main_copy(parameter: Any) -> torch.Tensor | None:

@@ -64,10 +64,14 @@ class DeepSpeedEngine(MicroBatchEngine):
         self.model = model
         with _not_counted(optimizer):
             self._module, self.zero, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=config
+                model=self.module_of(model), optimizer=optimizer, config=config
             )
         self.optimizer = optimizer
         return trained
+
+    def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What DeepSpeed is given of the model that was built."""
+        return model
 
     @property
     def half_type(self) -> torch.dtype:
@@ -109,19 +113,28 @@ class DeepSpeedEngine(MicroBatchEngine):
             self._module.step()
 
     def _update(self) -> torch.Tensor:
+        with self.accounted_update():
+            self._module.step()
+        return self._norm
+
+    @contextmanager
+    def accounted_update(self) -> Iterator[None]:
+        """Around DeepSpeed's own update: the norm, and the bytes before and after."""
         before = self._accounted()
-        norm = None
-        if self.zero is self.optimizer:
-            # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
-            norm = gradients.clip(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
-        self._module.step()
+        # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
+        norm = self.clip() if self.zero is self.optimizer else None
+        yield
         after = self._accounted()
         self.held_at_update = {**after, "gradients": before["gradients"]}
         self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_at_update.values()))
         self.held_after_step = after
         if norm is None:
             norm = torch.as_tensor(float(self._module.get_global_grad_norm()), device=self.ctx.device)
-        return norm
+        self._norm = norm
+
+    def clip(self) -> torch.Tensor:
+        """Clip fp32 gradients that are reduced and whole; their norm."""
+        return gradients.clip(self.model.parameters(), self.ctx.device, None, self.max_grad_norm)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.zero.param_groups:

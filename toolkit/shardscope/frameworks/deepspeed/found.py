@@ -142,7 +142,8 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
 def in_words(found: Mapping[str, Any], where: str) -> str:
     """One plain sentence of it."""
     stage, ranks = found["stage"], count(found["data_parallel"], "rank")
-    shared = f"{SHARED[stage]} over {ranks}" if stage else f"{SHARED[0]}, {ranks}"
+    here = " of its stage" if "pipeline_stage" in found else ""
+    shared = f"{SHARED[stage]} over {ranks}" if stage else f"{SHARED[0]}{here}, {ranks}"
     away = [
         f"{what} {PLACES[place]}"
         for what, place in (

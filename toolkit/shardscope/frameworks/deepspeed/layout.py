@@ -131,6 +131,9 @@ class ZeroLayout(Layout):
             one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
         if self.pp > 1 and self.stage > 1:
             refuse("Layout.stage", self.stage, "0 or 1 with pp > 1 (DeepSpeed's pipeline engine)", "stage=1")
+        if self.pp > 1 and self.overlap_comm:
+            why = "None or False with pp > 1: DeepSpeed reduces when backward has ended, and turns it off"
+            refuse("Layout.overlap_comm", True, why, "overlap_comm=None")
         self._check_stage_3()
         if self.tp > 1 and self.ep > 1:
             refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", "ep=1")

@@ -9,7 +9,7 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.limits import TRAINED, check_recipe
+from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.memory.head import loss_in_force
 from shardscope.validation import refuse
 
@@ -29,7 +29,11 @@ def check_plan(plan: Plan) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
     _check_degrees(plan, layout)
+    if layout.stage == 0:
+        _check_whole(plan)
     check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
+    if plan.degrees.pp > 1:
+        _check_pipeline(plan)
     if loss_in_force(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",
@@ -47,11 +51,39 @@ def check_plan(plan: Plan) -> None:
 def _check_degrees(plan: Plan, layout: Any) -> None:
     for degree, why in (
         ("tp", "DeepSpeed's AutoTP is not run here; fsdp2 and megatron run tp"),
-        ("pp", "DeepSpeed's pipeline is not run here; fsdp2 and megatron run pp"),
         ("ep", "DeepSpeed's experts are not run here; megatron runs ep"),
     ):
         if getattr(layout, degree) > 1:
             refuse(f"Layout.{degree}", getattr(layout, degree), f"1 to train: {why}", f"{degree}=1")
+
+
+def _check_whole(plan: Plan) -> None:
+    """What DeepSpeed 0.19 does wrong without ZeRO."""
+    precision, why = plan.recipe.precision, ""
+    if precision == "fp16-mixed":
+        why = (
+            "1 to 3 to train in fp16: in stage 0 DeepSpeed scales no loss, and divides gradients by the "
+            "scale all the same (deepspeedai/DeepSpeed#8393)"
+        )
+    elif precision != "fp32" and plan.degrees.pp > 1:
+        why = (
+            "1 to train in bf16 with pp > 1: there DeepSpeed cuts the optimizer's state in stage 0 too "
+            "(BF16_Optimizer), and its checkpoints have one rank's part alone"
+        )
+    if why:
+        refuse("Layout.stage", 0, why, "stage=1")
+
+
+def _check_pipeline(plan: Plan) -> None:
+    """What DeepSpeed's pipeline module, over transformers' models, does not run here."""
+    check_staged(plan)
+    if loss_in_force(plan) != "full":
+        refuse(
+            "Recipe.loss",
+            plan.recipe.loss,
+            "'full' with pp > 1, where the loss is the schedule's and not the model's own",
+            "loss='full'",
+        )
 
 
 def _check_nvme() -> None:

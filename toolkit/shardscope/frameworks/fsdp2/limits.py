@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe
+from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe, check_staged
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -19,13 +19,6 @@ CUT_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "starcoder2"),
 )
 """Families whose projections are matrices of their own: a cut of a fused one would go across its parts."""
-
-STAGED_FAMILIES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "granite"),
-    *("phi3", "olmo2", "deepseek_v3", "starcoder2"),
-)
-"""Families whose models are ``model.embed_tokens``, ``model.layers``, ``model.norm`` and ``lm_head``, and
-take hidden states in the embedding's place."""
 
 WHOLE_TRAINED = {**TRAINED, "kernels": (None, "transformers", "compiled")}
 """What is trained of a recipe without stages and tensor-parallel parts."""
@@ -72,16 +65,8 @@ def check_parallel(plan: Plan) -> None:
 
 def check_pipeline(plan: Plan) -> None:
     """Raise ``ValueError`` for what is not cut into pipeline stages here."""
-    arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
-    if arch.model_type not in STAGED_FAMILIES:
-        refuse(
-            "Architecture.model_type",
-            arch.model_type,
-            f"{', '.join(STAGED_FAMILIES)} with pp > 1: others' models do not come apart in the same places",
-            "pp=1",
-        )
-    if recipe.method != "full":
-        refuse("Recipe.method", recipe.method, "'full' with pp > 1: peft wraps the whole model", "pp=1")
+    recipe, degrees = plan.recipe, plan.degrees
+    check_staged(plan)
     if recipe.seq_len % degrees.tp:
         refuse(
             "Recipe.seq_len",

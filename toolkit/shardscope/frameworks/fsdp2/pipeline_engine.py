@@ -6,8 +6,9 @@ are reduced once, when the schedule has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardscope.training import micro_batches, pretrained
 from shardscope.training.gradients import local
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.model_parts import part_of, shell_of
+from shardscope.training.stage_tensors import StageTensor, stage_by_stage
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -192,27 +194,17 @@ class PipelinedEngine(Fsdp2Engine):
         pretrained.write_pretrained(self._in_run(path), model, self.whole_tensors())
 
     def whole_tensors(self) -> pretrained.WholeTensors:
-        """Stage by stage; the first rank of each sends its tensors to rank 0, which writes them."""
-        mine = list(self._exported())
-        specs: list[Any] = [None] * self.ctx.world_size
-        dist.all_gather_object(specs, [(name, tuple(p.shape), p.dtype) for name, p in mine])
-        first, each = 0, self.ctx.world_size // self.plan.degrees.pp
-        for stage in range(self.plan.degrees.pp):
-            first = stage * each
-            for index, (name, shape, kind) in enumerate(specs[first]):
-                found = mine[index][1].to(self.ctx.device).full_tensor() if stage == self.stage else None
-                if stage > 0 and self.ctx.rank == first:
-                    dist.send(found, 0)
-                elif stage > 0 and self.ctx.rank == 0:
-                    found = torch.empty(shape, dtype=kind, device=self.ctx.device)
-                    dist.recv(found, first)
-                yield name, found.cpu() if found is not None and self.ctx.rank == 0 else None
+        own = [
+            StageTensor(name, tuple(parameter.shape), parameter.dtype, partial(self._whole, parameter))
+            for name, parameter in self.model.named_parameters()
+            if not (self._is_tied and name == HEAD)
+        ]
+        pp, device = self.plan.degrees.pp, self.ctx.device
+        return stage_by_stage(own, stage=self.stage, num_stages=pp, device=device)
 
-    def _exported(self) -> Iterator[tuple[str, Any]]:
-        """Names and parameters of this stage, less the copy of a tied embedding."""
-        for name, parameter in self.model.named_parameters():
-            if not (self._is_tied and name == HEAD):
-                yield name, parameter.detach()
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = parameter.detach().to(self.ctx.device).full_tensor()
+        return whole
 
     # ---- what it is
 

@@ -1,0 +1,249 @@
+"""DeepSpeed's pipeline really training on gloo ranks, each plan beside the same model in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+
+torch = needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope import Architecture, Layout  # noqa: E402
+from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+RATE = 1e-2
+ROWS = 4
+
+
+def llama(*, tied: bool) -> Architecture:
+    """Three layers, so that stages differ; small embeddings, so that layers weigh more."""
+    made = tiny_llama(tie_word_embeddings=tied)
+    return replace(made, num_hidden_layers=3, vocab_size=256)
+
+
+def plan_of(num_ranks: int, *, stage: int, tied: bool = False, **recipe: Any) -> Any:
+    """Two stages; all data-parallel ranks share the same four rows, in micro-batches of one."""
+    fields = {"global_batch_size": ROWS, "micro_batch_size": 1, **recipe}
+    layout = {"stage": stage, "pp": 2}
+    return tiny_plan("zero", num_ranks, architecture=llama(tied=tied), layout=layout, **fields)
+
+
+PLANS: dict[str, Any] = {
+    "zero-0, tied": {"stage": 0, "tied": True},
+    "zero-1": {"stage": 1},
+    "zero-1 bf16": {"stage": 1, "precision": "bf16-mixed"},
+    "zero-1 fp16, tied": {"stage": 1, "tied": True, "precision": "fp16-mixed"},
+}
+OVER_FOUR: dict[str, Any] = {
+    "zero-1, tied, over four": {"stage": 1, "tied": True},
+    "zero-0 over four": {"stage": 0},
+}
+
+
+def whole_batch(step: int) -> dict[str, Any]:
+    """Rows with unlike numbers of labels: micro-batches, and stages' shares of data, weigh differently."""
+    tokens = torch.randint(0, 64, (ROWS, 64), generator=torch.Generator().manual_seed(step))
+    labels = tokens.clone()
+    for row in range(ROWS):
+        labels[row, : 9 * row] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def share(engine: Any, step: int) -> dict[str, Any]:
+    return {
+        name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in whole_batch(step).items()
+    }
+
+
+def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+    from shardscope.training.model import build_model
+
+    ctx.plan = plan
+    engine = ctx.engine = engine_for(plan)(ctx)
+    engine.learning_rate, engine.seed = RATE, seed
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
+
+
+def trained(ctx: StandInContext) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, fields in (PLANS if ctx.world_size == 2 else OVER_FOUR).items():
+        engine = fresh(ctx, plan_of(ctx.world_size, **fields))
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            losses.append(engine.step(share(engine, step)))
+            norms.append(engine.grad_norm)
+        found[name] = {
+            "losses": losses,
+            "norms": norms,
+            "held": engine.held_at_update,
+            "engine": ctx.records["engine"],
+            "phases": ctx.records["memory"]["phases"],
+        }
+    if ctx.world_size == 2:
+        found["kept"] = kept(ctx)
+        found["other batch"] = refused_batch(ctx)
+    return found
+
+
+def kept(ctx: StandInContext) -> dict[str, Any]:
+    """A checkpoint gone on from by a new engine, and an export opened by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    found: dict[str, Any] = {}
+    for name in ("zero-0, tied", "zero-1 bf16"):
+        plan = plan_of(2, **PLANS[name])
+        engine = fresh(ctx, plan)
+        for step in range(SAVED_AFTER):
+            engine.step(share(engine, step))
+        engine.save(f"kept/{name}")
+        engine = fresh(ctx, plan, seed=7)
+        engine.load(f"kept/{name}")
+        engine.export(f"exported/{name}")
+        opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
+        with torch.no_grad():
+            loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
+        again = [engine.step(share(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+        found[name] = {"again": again, "exported": loss, "type": str(opened.dtype)}
+    return found
+
+
+def refused_batch(ctx: StandInContext) -> str:
+    with pytest.raises(ValueError, match="leave the others out") as refusal:
+        ctx.engine.step({**share(ctx.engine, 0), "attention_mask": torch.ones(4, 64)})
+    return str(refusal.value)
+
+
+def plain_torch(*, tied: bool) -> dict[str, list[float]]:
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.manual_seed(0)
+    model = build_model(llama(tied=tied))
+    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        loss = model(**whole_batch(step)).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By plan, what each rank found."""
+    by_plan: dict[str, list[dict[str, Any]]] = {}
+    for num_ranks in (2, 4):
+        plan = plan_of(num_ranks, stage=1)
+        before_fork(plan, "cpu")
+        ranks = on_ranks(num_ranks, plan, trained, tmp_path_factory.mktemp("pipeline"))
+        by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return by_plan
+
+
+@pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
+def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    fields = {**PLANS, **OVER_FOUR}[name]
+    expected, half = plain_torch(tied=fields.get("tied", False)), "precision" in fields
+    for rank in found[name]:
+        assert rank["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
+
+
+@pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
+def test_bytes_of_each_stage_are_those_that_were_predicted(
+    name: str, found: dict[str, list[dict[str, Any]]]
+) -> None:
+    """To the byte, of the rank that holds most; what an update works with is no state."""
+    fields, ranks = {**PLANS, **OVER_FOUR}[name], found[name]
+    stages = plan_of(len(ranks), **fields).memory().by_stage
+    each = len(ranks) // len(stages)
+    for number, report in enumerate(stages):
+        own = [rank["held"] for rank in ranks[number * each : (number + 1) * each]]
+        rest, update = report.at("rest").components, report.at("optimizer").components
+        assert max(held["parameters"] for held in own) == rest["parameters"]
+        assert max(held["gradients"] for held in own) == update["gradients"]
+        assert max(held["optimizer"] for held in own) == rest["optimizer"]
+
+
+def test_a_run_says_which_stage_it_is(found: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = (rank["engine"] for rank in found["zero-1"])
+    assert first["sentence"].endswith(
+        "over 1 rank (gloo, cpu); pipeline stage 1 of 2 with layers 0, 1, 1F1B, fp32 compute"
+    )
+    assert (first["layers"], second["layers"]) == ([0, 1], [2])
+    assert first["module"] == "PipelineEngine" and first["schedule"] == "TrainSchedule"
+    whole = llama(tied=False).num_parameters
+    assert first["num_parameters"] + second["num_parameters"] == whole
+    whole_on_each = found["zero-0 over four"][2]["engine"]
+    assert "gradients and optimizer state of its stage, 2 ranks" in whole_on_each["sentence"]
+    assert whole_on_each["pipeline_stage"] == 1
+
+
+def test_phases_of_the_schedule_are_watched(found: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in found["zero-1"]:
+        assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
+
+
+@pytest.mark.parametrize("name", ["zero-0, tied", "zero-1 bf16"])
+def test_a_new_engine_goes_on_where_the_checkpoint_was(
+    name: str, found: dict[str, list[dict[str, Any]]]
+) -> None:
+    straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
+    assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
+    assert of_kept["type"] == "torch.float32"
+    exact = "bf16" not in name
+    assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if exact else 0.03)
+
+
+def test_a_batch_of_other_tensors_is_refused(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert "batch has attention_mask, input_ids, labels" in str(found["other batch"][0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"method": "lora"}, "peft wraps the whole model"),
+        ({"loss": "chunked"}, "the loss is the schedule's"),
+        ({"architecture": "gpt2"}, "do not come apart in the same places"),
+    ],
+)
+def test_what_has_no_stages_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
+    if "architecture" in fields:
+        gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}
+        fields = {"architecture": Architecture.from_hf(gpt2)}
+    refusal = why_not_trained(tiny_plan("zero", 2, layout={"stage": 1, "pp": 2}, **fields))
+    assert refusal is not None and words in refusal and "Nearest fix" in refusal
+
+
+def test_stages_do_not_reduce_beneath_backward() -> None:
+    with pytest.raises(ValueError, match="reduces when backward has ended"):
+        Layout.zero(1, pp=2, overlap_comm=True)
+
+
+@pytest.mark.parametrize(
+    ("pp", "precision", "words"), [(1, "fp16-mixed", "#8393"), (2, "bf16-mixed", "one rank's part alone")]
+)
+def test_what_deepspeed_does_wrong_without_zero_is_refused(pp: int, precision: str, words: str) -> None:
+    refusal = why_not_trained(tiny_plan("zero", 2, layout={"stage": 0, "pp": pp}, precision=precision))
+    assert refusal is not None and words in refusal and "stage=1" in refusal
+
+
+def test_stages_of_another_pipeline_are_refused(tmp_path: Path) -> None:
+    from shardscope.frameworks.deepspeed.checkpointing import _check_fits
+
+    own = {"framework": "deepspeed", "stage": 1, "world_size": 4, "pp": 2}
+    with pytest.raises(ValueError, match="the number of pipeline stages that saved"):
+        _check_fits(tmp_path, {**own, "pp": 4}, own)
