@@ -38,7 +38,10 @@ FAULTS = {
     5: Fault(
         "A rank is halted (SIGSTOP), or hangs, while the others wait for it in a collective",
         "Stop ends all of them within 3.5 s. Before: no step within 20 times the median, 60 s at the least, "
-        "is said while the run goes on, with each rank's Python stack in its log.",
+        "is said while the run goes on, with each rank's Python stack in its log. Of a task that logs no "
+        "steps the same is said after ten minutes without a line, CPU time or a move in the code.",
+        "A task that logs no steps and computes while it waits, as CUDA's driver does for a GPU that does "
+        "not answer, is never called hung. One that rightly waits, for input say, is, and goes on.",
     ),
     6: Fault("The cell is interrupted while it waits for the run", "The wait ends; the run goes on."),
     7: Fault(

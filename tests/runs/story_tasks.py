@@ -30,3 +30,13 @@ def hangs(ctx: Any) -> None:
     if ctx.rank == 1:
         stuck_elsewhere()
     dist.all_reduce(torch.ones(1))
+
+
+def waits_in_silence(ctx: Any) -> None:
+    """Logs nothing, and rank 1 does not come to the collective."""
+    import torch
+    import torch.distributed as dist
+
+    if ctx.rank == 1:
+        stuck_elsewhere()
+    dist.all_reduce(torch.ones(1))

@@ -54,3 +54,16 @@ def test_fault_05_10_a_hang_is_said_with_stacks_and_a_killed_rank_with_numbers(
     for secret in (KEY.encode(), b"a1B2a1B2"):
         assert not [file for file, data in written.items() if secret in data]
     assert not [path for path in run.folder.rglob("*") if path.stat().st_mode & 0o77]
+
+
+def test_fault_05_a_hang_of_a_task_that_logs_nothing(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDSCOPE_HANG_SECONDS", "0.3")
+    run = launch(plan, tasks.waits_in_silence, folder=tmp_path)
+    seconds_until(lambda: "rank 1: stuck_elsewhere" in run.reason or run.status == "failed")
+    assert run.status == "running" and run.reason.startswith("nothing moves for "), run.reason
+    assert "rank 0: all_reduce (distributed_c10d.py:" in run.reason, run.reason
+    assert "in stuck_elsewhere" in run.logs(1)
+    run.stop()
+    assert run.wait(5) == "stopped"

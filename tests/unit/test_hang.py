@@ -78,10 +78,10 @@ def wait(watch: HangWatch, seconds: float) -> list[str]:
 
 def answered(watch: HangWatch) -> bool:
     """Whether every process that was asked and can answer has; the last line of its stack is this file's."""
-    pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._marks}
+    pids = {rank: (read_json(watch.folder.rank(rank)) or {})["pid"] for rank in watch._calls.marks}
     return all(
         process_state(pid) in ("", "T", "Z")
-        or b" in <module>\n" in watch.folder.stacks(rank).read_bytes()[watch._marks[rank] :]
+        or b" in <module>\n" in watch.folder.stacks(rank).read_bytes()[watch._calls.marks[rank] :]
         for rank, pid in pids.items()
     )
 

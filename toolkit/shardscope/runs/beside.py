@@ -14,6 +14,7 @@ from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import HangWatch
 from shardscope.runs.host_watch import HostWatch
 from shardscope.runs.metrics_table import csv_in_pieces
+from shardscope.runs.quiet import QuietWatch
 from shardscope.runs.records import LineTail
 from shardscope.runs.redaction import LogCleaner
 from shardscope.runs.tensorboard import ScalarFile
@@ -34,6 +35,7 @@ class Beside:
         self._say = say
         self._given_up: set[str] = set()
         self._hang = HangWatch(folder, world_size)
+        self._quiet = QuietWatch(folder, world_size)
         self._events = [LineTail(folder.events(rank)) for rank in range(world_size)]
         self._scalars = [ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in range(world_size)]
         logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, range(world_size))]
@@ -42,7 +44,7 @@ class Beside:
     @property
     def hangs(self) -> bool:
         """Whether the run was said to hang, and still does."""
-        return self._hang.hangs
+        return self._hang.hangs or self._quiet.hangs
 
     def look(self, seconds: float, *, is_running: bool) -> str | None:
         """``seconds`` since the last look. What there is to say of the run while it goes on, or None."""
@@ -54,7 +56,10 @@ class Beside:
         if not is_running:
             return None
         found: str | None = self._try("a hang", lambda: self._hang.look(new, seconds))
-        return found
+        still: str | None = self._try(
+            "a standstill", lambda: self._quiet.look(new, seconds, has_steps=self._hang.has_steps)
+        )
+        return found or still
 
     def finish(self) -> Iterator[None]:
         """The last look, and what is written at the end: a piece of work for each time that it is asked.

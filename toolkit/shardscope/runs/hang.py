@@ -1,13 +1,13 @@
 """A hang, found from outside: no step within many times the median step time, and nothing that explains it.
 
-Only what ranks logged tells of their steps; a task that logs nothing is never called hung. Start-up and the
-first steps, which compile and allocate, are not judged: there is no median yet. Before anything is said, each
-rank is asked for its Python stacks; one that is at a checkpoint, compiles or writes a trace gets more time.
+Only what ranks logged tells of their steps; :mod:`~shardscope.runs.quiet` looks at tasks that log none.
+Start-up and the first steps, which compile and allocate, are not judged: there is no median yet. Before
+anything is said, each rank is asked for its Python stacks; one that is at a checkpoint, compiles or writes a
+trace gets more time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections import deque
@@ -16,15 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import signal_process, start_of
-from shardscope.runs.records import read_json, read_tail_text
-from shardscope.runs.stacks import (
-    MAX_BYTES,
-    STACK_SIGNAL,
-    busy_with,
-    place_in_words,
-    process_state,
-)
+from shardscope.runs.records import read_json
+from shardscope.runs.stack_calls import ANSWER_SECONDS, TOLD_RANKS, StackCalls, places
+from shardscope.runs.stacks import busy_with
 
 MEDIANS = 20.0
 """A step that takes so many times the median is looked at."""
@@ -34,11 +28,8 @@ BUSY_FACTOR = 10.0
 """How much longer a rank may take that its stack explains."""
 MIN_STEPS = 5
 """Times between steps that a median needs."""
-ANSWER_SECONDS = 1.0
-"""What ranks get to write their stacks."""
 MAX_GAP_SECONDS = 5.0
 """Between two looks no more is counted: whatever stopped the supervisor has stopped the ranks as well."""
-TOLD_RANKS = 4
 
 
 @dataclass
@@ -78,13 +69,13 @@ class HangWatch:
 
     def __init__(self, folder: RunFolder, world_size: int, *, least_seconds: float | None = None) -> None:
         self.folder = folder
-        self.least_seconds = _least_seconds() if least_seconds is None else least_seconds
+        self.least_seconds = default_least_seconds() if least_seconds is None else least_seconds
         self.ranks = {rank: Progress() for rank in range(world_size)}
         self.hangs = False
         """Whether the run is said to hang, and no step has come since."""
         self._asked_since: float | None = None
         self._ask_again_after = 0.0
-        self._marks: dict[int, int] = {}
+        self._calls = StackCalls(folder, world_size)
 
     def look(self, new: Mapping[int, Sequence[Mapping[str, Any]]], seconds: float) -> str | None:
         """``new``: records by rank; ``seconds``: since the last look. What changed, in words, or None."""
@@ -99,7 +90,7 @@ class HangWatch:
         if self.hangs or waited < self._ask_again_after:
             return None
         if self._asked_since is None:
-            self._ask()
+            self._calls.ask()
             self._asked_since = 0.0
             return None
         self._asked_since += seconds
@@ -108,19 +99,10 @@ class HangWatch:
         self._asked_since = None
         return self._judge(still, waited)
 
-    def stacks(self, rank: int) -> str:
-        """What ``rank`` answered to the last question, or why it cannot."""
-        path = self.folder.stacks(rank)
-        try:
-            grown = path.stat().st_size - self._marks.get(rank, 0)
-        except OSError:
-            grown = 0
-        if grown > 0:
-            return read_tail_text(path, min(grown, MAX_BYTES))
-        pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
-        if isinstance(pid, int) and process_state(pid) in ("T", "t"):
-            return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
-        return "it did not answer\n"
+    @property
+    def has_steps(self) -> bool:
+        """Whether enough steps are known to judge by."""
+        return any(progress.median_seconds is not None for progress in self.ranks.values())
 
     def _is_still(self, rank: int) -> bool:
         progress = self.ranks[rank]
@@ -136,27 +118,15 @@ class HangWatch:
         self.hangs = False
         return "steps come again"
 
-    def _ask(self) -> None:
-        for rank in self.ranks:
-            marker = read_json(self.folder.rank(rank)) or {}
-            pid, path = marker.get("pid"), self.folder.stacks(rank)
-            # Without its handler the signal would end the rank, so only one that made its file is asked.
-            if not isinstance(pid, int) or start_of(pid) != marker.get("started") or not path.exists():
-                continue
-            self._marks[rank] = path.stat().st_size
-            signal_process(pid, STACK_SIGNAL)
-
     def _judge(self, still: Mapping[int, Progress], waited: float) -> str | None:
-        answers = {rank: self.stacks(rank) for rank in self.ranks}
+        answers = self._calls.answers()
         busy = {rank: words for rank, answer in answers.items() if (words := busy_with(answer))}
         limit = max(max(self.least_seconds, MEDIANS * (each.median_seconds or 0)) for each in still.values())
         if busy and waited < BUSY_FACTOR * limit:
             self._ask_again_after = min(2 * waited, BUSY_FACTOR * limit)
             return None
         self.hangs = True
-        for rank, answer in answers.items():
-            with contextlib.suppress(OSError):  # A full disk: the status is still to be told, and taken back.
-                self._tell_log(rank, waited, answer)
+        self._calls.write_into_logs(f"no step for {waited:.0f} s", answers)
         return self._words(still, waited, answers, busy)
 
     def _words(
@@ -177,21 +147,7 @@ class HangWatch:
             words += (
                 f"; {', '.join(f'rank {rank} is {what}' for rank, what in list(busy.items())[:TOLD_RANKS])}"
             )
-        told = [*behind, *(rank for rank in answers if rank not in behind)][:TOLD_RANKS]
-        for rank in told:
-            place = place_in_words(answers[rank]) or answers[rank].strip()
-            words += f"; rank {rank}: {place}"
-        return f"{words}. The Python stack of each rank is in its log"
-
-    def _tell_log(self, rank: int, waited: float, answer: str) -> None:
-        text = f"\nshardscope: no step for {waited:.0f} s; where rank {rank} stands:\n{answer}"
-        descriptor = os.open(
-            self.folder.log(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        try:
-            os.write(descriptor, text.encode(errors="replace"))
-        finally:
-            os.close(descriptor)
+        return f"{words}{places(answers, behind)}. The Python stack of each rank is in its log"
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -199,7 +155,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {shown}{' and more' * (len(numbers) > TOLD_RANKS)}"
 
 
-def _least_seconds() -> float:
+def default_least_seconds() -> float:
     """``SHARDSCOPE_HANG_SECONDS``, for tasks that rightly pause longer between two lines of metrics."""
     try:
         return max(0.1, float(os.environ["SHARDSCOPE_HANG_SECONDS"]))

@@ -46,7 +46,7 @@ CHUNK_BYTES = 2**20
 OVERLAP_BYTES = 4096
 """Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes."""
 MAX_SECRET_BYTES = 2**16
-"""Of what was looked at, no more is kept for forms: the end of a longer one, printed bit by bit, would show."""
+"""Of what was looked at, no more is kept for forms: of a longer one that comes bit by bit the end shows."""
 MARGIN_BYTES = 8
 """More than stands to the left of a secret and says whether it is one."""
 PIECE_BYTES = 2**23

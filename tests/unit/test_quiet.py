@@ -1,0 +1,158 @@
+"""A task that logs no steps is called still where nothing of it moves, and not where anything does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.hang import BUSY_FACTOR
+from shardscope.runs.processes import start_of
+from shardscope.runs.quiet import Activity, QuietWatch
+from shardscope.runs.records import write_json
+
+RANK = """
+import sys, threading, time
+from pathlib import Path
+from shardscope.runs.stacks import answer_with_stacks
+answer_with_stacks(Path(sys.argv[1]))
+go_on = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.readline(), go_on.set()), daemon=True).start()
+def wait():
+    go_on.wait()
+    elsewhere()
+def save_checkpoint():
+    wait()
+def elsewhere(): time.sleep(100)
+print("ready", flush=True)
+globals()[sys.argv[2]]()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def rank(folder: RunFolder, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """One that waits in the function that a test names, and goes elsewhere at a line."""
+    where = getattr(request, "param", "wait")
+    command = [sys.executable, "-c", RANK, str(folder.stacks(0)), where]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    write_json(folder.rank(0), {"pid": process.pid, "started": start_of(process.pid)})
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def wait(watch: QuietWatch, seconds: int, new: Any = (), *, has_steps: bool = False) -> list[str]:
+    """What is said in so many looks, a second apart by the watch; processes answer within each look."""
+    said = []
+    for _ in range(seconds):
+        size = _answered(watch)
+        said.append(watch.look(dict(new), 1.0, has_steps=has_steps))
+        deadline = time.monotonic() + 5
+        while watch._asked_since == 0.0 and _answered(watch) == size and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return [words for words in said if words]
+
+
+def _answered(watch: QuietWatch) -> int:
+    """Stacks of this file's ranks end in the module."""
+    path = watch.folder.stacks(0)
+    return path.read_bytes().count(b" in <module>\n") if path.exists() else 0
+
+
+def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
+    folder: RunFolder, rank: subprocess.Popen[str]
+) -> None:
+    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    assert wait(watch, 60) == []
+    (words,) = wait(watch, 100)
+    assert words.startswith(
+        "nothing moves for 60 s: no metrics, no output, next to no CPU time, and the same place in the code; "
+        "rank 0: "
+    )
+    assert "called from wait (<string>:" in words and words.endswith("of each rank is in its log")
+    assert "shardscope: nothing moves for 60 s; where rank 0 stands:" in folder.log(0).read_text()
+    assert watch.hangs
+    with folder.log(0).open("a") as log:
+        log.write("here I am\n")
+    assert wait(watch, 2) == ["it goes on"] and not watch.hangs
+
+
+def test_another_place_in_the_code_is_a_sign_of_life(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    assert wait(watch, 50) == []
+    assert rank.stdin is not None
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    time.sleep(0.2)
+    assert wait(watch, 55) == []
+    (words,) = wait(watch, 100)
+    assert "elsewhere (<string>:" in words
+
+
+@pytest.mark.parametrize("rank", ["save_checkpoint"], indirect=True)
+def test_what_explains_itself_gets_more_time(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+    watch = QuietWatch(folder, 1, quiet_seconds=30)
+    assert wait(watch, int(30 * BUSY_FACTOR) - 1) == []
+    assert len(wait(watch, 40)) == 1
+
+
+@pytest.mark.parametrize(
+    "sign", [Activity(0.5, 0, 0), Activity(0.0, 2**20, 0), Activity(0.0, 0, 1)], ids=["cpu", "files", "log"]
+)
+def test_whatever_moves_is_a_sign_of_life(
+    sign: Activity, folder: RunFolder, rank: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    now = [Activity(7.0, 0, 0)]
+
+    def moves() -> dict[int, Activity]:
+        now.append(Activity(*(a + b for a, b in zip(now[-1], sign, strict=True))))
+        return {0: now[-1]}
+
+    monkeypatch.setattr(watch, "_activity", moves)
+    assert wait(watch, 300) == [] and not folder.log(0).exists()
+    monkeypatch.undo()
+    assert len(wait(watch, 100)) == 1
+
+
+def test_where_steps_are_logged_others_judge(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    assert wait(watch, 300, has_steps=True) == []
+    assert wait(watch, 300, {0: [{"loss": 1.0}]}) == []
+    assert len(wait(watch, 100)) == 1
+
+
+def test_what_a_rank_started_counts_as_its_own(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+    watch = QuietWatch(folder, 1, quiet_seconds=60)
+    idle = watch._activity()[0]
+    assert idle.cpu_seconds > 0 and idle.file_bytes > 0 and idle.printed_bytes == 0
+    code = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'while True: pass']);"
+        "print(p.pid, flush=True); p.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        write_json(folder.rank(0), {"pid": parent.pid, "started": start_of(parent.pid)})
+        before = watch._activity()[0].cpu_seconds
+        time.sleep(0.5)
+        assert watch._activity()[0].cpu_seconds > before + 0.1
+        subprocess.run(["kill", str(child)], check=True)
+    assert watch._activity() == {}

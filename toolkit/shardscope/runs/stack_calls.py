@@ -1,0 +1,82 @@
+"""Ranks asked for their Python stacks, and what they answered: for those that look whether a run hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.processes import signal_process, start_of
+from shardscope.runs.records import read_json, read_tail_text
+from shardscope.runs.stacks import MAX_BYTES, STACK_SIGNAL, place_in_words, process_state
+
+ANSWER_SECONDS = 1.0
+"""What ranks get to write their stacks."""
+NO_ANSWER = "it did not answer\n"
+TOLD_RANKS = 4
+
+
+class StackCalls:
+    """One run's: ``ask``, and ``answers`` a second later."""
+
+    def __init__(self, folder: RunFolder, world_size: int) -> None:
+        self.folder = folder
+        self.world_size = world_size
+        self.marks: dict[int, int] = {}
+        """How long each rank's file was when it was asked."""
+
+    def ask(self) -> None:
+        """Every rank that can answer."""
+        for rank in range(self.world_size):
+            pid, path = self.living(rank), self.folder.stacks(rank)
+            # Without its handler the signal would end the rank, so only one that made its file is asked.
+            if pid is not None and path.exists():
+                self.marks[rank] = path.stat().st_size
+                signal_process(pid, STACK_SIGNAL)
+
+    def answers(self) -> dict[int, str]:
+        """By rank: what it answered to the last question, or why it cannot."""
+        return {rank: self._answer(rank) for rank in range(self.world_size)}
+
+    def living(self, rank: int) -> int | None:
+        """The process of ``rank``; None if it is gone, or has not told."""
+        marker = read_json(self.folder.rank(rank)) or {}
+        pid = marker.get("pid")
+        return pid if isinstance(pid, int) and start_of(pid) == marker.get("started") else None
+
+    def write_into_logs(self, what: str, answers: Mapping[int, str]) -> None:
+        """``what``, and where each rank stands, into its log."""
+        for rank, answer in answers.items():
+            with contextlib.suppress(OSError):  # A full disk: the status is still to be told, and taken back.
+                self._write(rank, f"\nshardscope: {what}; where rank {rank} stands:\n{answer}")
+
+    def _write(self, rank: int, text: str) -> None:
+        descriptor = os.open(
+            self.folder.log(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            os.write(descriptor, text.encode(errors="replace"))
+        finally:
+            os.close(descriptor)
+
+    def _answer(self, rank: int) -> str:
+        path = self.folder.stacks(rank)
+        try:
+            grown = path.stat().st_size - self.marks.get(rank, 0)
+        except OSError:
+            grown = 0
+        if grown > 0:
+            return read_tail_text(path, min(grown, MAX_BYTES))
+        pid = (read_json(self.folder.rank(rank)) or {}).get("pid")
+        if isinstance(pid, int) and process_state(pid) in ("T", "t"):
+            return f"process {pid} is stopped, by SIGSTOP or a debugger, and cannot tell: kill -CONT {pid}\n"
+        return NO_ANSWER
+
+
+def places(answers: Mapping[int, str], first: Sequence[int] = ()) -> str:
+    """``; rank 1: wait (task.py:7); rank 0: ...``: where ranks stand, those of ``first`` before others."""
+    told = [*first, *(rank for rank in answers if rank not in first)][:TOLD_RANKS]
+    return "".join(
+        f"; rank {rank}: {place_in_words(answers[rank]) or answers[rank].strip()}" for rank in told
+    )
