@@ -109,9 +109,10 @@ FAULTS = {
     24: Fault("The run folder is deleted under way", "Lost: its folder is gone. No process stays."),
     25: Fault(
         "The clock is set back or forth",
-        "Nothing: processes are told apart by ticks since boot, waits follow the monotonic clock.",
-        "Only the clock of the watching process jumps in the test: setting the machine's own would hit "
-        "everything else on it. The order of two failures within the jump itself can be wrong.",
+        "Nothing: processes are told apart by ticks since boot; waits, and which rank failed first, go by the "
+        "monotonic clock.",
+        "What jumps is the wall clock of all the run's processes (Python's `time.time`), and in other tests "
+        "that of the watching one: setting the machine's own would hit everything else on it.",
     ),
     26: Fault(
         "The page is reloaded, opened twice, a view is closed, all while the run is under way",

@@ -225,3 +225,25 @@ def deletes_its_folder(ctx: Any) -> None:
     for _ in range(1000):
         ctx.log(loss=1.0)
         time.sleep(0.1)
+
+
+def fails_across_a_set_clock(ctx: Any) -> None:
+    """The clock is set forth and back; rank 1 fails, and after it rank 0, by a clock that was set back."""
+    from jumping_clock import set_clock
+
+    def give_up(*_: object) -> None:
+        set_clock(-1e7)
+        raise ValueError(f"rank 0 last, at {time.time()}")
+
+    signal.signal(signal.SIGTERM, give_up)  # Which elastic sends to rank 0 when rank 1 is gone.
+    for offset in (1e7, -1e6, 0.0):
+        ctx.barrier()
+        if ctx.rank == 0:
+            set_clock(offset)
+        for _ in range(5):
+            ctx.log(offset=offset)
+            time.sleep(0.05)
+    ctx.barrier()
+    if ctx.rank == 1:
+        raise LookupError(f"rank 1 first, at {time.time()}")
+    time.sleep(100)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import run_tasks as tasks
+from jumping_clock import OFFSET
 from run_helpers import make_plan, seconds_until
 from test_stop import begun, rank_pid
 from tests.needs import few
@@ -22,7 +23,7 @@ from shardscope.runs.causes import died_untimely, first_failure, looks_like_peer
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.launch import launch
-from shardscope.runs.records import append_line, write_json
+from shardscope.runs.records import append_line, read_json, write_json
 
 pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
 
@@ -160,6 +161,28 @@ def test_fault_11_consequences_come_last(tmp_path: Path) -> None:
     assert failure is not None and failure.rank == 1 and "SIGKILL" in failure.reason
 
 
+def test_fault_25_the_clock_is_set_under_way(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of every process of the run, forth and back by months: it goes on, and the order is kept."""
+    hook, clock = tmp_path / "hook", tmp_path / "clock"
+    hook.mkdir()
+    here = str(Path(__file__).parent)
+    lines = ["import sys", f"sys.path.append({here!r})", "import jumping_clock", "jumping_clock.install()"]
+    (hook / "sitecustomize.py").write_text("\n".join(lines))
+    clock.write_text("0")
+    monkeypatch.setenv(OFFSET, str(clock))
+    monkeypatch.setenv("PYTHONPATH", str(hook))
+    run = launch(plan, tasks.fails_across_a_set_clock, folder=tmp_path)
+    assert run.wait(60) == "failed"
+    logged = [record["time"] for record in run.metrics() if record["rank"] == 0]
+    assert max(logged) - min(logged) > 1e7, "the ranks' clock was not set"
+    errors = [read_json(RunFolder(run.folder).error(rank)) or {} for rank in (0, 1)]
+    assert errors[0]["time"] < errors[1]["time"] and "rank 0 last" in errors[0]["summary"]
+    assert run.reason.startswith("rank 1 raised LookupError: rank 1 first"), run.reason
+    assert "running" in {record["status"] for record in run.history}
+
+
 def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +199,8 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     failure = first_failure(folder, 2)
     assert failure is not None and failure.reason.startswith("rank 0 ended before its task returned")
     # What rank 0's death did to rank 1 comes next; only then does elastic tell how rank 0 ended.
-    append_line(folder.exits, {"time": time.time() + 1, "rank": 1, "code": -6})
-    append_line(folder.exits, {"time": time.time() + 2, "rank": 0, "code": -9})
+    append_line(folder.exits, {"monotonic": time.monotonic() + 1, "rank": 1, "code": -6})
+    append_line(folder.exits, {"monotonic": time.monotonic() + 2, "rank": 0, "code": -9})
     failure = first_failure(folder, 2)
     assert failure is not None and failure.reason.startswith("rank 0 was killed by SIGKILL")
     write_json(folder.rank(0), {"exit": "finished", "port": 0})

@@ -50,7 +50,7 @@ class Failure:
 
     rank: int | None
     time: float
-    """Seconds since the epoch, by the clock of this machine."""
+    """Seconds by this machine's monotonic clock, which all its processes share and nobody sets."""
     reason: str
     """One line."""
     text: str
@@ -120,13 +120,17 @@ def last_raised(log: str, code: int | None) -> str:
     return next((line for line in lines if line and not line.startswith(" ")), "")
 
 
+def _when(record: dict[str, Any]) -> float:
+    return float(record.get("monotonic", record.get("time", 0)))
+
+
 def _raised(folder: RunFolder, rank: int) -> Failure | None:
     record = read_json(folder.error(rank))
     if record is None:
         return None
     return Failure(
         rank=rank,
-        time=float(record.get("time", 0)),
+        time=_when(record),
         reason=f"rank {rank} {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),
@@ -154,7 +158,7 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
     reason, log = f"rank {rank} {describe_exit(code)}", read_tail_text(folder.log(rank), 4096)
     return Failure(
         rank=rank,
-        time=float(record.get("time", 0)),
+        time=_when(record),
         reason=reason,
         text=f"{reason}.\nThe end of its log:\n{log}",
         raised=last_raised(log, code),
@@ -170,7 +174,7 @@ def _launcher_failed(folder: RunFolder) -> Failure | None:
         return None
     return Failure(
         rank=None,
-        time=float(record.get("time", 0)),
+        time=_when(record),
         reason=f"the launcher {record.get('summary', 'failed')}",
         text=str(record.get("traceback", "")),
         raised=str(record.get("traceback", "")),

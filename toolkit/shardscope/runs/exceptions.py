@@ -13,8 +13,11 @@ MAX_SUMMARY = 300
 
 
 def exception_record(error: BaseException) -> dict[str, Any]:
-    """Time, type, one-line summary and bounded traceback of ``error``. Never raises."""
-    now = time.time()
+    """Time, type, one-line summary and bounded traceback of ``error``. Never raises.
+
+    The time is there twice: since the epoch, for people, and by the clock that nobody sets, for the order.
+    """
+    now, monotonic = time.time(), time.monotonic()
     name = type(error).__name__
     try:
         text = shorten("".join(traceback.format_exception(error)))
@@ -32,6 +35,7 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         summary = f"called sys.exit({first_line})"
     return {
         "time": now,
+        "monotonic": monotonic,
         "type": name,
         "summary": summary[:MAX_SUMMARY],
         "traceback": text,

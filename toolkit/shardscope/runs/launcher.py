@@ -132,7 +132,8 @@ def _watch_one(folder: RunFolder, rank: int, pid: int) -> None:
 
 def _write_exit(folder: RunFolder, rank: int, code: int | None) -> None:
     try:
-        append_line(folder.exits, {"time": time.time(), "rank": rank, "code": code})
+        now = {"time": time.time(), "monotonic": time.monotonic()}
+        append_line(folder.exits, {**now, "rank": rank, "code": code})
     except OSError as error:
         print(
             f"rank {rank} ended with {code}, which could not be written: {error}", file=sys.stderr, flush=True

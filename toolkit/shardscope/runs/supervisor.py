@@ -164,7 +164,7 @@ class Supervisor:
     def _terminate(self, reason: str) -> None:
         if self.phase in ("terminate", "kill"):
             return
-        self.stop_reason, self.stop_time = reason, time.time()
+        self.stop_reason, self.stop_time = reason, time.monotonic()
         self._set_status("stopping", reason)
         self._signal_all(signal.SIGTERM)
         self.phase, self.deadline = "terminate", time.monotonic() + TERMINATION_GRACE_SECONDS
