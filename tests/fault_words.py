@@ -52,7 +52,10 @@ FAULTS = {
     8: Fault("The kernel is killed (`kill -9`)", "All ranks are gone within 5 s; the run says why."),
     9: Fault(
         "The supervisor or the launcher is killed",
-        "All ranks are gone within 5 s; the run is lost, or failed, and says which of them it was.",
+        "All ranks are gone within 5 s; the run is lost, or failed, and says which of them it was. What "
+        "ranks had started, and temporary files, are ended and deleted by who launched.",
+        "If supervisor and kernel are killed together, or a rank gave a process a session of its own, nobody "
+        "is left to end what ranks had started. Ranks themselves end in any case.",
     ),
     10: Fault(
         "A rank is killed (`kill -9`, the kernel's out-of-memory killer)",
@@ -109,8 +112,8 @@ FAULTS = {
     24: Fault("The run folder is deleted under way", "Lost: its folder is gone. No process stays."),
     25: Fault(
         "The clock is set back or forth",
-        "Nothing: processes are told apart by ticks since boot; waits, and which rank failed first, go by the "
-        "monotonic clock.",
+        "Nothing: processes are told apart by ticks since boot; waits, and which rank failed first, go by "
+        "the monotonic clock.",
         "What jumps is the wall clock of all the run's processes (Python's `time.time`), and in other tests "
         "that of the watching one: setting the machine's own would hit everything else on it.",
     ),

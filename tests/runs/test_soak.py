@@ -24,10 +24,11 @@ from tests.soak.soaking import Outcome
 
 from shardscope.runs import lease
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.processes import start_of
 
 ROOT = Path(__file__).parents[2]
 FEW = (
-    "kill -9 of the supervisor",
+    "kill -9 of the supervisor, ranks left processes",
     "kill -9 of the kernel, outlived",
     "the port taken each time",
     "stop twice at once",
@@ -137,20 +138,28 @@ def test_what_a_run_folder_should_not_keep(tmp_path: Path) -> None:
     ]
 
 
-def test_a_killed_supervisors_files_are_tidied_by_who_launched(tmp_path: Path) -> None:
+def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_rest(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.task.touch()
     (folder.temporary / "torchelastic").mkdir()
-    supervisor = subprocess.Popen(["sleep", "100"])
+    code = "import subprocess; print(subprocess.Popen(['sleep', '100']).pid, flush=True); input()"
+    command = [sys.executable, "-c", code]
+    supervisor = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert supervisor.stdout is not None and supervisor.stdin is not None
+    child = int(supervisor.stdout.readline())
     read_end, write_end = lease.open_lease()
     lease.hold_until_end(supervisor, write_end, folder)
     time.sleep(0.05)
-    assert folder.task.exists()
+    assert folder.task.exists() and start_of(child) is not None
     supervisor.kill()
-    seconds_until(lambda: left_in_folder(folder.path) == [], 5)
+    seconds_until(lambda: left_in_folder(folder.path) == [] and start_of(child) is None, 5)
     assert os.read(read_end, 1) == b""
     os.close(read_end)
+    supervisor.stdin.close()
+    supervisor.stdout.close()
 
 
 def test_a_seed_draws_the_same_soak_and_every_fault_in_turn() -> None:

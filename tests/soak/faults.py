@@ -68,7 +68,7 @@ def _stop_and_save(launched: Launched, chance: random.Random) -> None:
 
 
 def _stop_near_the_end(launched: Launched, chance: random.Random) -> None:
-    launched.wait_for_steps(chance, most_seconds=0.6)
+    launched.wait_for_steps(chance, most_seconds=1.5)
     launched.strikes()
     launched.run.stop()
 
@@ -215,6 +215,12 @@ FAULTS = (
         name="kill -9 of the supervisor",
         strike=_signal("supervisor", signal.SIGKILL),
         expected=r"lost: its supervisor \(process \d+\) is gone",
+    ),
+    Fault(
+        name="kill -9 of the supervisor, ranks left processes",
+        strike=_signal("supervisor", signal.SIGKILL),
+        expected=r"lost: its supervisor \(process \d+\) is gone",
+        work=lambda *_: tasks.LeavesChildren(own_session=False),
     ),
     Fault(
         name="SIGTERM to the supervisor",

@@ -104,13 +104,16 @@ class Floods:
 
 
 class LeavesChildren(Steps):
-    """Each rank starts a process that shares neither its session nor its environment."""
+    """Each rank starts a process that shares none of its environment; by default not its session either."""
+
+    def __init__(self, *, own_session: bool = True) -> None:
+        super().__init__()
+        self.own_session = own_session
 
     def before_step(self, ctx: Any, step: int) -> None:
         if step == 0:
-            subprocess.Popen(
-                [sys.executable, "-I", "-c", "import time; time.sleep(1000)"], env={}, start_new_session=True
-            )
+            command = [sys.executable, "-I", "-c", "import time; time.sleep(1000)"]
+            subprocess.Popen(command, env={}, start_new_session=self.own_session)
 
 
 class PortTaken:

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.processes import end_session, ended_well
 
 TIDY_SECONDS = 5.0
 """How long a killed supervisor's ranks, which die with it, may still be in their temporary folder."""
@@ -51,10 +52,13 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
     """Keep the lease until the supervisor ends, and reap it then, so that it leaves no zombie."""
 
     def wait() -> None:
-        killed = supervisor.wait() != 0
+        well = ended_well(supervisor.pid)
+        if not well:  # What ranks had started is in its session, and ranks themselves die with it.
+            end_session(supervisor.pid)
+        supervisor.wait()
         if write_end is not None:
             release(write_end)
-        if killed:
+        if not well:
             tidy(folder)
 
     threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True).start()

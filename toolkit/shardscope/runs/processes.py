@@ -96,6 +96,40 @@ def kill_descendants(timeout_seconds: float = 5.0) -> bool:
     return True
 
 
+def end_session(leader: int, timeout_seconds: float = 5.0) -> None:
+    """SIGKILL whatever else is in the session that ``leader`` began; ``leader`` itself is not reaped yet."""
+    deadline = time.monotonic() + timeout_seconds
+    while (others := _in_session(leader)) and time.monotonic() < deadline:
+        for pid in others:
+            signal_process(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _in_session(leader: int) -> list[int]:
+    import psutil
+
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if pid != leader and os.getsid(pid) == leader and start_of(pid) is not None:
+                found.append(pid)
+    return found
+
+
+def ended_well(pid: int) -> bool:
+    """Wait until ``pid``, a child, has ended; whether with code 0, as far as can be told.
+
+    It is not reaped: until somebody does, no other process gets its number.
+    """
+    if not hasattr(os, "waitid"):
+        return True
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # Somebody was quicker to reap it.
+        return True
+    return ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0)
+
+
 def signal_process(pid: int, number: int) -> None:
     """Send a signal; a process that is already gone is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
