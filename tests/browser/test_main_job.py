@@ -180,7 +180,7 @@ def start_a_run(page: Any, steps: int) -> None:
 def wait_for_step(page: Any) -> None:
     page.wait_for_selector(".ss-status[data-status=running]", timeout=STEPS_ARRIVE)
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.ss-run .ss-table tbody tr')].length === 2",
+        "() => [...document.querySelectorAll('.ss-run .ss-latest tbody tr')].length === 2",
         timeout=STEPS_ARRIVE,
     )
     page.wait_for_function(

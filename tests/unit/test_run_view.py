@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,40 +11,74 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.runs.expected import Expected
 from shardscope_widgets import RunView
-from shardscope_widgets.predicted_peak import Unit
-from shardscope_widgets.run_figure import MAX_POINTS, RunFigure
+from shardscope_widgets.run_figure import RunFigure
+from shardscope_widgets.run_lines import MAX_POINTS
+
+PLAN = ss.Plan(
+    ss.Architecture.of_size("2m"),
+    ss.Cluster.parse("2xcpu"),
+    ss.Recipe(seq_len=64, global_batch_size=2),
+    ss.Layout.ddp(),
+)
+
+HOME = tempfile.TemporaryDirectory(prefix="shardscope-fake-runs-")
+
+
+class FakeFollow:
+    """New records of a list, each once."""
+
+    is_behind = False
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records, self.place = records, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        new = self.records[self.place :]
+        self.place += len(new)
+        return new
 
 
 class FakeRun:
-    """What the view asks of a run, without processes."""
+    """What the view asks of a run, without processes; its logs are real files."""
 
-    name, reason, error = "fake", "because", None
+    name, reason, error, note = "fake", "because", None, ""
     world_size = 2
-    folder = Path("runs/fake")
+    trains_the_plan = False
+    num_steps: int | None = None
+    prediction: Expected | None = None
+    history: tuple[dict[str, Any], ...] = ()
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records = records
+        self.samples: list[dict[str, Any]] = []
+        self.recorded: dict[int, Any] = {}
+        self.asked: list[bool] = []
         self.status = "running"
-        self.text = ""
-        self.plan = ss.Plan(
-            ss.Architecture.of_size("2m"),
-            ss.Cluster.parse("2xcpu"),
-            ss.Recipe(seq_len=64, global_batch_size=2),
-            ss.Layout.ddp(),
-        )
+        self.folder = Path(tempfile.mkdtemp(dir=HOME.name))
+        (self.folder / "logs").mkdir()
+        self.plan = PLAN
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return list(self.records)
+    def write(self, text: str | bytes, rank: int = 0) -> None:
+        data = text if isinstance(text, bytes) else text.encode()
+        (self.folder / "logs" / f"rank-{rank}.log").write_bytes(data)
 
-    def logs(self, rank: int, max_bytes: int) -> str:
-        return self.text
+    def follow(self) -> FakeFollow:
+        return FakeFollow(self.records)
+
+    def expected(self) -> Expected | None:
+        return self.prediction
+
+    def cards(self) -> list[dict[str, Any]]:
+        return list(self.samples)
 
     def what_it_was(self) -> dict[int, Any]:
-        return {}
+        return self.recorded
 
-    def stop(self) -> None:
-        self.status = "stopped"
+    def stop(self, checkpoint: bool = False) -> None:
+        self.asked.append(checkpoint)
+        self.status = "stopping" if checkpoint else "stopped"
 
 
 def until(holds: Callable[[], bool], seconds: float = 10) -> bool:
@@ -65,7 +100,7 @@ def test_fault_45_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) 
     assert until(lambda: view.status == "running")
     assert not view.stop_button.disabled
     run.records.append(record(step=1, loss=2.5))
-    assert until(lambda: "2.500" in view.head.value)
+    assert until(lambda: "2.500" in view.facts.value)
     view.stop_button.click()
     assert until(lambda: view.status == "stopped")
 
@@ -75,7 +110,7 @@ def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: 
     run = FakeRun([record(loss=1.0)])
     view = RunView(run, on_end=ended.append)
     assert until(lambda: view.status == "running")
-    monkeypatch.setattr(view, "_describe", lambda *_: 1 / 0)
+    monkeypatch.setattr(view, "_say_numbers", lambda *_: 1 / 0)
     run.records.append(record(step=1, loss=1.0))
     run.status = "finished"
     assert until(lambda: ended == [run])
@@ -85,8 +120,8 @@ def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: 
 def test_what_a_rank_prints_is_shown_though_it_logs_nothing() -> None:
     run = FakeRun([])
     view = RunView(run)
-    run.text = "<b>hello</b>"
-    assert until(lambda: "&lt;b&gt;hello&lt;/b&gt;" in view.log_text.value)
+    run.write("<b>hello</b>")
+    assert until(lambda: "&lt;b&gt;hello&lt;/b&gt;" in view.logs.pane.value)
     run.status = "finished"
 
 
@@ -102,9 +137,9 @@ def test_a_new_reason_is_shown_though_nothing_else_changes() -> None:
 def test_the_profilers_own_talk_is_left_out_of_the_log() -> None:
     run = FakeRun([])
     view = RunView(run)
-    run.text = "step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept"
-    assert until(lambda: "step 2" in view.log_text.value)
-    assert "step 1\nstep 2\nERROR: kept" in view.log_text.value
+    run.write("step 1\nUSDT:2026-11-21 Handler.cpp:52] profiler_start\nstep 2\nERROR: kept")
+    assert until(lambda: "step 2" in view.logs.pane.value)
+    assert "step 1\nstep 2\nERROR: kept" in view.logs.pane.value
     run.status = "finished"
 
 
@@ -112,6 +147,7 @@ def test_points_stay_bounded_and_keep_both_ends() -> None:
     run = FakeRun([record(step=step, loss=float(step)) for step in range(5 * MAX_POINTS)])
     view = RunView(run)
     assert until(lambda: view.num_steps == 5 * MAX_POINTS)
+    assert until(lambda: len(view.figure.widget.data) == 1)
     line = view.figure.widget.data[0]
     assert MAX_POINTS // 2 <= len(line.x) <= MAX_POINTS
     assert line.x[0] == 0 and line.x[-1] > 4.9 * MAX_POINTS
@@ -125,7 +161,7 @@ def test_a_second_run_starts_with_empty_lines() -> None:
     figure = view.figure
     view.show(second)
     assert until(lambda: view.num_steps == 0)
-    assert view.figure is figure and not view.figure.widget.data[0].x
+    assert view.figure is figure and len(view.figure.widget.data[0].x) == 0
     first.status = second.status = "finished"
 
 
@@ -135,7 +171,7 @@ def test_a_second_run_starts_with_empty_lines() -> None:
 )
 def test_the_axis_of_steps_grows_by_doubling_up_to_the_last(total: int | None, ends: list[int]) -> None:
     figure = RunFigure()
-    figure.start(1, None, Unit.of(0), total)
+    figure.start(1, None, total)
     seen = []
     for step in (0, 41, 100):
         figure.extend([{"step": step, "rank": 0, "loss": 1.0}])
@@ -145,9 +181,9 @@ def test_the_axis_of_steps_grows_by_doubling_up_to_the_last(total: int | None, e
 
 def test_before_the_first_number_the_axes_are_silent() -> None:
     figure = RunFigure()
-    figure.start(2, None, Unit.of(0), 40)
+    figure.start(2, None, 40, ["loss"])
     figure.extend([{"step": 0, "rank": 0, "loss": 7.6}])
     assert figure.widget.layout.yaxis.showticklabels
     assert figure.widget.data[0].mode == "lines+markers", "a line of one point cannot be seen"
-    figure.start(2, None, Unit.of(0), 40)
+    figure.start(2, None, 40, ["loss"])
     assert not figure.widget.layout.yaxis.showticklabels

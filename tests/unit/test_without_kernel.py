@@ -46,9 +46,9 @@ def test_fault_47_the_studio_keeps_its_sentence_and_its_table() -> None:
 
 def test_fault_47_a_run_keeps_its_end() -> None:
     run = FakeRun([record(loss=2.5)])
-    run.text = "<b>printed</b>"
+    run.write("<b>printed</b>")
     run.status = "finished"
     view = RunView(run)
-    assert until(lambda: view.status == "finished" and "2.500" in view.head.value)
+    assert until(lambda: view.status == "finished" and "2.500" in view.facts.value)
     words = picture(view)
     assert "finished" in words and "2.500" in words and "&lt;b&gt;printed" in words

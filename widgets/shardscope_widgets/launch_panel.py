@@ -17,11 +17,17 @@ from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
 from shardscope.planner.room import shortages
 from shardscope_widgets import shared
+from shardscope_widgets.free_view import FreePlaces, first_look
 from shardscope_widgets.pickers.base import Row, typed_number
 from shardscope_widgets.words import device_count
 
 REHEARSAL_RANKS = 2
 LAUNCHING = "Train this plan on this machine"
+ENDS_WITH_KERNEL = "The run ends when this kernel does: on a restart, or when the notebook is shut down."
+OUTLIVES = (
+    "The run goes on when this kernel ends, until it is done or stopped. To see and stop it again: "
+    'RunView(ss.Run.attach("runs/...")), from any notebook here.'
+)
 REHEARSING = "Train a tiny model of this family on CPU ranks of this machine, with the same framework"
 
 
@@ -44,6 +50,7 @@ class LaunchPanel(widgets.VBox):
         self.current = Offer(label="Launch")
         self._busy = False
         self._blocked = ""
+        self._question: widgets.Button | None = None
         self.steps = shared.text(40, "Optimizer steps", "64px")
         self.profile = widgets.Checkbox(
             value=True,
@@ -52,13 +59,35 @@ class LaunchPanel(widgets.VBox):
             layout=shared.filling(),
             tooltip="Profile a few steady steps on every rank",
         )
+        self.outlive = widgets.Checkbox(
+            value=False,
+            description="goes on without this kernel",
+            indent=False,
+            layout=shared.filling(),
+            tooltip="Whether the run outlives the kernel: a restart, or the end of the notebook",
+        )
+        self.outlive_words = shared.html("", "ss-hint")
         self.button = shared.button("Launch", "ss-button")
         self.note = shared.html("", "ss-hint")
         self.steps_row = Row("Steps", self.steps, self.profile)
-        super().__init__([self.steps_row, self.button, self.note], layout=shared.layout())
+        self.free = FreePlaces()
+        super().__init__(
+            [
+                self.steps_row,
+                Row("Kernel", self.outlive),
+                self.outlive_words,
+                self.button,
+                self.note,
+                self.free,
+            ],
+            layout=shared.layout(),
+        )
         self.add_class("ss-launch")
         self.steps.observe(self._update, "value")
         self.profile.observe(self._update, "value")
+        self.outlive.observe(self._say_what_outliving_means, "value")
+        self._say_what_outliving_means()
+        first_look(self.free)
 
     def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Say on the button what ``plan`` would start here, once no run is under way."""
@@ -101,6 +130,9 @@ class LaunchPanel(widgets.VBox):
         self.button.disabled = bool(against) or wrong_steps or self.current.plan is None
         self.say(against or self.current.note)
 
+    def _say_what_outliving_means(self, change: object = None) -> None:
+        self.outlive_words.value = escape(OUTLIVES if self.outlive.value else ENDS_WITH_KERNEL)
+
     def say(self, words: str, is_error: bool = False) -> None:
         """Words under the button."""
         self._close_question()
@@ -112,13 +144,16 @@ class LaunchPanel(widgets.VBox):
         self.say(words, is_error=True)
         anyway = shared.button("Launch all the same", "ss-button", "ss-ghost")
         anyway.on_click(lambda _: go_on())
-        self.children = (*self.children, anyway)
+        self._question = anyway
+        below = self.children.index(self.note) + 1
+        self.children = (*self.children[:below], anyway, *self.children[below:])
+        self.free.ask()
 
     def _close_question(self) -> None:
-        *always, last = self.children
-        if last is not self.note:
-            self.children = always
-            last.close()
+        question, self._question = self._question, None
+        if question is not None:
+            self.children = [child for child in self.children if child is not question]
+            question.close()
 
     def task(self) -> ss.Pretrain:
         """The task that the inputs describe. Raises ``ValueError``."""

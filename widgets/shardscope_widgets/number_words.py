@@ -60,6 +60,22 @@ def typed_tokens(text: str) -> float:
     return real_number("num_tokens", number * factor, low=1, high=MOST_TOKENS)
 
 
+class Unit(NamedTuple):
+    """GiB, or MiB for the tiny models of rehearsals."""
+
+    name: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, num_bytes: float) -> Unit:
+        """The unit in which ``num_bytes`` reads well."""
+        return cls("MiB", 2**20) if 0 < num_bytes < 2**28 else cls("GiB", 2**30)
+
+    def show(self, num_bytes: float) -> str:
+        """``num_bytes`` in this unit, two decimals."""
+        return f"{num_bytes / self.num_bytes:,.2f}"
+
+
 class Scale(NamedTuple):
     """The unit in which all times of one report are told, so that their numbers line up."""
 

@@ -1,8 +1,7 @@
-"""One run while it happens and afterwards: status, loss, throughput, memory, logs, and the way to stop it."""
+"""One run while it happens and afterwards: status, progress, charts, memory, logs, and the way to stop it."""
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,17 +12,25 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
-from shardscope_widgets import shared
-from shardscope_widgets.predicted_peak import PredictedPeak, Unit, predicted_peak
-from shardscope_widgets.run_figure import MAX_LINES, RunFigure
+from shardscope.runs.expected import Expected
+from shardscope.runs.follow import Follow
+from shardscope.runs.pace import Pace
+from shardscope_widgets import run_words, shared
+from shardscope_widgets.number_words import short
+from shardscope_widgets.run_figure import RunFigure
+from shardscope_widgets.run_log import RunLog
+from shardscope_widgets.run_memory import RunMemory
+from shardscope_widgets.run_panels import MAX_NAMES, TRAINING, is_number
 from shardscope_widgets.sheet import Sheet
-from shardscope_widgets.theme import RANK_COLOURS
 from shardscope_widgets.view import View
 
 POLL_SECONDS = 0.25
-LOG_BYTES = 16 * 1024
-PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
-"""What torch's profiler prints of itself; no setting silences that but with its errors."""
+CARD_SECONDS = 1.0
+"""Cards, and what engines recorded, are looked at so often."""
+READ_SECONDS = 0.15
+"""What a run has logged already is read for so long before it is drawn, and then read on."""
+SHARE_OF_KERNEL = 0.1
+"""Of its time that a view may take for drawing: charts of many ranks are drawn less often."""
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
@@ -37,39 +44,44 @@ class RunView(View):
         self.run: ss.Run | None = None
         self._on_end = on_end
         self._lock = threading.RLock()
-        self._seen = (0, "", "")
+        self._thread: threading.Thread | None = None
+        self._follow: Follow | None = None
+        self._pace = Pace()
+        self._expected: Expected | None = None
         self._latest: dict[int, dict[str, Any]] = {}
-        self._note = ""
-        self._total_steps: int | None = None
-        self._predicted: PredictedPeak | None = None
-        self._unit = Unit.of(0)
+        self._said: tuple[str, str] = ("", "")
+        self._stop_asked = False
+        self._looked = 0.0
+        self._sheet = Sheet(measures=True)
+        self._sheet.observe(lambda _: self._fit(), "width")
         self.head = shared.html()
+        self.save_button = shared.button(
+            "Save and stop",
+            "ss-ghost",
+            tooltip="Finish the step, save a checkpoint, end this run",
+            layout=widgets.Layout(display="none"),
+        )
+        self.save_button.on_click(lambda _: self._stop(checkpoint=True))
         self.stop_button = shared.button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
-        self.stop_button.on_click(self._stop)
+        self.stop_button.on_click(lambda _: self._stop(checkpoint=False))
+        self.progress = shared.html()
+        self.facts = shared.html()
         # Made with the first run: a FigureWidget sends 5 MB of front end, which planning alone does not need.
         self.figure: RunFigure | None = None
         self._figure_place = widgets.VBox(layout=shared.layout())
+        self.memory = RunMemory()
         self.what = shared.html()
         self.error = shared.html()
-        self.rank = widgets.ToggleButtons(options=[("rank 0", 0)], tooltips=["Log of rank 0"])
-        self.rank.add_class("ss-seg")
-        self.rank.observe(lambda _: self._show_log(), "value")
-        self.log_text = shared.html()
+        self.logs = RunLog(on_change=self._wake)
         self.table = shared.html()
-        top = widgets.HBox(
-            [self.head, self.stop_button],
-            layout=widgets.Layout(justify_content="space-between", align_items="center", min_height="44px"),
-        )
-        log_head = widgets.HBox(
-            [shared.html("<h2>Log</h2>"), self.rank],
-            layout=widgets.Layout(align_items="center", grid_gap="16px", margin="12px 0 4px"),
-        )
-        log_head.add_class("ss-log-head")
+        buttons = widgets.HBox([self.save_button, self.stop_button], layout=shared.layout(flex="0 0 auto"))
+        top = widgets.HBox([self.head, buttons], layout=shared.layout())
+        top.add_class("ss-run-top")
+        charts = [self.progress, self.facts, self._figure_place, self.table]
         self._of_a_run = widgets.VBox(
-            [self._figure_place, self.table, self.what, log_head, self.log_text],
-            layout=widgets.Layout(display="none"),
+            [*charts, self.memory.html, self.what, self.logs], layout=widgets.Layout(display="none")
         )
-        super().__init__([Sheet(), top, self.error, self._of_a_run])
+        super().__init__([self._sheet, top, self.error, self._of_a_run])
         self.add_class("ss-root")
         self.add_class("ss-run")
         if run is not None:
@@ -79,29 +91,31 @@ class RunView(View):
                 "<span class='ss-hint'>No run yet: one that is started shows itself here.</span>"
             )
 
-    def show(self, run: ss.Run, note: str = "", total_steps: int | None = None) -> None:
-        """Watch ``run`` from now on.
-
-        ``note`` stays above the charts (what a rehearsal leaves out); ``total_steps`` is where it is going.
-        """
+    def show(self, run: ss.Run) -> None:
+        """Watch ``run`` from now on."""
         with self._lock:
             self.run = run
-            self._total_steps = total_steps
-            self._note = note
-            self._seen = (0, "", "")
+            self._follow = run.follow()
+            self._pace = Pace()
+            self._expected = run.expected()
             self._latest = {}
+            self._said = ("", "")
+            self._stop_asked = False
+            self._looked = 0.0
             self.num_steps = 0
-            self._predicted = predicted_peak(run)
-            self._unit = Unit.of(self._predicted.num_bytes if self._predicted else 0)
-            ranks = min(run.world_size, MAX_LINES)
-            self.rank.options = [(f"rank {rank}", rank) for rank in range(ranks)]
             if self.figure is None:
                 self.figure = RunFigure()
                 self._figure_place.children = [self.figure.widget]
-            self.figure.start(ranks, self._predicted, self._unit, total_steps)
+            trained = [panel.metric for panel in TRAINING] if run.trains_the_plan else []
+            self.figure.fit(self._sheet.width)
+            self.figure.start(run.world_size, self._expected, run.num_steps, trained)
+            self.memory.start(run)
+            self.logs.start(run)
             self._of_a_run.layout.display = ""
-            self.error.value = self.what.value = self.table.value = ""
-        threading.Thread(target=self._watch, args=(run,), daemon=True, name="shardscope-run-view").start()
+            self.save_button.layout.display = "" if run.trains_the_plan else "none"
+            for part in (self.error, self.what, self.table, self.progress, self.facts):
+                part.value = ""
+            self._watch_from_now()
 
     def close(self) -> None:
         """Close the view. The run goes on, and other views of it too."""
@@ -109,141 +123,184 @@ class RunView(View):
             self.run = None
             super().close()
 
-    def refresh(self) -> None:
-        """Read what is new in the run's folder and draw it."""
+    def refresh(self) -> bool:
+        """Read what is new in the run's folder and draw it; whether there is more to read."""
         with self._lock:
-            run = self.run
-            if run is None:
-                return
+            run, follow = self.run, self._follow
+            if run is None or follow is None:
+                return False
             # Stop and status first: whatever a task logs, a run can be seen and stopped.
             status = run.status
-            self.stop_button.disabled = status in (*ENDED, "stopping")
+            has_ended = status in ENDED
+            self.stop_button.disabled = has_ended or self._stop_asked
+            self.save_button.disabled = status not in ("starting", "running")
             self.status = status
-            self._show_log()
-            metrics = run.metrics()
-            # The reason too: of a run that hangs nothing else changes.
-            seen = (len(metrics), status, run.reason)
-            new = metrics[self._seen[0] :]
-            if not new and seen == self._seen:
-                return
-            if self.figure is not None:
-                self.figure.extend(new)
-            self._latest.update({r["rank"]: r for r in new if "loss" in r and isinstance(r.get("rank"), int)})
-            self.num_steps += sum(1 for record in new if record.get("rank") == 0 and "loss" in record)
-            self._describe(run, status)
-            self._seen = seen
+            more = self.logs.refresh(has_ended)
+            self._say_status(run, status)
+            new = _read(follow)
+            self._look_beside(run, has_ended)
+            if new or has_ended:
+                self._take(new)
+            self._say_numbers(run, has_ended)
+            return more or follow.is_behind
+
+    def _take(self, new: list[dict[str, Any]]) -> None:
+        self._pace.add(new)
+        for record in new:
+            if isinstance(rank := record.get("rank"), int):
+                # A line may have only some of the metrics: the others keep their last.
+                last = self._latest.setdefault(rank, {})
+                last.update(
+                    {name: value for name, value in record.items() if name in last or len(last) < MAX_NAMES}
+                )
+        self.num_steps += sum(1 for record in new if record.get("rank") == 0 and "loss" in record)
+        if self.figure is not None:
+            self.figure.extend(new)
+
+    def _look_beside(self, run: ss.Run, has_ended: bool) -> None:
+        """What changes slowly: the cards, and what engines really made."""
+        now = time.monotonic()
+        if now - self._looked < CARD_SECONDS and not has_ended:
+            return
+        self._looked = now
+        cards = run.cards()
+        for record in cards[-run.world_size :]:
+            self._latest.setdefault(record["rank"], {}).update(_answers(record))
+        if self._expected is None:  # Of a task of one's own it is known once its model is.
+            self._expected = run.expected()
+        if self.figure is not None:
+            self.figure.expect(self._expected)
+            if cards:
+                self.figure.show_cards(cards, cards[0]["time"])
+        engine = self.memory.refresh(run, self._latest)
+        self.what.value = _what_it_was(engine)
+
+    def _watch_from_now(self) -> None:
+        self._thread = threading.Thread(
+            target=self._watch, args=(self.run,), daemon=True, name="shardscope-run-view"
+        )
+        self._thread.start()
 
     def _watch(self, run: ss.Run) -> None:
         """Runs in a thread of its own: cells may block the kernel's main thread at any time."""
-        ended = False
+        ended, more = False, False
         try:
-            while self.run is run and not ended:
+            while self.run is run and (more or not ended):
                 started = time.monotonic()
                 # Asked before the refresh: what was written up to the end is then drawn by it.
                 ended = run.status in ENDED
                 try:
-                    self.refresh()
+                    more = self.refresh()
                 except Exception as error:  # the folder may vanish under way: the view says so and lives on
+                    more = False
                     self.error.value = _alert(f"This view cannot show the run: {error}")
-                time.sleep(0 if ended else max(0.02, POLL_SECONDS - (time.monotonic() - started)))
+                took = time.monotonic() - started
+                if not ended:
+                    time.sleep(max(0.02, POLL_SECONDS - took, took / SHARE_OF_KERNEL - took))
         finally:
             if self.run is run and self._on_end is not None:
                 self._on_end(run)
 
-    def _stop(self, _: object) -> None:
+    def _wake(self) -> None:
+        """Something else of a log is asked for: a thread that still watches sees that by itself."""
+        if self.run is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._search_on, daemon=True, name="shardscope-run-log")
+        self._thread.start()
+
+    def _search_on(self) -> None:
+        while self.run is not None and self.refresh():
+            pass
+
+    def _fit(self) -> None:
+        with self._lock:
+            if self.figure is not None:
+                self.figure.fit(self._sheet.width)
+
+    def _stop(self, *, checkpoint: bool) -> None:
         if self.run is None:
             return
-        self.stop_button.disabled = True
+        # After one that saves first, a plain one is still possible: saving may take long.
+        self._stop_asked |= not checkpoint
+        self.save_button.disabled = True
+        self.stop_button.disabled = self._stop_asked
         try:
-            self.run.stop()
+            self.run.stop(checkpoint=checkpoint)
         except OSError as error:
+            self._stop_asked = False
             self.error.value = _alert(str(error))
 
-    def _describe(self, run: ss.Run, status: str) -> None:
-        last = self._latest.get(0)
-        numbers = ""
-        if last:
-            numbers = f" · {self._steps(last.get('step'))} · loss {_number(last.get('loss'), '.3f')}"
-            if "tokens_per_second" in last:
-                numbers += f" · {_number(last['tokens_per_second'], ',.0f')} tokens/s per rank"
-        colour = {"failed": "ss-lacks", "lost": "ss-lacks", "finished": "ss-fits"}.get(status, "")
-        self.head.value = (
-            f"<b class='ss-status {colour}' data-status='{status}'>{status}</b> "
-            f"<span class='ss-hint'>{escape(run.name)}{numbers}<br>{escape(run.reason)}</span>"
-        )
-        note = f"<div class='ss-note'>{escape(self._note)}</div>" if self._note else ""
+    def _say_status(self, run: ss.Run, status: str) -> None:
+        said = (status, run.reason)
+        if said == self._said:
+            return
+        self._said = said
+        self.head.value = run_words.status_words(run, status)
+        note = f"<div class='ss-note'>{escape(run.note)}</div>" if run.note else ""
         failure = run.error if status == "failed" else None
         self.error.value = note + (
             f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else ""
         )
-        record = run.what_it_was().get(0, {})
-        self.what.value = _what_it_was(record) + (_measured(run) if "memory" in record else "")
-        self.table.value = _table(self._latest, self._predicted, self._unit, "engine" in record)
 
-    def _steps(self, last: Any) -> str:
-        """Steps done: the first has the number 0, and a task of one's own may count as it likes."""
-        if self._total_steps and isinstance(last, int):
-            return f"{last + 1:,} of {self._total_steps:,} steps"
-        return f"step {_number(last, ',')}"
+    def _say_numbers(self, run: ss.Run, has_ended: bool) -> None:
+        slowest = self._pace.slowest
+        last = self._pace.last_step
+        done = 0 if last is None else last + 1
+        total = run.num_steps
+        _put(self.progress, run_words.progress(done, total) if total else "")
+        own = self._latest.get(0, {})
+        entries = []
+        if last is not None:
+            goal = f" of {total:,}" if total else ""
+            noun = "step" if (total or done) == 1 else "steps"
+            entries.append((f"{done:,}{goal}", noun, "Up to the last that any rank has logged"))
+        if is_number(own.get("loss")):
+            entries.append((f"{own['loss']:.3f}", "loss", "Of rank 0, in the last step"))
+        for name, words in (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "of rank 0")):
+            if is_number(own.get(name)):
+                entries.append((short(own[name]), f"tokens/s, {words}", "In the last step"))
+                break
+        left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
+        if left is not None:
+            why = "The steps that are left, at the pace of the last ones"
+            entries.append((f"about {run_words.seconds_words(left)}", "to go", why))
+        elif has_ended and (took := _took(run)) is not None:
+            entries.append((run_words.seconds_words(took), "in all", "From its launch to its end"))
+        if slowest is not None:
+            entries.append(run_words.slowest_words(slowest))
+        _put(self.facts, run_words.facts(entries))
+        charts = self.figure.charts if self.figure is not None else {}
+        _put(self.table, run_words.latest_table(self._latest, charts, self._expected, slowest))
 
-    def _show_log(self) -> None:
-        run = self.run
-        if run is None:
-            return
-        text = PROFILER_TALK.sub("", run.logs(self.rank.value or 0, LOG_BYTES))
-        nothing = "nothing printed" if self.status in ENDED else "nothing printed yet"
-        self.log_text.value = (
-            f"<pre class='ss-log' tabindex='0' aria-label='log of rank {self.rank.value}'>"
-            f"{escape(text) or nothing}</pre>"
-        )
+
+def _read(follow: Follow) -> list[dict[str, Any]]:
+    """What is new; of a long run that is opened late as much as can be read in a moment."""
+    began = time.monotonic()
+    new = follow.read()
+    while follow.is_behind and time.monotonic() - began < READ_SECONDS:
+        new += follow.read()
+    return new
 
 
-def _what_it_was(record: dict[str, Any]) -> str:
+def _put(place: widgets.HTML, words: str) -> None:
+    """Only what changed: a browser that writes the same anew loses what is marked in it."""
+    if place.value != words:
+        place.value = words
+
+
+def _answers(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("time", "rank", "gpu")}
+
+
+def _took(run: ss.Run) -> float | None:
+    times = [record["time"] for record in run.history if is_number(record["time"])]
+    return times[-1] - times[0] if len(times) > 1 else None
+
+
+def _what_it_was(engine: object) -> str:
     """One sentence on what the engine of rank 0 really made."""
-    words = record.get("engine", {}).get("sentence")
+    words = engine.get("sentence") if isinstance(engine, dict) else None
     return f"<div class='ss-hint'>What it really was: {escape(str(words))}</div>" if words else ""
-
-
-def _measured(run: ss.Run) -> str:
-    """One sentence on what the ranks measured, beside what was predicted."""
-    return f"<div class='ss-hint'>{escape(run.memory().sentence)}</div>"
-
-
-def _table(
-    latest: dict[int, dict[str, Any]], predicted: PredictedPeak | None, unit: Unit, has_engine: bool
-) -> str:
-    """The last numbers of each rank: the charts in words."""
-    if not latest:
-        return ""
-    rows = "".join(
-        f"<tr><td>{_swatch(rank)}rank {rank}</td><td>{_number(record.get('step'), ',')}</td>"
-        f"<td>{_number(record.get('loss'), '.3f')}</td>"
-        f"<td>{_number(record.get('tokens_per_second'), ',.0f')}</td>"
-        f"<td>{_number(record.get('peak_memory_bytes'), '', unit)}</td></tr>"
-        for rank, record in sorted(latest.items())
-    )
-    # A task of one's own that does not use the engine has nothing to do with the plan's model.
-    beside = ""
-    if has_engine and predicted:
-        beside = f"Long dashes: predicted {unit.show(predicted.num_bytes)} {unit.name} {predicted.of}."
-    return (
-        "<table class='ss-table'><thead><tr><th>latest</th><th>step</th><th>loss</th><th>tokens/s</th>"
-        f"<th>memory, {unit.name}</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"<div class='ss-hint'>{beside}</div>"
-    )
-
-
-def _swatch(rank: int) -> str:
-    if rank >= MAX_LINES:
-        return ""
-    return f"<i class='ss-swatch' style='background:{RANK_COLOURS[rank]}'></i>"
-
-
-def _number(value: Any, form: str, unit: Unit | None = None) -> str:
-    """``value`` in ``form`` or ``unit``; a dash for whatever else a task may have logged."""
-    if not isinstance(value, int | float):
-        return "–"
-    return unit.show(value) if unit else format(value, form)
 
 
 def _alert(message: str) -> str:

@@ -73,14 +73,15 @@ def label(text: str, width: str = "auto") -> widgets.Label:
 def dropdown(**traits: Any) -> widgets.Dropdown:
     """A list to choose one of."""
     style = _shared(widgets.widgets.widget_description.DescriptionStyle)
-    return widgets.Dropdown(layout=filling(), style=style, **traits)
+    return widgets.Dropdown(**{"layout": filling(), "style": style, **traits})
 
 
-def text(value: object, tooltip: str, width: str | None = None) -> widgets.Text:
+def text(value: object, tooltip: str, width: str | None = None, **traits: Any) -> widgets.Text:
     """A text box that reports once the person is done (Enter or leaving it), named for screen readers."""
     style = _shared(widgets.widgets.widget_string.TextStyle)
     place = filling() if width is None else fixed(width)
-    return widgets.Text(str(value), continuous_update=False, layout=place, style=style, tooltip=tooltip)
+    given = {"continuous_update": False, "layout": place, "style": style, "tooltip": tooltip, **traits}
+    return widgets.Text(str(value), **given)
 
 
 def segments(options: list[tuple[str, Any]], name: str) -> widgets.ToggleButtons:

@@ -271,7 +271,8 @@ class Studio(View):
         task = self.launch_panel.task()
         self.launch_panel.busy = True
         try:
-            run = ss.launch(offer.plan, task, force=force)
+            run = ss.launch(offer.plan, task, outlive_kernel=self.launch_panel.outlive.value, force=force)
+            run.note = offer.note if offer.is_rehearsal else ""
         except TooLittleFreeError as error:
             self.launch_panel.busy = False
             self.launch_panel.ask_whether_to_go_on(str(error), lambda: self._launch(force=True))
@@ -282,7 +283,7 @@ class Studio(View):
             return
         self.run = run
         self._show_trace(_hint("The trace appears here when the run has ended."))
-        self.run_view.show(run, note=offer.note if offer.is_rehearsal else "", total_steps=task.num_steps)
+        self.run_view.show(run)
         self.tabs.value = "Run"
         self.sheet.show()
 

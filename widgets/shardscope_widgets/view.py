@@ -9,6 +9,10 @@ import ipywidgets as widgets
 
 from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.log_pane import LogPane
+
+WORDS = (widgets.HTML, Clickable, LogPane)
+"""Widgets whose value is HTML."""
 
 
 class View(widgets.VBox):
@@ -33,7 +37,7 @@ class View(widgets.VBox):
 
 def _words(widget: widgets.Widget) -> Iterator[str]:
     """The HTML in sight, from the top to the bottom."""
-    if not isinstance(widget, widgets.Box | widgets.HTML | Clickable) or widget.layout.display == "none":
+    if not isinstance(widget, (widgets.Box, *WORDS)) or widget.layout.display == "none":
         return
     if not isinstance(widget, widgets.Box):
         yield from filter(None, [widget.value])

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardscope.runs.measured import tensors_of
+
 if TYPE_CHECKING:
     from shardscope.plan import Plan
-
-NOT_TENSORS = ("communication", "runtime", "fragmentation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def expected(plan: Plan, description: Mapping[str, Any], engine: object) -> Expe
         held = parts["parameters"] + parts["gradients"] + parts["optimizer"]
         what = "parameters, gradients and optimizer"
     else:
-        held = sum(value for name, value in report.components.items() if name not in NOT_TENSORS)
+        held = tensors_of(report.components)
         what = "tensors at the peak"
     seconds, source = _predicted_step(description)
     tokens = plan.num_micro_batches * plan.recipe.micro_batch_size * plan.recipe.seq_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardscope.memory.report import MemoryReport, Moment
 from shardscope.runs.measured import NOT_TENSORS, measured_memory, tensors_of
 
 
@@ -22,6 +23,12 @@ class RankMemory(NamedTuple):
         return sum(self.components.values())
 
 
+def predicted_tensors_by_component(report: MemoryReport) -> RankMemory:
+    """The same of a prediction: the moment of a step, its initialisation left out, with most tensors."""
+    moments = (m for stage in report.by_stage for m in stage.moments if m.phase != "initialisation")
+    return _tensors_at(max(moments, key=lambda each: tensors_of(each.components)))
+
+
 def memory_by_rank(
     records: Mapping[int, Mapping[str, Any]], logged: Sequence[Mapping[str, Any]] = ()
 ) -> dict[int, RankMemory]:
@@ -36,7 +43,10 @@ def memory_by_rank(
         own = measured_memory(None, {rank: records.get(rank, {})}, beside)
         if not own.tensor_bytes:
             continue
-        moment = max(own.worst_stage.moments, key=lambda each: tensors_of(each.components))
-        tensors = {name: size for name, size in moment.components.items() if name not in NOT_TENSORS and size}
-        found[rank] = RankMemory(tensors, moment.phase)
+        found[rank] = _tensors_at(max(own.worst_stage.moments, key=lambda each: tensors_of(each.components)))
     return found
+
+
+def _tensors_at(moment: Moment) -> RankMemory:
+    sizes = moment.components.items()
+    return RankMemory({name: size for name, size in sizes if name not in NOT_TENSORS and size}, moment.phase)

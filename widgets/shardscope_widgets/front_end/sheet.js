@@ -58,13 +58,21 @@ function render({ model, el }) {
   const ended = new AbortController();
   let root = null;
   let width = 0;
+  let telling;
   const observer = new ResizeObserver(() => {
     const now = root.clientWidth;
     if (now !== width) {
       width = now;
       refit(root);
+      clearTimeout(telling);
+      if (model.get("measures") && now > 0) telling = setTimeout(tell, 150);
     }
   });
+  // Once the dragging of an edge has ended; behind a tab there is no width.
+  const tell = () => {
+    model.set("width", width);
+    model.save_changes();
+  };
   const frame = requestAnimationFrame(() => {
     root = el.closest(".ss-root");
     if (!root) return;
@@ -78,6 +86,7 @@ function render({ model, el }) {
   return () => {
     cancelAnimationFrame(frame);
     observer.disconnect();
+    clearTimeout(telling);
     ended.abort();
     model.off("msg:custom", onMessage);
   };

@@ -1,0 +1,106 @@
+"""What a terminal would show, as HTML: words are escaped, colours become classes, all else is left out.
+
+Written here, for what there is does not fit: ansi2html and rich write colours that one of two themes cannot
+be read in, nbconvert's filter comes with half of Jupyter, and each would be one more package to install.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from shardscope.runs.log_search import ANSI, as_shown
+
+COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+GREY = "grey"
+"""Bright black; all other bright colours are shown as the plain ones, which are made for their theme."""
+FLAGS = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse", 9: "strike"}
+ENDED_FLAGS = {22: ("bold", "dim"), 23: ("italic",), 24: ("underline",), 27: ("inverse",), 29: ("strike",)}
+SGR = re.compile(r"\x1b\[([0-9;:]*)m")
+"""Select Graphic Rendition, ECMA-48 8.3.117; the only escape that is heeded."""
+OTHER_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+MAX_CODES = 32
+"""Of one escape; a longer one is no colour."""
+
+
+def to_html(text: str) -> str:
+    """``text`` as HTML without a single attribute that it chose: classes ``ss-t-...`` of a fixed set."""
+    state = _State()
+    parts: list[str] = []
+    for line in text.split("\n"):
+        shown = as_shown(line)
+        end = 0
+        for found in ANSI.finditer(shown):
+            parts.append(state.html(shown[end : found.start()]))
+            end = found.end()
+            if colour := SGR.fullmatch(found[0]):
+                state.take(colour[1])
+        parts.append(state.html(shown[end:]))
+        parts.append("\n")
+    return "".join(parts[:-1])
+
+
+class _State:
+    """What is switched on just now."""
+
+    def __init__(self) -> None:
+        self.flags: set[str] = set()
+        self.ink: str | None = None
+        self.ground: str | None = None
+
+    def html(self, text: str) -> str:
+        """``text`` as it is to look now."""
+        clean = escape(OTHER_CONTROLS.sub("", text))
+        classes = [f"ss-t-{name}" for name in sorted(self.flags)]
+        classes += [f"ss-t-{self.ink}"] if self.ink else []
+        classes += [f"ss-tb-{self.ground}"] if self.ground else []
+        return f"<span class='{' '.join(classes)}'>{clean}</span>" if clean and classes else clean
+
+    def take(self, parameters: str) -> None:
+        """Obey one escape; codes that are unknown are passed over."""
+        codes = [int(code[:3] or 0) for code in re.split("[;:]", parameters)[:MAX_CODES]]
+        while codes:
+            code = codes.pop(0)
+            if code == 0:
+                self.flags, self.ink, self.ground = set(), None, None
+            elif code in FLAGS:
+                self.flags.add(FLAGS[code])
+            elif code in ENDED_FLAGS:
+                self.flags.difference_update(ENDED_FLAGS[code])
+            elif code in (38, 48):
+                colour = _extended(codes)
+                self.ink, self.ground = (colour, self.ground) if code == 38 else (self.ink, colour)
+            elif code == 39 or 30 <= code <= 37 or 90 <= code <= 97:
+                self.ink = _named(code, 30, 90)
+            elif code == 49 or 40 <= code <= 47 or 100 <= code <= 107:
+                self.ground = _named(code, 40, 100)
+
+
+def _named(code: int, plain: int, bright: int) -> str | None:
+    if code == plain + 9:
+        return None
+    return GREY if code == bright else COLOURS[(code - plain) % 10 if code < bright else code - bright]
+
+
+def _extended(codes: list[int]) -> str | None:
+    """The nearest colour to what follows 38 or 48: ``5;n`` of 256, or ``2;red;green;blue``."""
+    kind = codes.pop(0) if codes else 0
+    if kind == 2 and len(codes) >= 3:
+        return _nearest(*(codes.pop(0) for _ in range(3)))
+    if kind != 5 or not codes:
+        return None
+    number = codes.pop(0)
+    if number < 16:
+        return GREY if number == 8 else COLOURS[number % 8]
+    if number < 232:  # a cube of six shades each
+        cube = number - 16
+        return _nearest(*(51 * shade for shade in (cube // 36, cube // 6 % 6, cube % 6)))
+    return _nearest(*(8 + 10 * (number - 232),) * 3)
+
+
+def _nearest(red: int, green: int, blue: int) -> str:
+    most, least = max(red, green, blue), min(red, green, blue)
+    if most - least < 40:
+        return "black" if most < 64 else GREY if most < 176 else "white"
+    middle = (most + least) / 2
+    return COLOURS[(red > middle) + 2 * (green > middle) + 4 * (blue > middle)]
