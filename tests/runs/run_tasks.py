@@ -227,6 +227,12 @@ def deletes_its_folder(ctx: Any) -> None:
         time.sleep(0.1)
 
 
+def own_loop() -> None:
+    """A person's own script, which knows nothing of a ctx."""
+    print("my own loop")
+    time.sleep(1000)
+
+
 def fails_across_a_set_clock(ctx: Any) -> None:
     """The clock is set forth and back; rank 1 fails, and after it rank 0, by a clock that was set back."""
     from jumping_clock import set_clock

@@ -16,6 +16,7 @@ import pytest
 import run_tasks as tasks
 from run_helpers import make_plan, processes_of, seconds_until
 
+import shardscope as ss
 from shardscope.runs.launch import launch
 from shardscope.runs.run import Run
 from shardscope.runs.supervisor import Supervisor
@@ -88,6 +89,23 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
     assert [m["command"] for m in run.metrics() if "command" in m] == ["profile", "profile"]
     assert "checkpoint" in run.reason
     assert "malformed" in (run.folder / "supervisor.log").read_text()
+
+
+def test_a_script_cannot_be_asked_to_save(tmp_path: Path) -> None:
+    """Refused at once, not after the ten minutes that a checkpoint may take; a plain stop works."""
+    run = launch(make_plan(1), ss.Script(tasks.own_loop), folder=tmp_path)
+    seconds_until(lambda: "my own loop" in run.logs(0))
+    with pytest.raises(
+        ValueError, match=r"run\.stop checkpoint is True.* Script .*Nearest fix: run\.stop\(\)"
+    ):
+        run.stop(checkpoint=True)
+    run.send("stop", checkpoint=True)  # As something else that writes to the folder would.
+    seconds_until(
+        lambda: "ignored a stop with a checkpoint" in (run.folder / "supervisor.log").read_text(), 5
+    )
+    assert run.status == "running"
+    run.stop()
+    assert run.wait(5) == "stopped"
 
 
 def test_fault_07_another_process_attaches_and_stops(plan: Any, tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def _description(
         "predicted": predicted_step(plan),
         "task": describe(task),
         "trains_the_plan": _trains(task),
+        "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
         "num_steps": _num_steps(task),
         "world_size": plan.world_size,
         "device": device,

@@ -24,7 +24,7 @@ from shardscope.runs.records import (
     write_json,
 )
 from shardscope.runs.story import tell
-from shardscope.validation import flag, real_number, whole_number
+from shardscope.validation import flag, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
     from shardscope.runs.compare import Runs
@@ -268,9 +268,14 @@ class Run:
         """Ask the run to end and return at once; harmless when it has ended. ``run.wait()`` waits for it.
 
         With ``checkpoint`` the ranks first finish their step and save, if their task looks at
-        ``ctx.should_stop``. Raises ``OSError`` if the folder cannot be written.
+        ``ctx.should_stop``. Raises ``ValueError`` where it is known that the task never looks, and ``OSError``
+        if the folder cannot be written.
         """
-        self.send("stop", checkpoint=flag("run.stop checkpoint", checkpoint))
+        if flag("run.stop checkpoint", checkpoint) and self._description.get("saves_when_asked") is False:
+            task = str(self._description.get("task")).rpartition(".")[2]
+            never = f"False, for a {task} does not look whether a stop was asked: saving is its own code's"
+            refuse("run.stop checkpoint", True, never, "run.stop()")
+        self.send("stop", checkpoint=checkpoint)
 
     def send(self, command: str, **arguments: Any) -> None:
         """Append a command for the supervisor or for ``ctx.commands()``; harmless when the run has ended."""

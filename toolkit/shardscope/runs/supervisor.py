@@ -146,6 +146,10 @@ class Supervisor:
     def _stop(self, *, checkpoint: bool) -> None:
         if not checkpoint:
             self._terminate("run.stop() was called")
+        elif (
+            self.description.get("saves_when_asked") is False
+        ):  # Run.stop() refuses it; others write here too.
+            self._say("ignored a stop with a checkpoint: the task does not look whether one was asked")
         elif self.phase == "run" and self.stop_reason is None:
             # The ranks read the same file and agree on the step after which they leave.
             self.phase, self.asked_to_save = "checkpoint", time.monotonic()

@@ -45,6 +45,8 @@ class Script:
 
     preload: ClassVar[tuple[str, ...]] = ("accelerate", "shardscope.training.accounting")
     """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
+    saves_when_asked: ClassVar[bool] = False
+    """Nothing asks a person's loop to save and leave: ``run.stop(checkpoint=True)`` is refused in words."""
 
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str | bytes) or not isinstance(self.arguments, Sequence):
