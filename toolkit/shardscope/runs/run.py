@@ -268,8 +268,8 @@ class Run:
         """Ask the run to end and return at once; harmless when it has ended. ``run.wait()`` waits for it.
 
         With ``checkpoint`` the ranks first finish their step and save, if their task looks at
-        ``ctx.should_stop``. Raises ``ValueError`` where it is known that the task never looks, and ``OSError``
-        if the folder cannot be written.
+        ``ctx.should_stop``. Raises ``ValueError`` where it is known that the task never looks, and
+        ``OSError`` if the folder cannot be written.
         """
         if flag("run.stop checkpoint", checkpoint) and self._description.get("saves_when_asked") is False:
             task = str(self._description.get("task")).rpartition(".")[2]
