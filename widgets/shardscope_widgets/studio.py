@@ -5,6 +5,8 @@ State flows one way: pickers -> ``studio.plan`` -> views.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from html import escape
@@ -271,8 +273,9 @@ class Studio(View):
         task = self.launch_panel.task()
         self.launch_panel.busy = True
         try:
-            run = ss.launch(offer.plan, task, outlive_kernel=self.launch_panel.outlive.value, force=force)
-            run.note = offer.note if offer.is_rehearsal else ""
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                run = ss.launch(offer.plan, task, outlive_kernel=self.launch_panel.outlive.value, force=force)
         except TooLittleFreeError as error:
             self.launch_panel.busy = False
             self.launch_panel.ask_whether_to_go_on(str(error), lambda: self._launch(force=True))
@@ -282,6 +285,9 @@ class Studio(View):
             self.launch_panel.say(str(error) or type(error).__name__, is_error=True)
             return
         self.run = run
+        notes = [offer.note] * offer.is_rehearsal + [str(each.message) for each in warned]
+        with contextlib.suppress(OSError):  # A disk that is full by now: the run is under way, and is shown.
+            run.note = " ".join(notes)
         self._show_trace(_hint("The trace appears here when the run has ended."))
         self.run_view.show(run)
         self.tabs.value = "Run"
