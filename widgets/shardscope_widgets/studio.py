@@ -285,7 +285,8 @@ class Studio(View):
             self.launch_panel.say(str(error) or type(error).__name__, is_error=True)
             return
         self.run = run
-        notes = [offer.note] * offer.is_rehearsal + [str(each.message) for each in warned]
+        tight = [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
+        notes = [offer.note] * offer.is_rehearsal + tight
         with contextlib.suppress(OSError):  # A disk that is full by now: the run is under way, and is shown.
             run.note = " ".join(notes)
         self._show_trace(_hint("The trace appears here when the run has ended."))
