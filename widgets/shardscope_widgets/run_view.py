@@ -52,6 +52,7 @@ class RunView(View):
         self._said: tuple[str, str] = ("", "")
         self._stop_asked = False
         self._looked = 0.0
+        self._card_time = 0.0
         self._sheet = Sheet(measures=True)
         self._sheet.observe(lambda _: self._fit(), "width")
         self.head = shared.html()
@@ -101,7 +102,7 @@ class RunView(View):
             self._latest = {}
             self._said = ("", "")
             self._stop_asked = False
-            self._looked = 0.0
+            self._looked = self._card_time = 0.0
             self.num_steps = 0
             if self.figure is None:
                 self.figure = RunFigure()
@@ -170,7 +171,8 @@ class RunView(View):
             self._expected = run.expected()
         if self.figure is not None:
             self.figure.expect(self._expected)
-            if cards:
+            if cards and cards[-1]["time"] != self._card_time:
+                self._card_time = cards[-1]["time"]
                 self.figure.show_cards(cards, cards[0]["time"])
         engine = self.memory.refresh(run, self._latest)
         self.what.value = _what_it_was(engine)

@@ -17,9 +17,9 @@ from shardscope.detection import ask_quietly
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import append_line, encode, read_json, read_lines
 
-MAX_SAMPLES = 1200
+MAX_SAMPLES = 600
 """In the file, whatever a run takes: of more, the older ones are thinned evenly."""
-DENSE_SAMPLES = 400
+DENSE_SAMPLES = 200
 """The last ones, which stay as they are."""
 
 

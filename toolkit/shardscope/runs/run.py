@@ -190,8 +190,7 @@ class Run:
         """How its cards were: dicts of time, rank, gpu (as the driver counts), and what NVML answered.
 
         ``utilisation_percent``, ``temperature_celsius``, ``power_watts`` and ``used_bytes``, which counts
-        everybody's processes; once a second at first, some thousand times however long a run takes. Empty on
-        CPU ranks.
+        everybody's processes; once a second, and of a long run some hundred times in all. Empty on CPU ranks.
         """
         from shardscope.runs.card_watch import card_samples
 

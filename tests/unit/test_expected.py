@@ -1,0 +1,132 @@
+"""What is predicted of a run's charts, and of which runs nothing is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.follow import PIECE_BYTES
+from shardscope.runs.measured import predicted_tensors
+from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
+from shardscope.runs.records import append_line, write_json
+
+ON_GPUS = ss.Plan(
+    ss.models["gpt2"],
+    ss.Cluster.parse("8xh100-sxm-80gb"),
+    ss.Recipe(seq_len=512, global_batch_size=64),
+    ss.Layout.fsdp2(),
+)
+ON_CPUS = ss.Plan(
+    ss.Architecture.of_size("2m"),
+    ss.Cluster.parse("2xcpu"),
+    ss.Recipe(seq_len=64, global_batch_size=4),
+    ss.Layout.ddp(),
+)
+STEP = {"step_seconds": 0.5, "from": "the calibration of here"}
+
+
+def attach(folder: Path, plan: ss.Plan, engine: Any = None, **description: Any) -> ss.Run:
+    run = RunFolder(folder / "run")
+    run.create()
+    described = {"world_size": 2, "created": time.time(), "plan": json.loads(plan.to_json()), **description}
+    write_json(run.run_json, described)
+    if engine is not None:
+        write_json(run.what_it_was(0), {"engine": engine})
+    return ss.Run.attach(run.path)
+
+
+def test_a_run_of_the_plan_has_its_predictions(tmp_path: Path) -> None:
+    run = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=STEP, num_steps=40)
+    found = run.expected()
+    assert found is not None and run.num_steps == 40 and run.trains_the_plan
+    assert found.step_seconds == 0.5 and found.step_from == "the calibration of here"
+    assert found.tokens_per_second == 64 * 512 / 8 / 0.5
+    assert found.peak_memory_bytes == predicted_tensors(ON_GPUS.memory())
+    assert found.of("loss") is None and found.of("step_seconds") == 0.5
+
+
+def test_cpu_ranks_report_what_outlives_a_step(tmp_path: Path) -> None:
+    found = attach(tmp_path, ON_CPUS, trains_the_plan=True).expected()
+    parts = ON_CPUS.memory().at("optimizer")
+    assert found is not None and found.step_seconds is None and found.tokens_per_second is None
+    assert found.peak_memory_bytes == parts["parameters"] + parts["gradients"] + parts["optimizer"]
+    assert "optimizer" in found.memory_of
+
+
+@pytest.mark.parametrize("engine", [None, "x", {}, {"num_parameters": 12}, {"sentence": "FSDP2"}])
+def test_a_function_whose_model_is_another_has_none(tmp_path: Path, engine: Any) -> None:
+    run = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP)
+    assert run.expected() is None and run.num_steps is None
+
+
+def test_a_function_that_trains_the_plans_model_has_them(tmp_path: Path) -> None:
+    engine = {"num_parameters": ON_GPUS.architecture.num_parameters}
+    found = attach(tmp_path, ON_GPUS, engine, trains_the_plan=False, predicted=STEP).expected()
+    assert found is not None and found.step_seconds == 0.5
+
+
+@pytest.mark.parametrize("seconds", [None, "x", -1, True, 0, "NaN"])
+def test_a_damaged_prediction_of_the_step_is_none(tmp_path: Path, seconds: Any) -> None:
+    predicted = {"step_seconds": seconds} if seconds is not None else 3
+    found = attach(tmp_path, ON_GPUS, trains_the_plan=True, predicted=predicted).expected()
+    assert found is not None and found.step_seconds is None
+
+
+def test_a_plan_that_cannot_be_read_has_none(tmp_path: Path) -> None:
+    run = attach(tmp_path, ON_GPUS, trains_the_plan=True)
+    described = json.loads((run.folder / "run.json").read_text())
+    write_json(run.folder / "run.json", {**described, "plan": {"version": -1}})
+    assert ss.Run.attach(run.folder).expected() is None
+
+
+def test_each_rank_has_its_tensors_by_component() -> None:
+    def record(activations: int) -> dict[str, Any]:
+        phases = {
+            "rest": {"parameters": 10, "optimizer": 20},
+            "backward": {"parameters": 10, "activations": activations, "logits": 0, "communication": 3},
+        }
+        return {"memory": {"device": "cpu", "step": 2, "phases": phases, "rss_before_steps": 500}}
+
+    found = memory_by_rank({0: record(40), 3: record(5), 4: {"engine": {}}})
+    assert found[0].components == {"parameters": 10, "activations": 40} and found[0].phase == "backward"
+    assert found[3].components == {"parameters": 10, "optimizer": 20} and found[3].num_bytes == 30
+    assert set(found) == {0, 3}
+    predicted = predicted_tensors_by_component(ON_GPUS.memory())
+    assert predicted.num_bytes == predicted_tensors(ON_GPUS.memory())
+
+
+def test_a_long_run_is_followed_in_pieces_and_nothing_is_lost(tmp_path: Path) -> None:
+    run = attach(tmp_path, ON_CPUS)
+    folder = RunFolder(run.folder)
+    line = {"rank": 0, "time": 1.0, "text": "x" * 500, "loss": float("nan")}
+    with folder.events(0).open("w") as file:
+        for step in range(4000):
+            file.write(json.dumps({**line, "loss": "NaN", "step": step}) + "\n")
+        file.write(json.dumps({"step": 4000, "rank": 0, "time": 1.0, "text": "y" * (3 * PIECE_BYTES)}) + "\n")
+    append_line(folder.events(1), {"step": 0, "rank": 1, "time": 1.0})
+    follow, steps, looks = run.follow(), [], 0
+    while True:
+        new = follow.read()
+        assert len(new) < 3000
+        steps += [record["step"] for record in new if record["rank"] == 0]
+        looks += 1
+        assert all(record["loss"] != record["loss"] for record in new if "loss" in record)
+        if not follow.is_behind:
+            break
+    assert steps == list(range(4001)) and looks > 3
+    assert follow.read() == []
+    append_line(folder.events(0), {"step": 4001, "rank": 0, "time": 2.0})
+    assert [record["step"] for record in follow.read()] == [4001]
+
+
+def test_a_note_stays_with_the_run(tmp_path: Path) -> None:
+    run = attach(tmp_path, ON_CPUS)
+    assert run.note == ""
+    run.note = "a rehearsal"
+    assert ss.Run.attach(run.folder).note == "a rehearsal"
