@@ -96,7 +96,8 @@ FAULTS = {
         "`CUDA_VISIBLE_DEVICES` is empty or wrong",
         "This machine counts as what CUDA would see, CPU ranks if nothing; a plan for more is refused with "
         "what is here.",
-        "The driver is a stand-in that answers as NVML does; with real GPUs only the plain case runs.",
+        "The driver is a stand-in that answers as NVML does. Which of its GPUs are visible is held against "
+        "torch's own reading of the variable; against CUDA's, which no GPU was here for, nothing was.",
     ),
     21: Fault("torch or accelerate is missing", "Planning works; a launch names the line that installs it."),
     22: Fault(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -86,24 +87,30 @@ def visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
     """
     if visible is None:
         return list(range(len(uuids)))
-    chosen: list[int] = []
-    by_uuid = visible.strip().startswith("GPU-")
-    for entry in visible.split(","):
-        entry = entry.strip()
-        if by_uuid:
-            matches = [
-                i for i, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)
-            ]
-            index = matches[0] if len(matches) == 1 else -1
-        else:
-            number = re.match(r"\+?(\d+)", entry, re.A)
-            index = int(number[1]) if number else -1
-        if not 0 <= index < len(uuids):
-            break
-        if index in chosen:
-            return []
-        chosen.append(index)
-    return chosen
+    if visible.startswith("GPU-"):
+        named = list(itertools.takewhile(lambda entry: entry.startswith("GPU-"), visible.split(",")))
+        chosen = _up_to_a_wrong_one(_only(entry, uuids) for entry in named)
+        return [] if _repeats(named) or _repeats(chosen) else chosen
+    chosen = _up_to_a_wrong_one(_leading_number(entry.strip()) for entry in visible.split(","))
+    return [] if _repeats(chosen) else list(itertools.takewhile(lambda index: index < len(uuids), chosen))
+
+
+def _up_to_a_wrong_one(indices: Iterable[int]) -> list[int]:
+    return list(itertools.takewhile(lambda index: index >= 0, indices))
+
+
+def _repeats(told: Sequence[object]) -> bool:
+    return len(set(told)) < len(told)
+
+
+def _only(prefix: str, uuids: list[str]) -> int:
+    found = [index for index, uuid in enumerate(uuids) if uuid.startswith(prefix)]
+    return found[0] if len(found) == 1 else -1
+
+
+def _leading_number(entry: str) -> int:
+    number = re.match(r"\+?(\d+)", entry, re.A)
+    return int(number[1]) if number else -1
 
 
 def _now(pynvml: Any, handle: Any, index: int) -> GpuNow:
