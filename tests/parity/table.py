@@ -140,6 +140,8 @@ ROWS: tuple[Row, ...] = (
     _row("megatron dp2 + distributed optimizer", 2, "megatron"),
     _row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
     _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
+    _row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral", fast=True),
+    _row("zero-2 ep(2), Mixtral", 2, "zero", stage=2, ep=2, family="mixtral"),
     _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
     _row(
         "fsdp2 cp(2)",

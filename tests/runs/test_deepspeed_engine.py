@@ -14,7 +14,6 @@ pytestmark = needs_installed("deepspeed")
 
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
-from shardscope import Architecture  # noqa: E402
 from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
 from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
 from shardscope.validation import FieldError  # noqa: E402
@@ -287,15 +286,6 @@ def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
 def test_what_it_does_not_run_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
     refusal = why_not_trained(tiny_plan("zero", 2, **fields))
     assert refusal is not None and words in refusal and "Nearest fix" in refusal
-
-
-def test_experts_over_ranks_are_refused() -> None:
-    mixtral = Architecture.from_hf({
-        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 512,
-    })  # fmt: skip
-    refusal = why_not_trained(tiny_plan("zero", 2, architecture=mixtral, layout={"stage": 2, "ep": 2}))
-    assert refusal is not None and "megatron runs ep" in refusal
 
 
 def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

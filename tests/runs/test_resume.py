@@ -65,6 +65,7 @@ RUNS = {
     "ZeRO-2": ("zero", {"stage": 2}),
     "ZeRO-3": ("zero", {"stage": 3}),
     "ZeRO pipeline": ("zero", {"stage": 1, "pp": 2}),
+    "ZeRO experts": ("zero", {"stage": 2, "ep": 2}),
     "FSDP2 pipeline": ("fsdp2", {"pp": 2}),
     "Megatron tp": ("megatron", {"tp": 2}),
     "Megatron pp": ("megatron", {"pp": 2}),
@@ -82,7 +83,9 @@ def test_fault_30_a_killed_run_goes_on_exactly(run: str, tmp_path: Path) -> None
         pytest.skip("two launches more; `make test-resume` runs all engines")
     framework, layout = RUNS[run]
     skip_without(NEEDED.get(framework, "torch"))
-    plan = tiny_plan(framework, 2, num_micro_batches=2 if "pp" in layout else 1, layout=layout)
+    architecture = small_mixtral() if "ep" in layout else None
+    count = 2 if "pp" in layout else 1
+    plan = tiny_plan(framework, 2, num_micro_batches=count, architecture=architecture, layout=layout)
     first = launch(plan, killed_in_step_12, name="again", folder=tmp_path)
     assert first.wait() == "failed"
     assert "nothing to go on from yet" in first.logs(0)

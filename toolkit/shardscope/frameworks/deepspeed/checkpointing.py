@@ -63,11 +63,12 @@ def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> No
         ("stage", "ZeRO stage"),
         ("world_size", "number of ranks"),
         ("pp", "number of pipeline stages"),
+        ("ep", "number of ranks that share out experts"),
     ):
-        if position.get(field) != own[field]:
+        if position.get(field) != own.get(field):
             refuse(
                 f"{field} of this run",
-                own[field],
+                own.get(field),
                 f"{position.get(field)}, the {words} that saved {path.name}: DeepSpeed cannot join its parts "
                 "anew; fsdp2 and ddp resume over any number of ranks",
                 f"{field}={position.get(field)}",

@@ -147,7 +147,7 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     def _position(self) -> dict[str, Any]:
         layout: Any = self.plan.layout
-        return {**super()._position(), "stage": layout.stage, "pp": layout.pp}
+        return {**super()._position(), "stage": layout.stage, "pp": layout.pp, "ep": layout.ep}
 
     def load(self, path: str | Path) -> None:
         own, adapted = self._position(), self.recipe.has_adapters
@@ -199,7 +199,7 @@ def _on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """DeepSpeed's own Adam, compiled for this machine's processors, with the groups of ``optimizer``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    known = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
+    known = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "moe", "name")
     groups = [{name: group[name] for name in known if name in group} for group in optimizer.param_groups]
     made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True)
     return made

@@ -174,10 +174,13 @@ def _weights_here(stage: int, optimizer: Any, parameters: Mapping[str, Any], ran
     if stage == 0:
         return sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
     if stage in (1, 2):
-        flat = sum(group.numel() for group in optimizer.bit16_groups_flat)
-        parts: int = sum(part.numel() for part in optimizer.single_partition_of_fp32_groups)
-        _agree("weights of all parts", parts * ranks, flat)
-        return parts
+        parts = [part.numel() for part in optimizer.single_partition_of_fp32_groups]
+        # Experts that others have too are cut among fewer ranks.
+        for flat, part, group in zip(
+            optimizer.bit16_groups_flat, parts, optimizer.real_dp_process_group, strict=True
+        ):
+            _agree("weights of all parts", part * dist.get_world_size(group), flat.numel())
+        return sum(parts)
     whole = [name for name, parameter in parameters.items() if not hasattr(parameter, "ds_tensor")]
     if whole:
         raise RuntimeError(

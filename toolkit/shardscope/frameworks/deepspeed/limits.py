@@ -49,12 +49,32 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_degrees(plan: Plan, layout: Any) -> None:
-    for degree, why in (
-        ("tp", "DeepSpeed's AutoTP is not run here; fsdp2 and megatron run tp"),
-        ("ep", "DeepSpeed's experts are not run here; megatron runs ep"),
-    ):
-        if getattr(layout, degree) > 1:
-            refuse(f"Layout.{degree}", getattr(layout, degree), f"1 to train: {why}", f"{degree}=1")
+    if layout.tp > 1:
+        why = "1 to train: DeepSpeed's AutoTP is not run here; fsdp2 and megatron run tp"
+        refuse("Layout.tp", layout.tp, why, "tp=1")
+    if layout.ep > 1:
+        _check_experts(plan, layout)
+
+
+def _check_experts(plan: Plan, layout: Any) -> None:
+    """What DeepSpeed's MoE layers, in the place of transformers', do not run here."""
+    arch, recipe = plan.architecture, plan.recipe
+    experts = arch.mixture_of_experts
+    if arch.model_type != "mixtral":
+        why = "mixtral with ep > 1: DeepSpeed's MoE layer routes as Mixtral's does; megatron runs others"
+        refuse("Architecture.model_type", arch.model_type, why, "ep=1")
+    if experts is not None and experts.num_experts_per_tok < 2:
+        refuse(
+            "Architecture.mixture_of_experts.num_experts_per_tok",
+            experts.num_experts_per_tok,
+            "2 or more with ep > 1: DeepSpeed multiplies one expert alone with its probability (top1gating), "
+            "Mixtral with 1",
+            "ep=1",
+        )
+    if layout.pp > 1:
+        refuse("Layout.ep", layout.ep, "1 with pp > 1: DeepSpeed's stages have no experts here", "ep=1")
+    if recipe.method != "full":
+        refuse("Recipe.method", recipe.method, "'full' with ep > 1: peft knows no DeepSpeed experts", "ep=1")
 
 
 def _check_whole(plan: Plan) -> None:
@@ -69,6 +89,11 @@ def _check_whole(plan: Plan) -> None:
         why = (
             "1 to train in bf16 with pp > 1: there DeepSpeed cuts the optimizer's state in stage 0 too "
             "(BF16_Optimizer), and its checkpoints have one rank's part alone"
+        )
+    elif precision != "fp32" and plan.degrees.ep > 1:
+        why = (
+            "1 or 2 to train in bf16 with ep > 1: in stage 0 DeepSpeed's norm, by which it clips, leaves "
+            "experts out (FP16_UnfusedOptimizer.step)"
         )
     if why:
         refuse("Layout.stage", 0, why, "stage=1")

@@ -17,7 +17,7 @@ from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
-    from shardscope.memory.stages import Stage
+    from shardscope.memory.stages import RankShape, Stage
     from shardscope.plan import Plan
     from shardscope.recipe import Recipe
 
@@ -191,7 +191,7 @@ def _layer(
     if adapted is None:
         split = ep > 1
         trained = tuple(size for group, size in sizes if not (split and group == "experts"))
-        experts = tuple(size for group, size in sizes if split and group == "experts")
+        experts = _expert_by_expert([shape for shape in shapes if split and shape.group == "experts"])
         return trained, experts, (), used
     rank, targets = adapted.adapter_rank, adapter_targets(arch, adapted)
     adapters: list[int] = []
@@ -199,6 +199,12 @@ def _layer(
         if target in targets:
             adapters += [rank * inner, rank * out]
     return tuple(ceil_div(size, tp) for size in adapters), (), used, (*used, *adapters)
+
+
+def _expert_by_expert(stacked: list[RankShape]) -> tuple[int, ...]:
+    """Tensors of DeepSpeed's own experts, each of which is a module (deepspeed/moe/experts.py)."""
+    copies = stacked[0].copies if stacked else 0
+    return tuple(shape.rows * shape.columns for _ in range(copies) for shape in stacked)
 
 
 class Partition(NamedTuple):

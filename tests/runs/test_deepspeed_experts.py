@@ -1,0 +1,237 @@
+"""DeepSpeed's MoE layers really training on gloo ranks, beside the same Mixtral in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+
+torch = needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope import Architecture  # noqa: E402
+from shardscope.frameworks.deepspeed import extensions  # noqa: E402
+from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
+from shardscope.layer_parts import MixtureOfExperts  # noqa: E402
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+RATE = 1e-2
+ROWS = 4
+
+
+def mixtral(experts_per_token: int = 2) -> Architecture:
+    experts = MixtureOfExperts(
+        num_experts=4, num_experts_per_tok=experts_per_token, moe_intermediate_size=128
+    )
+    return replace(tiny_llama(), model_type="mixtral", vocab_size=256, mixture_of_experts=experts)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "zero-0": {"layout": {"stage": 0}},
+    "zero-1": {"layout": {"stage": 1}, "recompute": "full"},
+    "zero-2": {"layout": {"stage": 2, "overlap_comm": True}},
+    "zero-2, three of four experts": {"layout": {"stage": 2}, "architecture": mixtral(3)},
+    "zero-1 bf16": {"layout": {"stage": 1}, "precision": "bf16-mixed"},
+}
+ON_HOST: dict[str, dict[str, Any]] = {"on the host": {"layout": {"stage": 2, "offload_optimizer": "cpu"}}}
+OVER_FOUR = {"zero-1 over four": {"layout": {"stage": 1}, "micro_batch_size": 1, "num_micro_batches": 1}}
+
+
+def plan_of(name: str, num_ranks: int = 2) -> Any:
+    """Four rows a step, of which each rank has as many, in micro-batches of one."""
+    fields = {
+        "micro_batch_size": 1,
+        "num_micro_batches": ROWS // num_ranks,
+        "architecture": mixtral(),
+        **{**PLANS, **ON_HOST, **OVER_FOUR}[name],
+    }
+    return tiny_plan("zero", num_ranks, **{**fields, "layout": {"ep": 2, **fields["layout"]}})
+
+
+def whole_batch(step: int) -> dict[str, Any]:
+    tokens = torch.randint(0, 64, (ROWS, 64), generator=torch.Generator().manual_seed(step))
+    labels = tokens.clone()
+    for row in range(ROWS):
+        labels[row, : 9 * row] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def share(ctx: StandInContext, step: int) -> dict[str, Any]:
+    return {name: rows.chunk(ctx.world_size)[ctx.rank] for name, rows in whole_batch(step).items()}
+
+
+def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
+    from shardscope.training.model import build_model
+
+    ctx.plan = plan
+    engine = ctx.engine = engine_for(plan)(ctx)
+    engine.learning_rate, engine.seed = RATE, seed
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
+
+
+def trained(ctx: StandInContext) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
+    for name in names if ctx.world_size == 2 else OVER_FOUR:
+        engine = fresh(ctx, plan_of(name, ctx.world_size))
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            losses.append(engine.step(share(ctx, step)))
+            norms.append(engine.grad_norm)
+        found[name] = {
+            "losses": losses,
+            "norms": norms,
+            "held": engine.held_at_update,
+            "engine": ctx.records["engine"],
+        }
+    if ctx.world_size == 2:
+        found["kept"] = {name: kept(ctx, name) for name in ("zero-0", "zero-1 bf16")}
+    return found
+
+
+def kept(ctx: StandInContext, name: str) -> dict[str, Any]:
+    """A checkpoint gone on from by a new engine, and an export opened by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    engine = fresh(ctx, plan_of(name))
+    for step in range(SAVED_AFTER):
+        engine.step(share(ctx, step))
+    engine.save(f"kept/{name}")
+    engine = fresh(ctx, plan_of(name), seed=7)
+    engine.load(f"kept/{name}")
+    engine.export(f"exported/{name}")
+    opened = AutoModelForCausalLM.from_pretrained(ctx.folder / "exported" / name)
+    with torch.no_grad():
+        loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
+    again = [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+    return {"again": again, "exported": loss, "type": str(opened.dtype), "config": opened.config.model_type}
+
+
+def plain_torch(architecture: Architecture) -> dict[str, list[float]]:
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.manual_seed(0)
+    model = build_model(architecture)
+    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        loss = model(**whole_batch(step)).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By plan, what each rank found."""
+    by_plan: dict[str, list[dict[str, Any]]] = {}
+    for num_ranks, name in ((2, "zero-1"), (4, "zero-1 over four")):
+        plan = plan_of(name, num_ranks)
+        before_fork(plan, "cpu")
+        if extensions.is_built("cpu_adam"):
+            extensions.load("cpu_adam")
+        ranks = on_ranks(num_ranks, plan, trained, tmp_path_factory.mktemp("experts"))
+        by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return by_plan
+
+
+def result(found: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    if name not in found:
+        pytest.skip(
+            "DeepSpeed's Adam for the host compiles for a minute in a new environment: `make parity` runs it"
+        )
+    return found[name]
+
+
+@pytest.mark.parametrize("name", [*PLANS, *ON_HOST, *OVER_FOUR])
+def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    ranks = result(found, name)
+    plan = plan_of(name, len(ranks))
+    expected, half = plain_torch(plan.architecture), plan.recipe.precision != "fp32"
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
+
+
+@pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
+def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    report, ranks = plan_of(name).memory(), [rank["held"] for rank in result(found, name)]
+    assert max(held["parameters"] for held in ranks) == report.at("rest")["parameters"]
+    assert max(held["gradients"] for held in ranks) == report.at("optimizer")["gradients"]
+    assert max(held["optimizer"] for held in ranks) == report.at("rest")["optimizer"]
+
+
+def test_experts_that_others_have_too_are_shared_out_among_these(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Ranks keep gradients of whole tensors, of which the planned one is the rank that holds most."""
+    report = plan_of("zero-1 over four", 4).memory()
+    for rank in found["zero-1 over four"]:
+        assert rank["held"]["parameters"] == report.at("rest")["parameters"]
+        assert rank["held"]["optimizer"] == report.at("rest")["optimizer"]
+    assert report.at("optimizer")["gradients"] in {
+        rank["held"]["gradients"] for rank in found["zero-1 over four"]
+    }
+
+
+def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = (rank["engine"] for rank in found["zero-1"])
+    assert (first["experts"], second["experts"]) == ([0, 1], [2, 3])
+    assert first["sentence"] == (
+        "DeepSpeed ZeRO-1: optimizer state is shared out over 2 ranks (gloo, cpu); experts 0, 1 of each "
+        "layer on this rank, over 2 ranks, fp32 compute"
+    )
+    assert [rank["engine"]["experts"] for rank in found["zero-1 over four"]] == [[0, 1], [2, 3]] * 2
+    one = 2 * 2 * 3 * 64 * 128  # layers, experts that are elsewhere, matrices of each
+    assert first["num_parameters"] == mixtral().num_parameters - one
+
+
+@pytest.mark.parametrize("name", ["zero-0", "zero-1 bf16"])
+def test_a_new_engine_goes_on_where_the_checkpoint_was(
+    name: str, found: dict[str, list[dict[str, Any]]]
+) -> None:
+    straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
+    assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
+    assert (of_kept["type"], of_kept["config"]) == ("torch.float32", "mixtral")
+    exact = "bf16" not in name
+    assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if exact else 0.03)
+
+
+QWEN = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "words"),
+    [
+        ({"architecture": Architecture.from_hf(QWEN)}, {"stage": 2}, "routes as Mixtral's does"),
+        ({"architecture": mixtral(1)}, {"stage": 2}, "top1gating"),
+        ({"method": "lora"}, {"stage": 2}, "peft knows no DeepSpeed experts"),
+        ({"precision": "bf16-mixed"}, {"stage": 0}, "leaves experts out (FP16"),
+    ],
+)
+def test_what_it_does_not_run_is_refused_before_any_rank(
+    fields: dict[str, Any], layout: dict[str, Any], words: str
+) -> None:
+    plan = tiny_plan("zero", 2, **{"architecture": mixtral(), **fields}, layout={"ep": 2, **layout})
+    refusal = why_not_trained(plan)
+    assert refusal is not None and words in refusal and "Nearest fix" in refusal
+
+
+def test_experts_in_stages_are_refused() -> None:
+    plan = tiny_plan("zero", 4, architecture=mixtral(), layout={"ep": 2, "pp": 2, "stage": 1})
+    assert "stages have no experts here" in str(why_not_trained(plan))
