@@ -191,8 +191,7 @@ FAULTS = {
     ),
     44: Fault(
         "Wrong, unknown or oversize messages from the page",
-        "Ignored; the trace view shows which, and the next good one is answered.",
-        "Tables and tabs ignore them without a word.",
+        "Ignored; the view says which, and the next good one is answered.",
     ),
     45: Fault("A callback raises", "The error stands in the view, which goes on."),
     46: Fault(

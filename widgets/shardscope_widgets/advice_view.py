@@ -11,7 +11,7 @@ from shardscope.planner.abilities import abilities
 from shardscope.planner.advice import Advice
 from shardscope_widgets import shared
 from shardscope_widgets.advice_html import advised, matrix, otherwise, path
-from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.clickable import Clickable, IgnoredError
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.view import View
 
@@ -47,7 +47,7 @@ class AdviceView(View):
     def _act(self, act: str) -> None:
         plan = self._plan_of(act)
         if plan is None:
-            return
+            raise IgnoredError(act)
         self.plan = plan
         if self._on_apply is not None:
             self._on_apply(plan)

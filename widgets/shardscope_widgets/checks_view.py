@@ -11,7 +11,7 @@ import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight import SEVERITIES, Finding
 from shardscope_widgets import shared
-from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.clickable import Clickable, IgnoredError
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.view import View
 
@@ -60,7 +60,7 @@ class ChecksView(View):
         # By name: the list may have changed since it was drawn where the click came from.
         found = next((finding for finding in self.findings if finding.name == act), None)
         if found is None or found.plan is None:
-            return
+            raise IgnoredError(act)
         self.plan = found.plan
         if self._on_apply is not None:
             self._on_apply(found.plan)

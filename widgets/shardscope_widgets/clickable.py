@@ -11,9 +11,22 @@ import traitlets
 from shardscope_widgets import shared
 from shardscope_widgets.front_end_text import front_end_text
 
+SHOWN_CHARACTERS = 60
+
+
+class IgnoredError(ValueError):
+    """What was pressed means nothing here: it is said, and nothing else happens."""
+
+    def __init__(self, act: object) -> None:
+        shown = repr(act)
+        cut = "..." * (len(shown) > SHOWN_CHARACTERS)
+        super().__init__(f"Ignored: {shown[:SHOWN_CHARACTERS]}{cut} means nothing here, or not any more.")
+
 
 class Clickable(anywidget.AnyWidget):
     """Shows ``value``; pressing an element with ``data-act='...'`` calls ``on_act`` with these words.
+
+    ``on_act`` raises ``IgnoredError`` for words that it does not know.
 
     One model for a whole table: a widget for each of its buttons would cost a reloaded page its time.
     """
@@ -22,6 +35,8 @@ class Clickable(anywidget.AnyWidget):
     value = traitlets.Unicode(help="HTML. Whatever comes from outside is escaped by who writes it.").tag(
         sync=True
     )
+
+    error = traitlets.Unicode(help="What the page sent last, if it means nothing.").tag(sync=True)
 
     def __init__(self, on_act: Callable[[str], None], *classes: str) -> None:
         super().__init__(layout=shared.layout())
@@ -33,9 +48,20 @@ class Clickable(anywidget.AnyWidget):
 
     def press(self, act: str) -> None:
         """What a person's click on the element with this ``data-act`` does."""
-        self._on_act(act)
+        try:
+            self._on_act(act)
+        except IgnoredError as ignored:
+            self.error = str(ignored)
+        else:
+            self.error = ""
 
     def _heard(self, _: object, content: Any, __: object) -> None:
         act = content.get("act") if isinstance(content, dict) else None
         if isinstance(act, str):
             self.press(act)
+        else:
+            self.error = str(IgnoredError(content))
+
+    @traitlets.observe("value")
+    def _drawn_anew(self, _: object) -> None:
+        self.error = ""

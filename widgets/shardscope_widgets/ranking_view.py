@@ -12,7 +12,7 @@ import traitlets
 import shardscope as ss
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope_widgets import shared
-from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.clickable import Clickable, IgnoredError
 from shardscope_widgets.figures import Chart
 from shardscope_widgets.ranking_figure import counted, draw, empty_figure, key, ring
 from shardscope_widgets.ranking_rows import ASCENDING, Indices, ordered
@@ -121,7 +121,7 @@ class RankingView(View):
         with self._lock:
             ranking, order = self.ranking, self._order
             if ranking is None or order is None:
-                return
+                raise IgnoredError(act)
             if kind == "sort" and what in ASCENDING:
                 self._ascending = not self._ascending if what == self._column else ASCENDING[what]
                 self._column = what
@@ -135,7 +135,7 @@ class RankingView(View):
             # By the plan's own number: the table may have been sorted since the click was sent.
             plan = self._plan_of(kind, what, ranking)
         if plan is None:
-            return
+            raise IgnoredError(act)
         self.plan = plan
         self.mark(plan)
         if self._on_apply is not None:

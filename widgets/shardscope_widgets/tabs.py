@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import anywidget
 import traitlets
 
 from shardscope_widgets import shared
 from shardscope_widgets.front_end_text import front_end_text
+
+MAX_ERROR = 400
 
 
 class Tabs(anywidget.AnyWidget):
@@ -17,11 +20,21 @@ class Tabs(anywidget.AnyWidget):
     _esm = front_end_text("tabs.js")
     names = traitlets.List(traitlets.Unicode()).tag(sync=True)
     value = traitlets.Unicode().tag(sync=True)
+    error = traitlets.Unicode(help="What the page asked for last, if it may not.").tag(sync=True)
     badges = traitlets.Dict(help="Name -> the number beside it, and what it counts.").tag(sync=True)
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names=list(names), value=names[0], layout=shared.layout())
         self.add_class("ss-tabs")
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """What the page changed. What is no tab is shown as an error, never raised: nobody would see it."""
+        try:
+            super().set_state(sync_data)
+        except traitlets.TraitError as refusal:
+            self.error = f"Ignored: {str(refusal)[:MAX_ERROR]}"
+        else:
+            self.error = ""
 
     @traitlets.validate("value")
     def _known(self, proposal: dict[str, str]) -> str:

@@ -1,11 +1,18 @@
 // HTML that Python writes and a person presses: tables whose rows, headings and buttons do something.
 
 /** Write the HTML anew; what had the keyboard keeps it, and what was opened stays open.
- * @param {HTMLElement} el @param {string} html */
-function write(el, html) {
+ * @param {HTMLElement} el @param {string} html @param {string} error what is said below it, if anything */
+function write(el, html, error) {
   const focused = el.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
   const open = new Set([...el.querySelectorAll("details[open][data-key]")].map((row) => row.dataset.key));
   el.innerHTML = html;
+  if (error) {
+    const said = document.createElement("p");
+    said.className = "ss-error";
+    said.setAttribute("role", "alert");
+    said.textContent = error;
+    el.append(said);
+  }
   for (const row of el.querySelectorAll("details[data-key]")) row.open = open.has(row.dataset.key);
   if (focused === undefined) return;
   [...el.querySelectorAll("[data-act]")].find((other) => other.dataset.act === focused)?.focus();
@@ -13,7 +20,7 @@ function write(el, html) {
 
 function render({ model, el }) {
   const ended = new AbortController();
-  const draw = () => write(el, model.get("value"));
+  const draw = () => write(el, model.get("value"), model.get("error"));
   const press = ({ target }) => {
     // A selection that ends on a row is no press.
     if (String(getSelection()) !== "" && !target.closest("button")) return;
@@ -21,11 +28,11 @@ function render({ model, el }) {
     if (pressed && el.contains(pressed)) model.send({ act: pressed.dataset.act });
   };
   el.addEventListener("click", press, { signal: ended.signal });
-  model.on("change:value", draw);
+  model.on("change:value change:error", draw);
   draw();
   return () => {
     ended.abort();
-    model.off("change:value", draw);
+    model.off("change:value change:error", draw);
   };
 }
 export default { render };

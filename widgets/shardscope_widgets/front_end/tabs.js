@@ -27,6 +27,14 @@ function render({ model, el }) {
         return tab;
       }),
     );
+    const error = model.get("error");
+    if (error) {
+      const said = document.createElement("span");
+      said.className = "ss-error";
+      said.setAttribute("role", "alert");
+      said.textContent = error;
+      el.append(said);
+    }
     if (had) el.querySelector("[aria-selected=true]")?.focus();
   };
   const choose = (name) => {
@@ -46,11 +54,11 @@ function render({ model, el }) {
     event.preventDefault();
     choose(names[(there + names.length) % names.length]);
   });
-  model.on("change:value change:names change:badges", draw);
+  model.on("change:value change:names change:badges change:error", draw);
   draw();
   return () => {
     ended.abort();
-    model.off("change:value change:names change:badges", draw);
+    model.off("change:value change:names change:badges change:error", draw);
   };
 }
 export default { render };
