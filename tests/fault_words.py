@@ -172,8 +172,6 @@ FAULTS = {
         "category, negative, huge, unsorted, NaN, ranks twice or missing, `<script>` in a name",
         "What is a trace is drawn, and notes count what was odd. What is none is refused with its name and "
         "a fix. Names are text.",
-        "A file past 2 GiB is refused by its size. One just under it is read like any other; no test "
-        "waits for that.",
     ),
     39: Fault("A malicious pickle as a memory snapshot", "Refused with what it asked for; nothing runs."),
     40: Fault(

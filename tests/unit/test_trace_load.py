@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.faults import long_one
 
 from shardscope.trace import Trace
 from shardscope.trace import files as trace_files
@@ -277,6 +278,24 @@ def test_fault_38_two_gigabytes_are_refused_before_they_are_read(tmp_path: Path)
     os.truncate(path, 2 * 1024**3 + 1)  # A hole: it takes no room on the disk.
     with pytest.raises(ValueError, match=r"more than 2 GiB of JSON\. Fix: record fewer steps"):
         Trace.load(path)
+
+
+@long_one
+def test_fault_38_one_byte_less_than_two_gigabytes_is_read(tmp_path: Path) -> None:
+    """Blanks between an event and the end: 4 GiB of memory and 2 of disk for some seconds."""
+    path = tmp_path / "rank-0.json"
+    text = json.dumps({"traceEvents": [event()]}).encode()
+    try:
+        with path.open("wb") as file:
+            file.write(text[:-1])
+            left = 2 * 1024**3 - 1 - len(text)
+            for _ in range(left // 2**20):
+                file.write(b" " * 2**20)
+            file.write(b" " * (left % 2**20) + text[-1:])
+        assert path.stat().st_size == 2 * 1024**3 - 1
+        assert len(Trace.load(path)) == 1
+    finally:
+        path.unlink()
 
 
 def test_fault_38_missing_ranks_are_named(tmp_path: Path) -> None:
