@@ -1,0 +1,140 @@
+"""A run that outlives its kernel, seen and stopped from another notebook: `make test-faults` runs it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+from served import Lab
+from test_main_job import (
+    RUN_ENDS,
+    SCREENSHOTS,
+    SHOWN,
+    STEPS_ARRIVE,
+    nothing_left_of,
+    run_all_cells,
+    start_a_run,
+    use_theme,
+    wait_for_step,
+)
+from test_studio_tabs import STICKING_OUT, WIDTHS
+from tests.faults import long_one
+
+import shardscope as ss
+
+OTHER = "attach.ipynb"
+GROWN = "before => document.querySelector('.ss-run .js-plotly-plot').data[0].x.at(-1) > before"
+
+
+@long_one
+@pytest.mark.alone
+def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_notebook(
+    lab: Lab, browser: Any, offline: Any
+) -> None:
+    page = browser.new_page(viewport={"width": 1500, "height": 1500})
+    page.set_default_timeout(SHOWN)
+    offline(page)
+    run_all_cells(page, lab)
+    box = page.get_by_text("goes on without this kernel")
+    box.click()
+    page.get_by_text("The run goes on when this kernel ends").wait_for()
+    start_a_run(page, steps=4000)
+    wait_for_step(page)
+    (name,) = [folder.name for folder in (lab.folder / "runs").iterdir()]
+    try:
+        for kernel in lab.kernels():
+            restart(lab, kernel)
+        page.close()
+        other = open_other(lab, browser, offline, f"RunView(ss.Run.attach('runs/{name}'))")
+        before = other.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0].x.at(-1)")
+        other.wait_for_function(GROWN, arg=before, timeout=STEPS_ARRIVE)
+        it_is_the_same_view(other)
+        a_log_is_searched_and_keeps_its_place(other)
+        nothing_sticks_out(other)
+        other.get_by_role("button", name="Stop", exact=True).click()
+        other.wait_for_selector(".ss-status[data-status=stopped]", timeout=RUN_ENDS)
+        other.close()
+    finally:
+        ss.Run.attach(lab.folder / "runs" / name).stop()  # Nobody else would, were the test to fail.
+    assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
+
+
+def open_other(lab: Lab, browser: Any, offline: Any, last_line: str) -> Any:
+    """Another notebook, whose only cell has run."""
+    write_notebook(lab, f"import shardscope as ss\nfrom shardscope_widgets import RunView\n{last_line}")
+    page = browser.new_page(viewport={"width": 1300, "height": 3400})
+    page.set_default_timeout(SHOWN)
+    offline(page)
+    page.goto(lab.notebook_url(OTHER))
+    page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
+    page.locator(".jp-Notebook .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    wait_for_step(page)
+    return page
+
+
+def it_is_the_same_view(page: Any) -> None:
+    """The goal, the note, the plan's predictions: all of it from the folder."""
+    bar = page.locator(".ss-run [role=progressbar]")
+    assert bar.get_attribute("aria-valuemax") == "4000" and int(bar.get_attribute("aria-valuenow")) >= 3
+    assert "A rehearsal" in page.locator(".ss-run .ss-note").inner_text()
+    assert "to go" in page.locator(".ss-facts").inner_text()
+    page.locator(".ss-latest tfoot", has_text="predicted").wait_for()
+    page.locator(".ss-parts tbody tr").nth(2).wait_for()
+    assert page.locator(".ss-run .js-plotly-plot").count() == 1
+    titles = page.locator(".ss-run .annotation-text").all_text_contents()
+    assert titles[:2] == ["loss", "tokens/s per rank"] and not any("GPU" in title for title in titles)
+
+
+def a_log_is_searched_and_keeps_its_place(page: Any) -> None:
+    box = page.get_by_placeholder("Search this log")
+    box.fill("training")
+    page.locator(".ss-log-pane mark", has_text="training").first.wait_for()
+    assert "lines" in page.locator(".ss-log-head").inner_text()
+    box.fill("")
+    page.locator(".ss-log-pane mark").first.wait_for(state="detached")
+    page.locator(".ss-log-head select").select_option(label="rank 1")
+    page.wait_for_function(
+        "() => document.querySelector('.ss-log-pane .ss-log').getAttribute('aria-label') === 'log of rank-1'"
+    )
+
+
+def nothing_sticks_out(page: Any) -> None:
+    """At each width in both themes; the pictures are for people."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    view = page.locator(".ss-run")
+    for theme, light in (("Light", "true"), ("Dark", "false")):
+        use_theme(page, f"JupyterLab {theme}", light=light)
+        for width in WIDTHS:
+            page.evaluate("w => { document.querySelector('.ss-run').style.width = w + 'px'; }", width)
+            page.wait_for_timeout(900)
+            outside = page.evaluate(STICKING_OUT.replace(".ss-studio", ".ss-run"))
+            assert outside == [], (theme, width)
+            view.screenshot(path=str(SCREENSHOTS / f"attached_{width}_{theme.lower()}.png"))
+
+
+def write_notebook(lab: Lab, source: str) -> None:
+    cell = {
+        "cell_type": "code",
+        "id": "attach",
+        "metadata": {},
+        "outputs": [],
+        "execution_count": None,
+        "source": source,
+    }
+    spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = {"cells": [cell], "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}
+    (lab.folder / OTHER).write_text(json.dumps(notebook))
+
+
+def restart(lab: Lab, kernel: str) -> None:
+    """As JupyterLab's menu does."""
+    request = urllib.request.Request(
+        f"{lab.url}/api/kernels/{kernel}/restart",
+        method="POST",
+        headers={"Authorization": f"token {lab.token}"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
