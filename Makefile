@@ -55,7 +55,7 @@ test-resume: $(STAMP)
 
 # Every fault of docs/reliability.md, those that take minutes too.
 test-faults: $(STAMP) browser
-	SHARDSCOPE_FAULTS=all $(BIN)/python -m pytest tests -k test_fault_ -m "not gpu"
+	SHARDSCOPE_FAULTS=all SHARDSCOPE_TESTS=all $(BIN)/python -m pytest tests -k test_fault_ -m "not gpu"
 
 # Interrupt, restart and the Stop button on kernels of four versions of ipykernel, which pip fetches.
 test-kernels: $(STAMP)

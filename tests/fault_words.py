@@ -55,7 +55,8 @@ FAULTS = {
         "All ranks are gone within 5 s; the run is lost, or failed, and says which of them it was. What "
         "ranks had started, and temporary files, are ended and deleted by who launched.",
         "If supervisor and kernel are killed together, or a rank gave a process a session of its own, nobody "
-        "is left to end what ranks had started. Ranks themselves end in any case.",
+        "is left to end what ranks had started, or to take a token out of the last second of a log. Ranks "
+        "themselves end in any case.",
     ),
     10: Fault(
         "A rank is killed (`kill -9`, the kernel's out-of-memory killer)",

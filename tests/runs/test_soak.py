@@ -132,9 +132,11 @@ def test_what_a_run_folder_should_not_keep(tmp_path: Path) -> None:
     assert left_in_folder(folder.path) == []
     for path in (folder.task, folder.rank(0).with_name(".rank-0.json.7")):
         path.touch()
-    assert left_in_folder(folder.path) == [
-        "in the run folder: task.pkl",
+    folder.log(0).write_text("the key is s3cr3t")
+    assert left_in_folder(folder.path, secret=b"s3cr3t") == [
+        "in the run folder: logs/rank-0.log",
         "in the run folder: ranks/.rank-0.json.7",
+        "in the run folder: task.pkl",
     ]
 
 
@@ -143,6 +145,7 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     folder.create()
     folder.task.touch()
     (folder.temporary / "torchelastic").mkdir()
+    folder.log(0).write_text("my token is hf_" + "a1B2" * 8)
     code = "import subprocess; print(subprocess.Popen(['sleep', '100']).pid, flush=True); input()"
     command = [sys.executable, "-c", code]
     supervisor = subprocess.Popen(
@@ -157,6 +160,7 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     supervisor.kill()
     seconds_until(lambda: left_in_folder(folder.path) == [] and start_of(child) is None, 5)
     assert os.read(read_end, 1) == b""
+    seconds_until(lambda: folder.log(0).read_text() == "my token is " + "*" * 35, 5)
     os.close(read_end)
     supervisor.stdin.close()
     supervisor.stdout.close()

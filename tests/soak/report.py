@@ -17,8 +17,9 @@ HEAD = "| fault | launches | how they ended | median, s | worst, s |\n|---|---:|
 LOOKED_FOR = (
     "Looked for after each launch: processes (below this one, which adopts orphans; by an environment mark; "
     "by session), ports, shared memory, temporary files, threads, open files and the environment of the "
-    "launching process, and in the run's folder its status, its reason, the pickled task and halves of "
-    "files. Seconds are from the fault to the last process; those marked + from the launch."
+    "launching process, and in the run's folder its status, its reason, the pickled task, halves of "
+    "files and a key that ranks print. Seconds are from the fault to the last process; those marked + from "
+    "the launch."
 )
 
 

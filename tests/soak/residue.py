@@ -100,13 +100,18 @@ def end(processes: Collection[psutil.Process]) -> None:
             process.kill()
 
 
-def left_in_folder(folder: Path) -> list[str]:
-    """What a run's own folder should not keep: the pickled task, its temporary files, halves of files."""
+def left_in_folder(folder: Path, secret: bytes = b"") -> list[str]:
+    """What a run's own folder should not keep: the pickled task, temporary and half files, a secret."""
     files = RunFolder(folder)
     found = [path for path in (files.task, files.temporary) if path.exists()]
     for place, _, names in os.walk(folder):  # Not rglob(), which raises where somebody deletes meanwhile.
-        found += [Path(place, name) for name in sorted(names) if name.startswith(".")]
-    return [f"in the run folder: {path.relative_to(folder)}" for path in found]
+        paths = [Path(place, name) for name in sorted(names)]
+        found += [path for path in paths if path.name.startswith(".") or (secret and _holds(path, secret))]
+    return [f"in the run folder: {path.relative_to(folder)}" for path in sorted(found)]
+
+
+def _holds(path: Path, secret: bytes) -> bool:
+    return path.is_file() and secret in path.read_bytes()
 
 
 def _bury(process: psutil.Process, ours: Collection[int]) -> bool:

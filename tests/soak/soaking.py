@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.soak.choices import Choice
 from tests.soak.launched import Launched, StuckError, wait_until
 from tests.soak.residue import MARK, Before, be_the_parent_of_orphans, end, left_in_folder, left_processes
+from tests.soak.tasks import KEY
 
 from shardscope.runs.folder import FINAL
 from shardscope.runs.launch import launch
@@ -48,6 +49,7 @@ def outcomes(chosen: Sequence[Choice], folder: Path, keep: Path) -> Iterator[Out
     scratch = folder / "scratch"
     scratch.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
+    os.environ[KEY] = "soak-0123456789-of-the-user"
     os.environ["SHARDSCOPE_DATA_HOME"] = str(folder / "data")
     for choice in chosen:
         place = folder / f"launch-{choice.number:03}"
@@ -121,6 +123,6 @@ def _folder_says(launched: Launched, words: str, expected: str) -> Iterator[str]
         later = Run.attach(folder)
         if f"{later.status}: {later.reason}" != words:
             yield f"seen anew it says {later.status}: {later.reason}"
-        yield from left_in_folder(folder)
+        yield from left_in_folder(folder, secret=os.environ[KEY].encode())
     elif "folder is gone" not in words:
         yield "its folder is gone"

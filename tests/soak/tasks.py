@@ -14,6 +14,8 @@ from typing import Any
 
 from shardscope.runs import processes
 
+KEY = "SOAK_API_KEY"
+"""Environment variable with what no file of a run may hold."""
 FOREVER = 1_000_000
 """Steps: somebody has to end it."""
 
@@ -25,6 +27,7 @@ class Steps:
         self.count, self.seconds, self.together = count, seconds, together
 
     def __call__(self, ctx: Any) -> None:
+        print("my key is", os.environ[KEY])
         for step in range(self.count):
             self.before_step(ctx, step)
             if self.together:
@@ -98,6 +101,7 @@ class Floods:
         self.num_bytes = num_bytes
 
     def __call__(self, ctx: Any) -> None:
+        print("my key is", os.environ[KEY])
         for _ in range(self.num_bytes // 100_000):
             os.write(1, b"\x1b[31m\xff\xfe" + b"y" * 99_993)
         ctx.log(loss=1.0)

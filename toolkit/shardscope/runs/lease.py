@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.processes import end_session, ended_well
+from shardscope.runs.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0
 """How long a killed supervisor's ranks, which die with it, may still be in their temporary folder."""
@@ -65,13 +66,17 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
 
 
 def tidy(folder: RunFolder) -> None:
-    """Delete what a supervisor deletes at the end of its run: the pickled task and temporary files."""
+    """What a supervisor does at its end: delete task and temporary files, take secrets out of logs."""
     deadline = time.monotonic() + TIDY_SECONDS
     while folder.temporary.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder.temporary, ignore_errors=True)
         time.sleep(0.02)
     with contextlib.suppress(OSError):
         folder.task.unlink(missing_ok=True)
+    for log in (*folder.path.glob("*.log"), *folder.launcher_log.parent.glob("*.log")):
+        with contextlib.suppress(OSError):
+            for _ in LogCleaner(log).finish():
+                pass
 
 
 def _before_fork() -> None:
