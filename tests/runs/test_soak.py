@@ -36,6 +36,7 @@ FEW = (
 """Of kinds of faults that other tests here have in other forms."""
 
 
+@pytest.mark.alone
 def test_a_short_soak_leaves_nothing(tmp_path: Path) -> None:
     """In a process of its own: it adopts orphans."""
     command = [sys.executable, "-m", "tests.soak", "--launches", str(len(FEW)), "--seed", "7"]
