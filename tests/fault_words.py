@@ -88,8 +88,8 @@ FAULTS = {
     17: Fault(
         "The kernel has used CUDA already",
         "Nothing: ranks are no children of the kernel, and find CUDA untouched.",
-        "Shown on a machine without a GPU: ranks of a process whose torch says that CUDA is in use find it "
-        "unused. A kernel that really holds a CUDA context was not tried.",
+        "Without a GPU, ranks of a process whose torch says that CUDA is in use find it unused. The test of "
+        "a kernel that really holds a context needs a GPU (`tests/gpu`), and no run of it is known yet.",
     ),
     18: Fault("0, -1 or too many processes", "Refused: the number, what is allowed here, the nearest."),
     19: Fault("A function that cannot be pickled", "Refused: the name of the object in it that cannot."),
@@ -97,8 +97,9 @@ FAULTS = {
         "`CUDA_VISIBLE_DEVICES` is empty or wrong",
         "This machine counts as what CUDA would see, CPU ranks if nothing; a plan for more is refused with "
         "what is here.",
-        "The driver is a stand-in that answers as NVML does. Which of its GPUs are visible is held against "
-        "torch's own reading of the variable; against CUDA's, which no GPU was here for, nothing was.",
+        "The driver is a stand-in that answers as NVML does, and which of its GPUs are visible is held "
+        "against torch's own reading of the variable. The test against CUDA's needs a GPU (`tests/gpu`), and "
+        "no run of it is known yet.",
     ),
     21: Fault("torch or accelerate is missing", "Planning works; a launch names the line that installs it."),
     22: Fault(
