@@ -314,6 +314,8 @@ def _dropped_inputs(arch: Architecture, modules: Modules, adapted: list[tuple[st
     if modules.recasts or modules.normed > c:
         return masks
     copies = sum(inner for _, inner in adapted) * c
+    if modules.keeps_frozen_inputs:
+        return masks + copies
     for readers in stream_readers(arch):
         copies -= modules.stream_copies(*readers) * arch.hidden_size * c
     product = (names_of(arch).down, arch.intermediate_size)

@@ -161,9 +161,14 @@ def layer_backward(arch: Architecture, moe: bool, modules: Modules) -> LayerBack
         scores = _score_gradients(arch, modules)
         core = stream + scores - hidden * (2 * FP32 + 2 * c) - saved if scores else 0
         return LayerBackward(inside, stream, stream + both - saved, stream + weighted, core)
-    inner = arch.intermediate_size * c * inner_gradients(arch, modules)
+    inner = arch.intermediate_size * (c * inner_gradients(arch, modules) - dropped_mask(arch, modules))
     inside = stream + max(inner, _scores(arch, modules))
     return LayerBackward(inside, stream, inside, inside, 0)
+
+
+def dropped_mask(arch: Architecture, modules: Modules) -> int:
+    """Bytes of a number in the mask of what the feed-forward's last adapter dropped, gone by then."""
+    return int(modules.adapter_dropout and modules.on_gpu and names_of(arch).down in (modules.targets or ()))
 
 
 def inner_gradients(arch: Architecture, modules: Modules) -> int:

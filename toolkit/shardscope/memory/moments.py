@@ -123,7 +123,8 @@ class _Resident:
             return " + ".join(term.explain() for term in (state.optimizer, working) if term.num_bytes)
 
         optimizer = Term(state.optimizer[0] + working[0], words)
-        return self.moment("optimizer", 0.98, optimizer, gradients, self.gather)
+        gather = self.gather if state.gather_update is None else state.gather_update
+        return self.moment("optimizer", 0.98, optimizer, gradients, gather)
 
     def busy(self, peak: Peak) -> Moment:
         """A moment of forward or backward, to which what the allocator loses is added."""

@@ -38,6 +38,8 @@ class TrainingState(NamedTuple):
     """What is left of the gradients when the optimizer begins; None: all of them."""
     gather_rest: Term | None = None
     """Staging that is allocated once and kept: there at rest and while the optimizer runs."""
+    gather_update: Term | None = None
+    """Staging while the optimizer runs, where it is not ``gather_rest``."""
     initialisation: Mapping[Component, Term] = _NOTHING
     """What the framework's own set-up holds at its peak, where it is not just the parameters."""
     group_sizes: tuple[int, ...] = ()

@@ -99,7 +99,10 @@ def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any)
         )
 
     with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
-        return forward(*args, **kwargs)
+        out = forward(*args, **kwargs)
+    # Whatever is still saved has ``leave``, and so this: each copy shall go with the last that needs it.
+    away.clear()
+    return out
 
 
 class _Away:

@@ -15,7 +15,7 @@ from shardscope.memory.modules.attention import scores_per_token
 from shardscope.memory.precision import FP32
 from shardscope.memory.report import Phase, Term, summed
 from shardscope.memory.words import gib
-from shardscope.parameter_names import names_of
+from shardscope.parameter_names import mlp_inputs, names_of
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -42,6 +42,9 @@ class Sizes(NamedTuple):
     """Elements of the matrix behind that product, whose gradient is made while the product is still there."""
     adapts_down: bool
     """Whether an adapter of that matrix has the first gradient of all."""
+    between: int
+    """Of a dense layer, where its feed-forward's first matrices have such adapters instead: the stream's
+    gradient, and what their adapters pass on, beside what the layer has saved."""
     unsaved: int
     """What the very first layer under adapters does not save when it is computed again."""
     num_layers: int
@@ -89,6 +92,7 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         product=ceil_div(tokens * inner, plan.degrees.tp),
         down=ceil_div(arch.intermediate_size * arch.hidden_size, plan.degrees.tp),
         adapts_down=names_of(arch).down in (modules.targets or ()),
+        between=tokens * (stream + 2 * arch.hidden_size * modules.compute) * _adapts_up_alone(arch, modules),
         num_layers=stage.num_layers,
         in_scores=in_scores,
         has_scores=scores_per_token(arch, modules) > 0,
@@ -99,6 +103,11 @@ def sizes_of(plan: Plan, stage: Stage) -> Sizes:
         * tokens
         * looked_up(lambda tp: unsaved_at_start(arch, modules, tp, 1), plan.degrees.tp),
     )
+
+
+def _adapts_up_alone(arch: Architecture, modules: Modules) -> bool:
+    targets = set(modules.targets or ())
+    return bool(targets.intersection(mlp_inputs(arch))) and names_of(arch).down not in targets
 
 
 def _comes_back(plan: Plan, modules: Modules) -> bool:
@@ -228,6 +237,10 @@ def peaks(c: Counted, shape: Backward, half: int, sizes: Sizes, kept: Kept) -> l
             made = (where(has_experts, 0, saved), where(has_experts, 0, whole))
             down = layer.base._replace(staging=layer.base.staging + sizes.down)
             found.append(peak(fraction + 0.002, made, _IN_LAYER, down, allocated))
+        if sizes.between and not done:
+            # By then the bucket has come, with the first gradient.
+            inside = (saved, where(has_experts, 0, sizes.between))
+            found.append(peak(fraction + 0.003, inside, _IN_LAYER, layer.base))
         drop, instant = _fullest(layer.inner, sizes.drops, half)
         dense = one.inside - drop
         experts = one.later if kept.trains_all else one.inside

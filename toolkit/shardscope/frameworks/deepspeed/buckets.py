@@ -37,11 +37,29 @@ class Part(NamedTuple):
     """Where it holds most once the feed-forward is through, attention's first gradient included."""
 
 
-class Cut(NamedTuple):
-    """A flat buffer of gradients over ranks."""
+class Piece(NamedTuple):
+    """A gradient's place in the flat buffer of its group, matrices or vectors."""
 
+    start: int
+    size: int
     part: int
-    """Elements of each rank."""
+    """Elements of that buffer that each rank has."""
+
+    @property
+    def end(self) -> int:
+        """Of the element behind its last."""
+        return self.start + self.size
+
+    def owned_by(self, rank: int) -> int:
+        """How many of its elements lie in the part of ``rank``."""
+        return max(0, min(self.end, (rank + 1) * self.part) - max(self.start, rank * self.part))
+
+
+class Cut(NamedTuple):
+    """Flat buffers of gradients over ranks."""
+
+    parts: tuple[int, int]
+    """Elements of each rank: of matrices, and of vectors."""
     rank: int
     """Whose memory is asked for."""
     whole: int
@@ -55,10 +73,18 @@ class Cut(NamedTuple):
     """Where reduced gradients go to the host one by one: how many of their elements weigh as much as one in
     double precision, in which a norm is taken of each; 0: they stay on the device."""
 
-    @property
-    def mine(self) -> tuple[int, int]:
-        """Its first element and the one behind its last."""
-        return self.rank * self.part, (self.rank + 1) * self.part
+    def pieces(self, sizes: tuple[int, ...], vectors: tuple[bool, ...]) -> list[Piece]:
+        """Where each of ``sizes`` lies."""
+        ends = [0, 0]
+        found: list[Piece] = []
+        for size, is_vector in zip(sizes, vectors or (False,) * len(sizes), strict=True):
+            found.append(Piece(ends[is_vector], size, self.parts[is_vector]))
+            ends[is_vector] += size
+        return found
+
+    def touches(self, waiting: list[Piece]) -> bool:
+        """Whether any of these is in the rank's parts."""
+        return any(piece.owned_by(self.rank) for piece in waiting)
 
 
 def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[int, ...]:
@@ -69,6 +95,8 @@ def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[
 @lru_cache(maxsize=1024)
 def early(
     sizes: tuple[int, ...],
+    vectors: tuple[bool, ...],
+    order: tuple[int, ...],
     groups: tuple[int, ...],
     cut: Cut,
     tied: int,
@@ -80,13 +108,15 @@ def early(
     A full bucket is cut where it goes to several ranks, and pieces for more than one rank are flattened, so
     copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's;
     ``attention``: tensors of a layer that come after its feed-forward's in backward; ``wide``: which are that
-    one's large matrices.
+    one's large matrices; ``vectors``: which have a flat buffer of their own; ``order``: places in ``sizes``
+    as gradients come, part by part as ``groups`` count them.
     """
-    waiting: list[tuple[int, int]] = []
+    waiting: list[Piece] = []
+    pieces = cut.pieces(sizes, vectors)
     kept = oversized = elements = stays = 0
     whole = 0 if cut.norm else cut.whole
     found: list[Part] = []
-    index, end = len(sizes), sum(sizes)
+    comes = iter(order)
     for place, count in enumerate(groups):
         waits = tied if place else 0
         base = peak = middle = Instant(waits + oversized, kept)
@@ -98,7 +128,7 @@ def early(
             if not place and left == 1:
                 # The final norm comes behind the head, whose gradient is tied or reduced, or waits for that.
                 base = Instant(tied + oversized, kept)
-            index -= 1
+            index = next(comes)
             size = sizes[index]
             now = Instant(waits + size + oversized, kept)
             if tied and not index:
@@ -107,9 +137,9 @@ def early(
             if waiting and elements + size > cut.bucket:
                 held = waits + size + oversized
                 now = max(now, Instant(held + reduced(waiting, cut), kept), key=_total)
-                kept = whole if kept or _touches(waiting, cut.mine) else 0
+                kept = whole if kept or cut.touches(waiting) else 0
                 now = max(now, Instant(held, kept), key=_total)
-                stays = oversized if not (cut.drops or _touches(waiting, cut.mine)) else stays
+                stays = oversized if not (cut.drops or cut.touches(waiting)) else stays
                 waiting, elements, oversized = [], 0, stays
             peak = max(peak, now, key=_total)
             if wide and wide[index]:
@@ -117,8 +147,7 @@ def early(
             if attention - 1 <= left <= attention:
                 # Its last product's matrix, and what stands behind that.
                 behind = max(behind, now, key=_total)
-            end -= size
-            waiting.append((end, size))
+            waiting.append(pieces[index])
             elements += size
             if size > cut.bucket:
                 oversized = stays + size
@@ -127,12 +156,6 @@ def early(
                 peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
-        if oversized > stays and 0 < place < len(groups) - 1:
-            # A layer's first norm comes last, and finds the bucket full.
-            peak = max(peak, Instant(waits + oversized + reduced(waiting, cut), kept), key=_total)
-            kept = whole if kept or _touches(waiting, cut.mine) else 0
-            stays = oversized if not (cut.drops or _touches(waiting, cut.mine)) else stays
-            waiting, elements, oversized = [], 0, stays
         found.append(Part(base, peak, middle, tuple(inner), behind))
     last = Instant(oversized + (reduced(waiting, cut) if waiting else 0), kept)
     # What is larger than a bucket is there until it has been copied.
@@ -143,6 +166,7 @@ def early(
 @lru_cache(maxsize=1024)
 def late(
     sizes: tuple[int, ...],
+    order: tuple[int, ...],
     groups: tuple[int, ...],
     tied: int,
     accumulates: bool,
@@ -152,7 +176,7 @@ def late(
     """Parts of a backward that leaves all gradients; the last one is what all of them take."""
     total, done = sum(sizes), 0
     found: list[Part] = []
-    index = len(sizes)
+    comes, index = iter(order), len(sizes)
     for place, count in enumerate(groups):
         waits = tied if place else 0
         base = middle = Instant(waits, total if accumulates else done)
@@ -164,7 +188,7 @@ def late(
                 middle = Instant(waits, total if accumulates else done)
             if not place and left == 1:
                 base = Instant(tied, total if accumulates else done)
-            index -= 1
+            index = next(comes)
             done += sizes[index]
             # What was there is added to; what was not is kept as it was made.
             now = Instant(waits + sizes[index], total) if accumulates else Instant(waits, done)
@@ -180,48 +204,47 @@ def late(
 
 
 @lru_cache(maxsize=1024)
-def beyond(sizes: tuple[int, ...], cut: Cut) -> int:
+def beyond(sizes: tuple[int, ...], vectors: tuple[bool, ...], cut: Cut) -> int:
     """Elements by which stage 1's reduction after backward exceeds all gradients and the bucket."""
     whole = 0 if cut.norm else cut.whole
-    waiting: list[tuple[int, int]] = []
-    removed = found = kept = elements = start = 0
-    for size in (*sizes, 0):
-        if waiting and (elements + size > cut.bucket or not size):
+    waiting: list[Piece] = []
+    removed = found = kept = elements = 0
+    for piece in (*cut.pieces(sizes, vectors), None):
+        if waiting and (piece is None or elements + piece.size > cut.bucket):
             moved = elements if elements <= cut.bucket else 0
             cloned = (cut.norm > 0) * (elements - moved)
             found = max(found, max(cloned, reduced(waiting, cut)) - removed - moved + kept)
-            kept = whole if kept or _touches(waiting, cut.mine) else 0
+            kept = whole if kept or cut.touches(waiting) else 0
             found = max(found, kept - removed - moved)
             removed += elements
             waiting, elements = [], 0
-        waiting.append((start, size))
-        elements += size
-        start += size
+        if piece is not None:
+            waiting.append(piece)
+            elements += piece.size
     return found
 
 
-def reduced(waiting: list[tuple[int, int]], cut: Cut) -> int:
+def reduced(waiting: list[Piece], cut: Cut) -> int:
     """Elements beside a full bucket: a flattened copy, then norms of what goes to the host
     (``set_norm_for_param_grad_in_gpu``)."""
-    begin, end = cut.mine
-    widest = max((min(end, start + size) - max(begin, start) for start, size in waiting), default=0)
+    widest = max((piece.owned_by(cut.rank) for piece in waiting), default=0)
     return max(copied(waiting, cut), cut.norm * widest)
 
 
-def copied(waiting: list[tuple[int, int]], cut: Cut) -> int:
+def copied(waiting: list[Piece], cut: Cut) -> int:
     """Elements of the largest flattened copy: ``allreduce_and_scatter`` over pieces by rank."""
-    pieces: list[tuple[int, int]] = []
-    for start, size in waiting:
-        end = start + size
-        while start < end:
-            owner = start // cut.part
-            piece = min(end, (owner + 1) * cut.part) - start
-            if pieces and pieces[-1][0] == owner:
-                pieces[-1] = (owner, pieces[-1][1] + piece)
+    runs: list[tuple[int, int]] = []
+    for piece in waiting:
+        start = piece.start
+        while start < piece.end:
+            owner = start // piece.part
+            here = min(piece.end, (owner + 1) * piece.part) - start
+            if runs and runs[-1][0] == owner:
+                runs[-1] = (owner, runs[-1][1] + here)
             else:
-                pieces.append((owner, piece))
-            start += piece
-    return _largest_flat([piece for _, piece in pieces], cut.bucket)
+                runs.append((owner, here))
+            start += here
+    return _largest_flat([here for _, here in runs], cut.bucket)
 
 
 @lru_cache(maxsize=1024)
@@ -239,10 +262,6 @@ def _largest_flat(pieces: list[int], elements: int) -> int:
             largest, group, number = max(largest, group if number > 1 else 0), 0, 0
     # One piece is reduced where it lies.
     return max(largest, group if number > 1 else 0)
-
-
-def _touches(waiting: list[tuple[int, int]], mine: tuple[int, int]) -> bool:
-    return any(start < mine[1] and start + size > mine[0] for start, size in waiting)
 
 
 def _total(instant: Instant) -> int:

@@ -7,7 +7,7 @@ Every call is a place at which ZeRO-3 gathers ahead, also that of a module witho
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.stages import rank_shapes
@@ -82,7 +82,7 @@ def layer_calls(arch: Architecture, adapted: Recipe | None, moe: bool, is_first:
         gate, *others = (make(path) for path in shared)
         # DeepSeek's shared experts come behind the routed ones; so do Qwen's here.
         plain.insert(2, Call((), (gate, NOTHING, *others)))
-    begin, middle, end = _around(arch, norms)
+    begin, middle, end = around(arch, norms)
     own = tuple(modules.get(names.attention, ()))
     halves = Call(own, (*attention, *dropout), adapted is None), Call((), (*plain, *dropout))
     return Call((), (*begin, halves[0], *middle, halves[1], *end))
@@ -102,7 +102,7 @@ def _with_leaf(
     own = tuple(size for sizes in inner for size in sizes)
     place = max(range(len(own)), key=own.__getitem__)
     leaf = Call(own, (), adapted is None, (place, place + 1), feeds_forward=True, is_leaf=True)
-    begin, middle, end = _around(arch, norms)
+    begin, middle, end = around(arch, norms)
     return Call((), (*begin, Call((), tuple(attention)), *middle, leaf, *end))
 
 
@@ -139,8 +139,12 @@ def _maker(
     return make
 
 
-def _around(arch: Architecture, norms: list[Call]) -> tuple[list[Call], list[Call], list[Call]]:
-    """Norms before attention, between it and the feed-forward, and behind that."""
+Norm = TypeVar("Norm")
+
+
+def around(arch: Architecture, norms: list[Norm]) -> tuple[list[Norm], list[Norm], list[Norm]]:
+    """Of ``norms`` as a layer registers them those before attention, between it and the feed-forward, and
+    behind that."""
     if arch.model_type == "olmo2":
         return [], norms[:1], norms[1:]
     if arch.model_type == "glm4":

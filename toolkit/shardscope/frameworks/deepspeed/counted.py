@@ -211,7 +211,7 @@ def _counted(
     if kind.stage == 3:
         part = kept = cut_each(tensors.trained, ranks)
         frozen = cut_each(tensors.frozen, ranks)
-        group = largest_group(tensors.trained, ranks, kind.sub_group_size)
+        group = largest_group(tensors.trained, ranks, kind.sub_group_size, tensors.vectors)
         modules = _modules(kind, dense_layers, moe_layers)
         found = gathered(modules, ranks, kind.interval, kind.limits)
         rest, forward, in_forward, parts = found.rest, found.forward, found.in_forward, found.backward
@@ -219,14 +219,21 @@ def _counted(
         flattened = max(all_reduce_bucket(tensors.trained), all_reduce_bucket(tensors.experts))
         parts = _late(tensors, tied, bool(accumulates), Instant(flattened, whole))
     elif is_late(kind.stage, kind.overlaps, accumulates):
-        cut = Cut(dense.part, dense.rank, dense.whole, kind.limits.reduce_bucket, norm=kind.norm)
-        end = Instant(beyond(tensors.trained, cut), sum(tensors.trained))
+        cut = Cut(dense.parts, dense.rank, dense.whole, kind.limits.reduce_bucket, norm=kind.norm)
+        end = Instant(beyond(tensors.trained, tensors.vectors, cut), sum(tensors.trained))
         parts = _with_experts(_late(tensors, tied, bool(accumulates), end), experts.whole)
     else:
         bucket, drops = kind.limits.reduce_bucket, kind.stage > 1
-        cut = Cut(dense.part, dense.rank, dense.whole, bucket, drops, kind.norm)
+        cut = Cut(dense.parts, dense.rank, dense.whole, bucket, drops, kind.norm)
         parts = early(
-            tensors.trained, _groups(tensors), cut, tied, tensors.num_attention, tensors.trained_wide
+            tensors.trained,
+            tensors.vectors,
+            tensors.in_backward,
+            _groups(tensors),
+            cut,
+            tied,
+            tensors.num_attention,
+            tensors.trained_wide,
         )
         parts = _with_experts(parts, experts.whole)
     head, *layers, embedding, end_part = parts
@@ -272,7 +279,13 @@ def _groups(tensors: Tensors) -> tuple[int, ...]:
 
 def _late(tensors: Tensors, tied: int, accumulates: bool, end: Instant) -> tuple[Part, ...]:
     parts = late(
-        tensors.trained, _groups(tensors), tied, accumulates, tensors.num_attention, tensors.trained_wide
+        tensors.trained,
+        tensors.in_backward,
+        _groups(tensors),
+        tied,
+        accumulates,
+        tensors.num_attention,
+        tensors.trained_wide,
     )
     return (*parts[:-1], Part(end, end))
 

@@ -138,7 +138,7 @@ def _play(
     else:
         config["optimizer"] = _optimizer(plan)
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=_in_groups(plan, trained), optimizer=client, config=config
+        model=model, model_parameters=_in_groups(trained), optimizer=client, config=config
     )
     _label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
@@ -169,13 +169,14 @@ def _play(
     return replace(stage, nvme_bytes=files.num_bytes)
 
 
-def _in_groups(plan: Plan, trained: list[torch.nn.Parameter]) -> list[Any]:
-    """Matrices apart from vectors, which do not decay: stages 1 and 2 flatten each group by itself."""
-    stage: int = plan.layout.stage  # type: ignore[attr-defined]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    if stage not in (1, 2) or not vectors:
+def _in_groups(trained: list[torch.nn.Parameter]) -> list[Any]:
+    """Matrices apart from vectors, which do not decay: each group is flattened and updated by itself."""
+    # Stage 3 has cut tensors by now, and taken their shapes away.
+    dimensions = [len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trained]
+    vectors = [one for one, number in zip(trained, dimensions, strict=True) if number < 2]
+    if not vectors:
         return trained
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    matrices = [one for one, number in zip(trained, dimensions, strict=True) if number >= 2]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 

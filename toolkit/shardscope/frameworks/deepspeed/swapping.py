@@ -9,7 +9,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardscope.frameworks.deepspeed.tensors import FP64, sub_groups, tensors_on
+from shardscope.frameworks.deepspeed.tensors import (
+    FP64,
+    Tensors,
+    by_decay,
+    cut_each,
+    sub_groups,
+    tensors_on,
+)
 from shardscope.memory.arithmetic import ceil_div, looked_up
 from shardscope.memory.optimizers import flat_state
 from shardscope.memory.precision import FP32, widths
@@ -93,7 +100,8 @@ def stays_whole(part: int) -> bool:
 def kept_in_memory(parts: list[int], trained: list[bool], swaps: Swaps) -> list[bool]:
     """Which weights are in memory all the time: the first sub-groups while there is room, and small ones.
 
-    What is frozen is in no sub-group, and on NVMe if it is large enough.
+    What is frozen is in no sub-group, and on NVMe if it is large enough. Vectors, a group of their own, are
+    counted where they stand: none is large enough for a file, and all of them are too few to matter.
     """
     stays = [not is_file(part, swaps.half) for part in parts]
     mine = [index for index, is_trained in enumerate(trained) if is_trained]
@@ -219,47 +227,49 @@ def _swapped(
     tied = tensors.used[:1] if arch.tie_word_embeddings and arch.mixture_of_experts is None else ()
     weights, state = (0, 0), (0, 0, 0)
     if swaps.weights:
-        weights = _weights(tensors.trained, (*tensors.frozen, *tied), ranks, swaps, len(tied))
+        weights = _weights(tensors, (*tensors.frozen, *tied), ranks, swaps, len(tied))
     if swaps.state:
-        state = _state(tensors.trained, ranks, moments, buffers, swaps)
+        state = _state(tensors, ranks, moments, buffers, swaps)
     return Swapped(*weights, *state)
 
 
 def _weights(
-    trained: tuple[int, ...], frozen: tuple[int, ...], ranks: int, swaps: Swaps, num_gone: int
+    tensors: Tensors, frozen: tuple[int, ...], ranks: int, swaps: Swaps, num_gone: int
 ) -> tuple[int, int]:
     """Files and host; of the last ``num_gone`` tensors of ``frozen`` there are only the files."""
     half = swaps.half
     files = sum(
         aligned(part, half)
-        for part in (ceil_div(size, ranks) for size in (*trained, *frozen))
+        for part in (ceil_div(size, ranks) for size in (*tensors.trained, *frozen))
         if is_file(part, half)
     )
-    groups = sub_groups(trained, ranks, swaps.sub_group_size)
-    parts = [[ceil_div(size, ranks) for size in group] for group in groups]
-    # Room is made for all that may be there, whether or not a sub-group fits (stage3.py).
-    room = min(sum(map(sum, parts)), swaps.max_in_cpu)
-    host = half * room
+    host = numbers = widest = 0
+    fullest: list[int] = []
     loose = list(frozen[: len(frozen) - num_gone])
-    filled = 0
-    for group, own in zip(groups, parts, strict=True):
-        filled += sum(own)
-        if filled > room:
-            loose += group
+    # Room is made for all that may be there, whether or not a sub-group fits, group by group
+    # (``_create_param_groups_fp16_flat_cpu_memory``).
+    for decaying in by_decay(tensors.trained, tensors.vectors):
+        own = cut_each(tuple(decaying), ranks)
+        room = min(own, max(0, swaps.max_in_cpu - numbers))
+        host, numbers, filled = host + half * room, numbers + own, 0
+        for group in sub_groups(tuple(decaying), ranks, swaps.sub_group_size):
+            parts = cut_each(tuple(group), ranks)
+            filled += parts
+            if filled > room:
+                loose += group
+            if parts > widest:
+                fullest, widest = group, parts
     host += sum(half * part for part in (ceil_div(size, ranks) for size in loose) if not is_file(part, half))
-    if filled > room:
+    if numbers > swaps.max_in_cpu:
         # Reserved for the largest sub-group's whole tensors, not for this rank's parts of them.
-        fullest = max(range(len(groups)), key=lambda index: sum(parts[index]))
-        host += sum(aligned(size, half) for size in groups[fullest])
+        host += sum(aligned(size, half) for size in fullest)
     return files, host
 
 
-def _state(
-    trained: tuple[int, ...], ranks: int, moments: int, buffers: int, swaps: Swaps
-) -> tuple[int, int, int]:
+def _state(tensors: Tensors, ranks: int, moments: int, buffers: int, swaps: Swaps) -> tuple[int, int, int]:
     """Files, host and device, of an optimizer that keeps ``moments`` bytes a weight."""
     files = host = device = widest = 0
-    for group in sub_groups(trained, ranks, swaps.sub_group_size):
+    for group in sub_groups(tensors.trained, ranks, swaps.sub_group_size, tensors.vectors):
         parts = [ceil_div(size, ranks) for size in group]
         widest = max(widest, sum(parts))
         if not is_file(sum(parts), FP32):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.frameworks.deepspeed.calls import around
 from shardscope.memory.arithmetic import ceil_div, largest
 from shardscope.memory.lora import adapter_targets, first_layer
 from shardscope.memory.precision import FP32, widths
@@ -16,6 +17,8 @@ from shardscope.memory.stages import INPUTS, outer_tensors, rank_shapes
 from shardscope.parameter_names import names_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardscope.architecture import Architecture
     from shardscope.memory.stages import RankShape, Stage
     from shardscope.plan import Plan
@@ -45,11 +48,13 @@ class Tensors(NamedTuple):
     trained_per_layer: tuple[int, ...]
     """Tensors of ``trained`` in each decoder layer."""
     num_attention: int
-    """Tensors of attention in each decoder layer, which come first."""
+    """Tensors of each decoder layer that forward has met when attention ends."""
     trained_wide: tuple[bool, ...] = ()
     """Which of ``trained`` are a feed-forward's large matrices; empty under adapters."""
     vectors: tuple[bool, ...] = ()
     """Which of ``trained`` are vectors, which do not decay and so have flat buffers of their own."""
+    in_backward: tuple[int, ...] = ()
+    """Places in ``trained``, in the order in which their gradients come."""
 
 
 _SCALED_EMBEDDINGS = frozenset({"gemma", "gemma2"})
@@ -125,11 +130,14 @@ def _tensors(
     wide = [False] * len(before)
     vectors = [columns == 1 for _, columns in outer_before]
     (frozen if adapted else trained).extend(before)
+    met = list(range(len(trained)))
     # Dense layers come first (DeepSeek's first_k_dense_replace); where kinds alternate, sizes are the same.
     for moe, count in ((False, dense_layers), (True, moe_layers)):
         if not count:
             continue
         layer, layer_experts, layer_frozen, layer_used = _layer(arch, adapted, moe, tp, ep)
+        order = range(len(layer)) if adapted else _in_forward(arch, moe, tp, ep)
+        met.extend(len(trained) + repeat * len(layer) + place for repeat in range(count) for place in order)
         trained.extend(layer * count)
         wide.extend(_wide(arch, moe, tp, ep) * count)
         vectors.extend(_vectors(arch, moe, tp, ep) * count)
@@ -140,6 +148,7 @@ def _tensors(
         trained_per_layer.extend([len(layer)] * count)
     used.extend(after)
     (frozen if adapted else trained).extend(after)
+    met.extend(range(len(met), len(trained)))
     return Tensors(
         tuple(trained),
         tuple(experts),
@@ -149,15 +158,42 @@ def _tensors(
         tuple(per_layer),
         0 if adapted else len(before),
         tuple(trained_per_layer),
-        _num_attention(arch),
+        _num_attention(arch, adapted is not None),
         () if adapted else (*wide, *(False for _ in after)),
         () if adapted else (*vectors, *(columns == 1 for _, columns in outer_after)),
+        tuple(reversed(met)),
     )
 
 
-def _num_attention(arch: Architecture) -> int:
+def _num_attention(arch: Architecture, adapted: bool) -> int:
+    """Its own, and where all weights are trained those of the norms before it."""
     prefix = f"{names_of(arch).attention}."
-    return sum(name.startswith(prefix) for _, name, _ in arch.layer_shapes(0))
+    names = [name for _, name, _ in arch.layer_shapes(0)]
+    before, _, _ = around(arch, _norms(arch, names))
+    return sum(name.startswith(prefix) for name in names) + (not adapted) * sum(map(len, before))
+
+
+def _norms(arch: Architecture, names: Iterable[str]) -> list[list[int]]:
+    """Places of each norm's tensors among ``names`` of a layer, of those that are in none of its halves."""
+    halves = (f"{names_of(arch).attention}.", "mlp.")
+    found: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        if not name.startswith(halves):
+            found.setdefault(name.rpartition(".")[0], []).append(place)
+    return list(found.values())
+
+
+def _in_forward(arch: Architecture, moe: bool, tp: int, ep: int) -> list[int]:
+    """Places of a decoder layer's tensors, all trained, as forward meets them: norms are registered last."""
+    names = [
+        shape.name for shape in rank_shapes(arch, moe, tp, ep) if not (ep > 1 and shape.group == "experts")
+    ]
+    inside = [place for place, name in enumerate(names) if name.startswith("mlp.")]
+    before, middle, behind = around(arch, _norms(arch, names))
+    first, second, third = ([place for norm in norms for place in norm] for norms in (before, middle, behind))
+    others = {*first, *second, *third, *inside}
+    attention = [place for place in range(len(names)) if place not in others]
+    return [*first, *attention, *second, *inside, *third]
 
 
 def _wide(arch: Architecture, moe: bool, tp: int, ep: int) -> tuple[bool, ...]:
@@ -212,14 +248,19 @@ class Partition(NamedTuple):
 
     flat: int
     """Elements, each buffer padded to twice the ranks (``nccl_start_alignment_factor``)."""
-    part: int
-    """Elements of one rank's parts."""
+    parts: tuple[int, int]
+    """Elements of one rank's part of each buffer: of matrices, and of vectors."""
     whole: int
     """Elements of all tensors that the rank's parts touch: their gradients are kept whole."""
     piece: int
     """Elements of the largest piece of a tensor in the parts."""
     rank: int
     """The rank that holds most when the optimizer begins."""
+
+    @property
+    def part(self) -> int:
+        """Elements of one rank's parts."""
+        return sum(self.parts)
 
 
 @lru_cache(maxsize=4096)
@@ -231,21 +272,15 @@ def partition(sizes: tuple[int, ...], num_ranks: int, half: int, vectors: tuple[
     (deepspeed/runtime/zero/stage_1_and_2.py), and the norm takes each piece in double precision, so ranks
     differ. ``half`` is the bytes of a gradient.
     """
-    marks = vectors or (False,) * len(sizes)
-    groups = [
-        [size for size, is_vector in zip(sizes, marks, strict=True) if is_vector == kind]
-        for kind in (False, True)
-    ]
-    flat = part = 0
     touched, pieces = [0] * num_ranks, [0] * num_ranks
-    for group in filter(None, groups):
-        length = ceil_div(sum(group), 2 * num_ranks) * 2
-        _follow(group, length, touched, pieces)
-        flat, part = flat + length * num_ranks, part + length
-    if not flat:
-        return Partition(0, 0, 0, 0, 0)
+    parts: list[int] = []
+    for group in by_decay(sizes, vectors):
+        parts.append(ceil_div(sum(group), 2 * num_ranks) * 2)
+        if group:
+            _follow(group, parts[-1], touched, pieces)
+    part = sum(parts)
     fullest = max(range(num_ranks), key=lambda rank: half * touched[rank] + working(half, part, pieces[rank]))
-    return Partition(flat, part, touched[fullest], pieces[fullest], fullest)
+    return Partition(part * num_ranks, (parts[0], parts[1]), touched[fullest], pieces[fullest], fullest)
 
 
 def _follow(group: list[int], part: int, touched: list[int], pieces: list[int]) -> None:
@@ -271,21 +306,34 @@ def cut_each(sizes: tuple[int, ...], num_ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def largest_group(sizes: tuple[int, ...], num_ranks: int, sub_group_size: int) -> int:
+def largest_group(
+    sizes: tuple[int, ...], num_ranks: int, sub_group_size: int, vectors: tuple[bool, ...] = ()
+) -> int:
     """Elements of this rank's parts of stage 3's largest sub-group."""
-    groups = sub_groups(sizes, num_ranks, sub_group_size)
+    groups = sub_groups(sizes, num_ranks, sub_group_size, vectors)
     return max(cut_each(tuple(group), num_ranks) for group in groups)
 
 
-def sub_groups(sizes: tuple[int, ...], num_ranks: int, sub_group_size: int) -> list[list[int]]:
+def sub_groups(
+    sizes: tuple[int, ...], num_ranks: int, sub_group_size: int, vectors: tuple[bool, ...] = ()
+) -> list[list[int]]:
     """Whole tensors that stage 3 updates together: a group ends with the tensor whose part fills it
-    (``_create_fp16_sub_groups``)."""
-    found: list[list[int]] = [[]]
-    filled = 0
-    for size in sizes:
-        if filled >= sub_group_size:
-            found.append([])
-            filled = 0
-        found[-1].append(size)
-        filled += ceil_div(size, num_ranks)
+    (``_create_fp16_sub_groups``); matrices come first, and ``vectors`` share none with them."""
+    found: list[list[int]] = []
+    for group in filter(None, by_decay(sizes, vectors)):
+        found.append([])
+        filled = 0
+        for size in group:
+            if filled >= sub_group_size:
+                found.append([])
+                filled = 0
+            found[-1].append(size)
+            filled += ceil_div(size, num_ranks)
     return found
+
+
+def by_decay(sizes: tuple[int, ...], vectors: tuple[bool, ...]) -> tuple[list[int], list[int]]:
+    """The optimizer's groups: matrices, and ``vectors``, which do not decay; either may be empty."""
+    marks = vectors or (False,) * len(sizes)
+    matrices = [size for size, is_vector in zip(sizes, marks, strict=True) if not is_vector]
+    return matrices, [size for size, is_vector in zip(sizes, marks, strict=True) if is_vector]

@@ -27,6 +27,9 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
     other_modules = modules.kernels != "transformers"
     if modules.trained or other_modules or arch.model_type == "olmo2":  # whose norms come behind
         return ()
+    if modules.keeps_frozen_inputs:
+        plain = modules._replace(keeps_frozen_inputs=False)
+        return (*unsaved_in_first_layer(arch, plain), *_inputs_of_frozen(arch, modules))
     if modules.adapter_dropout:
         undropped = modules._replace(adapter_dropout=False)
         return (*unsaved_in_first_layer(arch, undropped), *_masks(arch, modules))
@@ -52,12 +55,47 @@ def unsaved_in_first_layer(arch: Architecture, modules: Modules) -> tuple[Saved,
 
 def _masks(arch: Architecture, modules: Modules) -> list[Saved]:
     """Of dropout before adapters, where what is dropped has no gradient; over int8 in fp32 its input too."""
-    adapted = len(set(attention_inputs(arch)).intersection(modules.targets or ()))
+    adapted, width = _first_adapted(arch, modules)
     mask = 1 if modules.on_gpu else FP32 if modules.autocast or modules.int8_base else modules.compute
-    masks = adapted * arch.hidden_size * mask
+    masks = adapted * width * mask
     if adapted and modules.int8_base and modules.compute == FP32:
-        masks += arch.hidden_size * FP32
+        masks += width * FP32
     return [Saved("attention", masks, "sequence")]
+
+
+def _first_adapted(arch: Architecture, modules: Modules) -> tuple[int, int]:
+    """How many adapters read the first input that any reads, and the numbers of a token in it."""
+    for readers, width in _inputs(arch):
+        adapted = len(set(readers).intersection(modules.targets or ()))
+        if adapted:
+            return adapted, width
+    return 0, 0
+
+
+def _inputs(arch: Architecture) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Projections that read one tensor, in the order of forward, and the numbers of a token in it."""
+    names, hidden = names_of(arch), arch.hidden_size
+    return (
+        (attention_inputs(arch), hidden),
+        ((names.output,), widths(arch).output),
+        (mlp_inputs(arch), hidden),
+        ((names.down,), arch.intermediate_size),
+    )
+
+
+def _inputs_of_frozen(arch: Architecture, modules: Modules) -> list[Saved]:
+    """Inputs that frozen projections keep where these have a gradient, as far as the first adapter's."""
+    targets = set(modules.targets or ())
+    unsaved = 0
+    for readers, width in _inputs(arch):
+        # What attention puts out is saved as that.
+        own = 0 if readers == (names_of(arch).output,) else width * modules.compute
+        if targets.intersection(readers):
+            # The adapter keeps the same tensor, unless it was dropped before.
+            unsaved += modules.adapter_dropout * own
+            break
+        unsaved += own
+    return [Saved("attention", unsaved, "sequence")]
 
 
 def _inputs_of_int8(arch: Architecture, modules: Modules) -> list[Saved]:

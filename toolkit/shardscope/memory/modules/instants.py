@@ -102,12 +102,13 @@ def layer_instants(
         backward = [one._replace(held=one.held + beside) for one in backward]
         # Forward runs again, beside the gradient that has arrived; the first time it saved nothing.
         waiting = layer.waiting_for_recomputation()
-        backward.append(Instant(stream + beside + forward + waiting, whole=0 if moe else layer.weights.up))
+        again = max(forward, layer.in_adapter(again=True))
+        backward.append(Instant(stream + beside + again + waiting, whole=0 if moe else layer.weights.up))
         forward = kept + layer.in_passing(recompute)
     elif layer.away:
         forward = layer.in_passing(recompute)
     else:
-        forward = max(forward, layer.product_of_few_bits())
+        forward = max(forward, layer.product_of_few_bits(), layer.in_adapter(again=False))
     return LayerInstants(max(kept, forward), tuple(backward), max(one.done for one in backward))
 
 
@@ -171,11 +172,40 @@ class _Layer:
         """The most while forward is in the layer, all that it saves included."""
         return max(self.everything, self._scores_forward(), self._experts_forward())
 
+    def in_adapter(self, *, again: bool) -> int:
+        """As the feed-forward's last adapter reads its input: the product, and unsaved copies of it.
+
+        peft casts it to the adapter's fp32, in which dropout makes another one, before autocast's own copy
+        (``tuners/lora/layer.py``). Beside them are what the projection itself put out, what the norm did
+        and the stream, if they are not the very tensors that are saved. What a recomputation does not reach
+        is the adapter's output, and that scaled; where it began is saved.
+        """
+        arch, modules = self.arch, self.modules
+        if self.moe or names_of(arch).down not in (modules.targets or ()):
+            return 0
+        copied = modules.recasts or modules.adapter_dropout
+        inner = arch.intermediate_size * (
+            copied * modules.compute + modules.recasts * FP32 * (1 + modules.adapter_dropout)
+        )
+        passes_dropped = modules.recasts and modules.adapter_dropout
+        rows = 1 + copied + (0 if again or passes_dropped else 2)
+        # The stream here, where the layer began, and the model.
+        streams = (modules.stream < FP32) * (1 if again else 3)
+        beside = rows * self.row + streams * self.stream
+        held: int = self.everything + ceil_div(inner, self.parts.tp) + beside
+        return held
+
     def waiting_for_recomputation(self) -> int:
-        """The last product's gradient, where a frozen base in few bits asks for nothing that was saved."""
-        names = names_of(self.arch)
-        adapted = names.down in (self.modules.targets or ())
-        if not self.modules.quantized or self.moe or adapted:
+        """What backward has made of the layer before it asks for anything that was saved.
+
+        The gradient of an adapter's output before it was scaled, or the last product's, where a frozen base
+        in few bits saves nothing.
+        """
+        if self.moe:
+            return 0
+        if names_of(self.arch).down in (self.modules.targets or ()):
+            return self.row
+        if not self.modules.quantized:
             return 0
         waiting: int = ceil_div(self.arch.intermediate_size * self.modules.compute, self.parts.tp)
         return waiting
@@ -232,6 +262,9 @@ class _Layer:
         else:
             branches = 3 if self.arch.gated_mlp else 2
             inner = ceil_div(branches * self.arch.intermediate_size * self.modules.compute, tp)
+            if recompute == "selective":
+                # The last product, and its adapter's, are kept, but not made yet.
+                inner -= self.row * (1 + (names_of(self.arch).down in (self.modules.targets or ())))
         held: int = self.stream + self.row + max(inner, self._scores_in_passing(recompute))
         return held
 
