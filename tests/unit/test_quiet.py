@@ -94,6 +94,12 @@ def test_fault_05_a_task_that_logs_nothing_is_told_once_and_taken_back(
     assert wait(watch, 2) == ["it goes on"] and not watch.hangs
 
 
+def test_a_rank_that_has_ended_is_not_asked(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
+    write_json(folder.rank(1), {"pid": rank.pid, "started": 1.0, "exit": "finished"})
+    (words,) = wait(QuietWatch(folder, 2, quiet_seconds=60), 100)
+    assert "rank 0: " in words and "rank 1" not in words
+
+
 def test_another_place_in_the_code_is_a_sign_of_life(folder: RunFolder, rank: subprocess.Popen[str]) -> None:
     watch = QuietWatch(folder, 1, quiet_seconds=60)
     assert wait(watch, 50) == []

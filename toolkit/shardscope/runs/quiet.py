@@ -65,7 +65,8 @@ class QuietWatch:
             self._asked_since += seconds
             if self._asked_since >= ANSWER_SECONDS:
                 self._asked_since = None
-                return self._take(self._calls.answers())
+                answers = self._calls.answers()
+                return self._take({rank: answers[rank] for rank in self._before})  # Others have ended.
         if has_steps or any(new.values()):
             self._before = {}
             return self._moves()
@@ -104,9 +105,7 @@ class QuietWatch:
         stood, self._stood = self._stood, answers
         if stood is None:
             return None
-        if any(
-            answer == NO_ANSWER or _place(stood[rank]) != _place(answer) for rank, answer in answers.items()
-        ):
+        if any(a == NO_ANSWER or _place(stood.get(rank, "")) != _place(a) for rank, a in answers.items()):
             return self._moves()
         if any(map(busy_with, answers.values())) and self._limit == self.quiet_seconds:
             self._limit = BUSY_FACTOR * self.quiet_seconds
