@@ -14,6 +14,8 @@ from typing import Any
 from tests.soak import tasks
 from tests.soak.launched import Launched, wait_until
 
+import shardscope as ss
+
 Work = Callable[[random.Random, int], Any]
 """Makes a task for so many ranks; None: any of :mod:`tests.soak.choices`, which goes on until it is ended."""
 MIB = 2**20
@@ -136,6 +138,10 @@ def _half_a_second(_: random.Random, __: int) -> Any:
     return tasks.Steps(25)
 
 
+def _saves(chance: random.Random, _: int) -> Any:
+    return tasks.UntilAsked() if chance.random() < 0.6 else ss.Pretrain(num_steps=tasks.FOREVER)
+
+
 def _port_taken(times: int) -> Work:
     return lambda chance, ranks: tasks.PortTaken(_few_steps(chance, ranks), times)
 
@@ -174,7 +180,7 @@ FAULTS = (
         name="stop with a checkpoint",
         strike=_stop_and_save,
         expected=r"stopped: run\.stop\(checkpoint=True\) was called: the ranks ended by themselves",
-        work=lambda *_: tasks.UntilAsked(),
+        work=_saves,
     ),
     Fault(
         name="stop near the end",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ MARK = "SHARDSCOPE_SOAK"
 PATIENCE_SECONDS = 5.0
 """For what ends a moment after the run has: the kernel buries processes in its own time."""
 SHARED_MEMORY = Path("/dev/shm")
+HALF = re.compile(r"\..+\.\d+")
+"""A file that is still being written, by a process of that number: records.py makes them."""
 SEGMENTS = Path("/proc/sysvipc/shm")
 
 
@@ -106,7 +109,7 @@ def left_in_folder(folder: Path, secret: bytes = b"") -> list[str]:
     found = [path for path in (files.task, files.temporary) if path.exists()]
     for place, _, names in os.walk(folder):  # Not rglob(), which raises where somebody deletes meanwhile.
         paths = [Path(place, name) for name in sorted(names)]
-        found += [path for path in paths if path.name.startswith(".") or (secret and _holds(path, secret))]
+        found += [path for path in paths if HALF.fullmatch(path.name) or (secret and _holds(path, secret))]
     return [f"in the run folder: {path.relative_to(folder)}" for path in sorted(found)]
 
 
