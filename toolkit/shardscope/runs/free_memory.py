@@ -30,7 +30,10 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, 
     """
     if not cards:  # Nothing tells what is free.
         return ""
-    report = plan.memory()
+    try:
+        report = plan.memory()
+    except FieldError as refusal:  # An option that no formula counts: the run will measure it.
+        return f"what this plan takes of memory is not predicted: {refusal}"
     # Pipeline stages are the outermost degree: ranks of one are neighbours.
     by_rank = [stage for stage in report.by_stage for _ in range(plan.world_size // len(report.by_stage))]
     beside = zip(cards, by_rank, strict=False)

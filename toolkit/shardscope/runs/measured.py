@@ -22,7 +22,7 @@ from shardscope.memory.report import (
     Term,
 )
 from shardscope.memory.words import gib
-from shardscope.validation import one_of, refuse
+from shardscope.validation import FieldError, one_of, refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,7 +192,7 @@ def measured_memory(
         usable_bytes=plan.cluster.usable_bytes_per_gpu if plan else 0,
         find_band=lambda: (worst.peak_bytes, worst.peak_bytes),
         ranks=tuple(ranks),
-        predicted=plan.memory() if plan else None,
+        predicted=_predicted(plan) if plan else None,
         missing=_missing(worst),
         snapshot_files=snapshot_files or {},
     )
@@ -200,6 +200,14 @@ def measured_memory(
 
 def _stage(number: int, num_layers: int, moments: tuple[Moment, ...]) -> StageMemory:
     return StageMemory(stage=number, num_layers=num_layers, find_moments=lambda: moments)
+
+
+def _predicted(plan: Plan) -> MemoryReport | None:
+    """The plan's own report; None where it has an option that no formula counts."""
+    try:
+        return plan.memory()
+    except FieldError:
+        return None
 
 
 def _missing(stage: StageMemory) -> str:

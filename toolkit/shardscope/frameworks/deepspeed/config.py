@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.deepspeed.offload import params_buffer_elements
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -51,7 +52,9 @@ def _zero(plan: Plan, layout: Any, nvme_folder: str) -> dict[str, Any]:
             "stage3_param_persistence_threshold": layout.stage3_param_persistence_threshold,
             "stage3_max_live_parameters": layout.stage3_max_live_parameters,
             "stage3_max_reuse_distance": layout.stage3_max_reuse_distance,
+            "zero_hpz_partition_size": layout.zero_hpz_partition_size,
         }
+        found |= {field: True for field in QUANTIZED if getattr(layout, field)}
     if layout.offload_optimizer:
         found["offload_optimizer"] = {"device": layout.offload_optimizer, "pin_memory": layout.pin_memory}
         if layout.offload_optimizer == "nvme":

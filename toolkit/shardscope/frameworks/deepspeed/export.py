@@ -13,6 +13,7 @@ from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -36,7 +37,7 @@ def _written(plan: Plan) -> set[str]:
     found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
     if layout.stage == 3:
         found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}
-        found.add("sub_group_size")
+        found |= {"sub_group_size", "zero_hpz_partition_size", *QUANTIZED}
     if layout.offload_optimizer or layout.offload_params:
         found.add("pin_memory")
     for device, prefix in (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.frameworks.engine import HeldTensors
 from shardscope.memory.words import count
 from shardscope.training.accounting import tensor_bytes
@@ -70,9 +71,15 @@ def _cut(engine: Any) -> HeldTensors:
         parameters=[parameter.ds_tensor.data for parameter in parameters],
         gradients=[gradients] if gradients is not None else [],
         optimizer=[*main, *away, *_moments(optimizer)],
-        gathered=[*(p.data for p in parameters if p.numel()), *_buckets(optimizer)],
+        gathered=[*(p.data for p in parameters if p.numel()), *_buckets(optimizer), *_second(parameters)],
         buffers=engine.module.buffers(),
     )
+
+
+def _second(parameters: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Second partitions (hpZ), of those that have one now."""
+    held = (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)
+    return [tensor.data for tensor in held if tensor is not None]
 
 
 def _moments(optimizer: Any) -> Iterable[torch.Tensor]:
@@ -117,6 +124,11 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
     _agree("place of the optimizer", places["optimizer"], layout.offload_optimizer)
     _agree("place of the parameters", places["params"], layout.offload_params)
     parameters = dict(engine.module.named_parameters())
+    near = {getattr(p, "ds_secondary_tensor_group_size", ranks) for p in parameters.values()}
+    if layout.zero_hpz_partition_size > 1:
+        _agree("zero_hpz_partition_size", near, {layout.zero_hpz_partition_size})
+    for field in QUANTIZED:
+        _agree(field, getattr(engine, field)(), getattr(layout, field))
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
     here = _weights_here(stage, optimizer, parameters, ranks)
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -134,6 +146,8 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
         "num_weights_updated_here": here,
         "parameter_bytes": tensor_bytes(held.parameters),
         "optimizer_bytes": tensor_bytes(held.optimizer),
+        "zero_hpz_partition_size": layout.zero_hpz_partition_size,
+        **{field: getattr(layout, field) for field in QUANTIZED if getattr(layout, field)},
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "gradient_clipping": engine.gradient_clipping(),
     }
@@ -152,6 +166,8 @@ def in_words(found: Mapping[str, Any], where: str) -> str:
         )
         if place
     ]
+    if found["zero_hpz_partition_size"] > 1:
+        away.append(f"weights a second time over {count(found['zero_hpz_partition_size'], 'rank')} (hpZ)")
     return f"DeepSpeed ZeRO-{stage}: {shared} {where}" + "".join(f", {part}" for part in away)
 
 

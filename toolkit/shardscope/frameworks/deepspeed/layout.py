@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardscope.fixes import checked
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
 from shardscope.layout import (
     Degrees,
     Layout,
@@ -17,6 +18,7 @@ from shardscope.layout import (
     check_experts,
     check_heads,
     check_layers,
+    largest_divisor,
     left_over_ranks,
 )
 from shardscope.memory.arithmetic import ceil_div
@@ -57,6 +59,18 @@ def largest_tensor(architecture: Architecture) -> int:
     """Elements of the largest of all tensors."""
     layers = map(architecture.layer_shapes, range(architecture.num_hidden_layers))
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
+
+
+_NO_MICS = (
+    "none: DeepSpeed 0.19 has removed MiCS (runtime/config.py), whose shards within groups of ranks are "
+    "Layout.fsdp2(shard=..., replicate=...)"
+)
+REMOVED: Mapping[str, str] = MappingProxyType({
+    "mics_shard_size": _NO_MICS,
+    "mics_hierarchical_params_gather": _NO_MICS,
+    "zeropp_loco_param": "none: DeepSpeed 0.19 has removed LoCo-Zero++ (runtime/config.py)",
+})  # fmt: skip
+"""Options that older releases had, and what is there instead."""
 
 
 @checked
@@ -122,10 +136,25 @@ class ZeroLayout(Layout):
     many as a rank's part of the largest tensor has, for DeepSpeed refuses a larger one."""
     offload_params_max_in_cpu: int = 1_000_000_000
     """``max_in_cpu`` of ``offload_param`` on NVMe, in elements."""
+    zero_hpz_partition_size: int = 1
+    """Ranks, of one node mostly, that have all of stage 3's weights a second time among them, so that what
+    forward has gathered backward gathers from near (ZeRO++'s hpZ, Wang et al. 2023)."""
+    zero_quantized_weights: bool = False
+    """Weights travel in 8 bits (qwZ); CUDA only, and not predicted."""
+    zero_quantized_nontrainable_weights: bool = False
+    """Frozen weights are kept in 8 bits; CUDA only, and not predicted."""
+    zero_quantized_gradients: bool = False
+    """Gradients travel in 4 bits (qgZ); CUDA only, and not predicted."""
+
+    def __new__(cls, **options: Any) -> ZeroLayout:
+        """A layout; ``ValueError`` for an option that DeepSpeed once had."""
+        for name in REMOVED.keys() & options.keys():
+            refuse(f"Layout.{name}", options[name], REMOVED[name], f"Layout.zero() without {name}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_degrees(self, "stage", low=0, high=3)
-        check_degrees(self, "tp", "pp", "ep")
+        check_degrees(self, "tp", "pp", "ep", "zero_hpz_partition_size")
         self._check_options()
         for field in ("offload_optimizer", "offload_params"):
             one_of(f"Layout.{field}", getattr(self, field), (None, "cpu", "nvme"))
@@ -135,6 +164,7 @@ class ZeroLayout(Layout):
             why = "None or False with pp > 1: DeepSpeed reduces when backward has ended, and turns it off"
             refuse("Layout.overlap_comm", True, why, "overlap_comm=None")
         self._check_stage_3()
+        check_options(self)
         if self.tp > 1 and self.ep > 1:
             refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", "ep=1")
         if self.offload_optimizer and self.stage == 0:
@@ -160,6 +190,8 @@ class ZeroLayout(Layout):
             )
         flag("Layout.contiguous_gradients", self.contiguous_gradients)
         flag("Layout.pin_memory", self.pin_memory)
+        for field in QUANTIZED:
+            flag(f"Layout.{field}", getattr(self, field))
         one_of("Layout.overlap_comm", self.overlap_comm, (None, True, False))
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
@@ -176,6 +208,14 @@ class ZeroLayout(Layout):
             )
         data_parallel = left_over_ranks(cluster.num_gpus, tp=self.tp, pp=self.pp)
         check_experts(architecture, self.ep, data_parallel)
+        if data_parallel % self.zero_hpz_partition_size:
+            near = largest_divisor(data_parallel, self.zero_hpz_partition_size)
+            refuse(
+                "Layout.zero_hpz_partition_size",
+                self.zero_hpz_partition_size,
+                f"a divisor of the {data_parallel} ranks over which stage 3 cuts",
+                f"zero_hpz_partition_size={near}",
+            )
         if self.offload_params == "nvme" and not isinstance(architecture, UnknownFamily):
             self._check_buffers(architecture, recipe, data_parallel)
         return self.spread(data_parallel)

@@ -13,8 +13,10 @@ from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
+from shardscope.frameworks.deepspeed.second_parts import second_parts
 from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
+from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.arithmetic import ceil_div, holds, largest, smallest, where
 from shardscope.memory.optimizers import flat_state, flat_working
 from shardscope.memory.precision import FP32, widths
@@ -46,6 +48,7 @@ def stage(plan: Plan, shape: StageShape) -> Stage:
 def training_state(plan: Plan, stage: Stage) -> TrainingState:
     """What one rank keeps, on the device, on the host and on NVMe."""
     layout: Any = plan.layout
+    check_predicted(layout)
     numbers = _Numbers.of(plan, stage)
     state = (_whole, _flat, _flat, _cut)[layout.stage](plan, stage, numbers)
     if layout.stage < 3:
@@ -275,22 +278,25 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
     )
     bucket = half * layout.reduce_bucket_size if layout.contiguous_gradients else 0
+    second = second_parts(plan)
 
-    def staging(elements: int, when: str) -> Term:
+    def staging(elements: int, when: str, seconds: Any = second.all) -> Term:
+        again = f" + at most {gib(half * seconds)} GiB of second partitions (hpZ)"
         return Term(
-            bucket + half * elements,
+            bucket + half * (elements + seconds),
             lambda: (
                 f"{gib(bucket)} GiB bucket (reduce_bucket_size={layout.reduce_bucket_size:,}) + {elements:,} "
                 f"elements × {half} bytes gathered {when} "
                 f"(stage3_max_reuse_distance={layout.stage3_max_reuse_distance:,}, "
                 f"stage3_prefetch_bucket_size={layout.prefetched_elements:,})"
+                f"{again if layout.zero_hpz_partition_size > 1 else ''}"
             ),
         )
 
     kept = Kept(
-        bucket=bucket,
+        bucket=bucket + half * second.all,
         trains_all=n.trains_all,
-        forward=bucket + half * c.forward,
+        forward=bucket + half * (c.forward + second.all),
         waiting=half * part,
         before=half * part,
         gathers=True,
@@ -311,7 +317,8 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
                 "state, each tensor / ranks"
             ),
         ),
-        gather_rest=staging(c.rest, "and never released"),
+        gather_rest=staging(c.rest, "and never released", second.frozen),
+        gather_update=staging(c.rest, "and never released"),
         gather_forward=staging(c.forward, "when forward ends"),
         find_backward=lambda shape: peaks(c, shape, half, sizes_of(plan, stage), kept),
         optimizer_working=Term(
@@ -324,7 +331,7 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         initialisation={
             "optimizer": Term(FP32 * part, lambda: "fp32 main copies; moments come with the first step"),
             "gather_buffers": Term(
-                largest(bucket, half * c.widest - (half + FP32) * part),
+                largest(bucket, half * c.widest - (half + FP32) * part) + half * second.at_first,
                 lambda: f"the bucket, or before all of these a tensor of {c.widest:,} elements to be cut",
             ),
         },

@@ -11,7 +11,8 @@ from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, Keys, read_json
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.export import OWN_KEY
-from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, ZeroLayout
+from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
+from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -36,12 +37,14 @@ NUMBERS: dict[str, Keys] = {
     "offload_params_buffer_count": (ZERO, "offload_param", "buffer_count"),
     "offload_params_buffer_size": (ZERO, "offload_param", "buffer_size"),
     "offload_params_max_in_cpu": (ZERO, "offload_param", "max_in_cpu"),
+    "zero_hpz_partition_size": (ZERO, "zero_hpz_partition_size"),
     "tp": ("tensor_parallel", "autotp_size"),
 }
 """Fields of the layout, and where DeepSpeed has them."""
 FLAGS: dict[str, Keys] = {
     "overlap_comm": (ZERO, "overlap_comm"),
     "contiguous_gradients": (ZERO, "contiguous_gradients"),
+    **{field: (ZERO, field) for field in QUANTIZED},
 }
 DEVICES: dict[str, Keys] = {
     "offload_optimizer": (ZERO, "offload_optimizer", "device"),
@@ -79,9 +82,7 @@ OTHER_ZERO = (
     "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold",
     "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters",
     "stage3_gather_fp16_weights_on_model_save", "legacy_stage1", "parameter_alignment",
-    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients", "mics_shard_size", "mics_hierarchical_params_gather",
-    "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
+    *REMOVED, "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
     "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
     "leaf_module",
 )  # fmt: skip
@@ -135,6 +136,9 @@ def read(
     document = read_json(file)
     for keys, known, others in SECTIONS:
         document.known(keys, known, others)
+    for name, why in REMOVED.items():
+        if document.get(ZERO, name) is not None:
+            document.refuse((ZERO, name), why, "leave it out")
     rest = rest_of(file, architecture, cluster, recipe)
     if rest.is_recipe_open:
         rest = replace(rest, recipe=changed(rest.recipe, document, _own_recipe(document)))

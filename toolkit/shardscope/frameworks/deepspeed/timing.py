@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.deepspeed.counted import expert_replicas
+from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.arithmetic import ceil_div, largest, where
 from shardscope.memory.precision import FP32, num_moments, widths
 from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
@@ -25,6 +26,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     Reductions run beneath backward with ``overlap_comm`` only, which stage 3 has by default.
     """
     layout: Any = plan.layout
+    check_predicted(layout)
     half, degrees = widths[plan.recipe.precision].compute, plan.degrees
     ranks, stride = degrees.data_parallel, degrees.tp
     micro_batches = plan.num_micro_batches
@@ -69,6 +71,8 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
             "gathers", "all_gather", gathered, ranks, stride, micro_batches, stage.num_layers + 1, "forward"
         )
         transfers += [gather, gather._replace(beneath="backward")]
+        if layout.zero_hpz_partition_size > 1:
+            transfers[-2:] = _from_near(plan, gather)
     owned = stage.trainable
     if layout.stage > 0:
         owned = sum(weights / replicas for weights, replicas, _ in groups)
@@ -80,6 +84,21 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         main_copies=half < FP32,
     )
     return _offloaded(plan, stage, found, owned, gathered / ranks) if plan.on_gpu else found
+
+
+def _from_near(plan: Plan, gather: Transfer) -> list[Transfer]:
+    """Gathers with second partitions (hpZ): a step's first forward comes from all ranks, the rest from near.
+
+    Of frozen weights all do, and beside them adapters weigh nothing.
+    """
+    layout: Any = plan.layout
+    far = 0 if plan.recipe.has_adapters else 1
+    near = gather._replace(ranks=layout.zero_hpz_partition_size, stride=1)
+    return [
+        gather._replace(times=far),
+        near._replace(times=plan.num_micro_batches - far),
+        near._replace(beneath="backward"),
+    ]
 
 
 def _groups(plan: Plan, stage: Stage) -> list[tuple[Any, Any, Any]]:

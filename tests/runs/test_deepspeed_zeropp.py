@@ -1,0 +1,113 @@
+"""ZeRO++'s second partitions (hpZ) on four gloo ranks, two of which have all weights a second time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+
+torch = needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope.frameworks.registry import before_fork  # noqa: E402
+
+THRESHOLD = 4000
+"""Of a tiny model's tensors: its matrices are cut, its norms stay gathered."""
+
+
+def plan_of(method: str) -> Any:
+    layout = {
+        "stage": 3,
+        "zero_hpz_partition_size": 2,
+        "stage3_param_persistence_threshold": THRESHOLD,
+        "reduce_bucket_size": 1_000_000,
+    }
+    return tiny_plan("zero", 4, layout=layout, micro_batch_size=1, method=method)
+
+
+def held_second(engine: Any) -> int:
+    parts = (parameter.ds_secondary_tensor for parameter in engine._module.module.parameters())
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def trained(ctx: StandInContext) -> dict[str, Any]:
+    from shardscope.training.model import build_model
+
+    found: dict[str, Any] = {}
+    for method in ("full", "lora"):
+        ctx.plan = plan_of(method)
+        engine = ctx.engine = type(ctx.engine)(ctx)
+        engine.learning_rate = 1e-2
+        engine.setup(lambda: build_model(tiny_llama()))
+        own, held = engine._module.step, []
+
+        def step(own: Any = own, held: list[int] = held, engine: Any = engine) -> None:
+            held.append(held_second(engine))
+            own()
+            held.append(held_second(engine))
+
+        engine._module.step = step
+        losses = []
+        for number in range(3):
+            rows = batch(number).chunk(ctx.world_size)[ctx.rank]
+            losses.append(engine.step({"input_ids": rows, "labels": rows.clone()}))
+        found[method] = {"losses": losses, "second": held[-2:], "engine": ctx.records["engine"]}
+    return found
+
+
+def batch(step: int) -> Any:
+    return torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(step))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    plan = plan_of("full")
+    before_fork(plan, "cpu")
+    folder: Path = tmp_path_factory.mktemp("hpz")
+    return on_ranks(4, plan, trained, folder)
+
+
+def test_losses_are_those_of_plain_torch(found: list[dict[str, Any]]) -> None:
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.manual_seed(0)
+    model = build_model(tiny_llama())
+    optimizer = build_optimizer("adamw", list(model.parameters()), 1e-2)
+    losses = []
+    for step in range(3):
+        loss = model(input_ids=batch(step), labels=batch(step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert found[0]["full"]["losses"] == pytest.approx(losses, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_second_partitions_are_as_large_as_predicted(method: str, found: list[dict[str, Any]]) -> None:
+    """Before the update those of all that forward released, after it those of what is frozen."""
+    report, none = plan_of(method).memory(), tiny_report(method)
+    for phase, seen in zip(("optimizer", "rest"), found[0][method]["second"], strict=True):
+        planned = report.at(phase)["gather_buffers"] - none.at(phase)["gather_buffers"]
+        assert {rank[method]["second"][phase == "rest"] for rank in found} == {seen} == {planned}
+
+
+def tiny_report(method: str) -> Any:
+    """The same plan's without second partitions."""
+    from dataclasses import replace
+
+    plan = plan_of(method)
+    return replace(plan, layout=replace(plan.layout, zero_hpz_partition_size=1)).memory()
+
+
+def test_a_run_says_so(found: list[dict[str, Any]]) -> None:
+    record = found[0]["full"]["engine"]
+    assert record["zero_hpz_partition_size"] == 2
+    assert record["sentence"].endswith("weights a second time over 2 ranks (hpZ), fp32 compute")

@@ -1,0 +1,113 @@
+"""ZeRO++'s options: passed through, counted where bytes change, refused by name where nothing counts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.registry import why_not_trained
+from shardscope.runs.free_memory import check_free_memory
+
+LLAMA = ss.models["llama-3.1-8b"]
+NODES = ss.Cluster.parse("2x8xh100-sxm-80gb")
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options: Any) -> ss.Plan:
+    return ss.Plan(LLAMA, cluster, recipe or ss.Recipe(global_batch_size=64), ss.Layout.zero(3, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 2, "zero_hpz_partition_size": 8}, "1 below stage 3.*zero_hpz_partition_size=1"),
+        ({"stage": 1, "zero_quantized_gradients": True}, "False below stage 3"),
+        ({"stage": 3, "zero_hpz_partition_size": 0}, "zero_hpz_partition_size is 0"),
+        ({"stage": 3, "zero_quantized_weights": 1}, "zero_quantized_weights is 1"),
+        ({"stage": 3, "zero_hpz_partition_size": 8, "offload_params": "cpu"}, "second partitions in host"),
+        ({"stage": 3, "mics_shard_size": 8}, r"removed MiCS.*Layout\.fsdp2\(shard="),
+        ({"stage": 3, "mics_hierarchical_params_gather": True}, "removed MiCS"),
+    ],
+)
+def test_what_deepspeed_does_not_take_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ss.Layout.zero(**options)
+
+
+def test_second_partitions_divide_the_ranks() -> None:
+    with pytest.raises(ValueError, match=r"a divisor of the 16 ranks.*zero_hpz_partition_size=2"):
+        plan(zero_hpz_partition_size=3)
+
+
+def test_options_are_in_the_configuration_and_come_back(tmp_path: Path) -> None:
+    made = plan(zero_hpz_partition_size=8, **dict.fromkeys(QUANTIZED, True))
+    zero = deepspeed_config(made)["zero_optimization"]
+    assert zero["zero_hpz_partition_size"] == 8 and all(zero[name] is True for name in QUANTIZED)
+    assert not set(QUANTIZED) & set(deepspeed_config(plan())["zero_optimization"])
+    assert ss.Plan.from_json(made.to_json()) == made
+    for path in made.export(tmp_path):
+        assert path.is_file()
+    config = tmp_path / "ds_config.json"
+    assert ss.Plan.from_deepspeed(config, architecture=LLAMA, cluster=NODES) == made
+    alone = tmp_path / "alone" / "ds_config.json"
+    alone.parent.mkdir()
+    alone.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}))
+    read: Any = ss.Plan.from_deepspeed(alone, architecture=LLAMA, cluster=NODES).layout
+    assert read.zero_hpz_partition_size == 4 and not read.zero_quantized_weights
+
+
+def test_a_file_with_mics_is_refused_by_name(tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}))
+    with pytest.raises(ValueError, match=r"mics_shard_size.*removed MiCS"):
+        ss.Plan.from_deepspeed(config, architecture=LLAMA, cluster=NODES)
+
+
+def test_second_partitions_are_counted() -> None:
+    """Of bf16 weights each of eight ranks has an eighth, from forward until the optimizer has stepped."""
+    without, with_second = plan().memory(), plan(zero_hpz_partition_size=8).memory()
+    matrices = LLAMA.num_parameters - 65 * 4096  # norms, which are always gathered, have none
+    for phase in ("forward", "backward", "optimizer"):
+        more = with_second.at(phase)["gather_buffers"] - without.at(phase)["gather_buffers"]
+        assert more == pytest.approx(2 * matrices / 8, rel=1e-3), phase
+    assert with_second.at("rest") == without.at("rest")
+
+
+def test_frozen_weights_keep_theirs() -> None:
+    recipe = ss.Recipe(global_batch_size=64, method="lora")
+    without, with_second = (plan(recipe=recipe, zero_hpz_partition_size=size).memory() for size in (1, 8))
+    more = with_second.at("rest")["gather_buffers"] - without.at("rest")["gather_buffers"]
+    assert more == pytest.approx(2 * LLAMA.num_parameters / 8, rel=1e-3)
+
+
+def test_gathers_from_near_are_faster_between_slow_nodes() -> None:
+    slow = ss.Cluster.parse("4x8xa100-sxm-80gb")
+    recipe = ss.Recipe(global_batch_size=128)
+    far, near = (plan(slow, recipe, zero_hpz_partition_size=size).step() for size in (1, 8))
+    assert near.seconds < far.seconds
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_is_quantised_is_not_predicted(name: str) -> None:
+    made = plan(**{name: True})
+    for predicted in (made.memory, made.step):
+        with pytest.raises(ValueError, match=f"{name} is True.*{name}=False"):
+            predicted()
+    cards: Any = [SimpleNamespace(free_bytes=1, total_bytes=1)]
+    assert "is not predicted" in check_free_memory(made, cards, needs_peak=True)
+    assert why_not_trained(made) is None or "deepspeed" in str(why_not_trained(made))
+    on_cpus = ss.Plan(
+        ss.Architecture.of_size("2m"),
+        ss.Cluster.parse("2xcpu"),
+        ss.Recipe(seq_len=32, global_batch_size=2),
+        ss.Layout.zero(3, **{name: True}),
+    )
+    assert "CUDA kernels" in str(why_not_trained(on_cpus)) or "pip install deepspeed" in str(
+        why_not_trained(on_cpus)
+    )

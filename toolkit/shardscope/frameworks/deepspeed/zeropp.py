@@ -1,0 +1,36 @@
+"""Options of ZeRO++ (Wang et al. 2023): second partitions within a node, and fewer bits on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardscope.validation import refuse
+
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def check_predicted(layout: Any) -> None:
+    """Raise ``ValueError`` for what changes bytes and seconds in ways that no formula here has."""
+    for field in QUANTIZED:
+        if getattr(layout, field):
+            why = (
+                "False to be predicted: no formula counts the buffers into which DeepSpeed's kernels quantise"
+            )
+            refuse(f"Layout.{field}", True, why, f"{field}=False")
+
+
+def check_options(layout: Any) -> None:
+    """Raise ``ValueError`` for options of ZeRO++ that DeepSpeed does not take together."""
+    size = layout.zero_hpz_partition_size
+    if layout.stage < 3:
+        for field, off in (("zero_hpz_partition_size", 1), *((field, False) for field in QUANTIZED)):
+            value = getattr(layout, field)
+            if value != off:
+                refuse(
+                    f"Layout.{field}", value, f"{off} below stage 3, which ZeRO++ is for", f"{field}={off}"
+                )
+    if size > 1 and layout.offload_params:
+        why = (
+            "1 with offload_params: no formula counts second partitions in host memory"
+        )
+        refuse("Layout.zero_hpz_partition_size", size, why, "zero_hpz_partition_size=1")
