@@ -52,6 +52,20 @@ def test_predictions_agree_with_samples_over_the_whole_space(framework: str, sam
     assert abs(worst.error) <= WORST[framework], in_words(worst)
 
 
+ADAPTERS_WITHIN_ONE_PERCENT = {"ddp": 1.0, "fsdp2": 1.0, "deepspeed": 0.84}
+"""Shares that are reached, none beyond 3 %. When first rehearsed, DDP's were up to 20 % below."""
+
+
+@pytest.mark.parametrize("framework", ADAPTERS_WITHIN_ONE_PERCENT)
+def test_adapters_on_every_projection_are_predicted_where_no_logits_hide_them(framework: str) -> None:
+    rows, refused = read_rehearsals([STORED / f"{framework}-adapters.jsonl"])
+    assert not refused and len(rows) >= 16
+    close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
+    worst = max(rows, key=lambda row: abs(row.error))
+    assert close >= ADAPTERS_WITHIN_ONE_PERCENT[framework], close
+    assert abs(worst.error) <= 0.03, in_words(worst)
+
+
 ZERO_HELD_OUT = {1: 0.9, 2: 0.95}
 """Shares of ZeRO's samples within 1 % that are reached. Of the second, 36 of 43 plans were as close, and 39
 within 3 %, before any formula had met it."""
