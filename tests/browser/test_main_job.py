@@ -36,7 +36,7 @@ def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any,
     start_a_run(page, steps=4000)
     wait_for_step(page)
     screenshot(page, "run_under_way")
-    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Stop", exact=True).click()
     page.wait_for_selector(".ss-status[data-status=stopped]")
     assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
 

@@ -46,7 +46,7 @@ def test_fault_26_reloaded_and_opened_twice_while_a_run_is_under_way(
     page.close()
     before = steps(second)
     second.wait_for_function(grown, arg=before, timeout=STEPS_ARRIVE)
-    second.get_by_role("button", name="Stop").click()
+    second.get_by_role("button", name="Stop", exact=True).click()
     second.wait_for_selector(".ss-status[data-status=stopped]")
     assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
     second.close()
