@@ -209,6 +209,25 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     assert not died_untimely(folder)
 
 
+def test_a_failure_is_logged_without_torchs_compiler() -> None:
+    """Which torch imports to write an exception into its log: a failed run would end seconds later."""
+    code = """
+    import sys, logging, torch
+    from shardscope.runs.launcher import write_tracebacks_plainly
+    write_tracebacks_plainly()
+    try:
+        raise LookupError("why")
+    except LookupError:
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").exception("failed")
+    print("torch._dynamo" in sys.modules)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, timeout=80
+    )
+    assert done.stdout == "False\n"
+    assert "Traceback (most recent call last)" in done.stderr and "LookupError: why" in done.stderr
+
+
 def test_fault_11_what_a_lost_peer_looks_like() -> None:
     gloo = 'File "torch/distributed/x.py"\nRuntimeError: [gloo/transport/tcp] Connection closed by peer'
     assert looks_like_peer_lost("RuntimeError", gloo)

@@ -7,6 +7,7 @@ ended. ``python -m shardscope.runs.launcher <folder> <pid of the supervisor>`` i
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pickle
 import sys
@@ -41,6 +42,7 @@ def main(folder: RunFolder) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        write_tracebacks_plainly()
         task, plan = pickle.loads(payload)
         before_fork(plan, description["device"])
         for module in getattr(task, "preload", ()):
@@ -73,6 +75,25 @@ def main(folder: RunFolder) -> int:
         write_json(folder.launcher_error, exception_record(error))
         raise
     return 0
+
+
+def write_tracebacks_plainly() -> None:
+    """Have torch.distributed's log tell exceptions without torch's own way of it.
+
+    That imports torch._dynamo (torch/_logging/_internal.py, TorchLogsFormatter), for seconds, while a run
+    that failed waits for its end.
+    """
+    formatter = logging.Formatter()
+
+    def plainly(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.name.startswith("torch.distributed"):
+            record.exc_text = formatter.formatException(record.exc_info)
+            record.exc_info = None
+        return True
+
+    for name in ("torch", "torch.distributed"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(plainly)
 
 
 def on_a_fresh_port(launch: Callable[[int], None], choose_port: Callable[[], int] = free_port) -> None:
