@@ -103,6 +103,8 @@ class LaunchPanel(widgets.VBox):
 
     @busy.setter
     def busy(self, value: bool) -> None:
+        if self._busy and not value:
+            self.free.ask()
         self._busy = value
         self._update()
 

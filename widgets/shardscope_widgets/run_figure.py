@@ -248,7 +248,7 @@ def _trace(slot: int, rank: int) -> dict[str, Any]:
             "width": 1.5,
             "dash": RANK_DASHES[rank % len(RANK_DASHES)],
         },
-        "hovertemplate": f"rank {rank}, %{{x:.4~g}}: %{{y:.4g}}<extra></extra>",
+        "hovertemplate": f"rank {rank}, at %{{x:,.7~r}}: %{{y:.4g}}<extra></extra>",
     }
 
 
