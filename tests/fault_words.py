@@ -46,7 +46,8 @@ FAULTS = {
     6: Fault("The cell is interrupted while it waits for the run", "The wait ends; the run goes on."),
     7: Fault(
         "The kernel restarts, or another notebook attaches",
-        "A run with `outlive_kernel=True` goes on; `ss.Run.attach(folder)` has it again, Stop included. "
+        "A run with `outlive_kernel=True`, a box in the Studio, goes on; `ss.Run.attach(folder)` has it "
+        "again, Stop included, and `RunView` of that is the same view. "
         "Without it the run stops and says that its kernel ended.",
     ),
     8: Fault("The kernel is killed (`kill -9`)", "All ranks are gone within 5 s; the run says why."),
@@ -104,7 +105,8 @@ FAULTS = {
     21: Fault("torch or accelerate is missing", "Planning works; a launch names the line that installs it."),
     22: Fault(
         "A rank prints 100 MB, no newline, broken UTF-8, colours",
-        "The end of the log, at most 64 KiB of it, as plain text. The run is not slowed by a full pipe.",
+        "The end of the log: at most 64 KiB of it as plain text, 16 KiB in colour in a view, whose search "
+        "reads all of it. The run is not slowed by a full pipe.",
     ),
     23: Fault(
         "The disk is full, the run folder read-only",
