@@ -132,6 +132,7 @@ ANY_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "stage3_param_persistence_threshold": (100_000, 0, 10_000_000),
         "stage3_max_live_parameters": (1_000_000_000, 0),
         "stage3_max_reuse_distance": (1_000_000_000, 0),
+        "zero_hpz_partition_size": (1, 2, 8),
         "pin_memory": (True, False),
     },
     "megatron": {},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.runs.free_memory import check_free_memory
@@ -96,7 +97,7 @@ def test_gathers_from_near_are_faster_between_slow_nodes() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_what_is_quantised_is_not_predicted(name: str) -> None:
     made = plan(**{name: True})
-    for predicted in (made.memory, made.step):
+    for predicted in (made.memory, made.step, made.rehearse):
         with pytest.raises(ValueError, match=f"{name} is True.*{name}=False"):
             predicted()
     cards: Any = [SimpleNamespace(free_bytes=1, total_bytes=1)]
@@ -111,3 +112,10 @@ def test_what_is_quantised_is_not_predicted(name: str) -> None:
     assert "CUDA kernels" in str(why_not_trained(on_cpus)) or "pip install deepspeed" in str(
         why_not_trained(on_cpus)
     )
+
+
+def test_a_rehearsal_on_two_ranks_leaves_them_out() -> None:
+    small = rehearsal_of(plan(zero_hpz_partition_size=8, zero_quantized_weights=True))
+    layout: Any = small.plan.layout
+    assert layout.zero_hpz_partition_size == 1 and not layout.zero_quantized_weights
+    assert "zero_hpz_partition_size 1 instead of 8" in small.differences

@@ -94,15 +94,21 @@ def whole_tensors(engine: Any, *, main: bool, only_trained: bool) -> WholeTensor
                 yield name, buffer.cpu() if dist.get_rank() == 0 else None
 
 
-def gathering(engine: Any, *, main: bool) -> Callable[[Any], torch.Tensor]:
-    """What gathers a parameter on all ranks with parts of it; ``main``: its main copy, if there is one."""
+def gathering(
+    engine: Any, *, main: bool, device: torch.device | None = None
+) -> Callable[[Any], torch.Tensor]:
+    """What gathers a parameter on all ranks with parts of it; ``main``: its main copy, if there is one.
+
+    On ``device``, from which it can be sent; without, wherever it lies.
+    """
     copies = _unflattened(engine.optimizer) if main and engine.zero_optimization_stage() == 0 else {}
 
     def gather(parameter: Any) -> torch.Tensor:
         whole = copies.get(id(parameter))
         if whole is None and main and parameter.requires_grad:
             whole = _main_copy(parameter)
-        return (_as_read(parameter) if whole is None else whole).detach()
+        found = (_as_read(parameter) if whole is None else whole).detach()
+        return found if device is None else found.to(device)
 
     return gather
 

@@ -65,7 +65,8 @@ class ExpertsEngine(DeepSpeedEngine):
         """Under transformers' names; a layer's experts are joined from the ranks that have them."""
         from shardscope.frameworks.deepspeed.experts_module import MoeBlock
 
-        gather = checkpointing.gathering(self._module, main=self.recipe.precision != "bf16")
+        main = self.recipe.precision != "bf16"
+        gather = checkpointing.gathering(self._module, main=main, device=self.ctx.device)
         is_first = self.ctx.rank == 0
         blocks = {name: block for name, block in self.model.named_modules() if isinstance(block, MoeBlock)}
         seen: set[str] = set()

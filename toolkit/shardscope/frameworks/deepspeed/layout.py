@@ -93,6 +93,11 @@ class ZeroLayout(Layout):
         "offload_params": (None, "cpu", "nvme"),
     })  # fmt: skip
 
+    # Two ranks have no groups of ranks, and kernels that quantise are CUDA's.
+    on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({
+        "zero_hpz_partition_size": 1, **dict.fromkeys(QUANTIZED, False),
+    })  # fmt: skip
+
     stage: int = 3
     """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
     tp: int = 1

@@ -9,7 +9,7 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.memory.head import loss_in_force
 from shardscope.validation import refuse
@@ -43,10 +43,8 @@ def check_plan(plan: Plan) -> None:
             "head's does not. fsdp2 runs it",
             "loss='full'",
         )
-    for field in QUANTIZED:
-        if getattr(layout, field) and not plan.on_gpu:
-            why = "False on CPU ranks: DeepSpeed quantises in CUDA kernels (QuantizerBuilder)"
-            refuse(f"Layout.{field}", True, why, f"{field}=False")
+    if not plan.on_gpu:
+        check_predicted(layout, "on CPU ranks: DeepSpeed quantises in CUDA kernels (QuantizerBuilder)")
     if "nvme" in (layout.offload_optimizer, layout.offload_params):
         _check_nvme()
     if layout.offload_optimizer and plan.recipe.optimizer == "adamw":

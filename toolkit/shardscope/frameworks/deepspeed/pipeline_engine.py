@@ -155,7 +155,7 @@ class PipelinedEngine(DeepSpeedEngine):
 
     def whole_tensors(self) -> pretrained.WholeTensors:
         main = self.recipe.precision != "bf16"
-        gather = checkpointing.gathering(self._module, main=main)
+        gather = checkpointing.gathering(self._module, main=main, device=self.ctx.device)
         own = [
             StageTensor(
                 name,

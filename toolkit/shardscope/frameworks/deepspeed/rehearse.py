@@ -19,6 +19,7 @@ from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
 from shardscope.frameworks.deepspeed.fake_files import FakeFiles, fake_files
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
+from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
 from shardscope.rehearsal.low_bits import quantile_maps
@@ -93,6 +94,7 @@ def check_plan(plan: Plan) -> None:
     for field, why in _NOT_REHEARSED.items():
         if getattr(layout, field) > 1:
             refuse(f"Layout.{field}", getattr(layout, field), f"1 in a rehearsal: {why}", f"{field}=1")
+    check_predicted(layout, "to be rehearsed: DeepSpeed quantises in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
         refuse(
             "Architecture.model_type",

@@ -9,14 +9,14 @@ from shardscope.validation import refuse
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
-def check_predicted(layout: Any) -> None:
-    """Raise ``ValueError`` for what changes bytes and seconds in ways that no formula here has."""
+_NOT_COUNTED = "to be predicted: no formula counts the buffers into which DeepSpeed's kernels quantise"
+
+
+def check_predicted(layout: Any, why: str = _NOT_COUNTED) -> None:
+    """Raise ``ValueError``, which says ``why``, for what is quantised."""
     for field in QUANTIZED:
         if getattr(layout, field):
-            why = (
-                "False to be predicted: no formula counts the buffers into which DeepSpeed's kernels quantise"
-            )
-            refuse(f"Layout.{field}", True, why, f"{field}=False")
+            refuse(f"Layout.{field}", True, f"False {why}", f"{field}=False")
 
 
 def check_options(layout: Any) -> None:
@@ -30,7 +30,5 @@ def check_options(layout: Any) -> None:
                     f"Layout.{field}", value, f"{off} below stage 3, which ZeRO++ is for", f"{field}={off}"
                 )
     if size > 1 and layout.offload_params:
-        why = (
-            "1 with offload_params: no formula counts second partitions in host memory"
-        )
+        why = "1 with offload_params: no formula counts second partitions in host memory"
         refuse("Layout.zero_hpz_partition_size", size, why, "zero_hpz_partition_size=1")
