@@ -113,12 +113,13 @@ ROWS: tuple[Row, ...] = (
     _row("fsdp2(2) x tp(2)", 4, "fsdp2", shard=2, tp=2, fast=True),
     _row("fsdp2 pp(2)", 2, "fsdp2", pp=2, num_micro_batches=4, fast=True),
     _row("fsdp2 pp(2) vpp(2)", 2, "fsdp2", pp=2, vpp=2, num_micro_batches=4),
+    _row("fsdp2 pp(2), GPipe", 2, "fsdp2", pp=2, num_micro_batches=4, pipeline_schedule="GPipe"),
     _row("zero-0(2)", 2, "zero", stage=0),
     _row("zero-1(2)", 2, "zero", stage=1),
     _row("zero-2(2)", 2, "zero", stage=2),
     _row("zero-3(2)", 2, "zero", stage=3, fast=True),
     _row("zero-0 pp(2) x dp(2)", 4, "zero", stage=0, pp=2, num_micro_batches=4),
-    _row("zero-1 pp(2)", 2, "zero", stage=1, pp=2, num_micro_batches=4, fast=True),
+    _row("zero-1 pp(2)", 2, "zero", stage=1, pp=2, num_micro_batches=4),
     _row("zero-1 pp(2) x dp(2)", 4, "zero", stage=1, pp=2, num_micro_batches=4),
     _row("zero-3(2) + cpu", 2, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
     _row(
@@ -140,7 +141,7 @@ ROWS: tuple[Row, ...] = (
     _row("megatron dp2 + distributed optimizer", 2, "megatron"),
     _row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
     _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
-    _row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral", fast=True),
+    _row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral"),
     _row("zero-2 ep(2), Mixtral", 2, "zero", stage=2, ep=2, family="mixtral"),
     _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
     _row(

@@ -75,8 +75,13 @@ def fresh(ctx: StandInContext, plan: Any, seed: int = 0) -> Any:
 
 
 def trained(ctx: StandInContext) -> dict[str, Any]:
+    from shardscope.training import memory_watch
+
+    watched = memory_watch.WATCHED_STEPS
     found: dict[str, Any] = {}
     for name, fields in (PLANS if ctx.world_size == 2 else OVER_FOUR).items():
+        # The census looks at every operator: one kind of engine is enough.
+        memory_watch.WATCHED_STEPS = watched if name == "zero-1" else ()
         engine = fresh(ctx, plan_of(ctx.world_size, **fields))
         losses, norms = [], []
         for step in range(NUM_STEPS):
@@ -87,7 +92,7 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             "norms": norms,
             "held": engine.held_at_update,
             "engine": ctx.records["engine"],
-            "phases": ctx.records["memory"]["phases"],
+            "phases": ctx.records["memory"]["phases"] if memory_watch.WATCHED_STEPS else {},
         }
     if ctx.world_size == 2:
         found["kept"] = kept(ctx)
