@@ -146,6 +146,11 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     folder.create()
     folder.task.touch()
     (folder.temporary / "torchelastic").mkdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (folder.error(0).parent / f".rank-0.json.{gone.pid}").touch()
+    being_written = folder.path / f".note.json.{os.getpid()}"
+    being_written.touch()
     folder.log(0).write_text("my token is hf_" + "a1B2" * 8)
     code = "import subprocess; print(subprocess.Popen(['sleep', '100']).pid, flush=True); input()"
     command = [sys.executable, "-c", code]
@@ -159,7 +164,8 @@ def test_fault_09_after_a_killed_supervisor_who_launched_ends_and_deletes_the_re
     time.sleep(0.05)
     assert folder.task.exists() and start_of(child) is not None
     supervisor.kill()
-    seconds_until(lambda: left_in_folder(folder.path) == [] and start_of(child) is None, 5)
+    kept = [f"in the run folder: {being_written.name}"]
+    seconds_until(lambda: left_in_folder(folder.path) == kept and start_of(child) is None, 5)
     assert os.read(read_end, 1) == b""
     seconds_until(lambda: folder.log(0).read_text() == "my token is " + "*" * 35, 5)
     os.close(read_end)

@@ -146,6 +146,8 @@ def test_the_final_status_waits_little_for_what_is_written_beside_it(
     supervisor, had_status = Supervisor(folder, None), []
     write_json(folder.supervisor, {})
     os.utime(folder.supervisor, (1, 1))
+    half = folder.error(0).with_name(".rank-0.json.999999999")  # Of a rank that was killed while it wrote.
+    half.touch()
 
     def pieces() -> Iterator[None]:
         for _ in range(3):
@@ -155,6 +157,7 @@ def test_the_final_status_waits_little_for_what_is_written_beside_it(
     monkeypatch.setattr(supervisor.beside, "finish", pieces)
     supervisor._finish()
     assert had_status == [False, True, True]
+    assert not half.exists()
     assert folder.supervisor.stat().st_mtime > 1, "a heartbeat between pieces"
 
 

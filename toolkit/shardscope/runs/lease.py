@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.processes import end_session, ended_well
+from shardscope.runs.records import delete_halves
 from shardscope.runs.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0
@@ -73,6 +74,7 @@ def tidy(folder: RunFolder) -> None:
         time.sleep(0.02)
     with contextlib.suppress(OSError):
         folder.task.unlink(missing_ok=True)
+        delete_halves(folder.path)
     for log in (*folder.path.glob("*.log"), *folder.launcher_log.parent.glob("*.log")):
         with contextlib.suppress(OSError):
             for _ in LogCleaner(log).finish():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardscope.runs.processes import start_of
 from shardscope.runs.redaction import redact
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -49,6 +50,14 @@ def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) 
     with os.fdopen(descriptor, "wb") as file:
         file.write(encode(record, as_is))
     partial.replace(path)
+
+
+def delete_halves(folder: Path) -> None:
+    """Delete what :func:`write_json` of killed processes left in ``folder`` and the folders in it."""
+    for path in (*folder.glob(".*"), *folder.glob("*/.*")):
+        pid = path.suffix[1:]
+        if pid.isdecimal() and start_of(int(pid)) is None:
+            path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from shardscope.runs.beside import LOOK_SECONDS, Beside
 from shardscope.runs.causes import Failure, all_failures, describe_exit, died_untimely
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder, Status
-from shardscope.runs.records import LineTail, open_log, read_json, write_json
+from shardscope.runs.records import LineTail, delete_halves, open_log, read_json, write_json
 from shardscope.runs.story import Story, tell
 
 POLL_SECONDS = 0.05
@@ -217,6 +217,8 @@ class Supervisor:
             self._say(f"these processes could not be killed: {processes.descendants()}")
         shutil.rmtree(self.folder.temporary, ignore_errors=True)
         self.folder.task.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            delete_halves(self.folder.path)
         beside, until = self._finish_beside(), time.monotonic() + FINISH_SECONDS
         while next(beside, None) and time.monotonic() < until:
             pass
