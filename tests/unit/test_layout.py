@@ -104,6 +104,8 @@ def test_fields_that_exclude_each_other() -> None:
     assert refusal(lambda: Layout.zero(1, tp=2, ep=2), "Layout.ep").fix == "ep=1"
     refusal(lambda: Layout.megatron(vpp=2), "Layout.vpp")
     refusal(lambda: Layout.fsdp2(vpp=2), "Layout.vpp")
+    refusal(lambda: Layout.fsdp2(pp=2, pipeline_schedule="ZBV"), "Layout.pipeline_schedule")
+    refusal(lambda: Layout.fsdp2(pp=2, vpp=2, pipeline_schedule="GPipe"), "Layout.pipeline_schedule")
     refusal(lambda: Layout.megatron(sequence_parallel=True), "Layout.sequence_parallel")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.accuracy.kinds import tensor_bytes
 from tests.accuracy.rehearsals import STORED, read_rehearsals
 from tests.accuracy.rehearsing import in_words
 
@@ -73,6 +74,24 @@ def test_what_is_received_is_allocated_for_every_micro_batch(stages: list[Rehear
         added = most(many, "gather_buffers", "rest") - most(few, "gather_buffers", "rest")
         assert added == 8 * 512 * arch.hidden_size * 2
         assert "micro-batches played" in many.note
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
+    """And the last stage what each of them left in norm, head and loss."""
+    arch = Architecture.of_size("60m")
+    recipe = ss.Recipe(seq_len=512, global_batch_size=16, recompute=recompute)
+    plans = [
+        Plan(arch, EIGHT, recipe, ss.Layout.fsdp2(pp=2, pipeline_schedule=schedule))
+        for schedule in ("1F1B", "GPipe")
+    ]
+    few, all_of_them = (plan.memory().by_stage for plan in plans)
+    for one, other, rehearsed in zip(few, all_of_them, played(plans[1]), strict=True):
+        assert "ScheduleGPipe" in rehearsed.note and "micro-batches played" not in rehearsed.note
+        most_of = [max(map(tensor_bytes, stage.moments)) for stage in (one, other)]
+        assert most_of[1] > most_of[0]
+        assert most_of[1] == pytest.approx(rehearsed.peak.num_bytes, rel=0.02)
+    assert plans[1].step().seconds == plans[0].step().seconds
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ class Layout(JsonNoun):
     """Whether experts can have room for so many tokens only; otherwise they are dropless."""
     on_cpu_ranks: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Fields whose other values need a library of GPUs, and what a tiny run on CPU ranks has instead."""
+    runs_all_forwards_first: ClassVar[bool] = False
+    """Whether a pipeline stage computes all micro-batches of a step before the first goes backward."""
     own_formulas: ClassVar[frozenset[str]] = frozenset()
     """Fields of the recipe for which this framework's memory model has a formula of its own."""
     mixes_by_autocast: ClassVar[bool] = False
@@ -172,6 +174,7 @@ class Layout(JsonNoun):
         vpp: int = 1,
         cp: int = 1,
         offload: Literal["cpu"] | None = None,
+        pipeline_schedule: Literal["1F1B", "GPipe"] = "1F1B",
     ) -> Layout:
         """PyTorch ``fully_shard``: parameters, gradients and optimizer sharded, gathered layer by layer."""
         return _layout_class("fsdp2")(
@@ -183,6 +186,7 @@ class Layout(JsonNoun):
             vpp=vpp,
             cp=cp,
             offload=offload,
+            pipeline_schedule=pipeline_schedule,
         )
 
     @staticmethod

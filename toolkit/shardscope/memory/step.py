@@ -79,7 +79,8 @@ class StageStep:
             if kind.num_layers
         )
         held = self.chunks / self.num_chunks
-        flight = f" × {held:g} micro-batches in flight (1F1B)" if held != 1 else ""
+        schedule = "GPipe" if self.plan.layout.runs_all_forwards_first else "1F1B"
+        flight = f" × {held:g} micro-batches in flight ({schedule})" if held != 1 else ""
         return (
             f"{parts}{flight} · {self.modules.kernels} modules, Korthikanti et al. 2022, eq. 2, operator by "
             "operator"
@@ -283,9 +284,11 @@ def in_flight(plan: Plan, stage: int) -> tuple[Any, Any]:
     """(model chunks of a stage, chunk activations that it holds at once).
 
     1F1B holds pp - stage micro-batches; interleaving more, in chunks of a vpp-th (Narayanan et al. 2021,
-    section 2.2; Megatron's warm-up count).
+    section 2.2; Megatron's warm-up count); GPipe all of a step's (Huang et al. 2019, section 2).
     """
     pp, vpp, micro_batches = plan.degrees.pp, plan.degrees.vpp, plan.num_micro_batches
+    if plan.layout.runs_all_forwards_first:
+        return vpp, where(pp > 1, micro_batches, 1)
     plain = pp - stage
     interleaved = 2 * (plain - 1) + (vpp - 1) * pp + 1
     return vpp, smallest(where(vpp == 1, plain, interleaved), micro_batches * vpp)

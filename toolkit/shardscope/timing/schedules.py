@@ -1,7 +1,7 @@
 """What a pipeline's stages wait for each other under the schedules there are, of one plan.
 
-A plan's own is in ``plan.step().parts["bubble"]``: its framework has one schedule, interleaved where stages
-have chunks. What others would make of the same stages is told beside it.
+A plan's own is in ``plan.step().parts["bubble"]``: 1F1B, interleaved where stages have chunks, or GPipe where
+a layout asks for it. What others would make of the same stages is told beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def schedule_of(plan: Plan) -> Schedule | None:
     """Which one the plan's framework runs; None of a single stage."""
     if plan.degrees.pp == 1:
         return None
+    if plan.layout.runs_all_forwards_first:
+        return "gpipe"
     return "interleaved" if plan.degrees.vpp > 1 else "1f1b"
 
 

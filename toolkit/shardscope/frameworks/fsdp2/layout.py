@@ -69,6 +69,9 @@ class Fsdp2Layout(Layout):
     """Pipeline stages."""
     vpp: int = 1
     """Model chunks a stage (interleaved schedule); needs pp > 1."""
+    pipeline_schedule: Literal["1F1B", "GPipe"] = "1F1B"
+    """The order of a stage's micro-batches, by torch's name: "GPipe" computes all of them before the first
+    goes backward, and so holds what all have saved; with vpp > 1 "1F1B" is ``ScheduleInterleaved1F1B``."""
     cp: int = 1
     """Context-parallel degree; its ranks take part in the sharding."""
     offload: Literal["cpu"] | None = None
@@ -83,6 +86,9 @@ class Fsdp2Layout(Layout):
         one_of("Layout.offload", self.offload, (None, "cpu"))
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
+        one_of("Layout.pipeline_schedule", self.pipeline_schedule, ("1F1B", "GPipe"))
+        if self.runs_all_forwards_first and self.vpp > 1:
+            refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' with vpp > 1: GPipe has no chunks", "vpp=1")
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Degrees whose product is the cluster's GPUs; ``shard`` takes what is left."""
@@ -142,7 +148,7 @@ class Fsdp2Layout(Layout):
             refuse(
                 "Recipe.global_batch_size",
                 recipe.global_batch_size,
-                f"at least a micro-batch for each of pp={degrees.pp} stages (Schedule1F1B)",
+                f"at least a micro-batch for each of pp={degrees.pp} stages ({self.pipeline_schedule})",
                 f"global_batch_size={degrees.pp * per_step}",
             )
         if degrees.vpp > 1 and number % max(1, number // degrees.pp):
@@ -152,6 +158,11 @@ class Fsdp2Layout(Layout):
                 f"micro-batches in equal rounds of about pp={degrees.pp} (ScheduleInterleaved1F1B)",
                 f"global_batch_size={-(-number // degrees.pp) * degrees.pp * per_step}",
             )
+
+    @property
+    def runs_all_forwards_first(self) -> bool:  # type: ignore[override]
+        """With GPipe, whose memory grows with the micro-batches of a step."""
+        return self.pipeline_schedule == "GPipe"
 
     @property
     def splits_sequence(self) -> bool:

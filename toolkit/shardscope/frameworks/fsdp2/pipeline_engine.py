@@ -1,7 +1,7 @@
 """FSDP2 under ``torch.distributed.pipelining``: stages of shards, and the schedule that feeds them.
 
-1F1B, interleaved where a stage has several chunks (Narayanan et al. 2021, section 2.2). A stage's gradients
-are reduced once, when the schedule has ended.
+1F1B, interleaved where a stage has several chunks (Narayanan et al. 2021, section 2.2), or GPipe where the
+layout asks for it. A stage's gradients are reduced once, when the schedule has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -141,6 +142,12 @@ class PipelinedEngine(Fsdp2Engine):
         loss, self.grad_norm = numbers
         return loss
 
+    @property
+    def schedule_name(self) -> str:
+        """torch's own name of the plan's schedule."""
+        layout: Any = self.plan.layout
+        return f"Interleaved{layout.pipeline_schedule}" if layout.vpp > 1 else layout.pipeline_schedule
+
     def _schedule(self, shape: torch.Size, losses: _Losses, watch: MemoryWatch) -> Any:
         """torch's schedule for micro-batches of ``shape``; stages are told once what they send."""
         if self._schedule_shape != tuple(shape):
@@ -152,11 +159,8 @@ class PipelinedEngine(Fsdp2Engine):
             options: dict[str, Any] = {"loss_fn": self._loss_of, "scale_grads": False}
             count = self.plan.num_micro_batches
             self._stages = stages
-            self._made_schedule = (
-                ScheduleInterleaved1F1B(stages, count, **options)
-                if len(stages) > 1
-                else Schedule1F1B(stages[0], count, **options)
-            )
+            made = get_schedule_class(self.schedule_name)
+            self._made_schedule = made(stages if len(stages) > 1 else stages[0], count, **options)
         self._losses = losses
         for stage in self._stages:
             stage.watch = watch
@@ -237,7 +241,7 @@ class PipelinedEngine(Fsdp2Engine):
             "stage": self.stage,
             "layers": layers,
             "chunks": [list(numbers) for numbers in self.chunk_layers],
-            "schedule": "Interleaved1F1B" if vpp > 1 else "1F1B",
+            "schedule": self.schedule_name,
         }
 
     def in_words(self, found: Mapping[str, Any], where: str) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardscope.memory.activations import edge_activations, head_input, modules_of
 from shardscope.memory.arithmetic import by_value, ceil_div, holds, where
-from shardscope.memory.precision import widths
+from shardscope.memory.precision import FP32, widths
 from shardscope.memory.report import Term
 from shardscope.memory.step import in_flight
 from shardscope.memory.words import gib
@@ -30,6 +31,8 @@ class Waiting(NamedTuple):
     """Whether a backward comes between two forwards, so that all later ones find these gradients."""
     hidden: Any = 0
     """Hidden states that the stage sends for one micro-batch; 0 on the last one."""
+    ended: Any = 0
+    """What the last stage's norm, head and loss leave of one micro-batch, its output too; 0 on others."""
     hidden_back: Any = 0
     """The gradient that it sends back for one; 0 on the first."""
     logits: Any = 0
@@ -46,8 +49,8 @@ class Waiting(NamedTuple):
 
     @property
     def sent(self) -> Any:
-        """Hidden states of all micro-batches in flight but one."""
-        return (self.chunks - 1) * self.hidden
+        """Hidden states of all micro-batches in flight but one, or what their ends left."""
+        return (self.chunks - 1) * (self.hidden + self.ended)
 
     @property
     def gathered(self) -> Any:
@@ -92,11 +95,15 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
     num_sides = 2 - stage.is_first - stage.is_last
     per_micro_batch, chunks = in_flight(plan, stage.number)
     vocab = ceil_div(plan.architecture.vocab_size, degrees.tp)
+    arch, modules = plan.architecture, modules_of(plan)
+    # The loss keeps its log-softmax in fp32, and the schedule the logits.
+    left = edge_activations(arch, modules) + head_input(arch, modules) + vocab * (FP32 + width.compute)
     return Waiting(
         received=plan.num_micro_batches * hidden * num_sides,
         all_gradients=several * width.reduce * stage.trainable,
         repeats=several & (plan.num_micro_batches * per_micro_batch > chunks),
         hidden=(1 - stage.is_last) * hidden,
+        ended=several * stage.is_last * tokens * left,
         hidden_back=(1 - stage.is_first) * hidden,
         logits=several * stage.is_last * tokens * vocab * width.compute,
         chunks=where(several, chunks, 1),

@@ -1,4 +1,4 @@
-"""FSDP2 under ``torch.distributed.pipelining`` rehearsed: torch's own 1F1B schedule, one stage at a time.
+"""FSDP2 under ``torch.distributed.pipelining`` rehearsed: torch's own schedule, one stage at a time.
 
 What other stages would send is received at once from nobody. A stage is always made for all micro-batches of
 a step, for torch allocates what it receives for each of them; only as many are played as change anything.
@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardscope.rehearsal.torch_step import NUM_STEPS, finish_step, prepare
 from shardscope.validation import refuse
@@ -71,6 +72,8 @@ def play_stage(
     trained = prepare(engine, tracker, built_on_host=built_on_host)
     # As many as are ever in flight, and one that another gives way to.
     num_micro_batches = min(plan.num_micro_batches, plan.degrees.pp + 1)
+    if plan.layout.runs_all_forwards_first:
+        num_micro_batches = plan.num_micro_batches
     schedule, stage = _schedule(engine, tracker, num_micro_batches)
     rows = num_micro_batches * plan.recipe.micro_batch_size
     for step in range(NUM_STEPS):
@@ -83,7 +86,7 @@ def play_stage(
             return_outputs=False,
         )
         finish_step(engine, tracker, trained)
-    note = "torch's Schedule1F1B, one stage at a time"
+    note = f"torch's {type(schedule).__name__}, one stage at a time"
     if num_micro_batches < plan.num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches played"
     return tracker.stage(number, plan.stage_layers[number], note=note)
@@ -121,7 +124,8 @@ def _schedule(engine: PipelinedEngine, tracker: Tracker, num_micro_batches: int)
             )
         return found
 
-    schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=loss)
+    made: Any = get_schedule_class(engine.schedule_name)
+    schedule = made(stage, num_micro_batches, loss_fn=loss)
     schedule._warmup_p2p = _shapes_are_known
     return schedule, stage
 

@@ -193,7 +193,7 @@ class StagedStep(Step):
         before = largest(0, place.before - self.chunk)
         return self._peak(
             0.361 + 0.6 * (self.stage.num_layers - 1 - index) / self.stage.num_layers,
-            (before, 0, waits.sent + waits.hidden_back, held),
+            (before, 0, waits.sent - waits.ended + waits.hidden_back, held),
             gathered,
             0,
             said.IN_LAYER,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 SCHEDULES = {
+    "gpipe": "torch.distributed.pipelining.ScheduleGPipe",
     "1f1b": "torch.distributed.pipelining.Schedule1F1B",
     "interleaved": "torch.distributed.pipelining.ScheduleInterleaved1F1B",
 }
