@@ -52,14 +52,16 @@ def shown(run: FakeRun) -> RunView:
 
 
 def titles(view: RunView) -> list[str]:
-    return [note.text for note in view.figure.widget.layout.annotations if "predicted" not in note.text]
+    with view._lock:  # Not while its thread writes them.
+        notes = [note.text for note in view.figure.widget.layout.annotations]
+    return [note for note in notes if "predicted" not in note]
 
 
 def levels(view: RunView) -> dict[str, float]:
     """By the title of its chart, where a prediction stands."""
-    layout = view.figure.widget.layout
-    by_axis = {f"y{slot + 1 if slot else ''}": name for name, slot in view.figure._slots.items()}
-    return {by_axis[shape.yref]: shape.y0 for shape in layout.shapes}
+    with view._lock:
+        by_axis = {f"y{slot + 1 if slot else ''}": name for name, slot in view.figure._slots.items()}
+        return {by_axis[shape.yref]: shape.y0 for shape in view.figure.widget.layout.shapes}
 
 
 def words(html: str) -> str:

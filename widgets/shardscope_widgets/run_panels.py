@@ -61,9 +61,9 @@ TRAINING = (
 )
 """What every task that trains the plan logs."""
 CARDS = (
-    Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True),
-    Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True),
-    Panel(metric="power_watts", title="GPU power, W", by="minute", from_zero=True),
+    Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True, decimals=0),
+    Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True, decimals=0),
+    Panel(metric="power_watts", title="GPU power, W", by="minute", from_zero=True, decimals=0),
 )
 """What NVML says of cards."""
 MAX_OWN = 3

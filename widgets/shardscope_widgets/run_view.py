@@ -30,7 +30,9 @@ CARD_SECONDS = 1.0
 READ_SECONDS = 0.15
 """What a run has logged already is read for so long before it is drawn, and then read on."""
 SHARE_OF_KERNEL = 0.1
-"""Of its time that a view may take for drawing: charts of many ranks are drawn less often."""
+"""Of a processor's time that a view may take for drawing: charts of many ranks are drawn less often."""
+MOST_SECONDS = 2.0
+"""Between two drawings, whatever one takes."""
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
@@ -188,7 +190,7 @@ class RunView(View):
         ended, more = False, False
         try:
             while self.run is run and (more or not ended):
-                started = time.monotonic()
+                started, busy = time.monotonic(), time.thread_time()
                 # Asked before the refresh: what was written up to the end is then drawn by it.
                 ended = run.status in ENDED
                 try:
@@ -196,9 +198,9 @@ class RunView(View):
                 except Exception as error:  # the folder may vanish under way: the view says so and lives on
                     more = False
                     self.error.value = _alert(f"This view cannot show the run: {error}")
-                took = time.monotonic() - started
                 if not ended:
-                    time.sleep(max(0.02, POLL_SECONDS - took, took / SHARE_OF_KERNEL - took))
+                    pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MOST_SECONDS)
+                    time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
         finally:
             if self.run is run and self._on_end is not None:
                 self._on_end(run)
