@@ -209,6 +209,34 @@ def test_fault_11_a_rank_that_torch_reaped_first_still_ended_first(
     assert not died_untimely(folder)
 
 
+def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path) -> None:
+    """Not only once the other ranks are gone: a launcher that is ended meanwhile could not any more."""
+    code = """
+    import multiprocessing, os, sys
+    from pathlib import Path
+    from shardscope.runs import launcher
+    from shardscope.runs.folder import RunFolder
+    launcher._note_reaped()
+    folder = RunFolder(sys.argv[1])
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
+    child.start()
+    child.join()
+    launcher._watch_one(folder, 1, child.pid)
+    print(folder.exits.read_text())
+    """
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_json(folder.rank(1), {"port": 0})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(folder.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=80,
+    )
+    assert '"rank": 1, "code": 7' in done.stdout
+
+
 def test_a_failure_is_logged_without_torchs_compiler() -> None:
     """Which torch imports to write an exception into its log: a failed run would end seconds later."""
     code = """

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import popen_fork
 from typing import Any
 
 from shardscope.frameworks.registry import before_fork
@@ -125,6 +126,25 @@ def watch_ranks(folder: RunFolder, world_size: int) -> None:
             threading.Thread(target=_watch, args=(folder, world_size), daemon=True).start()
 
     os.register_at_fork(after_in_parent=after_fork)
+    _note_reaped()
+
+
+REAPED: dict[int, int] = {}
+"""Exit codes of children that multiprocessing, and so torch elastic, waited for, by process id."""
+REAPED_SECONDS = 0.5
+"""How long the code of a process that is gone may take to come here: whoever reaped it is at that line."""
+
+
+def _note_reaped() -> None:
+    poll = popen_fork.Popen.poll
+
+    def noting(popen: popen_fork.Popen, *flag: int) -> int | None:
+        code = poll(popen, *flag)
+        if code is not None:
+            REAPED[popen.pid] = code
+        return code
+
+    popen_fork.Popen.poll = noting  # type: ignore[assignment, method-assign]
 
 
 def _watch(folder: RunFolder, world_size: int) -> None:
@@ -145,16 +165,27 @@ def _watch_one(folder: RunFolder, rank: int, pid: int) -> None:
     except ChildProcessError:
         # torch elastic, which waits as well, was quicker. It tells the code once the other ranks are gone;
         # told only then, this rank would seem to have ended after those that it took along.
-        _write_exit(folder, rank, None)
+        now = _now()
+        _write_exit(folder, rank, _reaped_code(pid), now)
         return
     if ended is not None:
         _write_exit(folder, rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
 
-def _write_exit(folder: RunFolder, rank: int, code: int | None) -> None:
+def _reaped_code(pid: int) -> int | None:
+    deadline = time.monotonic() + REAPED_SECONDS
+    while pid not in REAPED and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return REAPED.get(pid)
+
+
+def _now() -> dict[str, float]:
+    return {"time": time.time(), "monotonic": time.monotonic()}
+
+
+def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, float] | None = None) -> None:
     try:
-        now = {"time": time.time(), "monotonic": time.monotonic()}
-        append_line(folder.exits, {**now, "rank": rank, "code": code})
+        append_line(folder.exits, {**(when or _now()), "rank": rank, "code": code})
     except OSError as error:
         print(
             f"rank {rank} ended with {code}, which could not be written: {error}", file=sys.stderr, flush=True
