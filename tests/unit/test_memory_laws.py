@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from tests.accuracy.sampling import plans as sampled
 from tests.unit.planning import plans
 
@@ -70,7 +70,8 @@ def test_fault_37_more_layers_never_take_less(a_plan: Plan) -> None:
     assert takes_no_less(deeper, a_plan)
 
 
-@settings(max_examples=150, deadline=None)
+# Most plans that are drawn are no measure, each for a reason that is given with it.
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(plans())
 def test_fault_37_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> None:
     degrees, cluster, recipe = a_plan.degrees, a_plan.cluster, a_plan.recipe
