@@ -88,3 +88,18 @@ def test_what_is_counted_one_by_one_is_counted_once_for_each_distinct_row() -> N
     assert (total.tolist(), product_.tolist()) == ([7, 8, 7], [10, 15, 10])
     assert sorted(asked) == [(2, 5), (3, 5)]
     assert looked_up(pair, 2, 5) == (7, 10)
+
+
+def test_second_partitions_are_counted_of_many_plans_at_once() -> None:
+    arch = ss.models["llama-3.1-8b"]
+    chosen = [
+        ss.Plan(
+            arch,
+            ss.Cluster.parse(gpus),
+            ss.Recipe(seq_len=512, micro_batch_size=size, global_batch_size=64),
+            ss.Layout.zero(3, zero_hpz_partition_size=2),
+        )
+        for gpus in ("8xh100-sxm-80gb", "2x8xh100-sxm-80gb")
+        for size in (1, 2)
+    ]
+    assert peak_bytes(chosen).tolist() == [plan.memory().peak_bytes for plan in chosen]

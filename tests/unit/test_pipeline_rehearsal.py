@@ -77,6 +77,16 @@ def test_what_is_received_is_allocated_for_every_micro_batch(stages: list[Rehear
         assert "micro-batches played" in many.note
 
 
+def test_of_interleaved_chunks_one_alone_ends_in_a_head() -> None:
+    """So the last stage holds one micro-batch's loss, however many of its chunks are in flight."""
+    recipe = ss.Recipe(seq_len=4096, global_batch_size=32)
+    plans = [Plan(ss.models["llama-3.1-8b"], EIGHT, recipe, ss.Layout.fsdp2(pp=4, vpp=vpp)) for vpp in (2, 4)]
+    few, many = (plan.memory().by_stage[-1].peak.components for plan in plans)
+    assert many["logits"] == few["logits"]
+    # Thirteen chunks of two layers in flight instead of five of four.
+    assert many["activations"] < 1.4 * few["activations"]
+
+
 @pytest.mark.parametrize("recompute", few(("full", "none"), ["full"]))
 def test_gpipe_holds_all_micro_batches_of_a_step(recompute: str) -> None:
     """And the last stage what each of them left in norm, head and loss."""

@@ -46,7 +46,8 @@ class RunView(View):
         self.run: ss.Run | None = None
         self._on_end = on_end
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
+        self._is_watching = False
+        """Whether some thread is going to look once more."""
         self._follow: Follow | None = None
         self._pace = Pace()
         self._expected: Expected | None = None
@@ -180,14 +181,15 @@ class RunView(View):
         self.what.value = _what_it_was(engine)
 
     def _watch_from_now(self) -> None:
-        self._thread = threading.Thread(
+        threading.Thread(
             target=self._watch, args=(self.run,), daemon=True, name="shardscope-run-view"
-        )
-        self._thread.start()
+        ).start()
 
     def _watch(self, run: ss.Run) -> None:
         """Runs in a thread of its own: cells may block the kernel's main thread at any time."""
         ended, more = False, False
+        with self._lock:
+            self._is_watching = True
         try:
             while self.run is run and (more or not ended):
                 started, busy = time.monotonic(), time.thread_time()
@@ -202,19 +204,31 @@ class RunView(View):
                     pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MOST_SECONDS)
                     time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
         finally:
-            if self.run is run and self._on_end is not None:
-                self._on_end(run)
+            with self._lock:
+                self._is_watching = False
+            if self.run is run:
+                # What was asked of a log since the last look; telling of the end may take long.
+                self._wake()
+                if self._on_end is not None:
+                    self._on_end(run)
 
     def _wake(self) -> None:
         """Something else of a log is asked for: a thread that still watches sees that by itself."""
-        if self.run is None or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._thread = threading.Thread(target=self._search_on, daemon=True, name="shardscope-run-log")
-        self._thread.start()
+        with self._lock:
+            if self.run is None or self._is_watching:
+                return
+            self._is_watching = True
+            threading.Thread(target=self._search_on, daemon=True, name="shardscope-run-log").start()
 
     def _search_on(self) -> None:
-        while self.run is not None and self.refresh():
-            pass
+        more = True
+        while more:
+            with self._lock:
+                # Who asks while this looks waits, and then starts a thread anew if this was the last look.
+                try:
+                    more = self.run is not None and self.refresh()
+                finally:
+                    self._is_watching = more
 
     def _fit(self) -> None:
         with self._lock:

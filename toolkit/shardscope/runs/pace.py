@@ -107,8 +107,12 @@ class Pace:
         newest_step, newest = max(last.values())
         rank = min(last, key=lambda each: last[each])
         step, when = last[rank]
-        missing = newest - when > max(MIN_BEHIND_SECONDS, BEHIND_STEPS * pace)
-        return (rank, newest_step - step) if missing and newest_step - step >= BEHIND_STEPS else None
+        # A rank may log every tenth step only.
+        steps = [number for number, _ in self._logged[rank]]
+        usual = median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 1
+        late = BEHIND_STEPS * usual
+        missing = newest - when > max(MIN_BEHIND_SECONDS, late * pace)
+        return (rank, newest_step - step) if missing and newest_step - step >= late else None
 
 
 def _is_whole(value: Any) -> TypeGuard[int]:

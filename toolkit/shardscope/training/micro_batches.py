@@ -62,7 +62,7 @@ class LossWeights:
         if num_empty:
             # The mean over no token is NaN. Every rank raises, so none is left waiting in a collective.
             raise ValueError(
-                f"{num_empty} micro-batches of this step have no labelled token (all are {IGNORED_LABEL}); "
+                f"Some micro-batches of this step have no labelled token (all are {IGNORED_LABEL}); "
                 "allowed: at least one each. Nearest fix: drop such samples, or raise seq_len."
             )
         return float(self._counts[index] * dist.get_world_size() / num_tokens)

@@ -65,13 +65,15 @@ def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> No
         ("pp", "number of pipeline stages"),
         ("ep", "number of ranks that share out experts"),
     ):
-        if position.get(field) != own.get(field):
+        # Older checkpoints tell only what was more than one.
+        saved = position.get(field, 1)
+        if saved != own[field]:
             refuse(
                 f"{field} of this run",
-                own.get(field),
-                f"{position.get(field)}, the {words} that saved {path.name}: DeepSpeed cannot join its parts "
+                own[field],
+                f"{saved}, the {words} that saved {path.name}: DeepSpeed cannot join its parts "
                 "anew; fsdp2 and ddp resume over any number of ranks",
-                f"{field}={position.get(field)}",
+                f"{field}={saved}",
             )
 
 

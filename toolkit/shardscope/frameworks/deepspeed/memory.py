@@ -281,17 +281,17 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     second = second_parts(plan)
 
     def staging(elements: int, when: str, seconds: Any = second.all) -> Term:
-        again = f" + at most {gib(half * seconds)} GiB of second partitions (hpZ)"
-        return Term(
-            bucket + half * (elements + seconds),
-            lambda: (
+        def words() -> str:
+            again = f" + at most {gib(half * seconds)} GiB of second partitions (hpZ)"
+            return (
                 f"{gib(bucket)} GiB bucket (reduce_bucket_size={layout.reduce_bucket_size:,}) + {elements:,} "
                 f"elements × {half} bytes gathered {when} "
                 f"(stage3_max_reuse_distance={layout.stage3_max_reuse_distance:,}, "
                 f"stage3_prefetch_bucket_size={layout.prefetched_elements:,})"
                 f"{again if layout.zero_hpz_partition_size > 1 else ''}"
-            ),
-        )
+            )
+
+        return Term(bucket + half * (elements + seconds), words)
 
     kept = Kept(
         bucket=bucket + half * second.all,

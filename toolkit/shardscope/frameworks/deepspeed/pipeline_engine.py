@@ -63,6 +63,9 @@ class PipelinedEngine(DeepSpeedEngine):
         # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
         return super().build_on_host(build_stage)
 
+    _shape: torch.Size | None = None
+    """Of the last step's micro-batches."""
+
     def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
         from shardscope.frameworks.deepspeed.pipeline_module import StagedModule
 
@@ -105,6 +108,11 @@ class PipelinedEngine(DeepSpeedEngine):
         # All at once: a stage that refuses in the middle of a schedule would leave others waiting for it.
         self._weights = iter([counted[index] for index in range(len(micros))])
         self._phases = watch
+        shape = micros[0]["input_ids"].shape
+        if shape != self._shape:
+            # DeepSpeed makes its buffers, and tells the next stage what it sends, once for all steps.
+            self._module.reset_activation_shape()
+            self._shape = shape
         loss = self._module.train_batch(iter([(micro["input_ids"], micro["labels"]) for micro in micros]))
         self.num_steps_done += 1
         numbers: list[float] = torch.stack([loss.float(), self._norm]).tolist()

@@ -87,6 +87,8 @@ class Fsdp2Layout(Layout):
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
         one_of("Layout.pipeline_schedule", self.pipeline_schedule, ("1F1B", "GPipe"))
+        if self.runs_all_forwards_first and self.pp == 1:
+            refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' while pp=1", "pipeline_schedule='1F1B'")
         if self.runs_all_forwards_first and self.vpp > 1:
             refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' with vpp > 1: GPipe has no chunks", "vpp=1")
 

@@ -103,7 +103,8 @@ def waiting(plan: Plan, stage: Stage) -> Waiting:
         all_gradients=several * width.reduce * stage.trainable,
         repeats=several & (plan.num_micro_batches * per_micro_batch > chunks),
         hidden=(1 - stage.is_last) * hidden,
-        ended=several * stage.is_last * tokens * left,
+        # Of a stage's interleaved chunks only the very last one has a head, and it waits for nobody.
+        ended=several * stage.is_last * tokens * left if plan.layout.runs_all_forwards_first else 0,
         hidden_back=(1 - stage.is_first) * hidden,
         logits=several * stage.is_last * tokens * vocab * width.compute,
         chunks=where(several, chunks, 1),
