@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.accuracy.recipe_sampling import FRAMEWORKS, SEEDS, plans, stored_file
 from tests.accuracy.rehearsals import STORED, Rehearsed, read_rehearsals
-from tests.accuracy.rehearsing import in_words
+from tests.accuracy.rehearsing import in_words, is_same
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -40,7 +40,8 @@ def test_predictions_agree_with_both_samples(framework: str, sample: str) -> Non
     assert not refused and len(rows) >= 25
     sampled = plans(framework, SEEDS[sample], len(rows))
     stored = {row.name.partition(":")[2]: row.plan for row in rows}
-    assert all(stored[str(index)] == plan for index, plan in enumerate(sampled))
+    # CPU ranks share the memory of the machine on which they were drawn.
+    assert all(is_same(stored[str(index)], plan) for index, plan in enumerate(sampled))
     rows = [row for row in rows if framework == "ddp" or not waits_on_the_device(row)]
     close = sum(abs(row.error) <= 0.01 for row in rows) / len(rows)
     worst = max(rows, key=lambda row: abs(row.error))

@@ -46,8 +46,7 @@ def shown(run: FakeRun) -> RunView:
     """The view of ``run`` once it has drawn everything; the run has ended then."""
     run.status = "finished"
     view = RunView(run)
-    assert view._thread is not None
-    view._thread.join(20)
+    assert until(lambda: not view._is_watching)
     return view
 
 
@@ -207,7 +206,7 @@ def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:
     assert until(lambda: view.logs.found.value == "111 of 3,001 lines")
     assert "<mark>line 12</mark>99" in view.logs.pane.value
     run.status = "finished"
-    assert until(lambda: not view._thread.is_alive())
+    assert until(lambda: not view._is_watching)
     view.logs.words.value = "oops"
     assert until(lambda: view.logs.found.value == "1 of 3,001 lines")
     view.logs.words.value = "nowhere"

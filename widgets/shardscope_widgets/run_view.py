@@ -181,6 +181,7 @@ class RunView(View):
         self.what.value = _what_it_was(engine)
 
     def _watch_from_now(self) -> None:
+        self._is_watching = True
         threading.Thread(
             target=self._watch, args=(self.run,), daemon=True, name="shardscope-run-view"
         ).start()
@@ -188,8 +189,6 @@ class RunView(View):
     def _watch(self, run: ss.Run) -> None:
         """Runs in a thread of its own: cells may block the kernel's main thread at any time."""
         ended, more = False, False
-        with self._lock:
-            self._is_watching = True
         try:
             while self.run is run and (more or not ended):
                 started, busy = time.monotonic(), time.thread_time()
