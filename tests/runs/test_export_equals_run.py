@@ -8,49 +8,29 @@ import importlib.util
 import io
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs
+from tests.needs import few, needs
 
 torch = needs("torch")
 needs("transformers")
 needs("tokenizers")
 
-from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+from exported_plans import DRAWN, FOUR, MORE, TWO, names, plan_of  # noqa: E402
+from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.process_groups import connect  # noqa: E402
-from shardscope.frameworks.registry import engine_for, why_not_trained  # noqa: E402
+from shardscope.frameworks.fsdp2 import engine, export_script  # noqa: E402
+from shardscope.frameworks.registry import engine_for  # noqa: E402
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5
 CLOSE = 1e-4
-OFFLOADED = {"offload": "cpu", "reshard_after_forward": False}
-PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {"num_micro_batches": 2}),
-    "ddp bf16": ("ddp", {"precision": "bf16-mixed"}),
-    "fsdp2": ("fsdp2", {"num_micro_batches": 2}),
-    "fsdp2 tp": ("fsdp2", {"layout": {"tp": 2}}),
-    "zero-1": ("zero", {"layout": {"stage": 1}}),
-    "zero-3": ("zero", {"layout": {"stage": 3}, "num_micro_batches": 2}),
-    "ddp selective": ("ddp", {"recompute": "selective"}),
-    "fsdp2 full": ("fsdp2", {"recompute": "full", "recompute_interval": 2}),
-    "hsdp": ("fsdp2", {"layout": {"replicate": 2}, "optimizer": "adamw_foreach"}),
-    "fsdp2 offload": (
-        "fsdp2",
-        {"layout": {"offload": "cpu", "reshard_after_forward": False}, "precision": "bf16"},
-    ),
-    "ddp lora": ("ddp", {"method": "lora", "lora_rank": 4}),
-    "fsdp2 lora": ("fsdp2", {"method": "lora", "lora_rank": 4}),
-}
-
-
-def plan_of(name: str) -> ss.Plan:
-    framework, fields = PLANS[name]
-    return tiny_plan(framework, 2, **fields)
 
 
 def run_losses(ctx: StandInContext, plan: ss.Plan, text: Path) -> list[float]:
@@ -106,32 +86,59 @@ def parts_of(training: Any) -> dict[str, Any]:
 
 def both(ctx: StandInContext) -> dict[str, Any]:
     """Losses of run and script of every plan, in one spawn of ranks."""
-    os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
+    size = str(ctx.world_size)
+    os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=size, DS_ACCELERATOR="cpu")
     text, found = ctx.folder / "text.txt", {}
-    for name in PLANS:
-        folder = ctx.folder / name.replace(" ", "-")
-        if (folder / "train.py").exists():
-            run = run_losses(ctx, plan_of(name), text)
-            if plan_of(name).layout.framework == "deepspeed":
-                connect(importlib.import_module("deepspeed"), "gloo", ctx.rank)
-            found[name] = {"run": run, "script": script_made(ctx, folder, text)}
+    for name in names(ctx.world_size):
+        folder, plan = ctx.folder / name.replace(" ", "-"), plan_of(name)
+        with drawn_by_shard() if name == DRAWN else contextlib.nullcontext():
+            run = run_losses(ctx, plan, text)
+        if plan.layout.framework == "deepspeed":
+            connect(importlib.import_module("deepspeed"), "gloo", ctx.rank)
+        found[name] = {"run": run, "script": script_made(ctx, folder, text)}
     return found
 
 
+@contextlib.contextmanager
+def drawn_by_shard() -> Iterator[None]:
+    """Every model is a large one."""
+    modules = [engine, export_script]
+    before = engine.HOST_BUILD_BYTES
+    for module in modules:
+        module.HOST_BUILD_BYTES = 0
+    yield
+    for module in modules:
+        module.HOST_BUILD_BYTES = before
+
+
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By plan, what run and script of each rank were."""
     needs("deepspeed")
-    folder = tmp_path_factory.mktemp("export")
-    (folder / "text.txt").write_text(SHIPPED_TEXT.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
-    for name in PLANS:
-        if why_not_trained(plan_of(name)) is None:
-            plan_of(name).export(folder / name.replace(" ", "-"))
-    return on_ranks(2, plan_of("ddp"), both, folder)
+    by_plan: dict[str, list[dict[str, Any]]] = {}
+    for num_ranks in (2, 4):
+        if not names(num_ranks):
+            continue
+        folder = tmp_path_factory.mktemp("export")
+        text = SHIPPED_TEXT.read_text(encoding="utf-8")[:60_000]
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+        for name in names(num_ranks):
+            with drawn_by_shard() if name == DRAWN else contextlib.nullcontext():
+                plan_of(name).export(folder / name.replace(" ", "-"))
+        first = plan_of(names(num_ranks)[0])
+        ranks = on_ranks(num_ranks, first, both, folder)
+        by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return by_plan
 
 
-@pytest.mark.parametrize("name", list(PLANS))
-def test_the_exported_script_has_the_losses_of_the_run(name: str, losses: list[dict[str, Any]]) -> None:
-    run, script = losses[0][name]["run"], losses[0][name]["script"]["losses"]
+EVERY = few([*TWO, *FOUR], {*TWO, *FOUR} - MORE)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_exported_script_has_the_losses_of_the_run(
+    name: str, found: dict[str, list[dict[str, Any]]]
+) -> None:
+    run, script = found[name][0]["run"], found[name][0]["script"]["losses"]
     assert len(run) == len(script) == NUM_STEPS
     assert len(set(run)) == NUM_STEPS
     # Half precision adds up in another order where the two call different kernels.
@@ -139,24 +146,34 @@ def test_the_exported_script_has_the_losses_of_the_run(name: str, losses: list[d
     assert script == pytest.approx(run, abs=close), (run, script)
 
 
-@pytest.mark.parametrize("name", list(PLANS))
-def test_the_exported_script_makes_what_the_plan_says(name: str, losses: list[dict[str, Any]]) -> None:
-    plan, made = plan_of(name), losses[0][name]["script"]
-    whole = plan.architecture.num_parameters
+@pytest.mark.parametrize("name", EVERY)
+def test_the_exported_script_makes_what_the_plan_says(
+    name: str, found: dict[str, list[dict[str, Any]]]
+) -> None:
+    plan, ranks = plan_of(name), [rank["script"] for rank in found[name]]
+    arch, degrees, made = plan.architecture, plan.degrees, ranks[0]
+    whole = arch.num_parameters
     adapters = made["trained"] if plan.recipe.method == "lora" else 0
     if adapters:
         targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-        layers = range(plan.architecture.num_hidden_layers)
-        shapes = [shape for index in layers for shape in plan.architecture.layer_linears(index)]
+        layers = range(arch.num_hidden_layers)
+        shapes = [shape for index in layers for shape in arch.layer_linears(index)]
         assert adapters == 4 * sum(sum(shape) for target, shape in shapes if target in targets)
-    if plan.layout.framework == "ddp":
+    if degrees.pp > 1:
+        # Every weight is on one stage, and a tied embedding on two.
+        whole += arch.tie_word_embeddings * arch.vocab_size * arch.hidden_size
+        held = sum(rank["held"] for rank in ranks)
+        norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
+        assert held == degrees.replicate * (whole + (degrees.tp - 1) * norms)
+    elif plan.layout.framework == "ddp":
         assert made["wrapper"] == "DistributedDataParallel"
         assert made["held"] == whole + adapters
     elif plan.layout.framework == "fsdp2":
-        assert made["kinds"] == ["DTensor"]
-        cut = plan.degrees.shard * plan.degrees.tp
+        cut = degrees.shard * degrees.tp
         assert (whole + adapters) // cut <= made["held"] <= (whole + adapters) // cut + 1000
-    else:
+    if plan.layout.framework == "fsdp2":
+        assert made["kinds"] == ["DTensor"]
+    elif plan.layout.framework == "deepspeed":
         assert made["wrapper"] == "DeepSpeedEngine"
         assert made["stage"] == plan.layout.stage
         # Stage 3 keeps a part of each tensor, rounded up.

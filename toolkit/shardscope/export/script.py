@@ -53,6 +53,8 @@ def build_optimizer(parameters, rate, device):
 
 '''
 
+OWN_IMPORTS = ("import argparse", "import functools", "import math", "import os", "import time")
+"""Of the standard library, in every script."""
 ATTENTION = {None: None, "flash": "flash_attention_2", "eager": "eager", "sdpa": "sdpa"}
 TYPES = {"bf16-mixed": "torch.bfloat16", "fp16-mixed": "torch.float16"}
 
@@ -69,12 +71,28 @@ def why_none(plan: Plan, optimizers: Mapping[str, object] = OPTIMIZERS) -> str |
     return None
 
 
+def template(name: str) -> str:
+    """A text that lies beside this file."""
+    return resources.files("shardscope.export").joinpath(f"{name}.txt").read_text(encoding="utf-8")
+
+
+def whole_model(layers: str = "decoder_layers") -> str:
+    """How a script makes its model with transformers; the function ``layers`` says what is recomputed."""
+    return template("model.py").replace("@@LAYERS@@", layers)
+
+
 def plain_script(
-    plan: Plan, framework: str, imports: str, notes: str, optimizers: Mapping[str, str] = OPTIMIZERS
+    plan: Plan,
+    framework: str,
+    imports: str,
+    notes: str,
+    optimizers: Mapping[str, str] = OPTIMIZERS,
+    model: str | None = None,
 ) -> Exported | Absent:
     """The script, with the framework's own part and imports in it; or why there is none.
 
-    ``framework`` defines ``connect(device)`` and a class ``Training`` with ``step(micro_batches)``.
+    ``framework`` defines ``connect(device)`` and a class ``Training`` with ``step(micro_batches)``, which
+    gives the ranks' shares of the loss: their mean is the step's. ``model`` is how the model is made.
     """
     why = why_none(plan, optimizers)
     if why is not None:
@@ -89,16 +107,17 @@ def plain_script(
         made = OPTIMIZER.lstrip("\n").replace("@@GROUPS@@", GROUPS)
         framework = made.replace("@@MAKE@@", optimizers[recipe.optimizer]) + framework
     many = cluster.num_nodes > 1
-    text = resources.files("shardscope.export").joinpath("train.py.txt").read_text(encoding="utf-8")
+    text = template("train.py").replace("@@MODEL@@\n", model or whole_model())
     parts = {
         "DESCRIBED": described(plan).replace("\\", "/").replace('"""', "'''"),
         "COMMAND": "./torchrun.sh" if many else f"torchrun --nproc-per-node {cluster.gpus_per_node} train.py",
         "NOTES": notes,
-        "IMPORTS": imports.strip("\n"),
+        "IMPORTS": _with_own(imports),
         "CONFIG": pprint.pformat(config, width=WIDTH, sort_dicts=False),
         "ATTENTION": repr(ATTENTION[recipe.attention]),
         "WORLD_SIZE": repr(plan.world_size),
         "TOGETHER": repr(plan.degrees.tp),
+        "DATA_RANKS": repr(plan.degrees.data_parallel),
         "SEQ_LEN": repr(recipe.seq_len),
         "MICRO_BATCH_SIZE": repr(recipe.micro_batch_size),
         "NUM_MICRO_BATCHES": repr(plan.num_micro_batches),
@@ -112,7 +131,15 @@ def plain_script(
     }
     # In one pass: a name of the architecture may look like a place to be filled.
     text = re.sub("@@([A-Z_]+)@@", lambda place: parts[place[1]], text)
+    text = re.sub(r"\n{2,}(?=class |def |@)", "\n\n\n", text)  # parts end as they like
     return Exported(name=SCRIPT_FILE, what="a plain script that trains the plan", text=text)
+
+
+def _with_own(imports: str) -> str:
+    """``imports``, of which the standard library's come first, and what every script needs."""
+    standard, _, others = imports.strip("\n").partition("\n\n")
+    lines = {*OWN_IMPORTS, *standard.splitlines()}
+    return "\n".join(sorted(lines, key=lambda line: (line.startswith("from"), line))) + f"\n\n{others}"
 
 
 def _lora(plan: Plan) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.files import Absent, Exported
-from shardscope.export.script import SCRIPT_FILE, plain_script
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_parallel
+from shardscope.export.script import SCRIPT_FILE, plain_script, whole_model
+from shardscope.export.stages import stage_constants
+from shardscope.frameworks.fsdp2.export_stages import staged_imports, training
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_parallel, check_pipeline
 from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 """
 
-PART = '''
+HEAD = '''
 MESH = @@MESH@@  # copies x shards x tensor-parallel parts
 RESHARD_AFTER_FORWARD = @@RESHARD@@
 OFFLOAD = @@OFFLOAD@@  # whether shards live in host memory
@@ -42,8 +44,9 @@ def connect(device):
 def disconnect():
     """Leave the other ranks."""
     dist.destroy_process_group()
+'''
 
-
+TRAINING = '''
 class Training:
     """Parameters, gradients and optimizer state in shards; each decoder layer is gathered as it runs."""
 
@@ -82,8 +85,9 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total
+'''
 
-
+FILL = '''
 def without_memory(make):
     """``make()`` with parameters that have no values yet; buffers, such as rotary tables, are real."""
     register = torch.nn.Module.register_parameter
@@ -168,20 +172,17 @@ CUT = '''
 
 def cut(model, mesh):
     """Tensor-parallel parts: projections by columns, then by rows; norms and the stream by the sequence."""
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    outer = {
+@@TIED@@    outer = {
         "model.embed_tokens": RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
         ),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, mesh, outer, src_data_rank=None)
+@@HERE@@    parallelize_module(model, mesh, outer, src_data_rank=None)
     for layer in decoder_layers(model):
         parallelize_module(layer, mesh, layer_plan(layer), src_data_rank=None)
-    if tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
-
+@@TIE@@
 
 def layer_plan(layer):
     """Whole sequences exist inside attention and feed-forward alone."""
@@ -213,26 +214,50 @@ NOTES = """Fresh weights of a large model are drawn shard by shard, so no rank h
 epsilons) is its family's own."""
 
 
+OF_WHOLE = {
+    "@@TIED@@": "    tied = model.lm_head.weight is model.model.embed_tokens.weight\n",
+    "@@HERE@@": "",
+    "@@TIE@@": "    if tied:\n        model.lm_head.weight = model.model.embed_tokens.weight\n",
+}
+OF_STAGE = {
+    "@@TIED@@": "",
+    "@@HERE@@": """\
+    present = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    outer = {name: style for name, style in outer.items() if name in present}
+""",
+    "@@TIE@@": "",
+}
+"""What :data:`CUT` does besides, to a model that has both ends and to a stage."""
+
+
 def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
     """The script, or why there is none; ``reshard`` is ``fully_shard``'s ``reshard_after_forward``."""
     layout: Any = plan.layout
     degrees = plan.degrees
-    for degree in ("pp", "cp"):
-        if getattr(degrees, degree) > 1:
-            why = (
-                f"a plain script shards, replicates and cuts by tp, and the plan has "
-                f"{degree}={getattr(degrees, degree)}."
-            )
-            return Absent(name=SCRIPT_FILE, why=why)
-    is_cut = degrees.tp > 1
-    if is_cut:
-        try:
+    if degrees.cp > 1:
+        why = f"a plain script has no context parallelism, and the plan has cp={degrees.cp}."
+        return Absent(name=SCRIPT_FILE, why=why)
+    is_cut, is_staged = degrees.tp > 1, degrees.pp > 1
+    try:
+        if is_cut:
             check_parallel(plan)
-        except ValueError as refusal:
-            return Absent(name=SCRIPT_FILE, why=str(refusal))
-    part, imports = (PART + CUT, IMPORTS + CUT_IMPORTS) if is_cut else (PART, IMPORTS)
-    part = part.replace("@@CUT@@", '        cut(model, mesh["tp"])\n' if is_cut else "")
-    part = part.replace("@@LOSS@@", CUT_LOSS if is_cut else PLAIN_LOSS)
+        if is_staged:
+            check_pipeline(plan)
+    except ValueError as refusal:
+        return Absent(name=SCRIPT_FILE, why=str(refusal))
+    part, imports, model = HEAD, IMPORTS, None
+    if is_staged:
+        part = stage_constants(plan) + part + training(plan)
+        imports = staged_imports(plan, IMPORTS)
+        model = whole_model("own_layers")
+    else:
+        cut = '        cut(model, mesh["tp"])\n' if is_cut else ""
+        part += TRAINING.replace("@@CUT@@", cut).replace("@@LOSS@@", CUT_LOSS if is_cut else PLAIN_LOSS)
+    part += FILL
+    if is_cut:
+        part, imports = part + CUT, imports.rstrip("\n") + CUT_IMPORTS
+    for place, text in (OF_STAGE if is_staged else OF_WHOLE).items():
+        part = part.replace(place, text)
     for name, value in {
         "MESH": (degrees.replicate, degrees.shard, degrees.tp),
         "RESHARD": reshard,
@@ -243,4 +268,4 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
         "HEAD_NORMS": HEAD_NORMS,
     }.items():
         part = part.replace(f"@@{name}@@", repr(value))
-    return plain_script(plan, part, imports, NOTES)
+    return plain_script(plan, part, imports, NOTES, model=model)

@@ -101,8 +101,12 @@ class PipelinedEngine(Fsdp2Engine):
         for chunk in self.chunks:
             chunk.train()
         self._tied_group = self._make_tied_group() if self._is_tied else None
+        tied = self._tied_parameter() if self._is_tied else None
+        if tied is not None:
+            # Drawn by their names, the two copies would begin apart.
+            dist.broadcast(local(tied.detach()), group=self._tied_group, group_src=0)
         if self._scaler is not None:
-            self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device.type)
+            self._scaler = _StagesScaler(self.stage_mesh.get_group(), self.ctx.device)
         return trained
 
     def _make_tied_group(self) -> Any:
@@ -311,9 +315,11 @@ class _Stage(PipelineStage):  # type: ignore[misc]
 class _StagesScaler(torch.amp.GradScaler):  # type: ignore[misc]
     """fp16's scaler, of which all stages skip the same steps: an overflow on one is an overflow."""
 
-    def __init__(self, stages: Any, device_type: str) -> None:
-        super().__init__(device_type, init_scale=2.0**12)
+    def __init__(self, stages: Any, device: torch.device) -> None:
+        super().__init__(device.type, init_scale=2.0**12)
         self._stages_group = stages
+        # Its scale is made with the first loss, which only the last stage has.
+        self.scale(torch.zeros((), device=device))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)

@@ -1,0 +1,68 @@
+"""The plans whose exported scripts are run beside the engines: one table, by what is exported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.needs import THOROUGH
+from two_ranks import tiny_llama, tiny_plan
+
+import shardscope as ss
+
+
+def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:
+    return replace(tiny_llama(tie_word_embeddings=tied), num_hidden_layers=layers)
+
+
+DRAWN = "fsdp2 pp drawn"
+"""Parameters are drawn shard by shard, as those of a large model are."""
+TWO: dict[str, dict[str, Any]] = {
+    "ddp": {"num_micro_batches": 2},
+    "ddp bf16": {"precision": "bf16-mixed"},
+    "fsdp2": {"num_micro_batches": 2},
+    "fsdp2 tp": {"layout": {"tp": 2}},
+    "zero-1": {"layout": {"stage": 1}},
+    "zero-3": {"layout": {"stage": 3}, "num_micro_batches": 2},
+    "ddp selective": {"recompute": "selective"},
+    "fsdp2 full": {"recompute": "full", "recompute_interval": 2},
+    "fsdp2 hsdp": {"layout": {"replicate": 2}, "optimizer": "adamw_foreach"},
+    "fsdp2 offload bf16": {
+        "layout": {"offload": "cpu", "reshard_after_forward": False},
+        "precision": "bf16",
+    },
+    "ddp lora": {"method": "lora", "lora_rank": 4},
+    "fsdp2 lora": {"method": "lora", "lora_rank": 4},
+    DRAWN: {"layout": {"pp": 2}, "architecture": llama(layers=3, tied=True)},
+    "fsdp2 vpp bf16": {
+        "layout": {"pp": 2, "vpp": 2},
+        "architecture": llama(layers=5),
+        "precision": "bf16-mixed",
+    },
+    "fsdp2 gpipe fp16": {
+        "layout": {"pp": 2, "pipeline_schedule": "GPipe"},
+        "precision": "fp16-mixed",
+    },
+}
+"""On two ranks, by a name that begins with the framework's."""
+FOUR: dict[str, dict[str, Any]] = {
+    "fsdp2 pp over hsdp": {"layout": {"pp": 2, "replicate": 2, "shard": 1}},
+    "fsdp2 vpp, tp": {
+        "layout": {"pp": 2, "vpp": 2, "tp": 2},
+        "architecture": llama(layers=4, tied=True),
+        "recompute": "full",
+    },
+}
+"""On four."""
+MORE = {"fsdp2 vpp bf16", *FOUR}
+"""Others of their kind run in every test."""
+
+
+def plan_of(name: str) -> ss.Plan:
+    framework = name.partition(" ")[0].partition("-")[0]
+    return tiny_plan(framework, 4 if name in FOUR else 2, **{**TWO, **FOUR}[name])
+
+
+def names(num_ranks: int) -> list[str]:
+    """Those that run in this test."""
+    return [name for name in (TWO if num_ranks == 2 else FOUR) if THOROUGH or name not in MORE]
