@@ -9,10 +9,16 @@ from tests.needs import THOROUGH
 from two_ranks import tiny_llama, tiny_plan
 
 import shardscope as ss
+from shardscope.layer_parts import MixtureOfExperts
 
 
 def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:
     return replace(tiny_llama(tie_word_embeddings=tied), num_hidden_layers=layers)
+
+
+def mixtral() -> ss.Architecture:
+    experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    return replace(tiny_llama(), model_type="mixtral", mixture_of_experts=experts)
 
 
 DRAWN = "fsdp2 pp drawn"
@@ -45,6 +51,12 @@ TWO: dict[str, dict[str, Any]] = {
     },
 }
 """On two ranks, by a name that begins with the framework's."""
+TWO |= {
+    "zero-0 pp": {"layout": {"stage": 0, "pp": 2}, "architecture": llama(layers=3, tied=True)},
+    "zero-1 pp bf16": {"layout": {"stage": 1, "pp": 2}, "precision": "bf16-mixed"},
+    "zero-1 ep": {"layout": {"stage": 1, "ep": 2}, "architecture": mixtral(), "num_micro_batches": 2},
+    "zero-0 ep": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
+}
 FOUR: dict[str, dict[str, Any]] = {
     "fsdp2 pp over hsdp": {"layout": {"pp": 2, "replicate": 2, "shard": 1}},
     "fsdp2 vpp, tp": {
@@ -52,9 +64,18 @@ FOUR: dict[str, dict[str, Any]] = {
         "architecture": llama(layers=4, tied=True),
         "recompute": "full",
     },
+    "zero-1 pp over two": {
+        "layout": {"stage": 1, "pp": 2},
+        "architecture": llama(tied=True),
+        "num_micro_batches": 2,
+    },
+    "zero-0 ep over four": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
 }
 """On four."""
-MORE = {"fsdp2 vpp bf16", *FOUR}
+MORE = {
+    *("ddp bf16", "ddp selective", "ddp lora", "fsdp2 hsdp", "fsdp2 vpp bf16", "zero-1 pp bf16", "zero-0 ep"),
+    *FOUR,
+}
 """Others of their kind run in every test."""
 
 

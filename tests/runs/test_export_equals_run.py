@@ -164,7 +164,8 @@ def test_the_exported_script_makes_what_the_plan_says(
         whole += arch.tie_word_embeddings * arch.vocab_size * arch.hidden_size
         held = sum(rank["held"] for rank in ranks)
         norms = (2 * arch.num_hidden_layers + 1) * arch.hidden_size
-        assert held == degrees.replicate * (whole + (degrees.tp - 1) * norms)
+        copies = degrees.replicate if plan.layout.framework == "fsdp2" else degrees.data_parallel
+        assert held == copies * (whole + (degrees.tp - 1) * norms)
     elif plan.layout.framework == "ddp":
         assert made["wrapper"] == "DistributedDataParallel"
         assert made["held"] == whole + adapters
@@ -174,11 +175,17 @@ def test_the_exported_script_makes_what_the_plan_says(
     if plan.layout.framework == "fsdp2":
         assert made["kinds"] == ["DTensor"]
     elif plan.layout.framework == "deepspeed":
-        assert made["wrapper"] == "DeepSpeedEngine"
+        assert made["wrapper"] == ("PipelineEngine" if degrees.pp > 1 else "DeepSpeedEngine")
         assert made["stage"] == plan.layout.stage
-        # Stage 3 keeps a part of each tensor, rounded up.
-        held = whole // 2 if plan.layout.stage == 3 else whole
-        assert held <= made["held"] <= held + 1000
+        if degrees.ep > 1:
+            experts = arch.mixture_of_experts
+            each = 3 * arch.hidden_size * experts.moe_intermediate_size
+            elsewhere = experts.num_experts - experts.num_experts // degrees.ep
+            assert made["held"] == whole - arch.num_hidden_layers * elsewhere * each
+        elif degrees.pp == 1:
+            # Stage 3 keeps a part of each tensor, rounded up.
+            held = whole // 2 if plan.layout.stage == 3 else whole
+            assert held <= made["held"] <= held + 1000
 
 
 def test_the_shipped_text_has_the_same_tokens_in_a_script() -> None:

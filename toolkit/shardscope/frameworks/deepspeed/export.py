@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.commands import started
 from shardscope.export.files import PLAN_FILE, Absent, Exported, described
-from shardscope.export.script import GROUPS, OPTIMIZERS, SCRIPT_FILE, plain_script
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.export_script import script
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ NOT_IN_CONFIG = ("pp", "ep")
 
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of a DeepSpeed plan writes beside its JSON."""
-    return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, _script(plan))]
+    return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, script(plan))]
 
 
 def _written(plan: Plan) -> set[str]:
@@ -73,8 +73,6 @@ def _config(plan: Plan) -> Exported:
     )
 
 
-SMALL_BYTES = 2**30
-"""In fp32; larger fresh models are never whole in a script."""
 ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP instead."
 
 
@@ -112,104 +110,3 @@ def _trainer(plan: Plan) -> Exported | Absent:
     # Has to agree with ds_config.json (transformers/integrations/deepspeed.py, trainer_config_process).
     sections = {"deepspeed": CONFIG_FILE, "bf16": plan.recipe.precision in ("bf16", "bf16-mixed")}
     return training_arguments(plan, sections, said=("precision",), layout=_elsewhere(plan))
-
-
-IMPORTS = """
-import json
-import os
-import sys
-import time
-from pathlib import Path
-
-import deepspeed
-import torch
-import torch.distributed as dist
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers.integrations import HfDeepSpeedConfig
-"""
-
-PART = '''
-CONFIG = json.loads((Path(__file__).parent / "ds_config.json").read_text())
-IS_SMALL = @@IS_SMALL@@  # fresh weights are made whole on every rank, with the numbers that DDP has
-
-
-def connect(device):
-    """Meet the other ranks; on CPUs without reductions in shared memory, which would first be compiled."""
-    if device.type == "cpu":
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
-
-
-def disconnect():
-    """End here: DeepSpeed keeps process groups, whose threads can abort an interpreter that is closing."""
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-class Training:
-    """DeepSpeed shards what its stage says; it takes its step after the last micro-batch."""
-
-    def __init__(self, name, device, rate):
-        stage = CONFIG["zero_optimization"]["stage"]
-        if stage == 3 and not IS_SMALL:
-            self.told = HfDeepSpeedConfig(CONFIG)  # transformers asks it, and cuts tensors as they are made
-        model = build_model(name).train()
-        CONFIG["gradient_clipping"] = MAX_GRAD_NORM
-        offloads = "offload_optimizer" in CONFIG["zero_optimization"]
-        optimizer = build_optimizer(model.parameters(), rate, device, offloads)
-        if stage == 3 and IS_SMALL:
-            half = torch.bfloat16 if "bf16" in CONFIG else torch.float16 if "fp16" in CONFIG else PARAMETERS
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(half)
-            deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG, dtype=half)
-        made = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-        self.engine, self.optimizer = made[:2]
-
-    def step(self, micro_batches):
-        total = 0.0
-        for micro in micro_batches:
-            loss = self.engine(input_ids=micro, labels=micro).loss
-            self.engine.backward(loss)
-            self.engine.step()
-            total += loss.item() / len(micro_batches)
-        return total
-
-
-def build_optimizer(parameters, rate, device, offloads):
-    """The plan's optimizer; DeepSpeed's own Adam where its state lives on the host.
-
-    Vectors (norms, biases) are not decayed; ds_shape is a tensor's shape before stage 3 cut it."""
-@@GROUPS@@
-    if offloads:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, lr=rate, betas=(0.9, 0.95))
-    return @@MAKE@@
-
-'''
-
-CUT_GROUPS = GROUPS.replace("parameter.ndim", 'len(getattr(parameter, "ds_shape", parameter.shape))')
-"""Stage 3 has cut each tensor into one axis by then; ``ds_shape`` is what it was."""
-
-NOTES = """Stage, offloading, batches and precision are read from ds_config.json. With stage 3 each tensor
-of a large model is cut as it is made. What the plan does not hold (rotary base, epsilons) is its
-family's own."""
-
-
-def _script(plan: Plan) -> Exported | Absent:
-    layout: Any = plan.layout
-    for degree in ("tp", "pp", "ep"):
-        if getattr(plan.degrees, degree) > 1:
-            size = getattr(plan.degrees, degree)
-            return Absent(
-                name=SCRIPT_FILE, why=f"a plain script runs ZeRO, and the plan has {degree}={size}."
-            )
-    if layout.offload_optimizer and plan.recipe.optimizer != "adamw":
-        why = f"with offload_optimizer DeepSpeed has Adam alone, and the plan {plan.recipe.optimizer!r}."
-        return Absent(name=SCRIPT_FILE, why=why)
-    makes = {name: make for name, make in OPTIMIZERS.items() if name != "adamw_foreach"}
-    make = makes.get(plan.recipe.optimizer, "")
-    part = PART.replace("@@GROUPS@@", CUT_GROUPS).replace("@@MAKE@@", make)
-    is_small = 4 * plan.architecture.num_parameters <= SMALL_BYTES
-    return plain_script(plan, part.replace("@@IS_SMALL@@", repr(is_small)), IMPORTS, NOTES, makes)

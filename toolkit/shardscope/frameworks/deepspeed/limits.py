@@ -29,12 +29,10 @@ def check_plan(plan: Plan) -> None:
     layout: Any = plan.layout
     if importlib.util.find_spec("deepspeed") is None:
         refuse("Layout.framework", "deepspeed", "one that is installed here", "pip install deepspeed")
-    _check_degrees(plan, layout)
+    check_degrees(plan)
     if layout.stage == 0:
-        _check_whole(plan)
+        check_whole(plan)
     check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
-    if plan.degrees.pp > 1:
-        _check_pipeline(plan)
     if loss_in_force(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",
@@ -51,12 +49,16 @@ def check_plan(plan: Plan) -> None:
         _check_compiler("cpu_adam", "Layout.offload_optimizer", layout.offload_optimizer)
 
 
-def _check_degrees(plan: Plan, layout: Any) -> None:
+def check_degrees(plan: Plan) -> None:
+    """Raise ``ValueError`` for degrees that are not trained here, and models that they do not take."""
+    layout: Any = plan.layout
     if layout.tp > 1:
         why = "1 to train: DeepSpeed's AutoTP is not run here; fsdp2 and megatron run tp"
         refuse("Layout.tp", layout.tp, why, "tp=1")
     if layout.ep > 1:
         _check_experts(plan, layout)
+    if layout.pp > 1:
+        _check_pipeline(plan)
 
 
 def _check_experts(plan: Plan, layout: Any) -> None:
@@ -80,8 +82,8 @@ def _check_experts(plan: Plan, layout: Any) -> None:
         refuse("Recipe.method", recipe.method, "'full' with ep > 1: peft knows no DeepSpeed experts", "ep=1")
 
 
-def _check_whole(plan: Plan) -> None:
-    """What DeepSpeed 0.19 does wrong without ZeRO."""
+def check_whole(plan: Plan) -> None:
+    """Raise ``ValueError`` for what DeepSpeed 0.19 does wrong without ZeRO."""
     precision, why = plan.recipe.precision, ""
     if precision == "fp16-mixed":
         why = (

@@ -1,0 +1,152 @@
+"""DeepSpeed's plain script: ZeRO, pipeline stages or experts, over DeepSpeed and transformers alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardscope.export.files import Absent, Exported
+from shardscope.export.script import GROUPS, OPTIMIZERS, SCRIPT_FILE, plain_script, whole_model
+from shardscope.export.stages import stage_constants
+from shardscope.frameworks.deepspeed import export_experts, export_stages
+from shardscope.frameworks.deepspeed.limits import check_degrees, check_whole
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+SMALL_BYTES = 2**30
+"""In fp32; larger fresh models are never whole in a script."""
+IMPORTS = """
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.integrations import HfDeepSpeedConfig
+"""
+
+HEAD = '''
+CONFIG = json.loads((Path(__file__).parent / "ds_config.json").read_text())
+IS_SMALL = @@IS_SMALL@@  # fresh weights are made whole on every rank, with the numbers that DDP has
+
+
+def connect(device):
+    """Meet the other ranks; on CPUs without reductions in shared memory, which would first be compiled."""
+    if device.type == "cpu":
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+
+
+def disconnect():
+    """End here: DeepSpeed keeps process groups, whose threads can abort an interpreter that is closing."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+'''
+
+TRAINING = '''
+class Training:
+    """DeepSpeed shards what its stage says; it takes its step after the last micro-batch."""
+
+    def __init__(self, name, device, rate):
+        stage = CONFIG["zero_optimization"]["stage"]
+        if stage == 3 and not IS_SMALL:
+            self.told = HfDeepSpeedConfig(CONFIG)  # transformers asks it, and cuts tensors as they are made
+        model = @@SPREAD@@.train()
+        CONFIG["gradient_clipping"] = @@CLIPPING@@
+        offloads = "offload_optimizer" in CONFIG["zero_optimization"]
+        optimizer = build_optimizer(model.parameters(), rate, device, offloads)
+        if stage == 3 and IS_SMALL:
+            half = torch.bfloat16 if "bf16" in CONFIG else torch.float16 if "fp16" in CONFIG else PARAMETERS
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(half)
+            deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG, dtype=half)
+@@HOOK@@        made = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+        self.engine, self.optimizer = made[:2]
+
+    def step(self, micro_batches):
+        total = 0.0
+        for micro in micro_batches:
+            loss = self.engine(input_ids=micro, labels=micro).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item() / len(micro_batches)
+        return total
+'''
+
+OPTIMIZER = '''
+def build_optimizer(parameters, rate, device, offloads):
+    """The plan's optimizer; DeepSpeed's own Adam where its state lives on the host.
+
+    Vectors (norms, biases) are not decayed; ds_shape is a tensor's shape before stage 3 cut it."""
+@@GROUPS@@
+@@APART@@    if offloads:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=rate, betas=(0.9, 0.95))
+    return @@MAKE@@
+
+'''
+
+CUT_GROUPS = GROUPS.replace("parameter.ndim", 'len(getattr(parameter, "ds_shape", parameter.shape))')
+"""Stage 3 has cut each tensor into one axis by then; ``ds_shape`` is what it was."""
+
+NOTES = """Stage, offloading, batches and precision are read from ds_config.json. With stage 3 each tensor
+of a large model is cut as it is made. What the plan does not hold (rotary base, epsilons) is its
+family's own."""
+
+
+def script(plan: Plan) -> Exported | Absent:
+    """The script, or why there is none."""
+    layout: Any = plan.layout
+    degrees, recipe = plan.degrees, plan.recipe
+    try:
+        check_degrees(plan)
+        if layout.stage == 0:
+            check_whole(plan)
+    except ValueError as refusal:
+        return Absent(name=SCRIPT_FILE, why=str(refusal))
+    if layout.offload_optimizer and recipe.optimizer != "adamw":
+        why = f"with offload_optimizer DeepSpeed has Adam alone, and the plan {recipe.optimizer!r}."
+        return Absent(name=SCRIPT_FILE, why=why)
+    # Without ZeRO around it, the optimizer is torch's own, and a norm is one rank's.
+    by_hand = layout.stage == 0 and recipe.precision == "fp32"
+    part, imports, model = HEAD, IMPORTS, None
+    if degrees.pp > 1:
+        part = stage_constants(plan) + HEAD + export_stages.training(plan, by_hand=by_hand)
+        imports = "\nimport copy" + IMPORTS.replace(
+            "from torch.utils", export_stages.IMPORTS + "from torch.utils"
+        )
+        model = whole_model("own_layers")
+    elif degrees.ep > 1:
+        part += export_experts.EXPERTS.replace("@@EP@@", repr(degrees.ep)) + zero(
+            spread=True, by_hand=by_hand
+        )
+        imports = IMPORTS.replace(
+            "from torch.utils", export_experts.IMPORTS.lstrip("\n") + "from torch.utils"
+        )
+    else:
+        part += zero(spread=False, by_hand=False)
+    makes = {name: make for name, make in OPTIMIZERS.items() if name != "adamw_foreach"}
+    optimizer = OPTIMIZER.replace("@@GROUPS@@", CUT_GROUPS).replace(
+        "@@MAKE@@", makes.get(recipe.optimizer, "")
+    )
+    part += optimizer.replace("@@APART@@", export_experts.APART if degrees.ep > 1 else "")
+    is_small = 4 * plan.architecture.num_parameters <= SMALL_BYTES
+    return plain_script(plan, part.replace("@@IS_SMALL@@", repr(is_small)), imports, NOTES, makes, model)
+
+
+def zero(*, spread: bool, by_hand: bool) -> str:
+    """``Training`` of whole models, experts spread or not; gradients clipped by hand, or by DeepSpeed."""
+    text = TRAINING.replace(
+        "@@SPREAD@@", "spread_experts(build_model(name))" if spread else "build_model(name)"
+    )
+    text = text.replace("@@CLIPPING@@", "0.0" if by_hand else "MAX_GRAD_NORM")
+    return text.replace("@@HOOK@@", export_experts.HOOK if by_hand else "") + (
+        export_experts.CLIP if by_hand else ""
+    )
