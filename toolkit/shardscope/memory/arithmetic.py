@@ -108,7 +108,8 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     """``function(*numbers)``, which takes plain numbers only, called once for each distinct row of arrays.
 
     For what is counted tensor by tensor: of thousands of plans few differ in the degrees that it depends on.
-    It returns a number, or a named tuple of numbers, whose fields become arrays.
+    It returns a number, or a named tuple of numbers, whose fields become arrays. What a ``partial`` binds is
+    hashable: then many questions are asked once.
     """
     for number in numbers:
         if isinstance(number, _ARRAY):
@@ -121,9 +122,7 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     distinct, places = np.unique(columns, axis=1, return_inverse=True)
     places = places.reshape(-1)
     answers = [function(*(int(number) for number in row)) for row in distinct.T]
-    if isinstance(answers[0], tuple):
-        return _made(answers[0], (np.array(field)[places] for field in zip(*answers, strict=True)))
-    return np.array(answers)[places]
+    return column.each_field(answers, lambda field: np.array(field)[places])
 
 
 def _made(like: tuple[Any, ...], fields: Iterable[Any]) -> Any:

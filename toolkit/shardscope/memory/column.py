@@ -13,6 +13,7 @@ value numbering (Cocke 1970): a column is known by the operation and the columns
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,15 +26,37 @@ _SPARSE = 4
 """Rows are told apart by a table of all combinations as long as these are so many times the rows at most."""
 
 
-class _Index(NamedTuple):
+class _Index:
     """How rows agree in some keys."""
 
-    number: int
-    """Distinct rows."""
-    codes: NDArray[np.int64]
-    """Of each row which of these it is."""
+    __slots__ = ("_codes", "base", "number", "rows", "within")
+
     rows: NDArray[np.int64]
-    """Of each of these one row."""
+
+    def __init__(self, within: Distinct, base: _Index | None = None) -> None:
+        self.number = within.number
+        """Distinct rows."""
+        self.rows = within.rows if base is None else base.rows.take(within.rows, mode="clip")
+        """Of each of these one row."""
+        self.within, self.base = within.codes, base
+        """Of each distinct row of ``base``, which tells apart all that this does, which of these it is."""
+        self._codes = within.codes if base is None else None
+
+    @property
+    def codes(self) -> NDArray[np.int64]:
+        """Of each row which of these it is."""
+        if self._codes is None:
+            assert self.base is not None
+            self._codes = self.within.take(self.base.codes, mode="clip")
+        return self._codes
+
+    def at(self, other: _Index) -> NDArray[np.int64]:
+        """Of each distinct row of ``other`` which of these it is."""
+        if self.base is other:
+            return self.within
+        if self._codes is None and self.base is not None:
+            return self.within.take(self.base.at(other), mode="clip")
+        return self.codes.take(other.rows, mode="clip")
 
 
 class Rows:
@@ -41,7 +64,9 @@ class Rows:
 
     def __init__(self, keys: Sequence[NDArray[np.int64]]) -> None:
         self.num_rows = len(keys[0])
-        self._indices = {1 << bit: distinct(codes, int(codes.max()) + 1) for bit, codes in enumerate(keys)}
+        self._indices = {
+            1 << bit: _Index(distinct(codes, int(codes.max()) + 1)) for bit, codes in enumerate(keys)
+        }
         self.known: dict[tuple[Any, ...], Any] = {}
         """What was computed, by the operation and the numbers of the columns in it."""
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
@@ -66,7 +91,7 @@ class Rows:
         found = self._told.get(told)
         index = self._index(keys)
         if found is None:
-            own = distinct(codes[index.codes], int(codes.max()) + 1)
+            own = _Index(distinct(codes, int(codes.max()) + 1), index)
             if own.number == index.number:
                 self._told[told] = keys
                 return keys, np.arange(index.number)
@@ -76,7 +101,7 @@ class Rows:
             found = self._partitions.setdefault(order[own.codes].tobytes(), fresh)
             self._indices.setdefault(found, own)
             self._told[told] = found
-        return found, index.codes[self._index(found).rows]
+        return found, index.at(self._index(found))
 
     def spread(self, value: Any) -> NDArray[Any]:
         """A column, or a number, row by row, shape ``(rows,)``."""
@@ -93,36 +118,76 @@ class Rows:
 
     def _join(self, left: int, right: int) -> tuple[int, Any, Any]:
         whole = left | right
-        one, other, both = self._index(left), self._index(right), self._index(whole)
+        one, other = self._index(left), self._index(right)
+        both = self._indices.get(whole) or self._both(left, right)
         # Keys that decide the others are enough: no new rows, no new order.
         if both.number == one.number:
-            return left, None, other.codes[one.rows]
+            return left, None, other.at(one)
         if both.number == other.number:
-            return right, one.codes[other.rows], None
-        return whole, one.codes[both.rows], other.codes[both.rows]
+            return right, one.at(other), None
+        return whole, one.at(both), other.at(both)
 
     def _index(self, keys: int) -> _Index:
         found = self._indices.get(keys)
         if found is None:
             low = keys & -keys
-            rest, last = self._index(keys ^ low), self._index(low)
-            found = distinct(rest.codes * last.number + last.codes, rest.number * last.number)
-            self._indices[keys] = found
+            found = self._both(keys ^ low, low)
+        return found
+
+    def _both(self, left: int, right: int) -> _Index:
+        """The distinct rows of the keys of both, found among those of the fewest that tell them apart."""
+        whole = left | right
+        one, other = self._index(left), self._index(right & ~left)
+        if left & right:
+            less = self._index(left & ~right), self._index(right)
+            if less[0].number * less[1].number < one.number * other.number:
+                one, other = less
+        base = None
+        for keys, index in self._indices.items():
+            if keys & whole == whole and (base is None or index.number < base.number):
+                base = index
+        pairs = (
+            one.codes * other.number + other.codes
+            if base is None
+            else one.at(base) * other.number + other.at(base)
+        )
+        found = self._indices[whole] = _Index(distinct(pairs, one.number * other.number), base)
         return found
 
 
-def distinct(codes: NDArray[np.int64], limit: int) -> _Index:
+class Distinct(NamedTuple):
+    """Which of some numbers are alike."""
+
+    number: int
+    """Distinct ones."""
+    codes: NDArray[np.int64]
+    """Of each which of these it is."""
+    rows: NDArray[np.int64]
+    """Of each of these where one is."""
+
+
+def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
     """Which of ``codes`` (0 to below ``limit``) are alike."""
     if limit > _SPARSE * len(codes) + 1024:
         _, first, places = np.unique(codes, return_index=True, return_inverse=True)
-        return _Index(len(first), places.reshape(-1), first)
+        return Distinct(len(first), places.reshape(-1), first)
     seen = np.full(limit, -1, np.int64)
     # Of several rows the last that is written stays.
     seen[codes] = np.arange(len(codes))
     present = np.flatnonzero(seen >= 0)
     rows = seen[present]
     seen[present] = np.arange(len(present))
-    return _Index(len(present), seen.take(codes, mode="clip"), rows)
+    return Distinct(len(present), seen.take(codes, mode="clip"), rows)
+
+
+def alike(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
+    """Which rows are alike in several numbers, of which each has its codes and how many these are."""
+    (found, limit), *others = codes
+    for own, number in others:
+        if limit * number > _SPARSE * len(found) + 1024:
+            limit, found, _ = distinct(found, limit)
+        found, limit = found * number + own, limit * number
+    return distinct(found, limit)
 
 
 def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
@@ -278,21 +343,46 @@ class _Questions(NamedTuple):
 def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     """``function(*numbers)`` of plain numbers, called once for each distinct row of columns.
 
-    A named tuple of numbers becomes one of columns.
+    A named tuple of numbers becomes one of columns, tuples inside of it too. A ``partial`` is known by what
+    it is made of, and so is not asked again; its arguments have to be hashable.
     """
     rows = _rows_of(numbers)
     key = (_Questions, *map(_told, numbers))
+    name = _name_of(function)
+    if name is not None:
+        found = rows.known.get((name, *key))
+        if found is not None:
+            return found
     asked = rows.known.get(key)
     if asked is None:
         asked = rows.known[key] = _questions(rows, numbers)
     answers = [function(*row) for row in asked.each]
+    if name is not None:
+        found = rows.known[name, *key] = _answered(rows, asked, answers)
+        return found
     inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
-    # Functions are made anew for each question: they are known by what they answer.
+    # Other functions are made anew for each question: they are known by what they answer.
     told = (*key, *answers, *map(type, inside))
     found = rows.known.get(told)
     if found is None:
         found = rows.known[told] = _answered(rows, asked, answers)
     return found
+
+
+def _name_of(function: Any) -> Any:
+    """What tells it from other functions; None of one that remembers where it was made."""
+    if type(function) is partial:
+        return function.func, function.args, *function.keywords.items()
+    return None if getattr(function, "__closure__", None) else getattr(function, "__code__", function)
+
+
+def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
+    """``made`` of many answers; of tuples of one form such a tuple, of what is made of each field."""
+    first = answers[0]
+    if not isinstance(first, tuple):
+        return made(answers)
+    fields = [each_field(inner, made) for inner in zip(*answers, strict=True)]
+    return getattr(type(first), "_make", tuple)(fields)
 
 
 def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
@@ -330,10 +420,7 @@ def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
         told = Column, keys, array.dtype.char, array.tobytes()
         return rows.known.setdefault(told, Column(rows, keys, array))
 
-    if isinstance(answers[0], tuple):
-        fields = [column(values) for values in zip(*answers, strict=True)]
-        return getattr(type(answers[0]), "_make", tuple)(fields)
-    return column(answers)
+    return each_field(answers, column)
 
 
 def total(values: Sequence[Any]) -> Any:

@@ -78,9 +78,7 @@ class _Resident:
     def __init__(self, plan: Plan, state: TrainingState) -> None:
         self.on_gpu, self.state = plan.on_gpu, state
         gpu = self.gpu = plan.cluster.gpu
-        self.communication = looked_up(
-            lambda *sizes: overheads.communication(sizes, gpu.vendor).point, *state.group_sizes
-        )
+        self.communication = looked_up(partial(_communication, gpu.vendor), *state.group_sizes)
         self.runtime = overheads.runtime(gpu.vendor, gpu.architecture).point
         self.gradients = state.gradients_rest or (state.gradients if state.gradients_stay else None)
         self.gather = state.gather_rest
@@ -174,6 +172,10 @@ class _Resident:
                 f"{space / 2**20:.1f} MiB of {library} workspace (CublasHandlePool.cpp)"
             )
         return "resident Python, torch and transformers of one CPU rank, measured by our own runs"
+
+
+def _communication(vendor: str, *group_sizes: int) -> int:
+    return overheads.communication(group_sizes, vendor).point
 
 
 def _churned(peak: Peak) -> Any:

@@ -7,11 +7,11 @@ recomputed, its first one included.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, islice
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.activations import cast_weights, casts_in_forward
-from shardscope.memory.arithmetic import ceil_div, is_array, largest, looked_up, smallest, where
+from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
 from shardscope.memory.float8 import layer_working
 from shardscope.memory.modules.instants import Instant, LayerInstants, layer_instants
 from shardscope.memory.stages import layers_by_kind
@@ -162,16 +162,13 @@ def _kind(
         else:
             low, high = ceil_div(low, interval) * interval, high // interval * interval
         layers = largest(0, where(high >= low, layers, 0))
-    tp, cut = step.plan.degrees.tp, step.cut
-
-    def told(tp: int, cut: int) -> LayerInstants:
-        return layer_instants(arch, moe, modules, recompute, tp, cut)
-
     each = step.layer(moe, recompute)
     # Products over int8 make no matrix whole until backward.
     extra = 0 if modules.int8_base else step.dequantised()
     few_bits = modules.compute * modules.quantized
-    instants = _looked_up(told, tp, cut)
+    cut = step.cut
+    of_one = partial(layer_instants, arch, moe, modules, recompute)
+    instants: LayerInstants = looked_up(of_one, step.plan.degrees.tp, cut)
     backward = [
         Instant(tokens * held + few_bits * whole, done, making, experts, products)
         for held, done, making, experts, products, whole in instants.backward
@@ -195,18 +192,3 @@ def _kind(
         casts_kept=kept * casts,
         weights=instants.weights,
     )
-
-
-def _looked_up(told: Callable[[int, int], LayerInstants], tp: Any, cut: Any) -> LayerInstants:
-    """The instants of one layer; of arrays of degrees as many, with arrays as fields."""
-    if not is_array(tp) and not is_array(cut):
-        return told(tp, cut)
-    like = told(1, 1).backward
-    forward, weights, *fields = looked_up(lambda tp, cut: _flat(told(tp, cut)), tp, cut)
-    each = iter(fields)
-    backward = tuple(type(one)._make(islice(each, len(one))) for one in like)
-    return LayerInstants(forward, backward, weights)
-
-
-def _flat(instants: LayerInstants) -> tuple[int, ...]:
-    return instants.forward, instants.weights, *chain(*instants.backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,9 +182,7 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
 
 def _shard(plan: Plan, moe: bool, num_shards: int) -> Shard:
     arch, degrees = plan.architecture, plan.degrees
-    found: Shard = looked_up(
-        lambda tp, ep, shards: layer_shard(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, num_shards
-    )
+    found: Shard = looked_up(partial(layer_shard, arch, moe), degrees.tp, degrees.ep, num_shards)
     return found
 
 
@@ -193,9 +191,7 @@ def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tup
     arch, recipe, tp = plan.architecture, plan.recipe, plan.degrees.tp
     whole = part = 0
     for moe, layers in kinds:
-        each: tuple[int, int] = looked_up(
-            lambda shards, moe=moe: layer_adapters(arch, recipe, moe, shards), num_shards
-        )
+        each: tuple[int, int] = looked_up(partial(layer_adapters, arch, recipe, moe), num_shards)
         whole += layers * ceil_div(each[0], tp)
         part += layers * ceil_div(each[1], tp)
     return whole, part

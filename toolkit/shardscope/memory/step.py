@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.activations import (
@@ -176,11 +177,8 @@ class StageStep:
     def layer(self, moe: bool, recompute: str) -> LayerActivations:
         """What forward leaves of one layer of a kind."""
         arch, modules = self.plan.architecture, self.modules
-        found: LayerActivations = looked_up(
-            lambda tp, cut: layer_activations(arch, moe, modules, recompute, tp, cut),
-            self.plan.degrees.tp,
-            self.cut,
-        )
+        of_one = partial(layer_activations, arch, moe, modules, recompute)
+        found: LayerActivations = looked_up(of_one, self.plan.degrees.tp, self.cut)
         return found
 
     def _fullest(self) -> LayerActivations:

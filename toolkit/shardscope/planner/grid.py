@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.fixes import as_it_is
+from shardscope.memory.column import alike, value_codes
 from shardscope.memory.many import Varied
 
 if TYPE_CHECKING:
@@ -96,15 +97,11 @@ def allowed(columns: Columns, names: Sequence[str], check: Callable[..., object]
     """The rows that ``check`` of their numbers does not refuse; it is asked once for each distinct one."""
     if not len(columns[names[0]]):
         return columns
-    codes = np.zeros(len(columns[names[0]]), np.int64)
-    for name in names:
-        own, places = np.unique(columns[name], return_inverse=True)
-        codes = codes * len(own) + places.reshape(-1)
-    _, first, places = np.unique(codes, return_index=True, return_inverse=True)
-    rows = zip(*(columns[name][first].tolist() for name in names), strict=True)
+    found = alike([value_codes(columns[name]) for name in names])
+    rows = zip(*(columns[name][found.rows].tolist() for name in names), strict=True)
     with as_it_is():
         told = [_passes(check, row) for row in rows]
-    return kept(columns, np.array(told)[places.reshape(-1)])
+    return kept(columns, np.array(told)[found.codes])
 
 
 def kept(columns: Columns, rows: NDArray[np.bool_]) -> Columns:

@@ -5,7 +5,7 @@ Numbers may be arrays of plans: everything here is arithmetic that broadcasts.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.activations import saved_tensors
@@ -180,12 +180,8 @@ class LayerWork:
     def _saved(self, moe: bool) -> Any:
         """Bytes that a layer's operators leave for backward where nothing is recomputed."""
         arch, modules = self.arch, self.modules
-        each = looked_up(
-            lambda *cuts: saved_per_token(arch, moe, modules, *cuts),
-            self.plan.degrees.tp,
-            self.cut,
-            self.expert_tp,
-        )
+        of_one = partial(saved_per_token, arch, moe, modules)
+        each = looked_up(of_one, self.plan.degrees.tp, self.cut, self.expert_tp)
         return self.tokens * each
 
     def _moved(self, products: LayerProducts) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ Ranks lie tp, cp, data, pp, inner to outer. Numbers may be arrays of plans.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.arithmetic import ceil_div, looked_up, where
@@ -97,7 +98,7 @@ def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
     tp, cp = plan.degrees.tp, plan.degrees.cp
     width = attention_widths(work.arch)
     heads = work.arch.num_attention_heads if work.arch.latent_attention else work.arch.num_key_value_heads
-    cut = looked_up(lambda tp: min(tp, heads), tp)
+    cut = looked_up(partial(min, heads), tp)
     keys = work.tokens * cp * (width.key + width.value) * work.modules.compute / cut
     layers = plan.num_micro_batches * stage.num_layers
     # Of attention all but the last of cp parts can cover the next one's way; or only the first of them.

@@ -6,7 +6,7 @@ layer, with m tokens, that is m W and W + m E, where W are their weights and E t
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.arithmetic import ceil_div, looked_up
@@ -67,9 +67,7 @@ class LayerProducts(NamedTuple):
 
 def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: Any) -> LayerProducts:
     """One layer's, dense or with routed experts; arrays of degrees give arrays."""
-    found: LayerProducts = looked_up(
-        lambda tp, ep, expert_tp: _layer_products(arch, moe, tp, ep, expert_tp), tp, ep, expert_tp
-    )
+    found: LayerProducts = looked_up(partial(_layer_products, arch, moe), tp, ep, expert_tp)
     return found
 
 

@@ -6,8 +6,7 @@ followed once, and what was counted is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.buckets import (
@@ -32,7 +31,7 @@ from shardscope.frameworks.deepspeed.tensors import (
     partition,
     tensors_on,
 )
-from shardscope.memory.arithmetic import is_array, largest, looked_up
+from shardscope.memory.arithmetic import largest, looked_up
 from shardscope.memory.precision import widths
 from shardscope.memory.stages import INPUTS, outer_tensors
 
@@ -145,9 +144,8 @@ def counted(plan: Plan, stage: Stage) -> Counted:
         degrees.data_parallel,
         plan.num_micro_batches > 1,
     )
-    if not any(is_array(number) for number in numbers):
-        return _counted(kind, *numbers)
-    return _spread(kind, *numbers)
+    found: Counted = looked_up(partial(_counted, kind), *numbers)
+    return found
 
 
 def swap_failure(arch: Architecture, recipe: Recipe, layout: Any, ranks: int) -> SwapFailure | None:
@@ -324,35 +322,3 @@ def _most(in_forward: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...
     half = _IN_FORWARD // 2
     found = (*in_forward[:half], *in_forward[half:][-half:])
     return (*found, *found[-1:] * (_IN_FORWARD - len(found)))
-
-
-def _spread(kind: _Kind, *numbers: Any) -> Counted:
-    """``looked_up`` for tuples inside of tuples, all of which have the same form."""
-    leaves: list[Any] = []
-
-    def flat(*row: int) -> tuple[int, ...]:
-        leaves.append(row)
-        return _flat(kind, *row)
-
-    found = looked_up(flat, *numbers)
-    spread: Counted = _rebuilt(_counted(kind, *leaves[0]), iter(found))
-    return spread
-
-
-@lru_cache(maxsize=4096)
-def _flat(kind: _Kind, *row: int) -> tuple[int, ...]:
-    return tuple(_leaves(_counted(kind, *row)))
-
-
-def _leaves(value: Any) -> Iterator[int]:
-    if not isinstance(value, tuple):
-        yield value
-        return
-    for inner in value:
-        yield from _leaves(inner)
-
-
-def _rebuilt(like: Any, leaves: Iterator[Any]) -> Any:
-    if not isinstance(like, tuple):
-        return next(leaves)
-    return getattr(type(like), "_make", tuple)(_rebuilt(inner, leaves) for inner in like)

@@ -9,7 +9,7 @@ which a group allows, for it asks one type of its trained parameters only (``_in
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.fsdp2.quantized import numbers_saved
@@ -154,16 +154,14 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     if arch.num_moe_layers == (0 if moe else arch.num_hidden_layers):
         return _NOTHING
     width = widths[recipe.precision]
-    weights: Any = looked_up(
-        lambda tp, ep, shards: layer_shard(arch, moe, tp, ep, shards), degrees.tp, degrees.ep, ranks
-    )
+    weights: Any = looked_up(partial(layer_shard, arch, moe), degrees.tp, degrees.ep, ranks)
     own = weights.dense_padded + weights.experts_padded
     whole = weights.dense + weights.experts
     if recipe.base_quantization is not None:
-        own = own - looked_up(lambda shards: numbers_saved(arch, moe, shards), ranks)
+        own = own - looked_up(partial(numbers_saved, arch, moe), ranks)
     adapters: Any = 0
     if recipe.has_adapters:
-        adapters = looked_up(lambda shards: layer_adapters(arch, recipe, moe, shards)[1], ranks)
+        adapters = looked_up(partial(layer_adapters, arch, recipe, moe), ranks)[1]
         adapters = ceil_div(adapters, degrees.tp)
         whole = ceil_div(layer_adapters(arch, recipe, moe)[0], degrees.tp)
     parameters = width.compute * ranks * (own + adapters)
@@ -175,9 +173,7 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     alone: Any = 0
     if casts:
         adapted = recipe if recipe.has_adapters else None
-        alone = width.compute * looked_up(
-            lambda tp, ep: _casts(arch, adapted, moe, tp, ep), degrees.tp, degrees.ep
-        )
+        alone = width.compute * looked_up(partial(_casts, arch, adapted, moe), degrees.tp, degrees.ep)
     reshard = layout.reshard_after_forward
     kept: Any = 0
     if reshard is False:

@@ -6,6 +6,7 @@ tensors travel between stages meanwhile; its head works on the padded vocabulary
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.megatron.core_config import padded_vocab_size
@@ -22,6 +23,7 @@ from shardscope.memory.stages import layers_by_kind
 from shardscope.memory.words import count, kib
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
@@ -45,6 +47,10 @@ class StageActivations(NamedTuple):
     """Logits beside ``forward``."""
     logits_backward: Term
     """Logits beside ``head``."""
+
+
+def _layer_of_cuts(arch: Architecture, moe: bool, modules: Modules, recompute: str, *cuts: int) -> Layer:
+    return layer(arch, moe, modules, recompute, Cuts(*cuts))
 
 
 def stage_activations(plan: Plan, stage: Stage, modules: Modules) -> StageActivations:
@@ -78,7 +84,7 @@ class _Stage:
 
     def _layer(self, moe: bool) -> Layer:
         arch, modules, recompute = self.arch, self.modules, self.plan.recipe.recompute
-        found: Layer = looked_up(lambda *cuts: layer(arch, moe, modules, recompute, Cuts(*cuts)), *self.cuts)
+        found: Layer = looked_up(partial(_layer_of_cuts, arch, moe, modules, recompute), *self.cuts)
         return found
 
     def step(self) -> StageActivations:

@@ -7,7 +7,7 @@ optimizer's buffers to whole shards.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,7 @@ def _padded(numbers: Any, ranks: Any) -> Any:
     Bucket by bucket and parameter by parameter there is padding too, of at most 63 numbers each: none where
     sizes are multiples of 64, and never enough to be seen.
     """
-    multiple = looked_up(lambda ranks: lcm(ranks, _WORD), ranks)
+    multiple = looked_up(partial(lcm, _WORD), ranks)
     return ceil_div(numbers, multiple) * multiple
 
 
@@ -222,7 +222,7 @@ def _staging(plan: Plan, stage: Stage) -> tuple[Any, Any]:
     """Numbers in the dummy gradients of a rank, and in the buffer that is kept for gathered sequences."""
     arch, recipe, degrees, layout = plan.architecture, plan.recipe, plan.degrees, plan.layout
     dummies = looked_up(
-        lambda *numbers: _dummy_gradients(arch, *numbers),
+        partial(_dummy_gradients, arch),
         degrees.tp,
         layout.expert_tp,  # type: ignore[attr-defined]
         stage.num_layers > stage.num_moe_layers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,9 +115,9 @@ def _looked_up(arch: Architecture, *numbers: Any) -> Profile:
     """The profile of one schedule; of many, as many steps as the longest has, whose fields are arrays."""
     if not any(map(is_array, numbers)):
         return _profile(arch, *numbers)
-    told = looked_up(lambda *row: tuple(map(len, _profile(arch, *row)[:4])), *numbers)
+    told = looked_up(partial(_lengths, arch), *numbers)
     lengths = tuple(int(length.max()) if is_array(length) else length for length in told)
-    first, chunks, *fields = looked_up(lambda *row: _flat(arch, row, lengths), *numbers)
+    first, chunks, *fields = looked_up(partial(_flat, arch, lengths), *numbers)
     each = iter(fields)
     forward, head, backward, last = (
         tuple(Held(*islice(each, len(Held._fields))) for _ in range(length)) for length in lengths
@@ -125,8 +125,12 @@ def _looked_up(arch: Architecture, *numbers: Any) -> Profile:
     return Profile(forward, head, backward, last, first, chunks)
 
 
+def _lengths(arch: Architecture, *row: int) -> tuple[int, ...]:
+    return tuple(map(len, _profile(arch, *row)[:4]))
+
+
 @lru_cache(maxsize=65536)
-def _flat(arch: Architecture, row: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[int, ...]:
+def _flat(arch: Architecture, lengths: tuple[int, ...], *row: int) -> tuple[int, ...]:
     """A profile's numbers one after the other, the last step of each list told again up to its length."""
     found = _profile(arch, *row)
     padded = (

@@ -69,9 +69,14 @@ def reference_for(num_parameters: float) -> Reference | None:
 
 
 def rate_against_batch(case: Case) -> Iterator[Finding]:
-    """A task's learning rate far from what both rules make of a published run of this size."""
+    """A task's learning rate far from what both rules make of a published run of this size.
+
+    Of runs from random weights: one that begins from a model's own takes smaller steps.
+    """
     plan, rate = case.plan, getattr(case.task, "learning_rate", None)
     recipe = plan.recipe
+    if getattr(case.task, "weights", None) is not None:
+        return
     if not rate or recipe.has_adapters or not recipe.optimizer.startswith(("adamw", "paged_adamw")):
         return
     run = reference_for(plan.architecture.num_parameters)
