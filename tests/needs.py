@@ -20,6 +20,7 @@ EXTRAS = {
     "jupyter_client": "lab",
     "megatron": "megatron",
     "peft": "train",
+    "safetensors": "train",
     "tokenizers": "train",
     "torch": "train",
     "torchao": "test",

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardscope.frameworks.fsdp2.materialise import materialise
 from shardscope.rehearsal.world import fake_ranks
+from shardscope.training.initial_weights import FreshWeights
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ def drawn(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
         mesh = init_device_mesh("cpu", (ranks,))
         whole = torch.nn.Parameter(torch.empty(shape, device="meta"))
         model.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
-        materialise(model, device=CPU, seed=7, compute=CPU)
+        materialise(model, FreshWeights(model, seed=7, device=CPU), device=CPU, compute=CPU)
         return model.weight.to_local().detach()
 
 

@@ -38,8 +38,8 @@ HEAVY = {
 """What importing and planning never bring along."""
 
 DESIGNED = {
-    *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Pretrain", "Run", "Script", "Trace"),
-    *("calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
+    *("Architecture", "Cluster", "Recipe", "Layout", "Plan", "Finetune", "Pretrain", "Run", "Script"),
+    *("Trace", "calibrate", "gpus", "launch", "models", "recommend", "runs", "search"),
 }
 """The public names. A new one is added here when it is designed, not before."""
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardscope.runs.launch import launch
     from shardscope.runs.run import Run
     from shardscope.trace import Trace
+    from shardscope.training.finetune import Finetune
     from shardscope.training.pretrain import Pretrain
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Architecture",
     "Cluster",
+    "Finetune",
     "Layout",
     "Plan",
     "Pretrain",
@@ -51,6 +53,7 @@ __all__ = [
 _rooms = {
     "Architecture": "architecture",
     "Cluster": "cluster",
+    "Finetune": "training.finetune",
     "Layout": "layout",
     "Plan": "plan",
     "Pretrain": "training.pretrain",

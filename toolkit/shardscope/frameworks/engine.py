@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from shardscope.training.stored_weights import StoredWeights
+
 BuildModel = Callable[[], "torch.nn.Module"]
 """Makes the model, untouched by any framework. Called once per rank, under a seed that all ranks share.
 
@@ -76,6 +78,13 @@ class Engine(ABC):
     Engines that shard may then draw them shard by shard from ``seed``, and never hold the model whole. If
     False, the weights that ``build_model`` gives are kept exactly, and each rank builds them in host memory.
     """
+    weights: StoredWeights | None = None
+    """Where the weights of the decoder that ``build_model`` makes are read from, in the place of its own. Set
+    it before ``setup``.
+
+    A rank reads what it keeps: with stages its layers; where parameters are sharded no rank ever holds the
+    whole model. Adapters over it are drawn from ``seed``.
+    """
     max_grad_norm: float | None = 1.0
     """Every step scales the gradient of the whole model down to this norm; None: never."""
     learning_rate: float = 3e-4
@@ -110,8 +119,8 @@ class Engine(ABC):
         """Build, shard, check and record. Raises ``ValueError`` before any work for what it cannot run.
 
         Without ``build_optimizer`` the engine makes the recipe's, of ``learning_rate`` and ``weight_decay``.
-        The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` is set. Steps clip
-        gradients to ``max_grad_norm``, with an optimizer of one's own too.
+        The model's weights stay as ``build_model`` made them, unless ``fresh_weights`` or ``weights`` is set.
+        Steps clip gradients to ``max_grad_norm``, with an optimizer of one's own too.
         """
 
     @abstractmethod

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardscope.training.kept_tokens import shipped_tokens
-from shardscope.training.tokenizer import encode_text
+from shardscope.training.tokenizer import SHIPPED_TEXT, encode_text
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -19,21 +20,22 @@ MAX_TEXT_BYTES = 2**30
 """The text is tokenised whole, in every rank, at the start of a run."""
 
 
-def read_tokens(text: Path | None) -> numpy.ndarray:
+def read_tokens(text: Path | None, encode: Callable[[str], numpy.ndarray] | None = None) -> numpy.ndarray:
     """Token ids of a UTF-8 text file (None: the shipped corpus), int32.
 
-    Raises ``ValueError`` for a file that is missing, empty, over 1 GiB or not UTF-8.
+    ``encode`` makes them; without it the shipped tokenizer does. Raises ``ValueError`` for a file that is
+    missing, empty, over 1 GiB or not UTF-8.
     """
-    if text is None:
+    if text is None and encode is None:
         return shipped_tokens()
-    path = text
+    path = text or SHIPPED_TEXT
     if not path.is_file():
         refuse("text", str(path), "a text file, or None for the shipped corpus", "None")
     if not 0 < path.stat().st_size <= MAX_TEXT_BYTES:
         size = f"{path} of {path.stat().st_size:,} bytes"
         refuse("text", size, f"1 to {MAX_TEXT_BYTES:,} bytes", "a part of it")
     try:
-        return encode_text(path.read_text(encoding="utf-8"))
+        return (encode or encode_text)(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         where = f"{path} with byte {error.object[error.start]:#x} at {error.start}"
         refuse("text", where, "UTF-8", "convert it")

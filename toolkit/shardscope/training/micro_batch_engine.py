@@ -20,10 +20,12 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.memory.head import loss_in_force
 from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained
 from shardscope.training.compiled import compile_layers
+from shardscope.training.initial_weights import draw_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.quantized import quantize_base
 from shardscope.training.recompute import apply_recompute
+from shardscope.training.stored_weights import build_filled
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 """What matrices are multiplied in when fp32 originals are kept."""
@@ -96,6 +98,8 @@ class MicroBatchEngine(Engine):
             )
         check_trained(self.plan)
         trained = self.make(build_model, build_optimizer)
+        if self.weights is not None:
+            self.weights.close()
         self._module.train()
         found = self.what_it_is()
         # dist.get_backend() tells what was asked for; this is the library that sends this device's tensors.
@@ -172,17 +176,23 @@ class MicroBatchEngine(Engine):
         """The model in host memory, the same on every rank, in the recipe's precision, with its adapters."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = build_model()
+            model = self.built(build_model)
             if loss_in_force(self.plan) == "chunked":
                 apply_chunked_loss(model)
             if self.recipe.has_adapters:
                 model = self._adapted(model)
+                if self.weights is not None:
+                    draw_adapters(model, self.seed)
             elif self.recipe.precision == "bf16":
                 model = model.to(torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
         if self.plan.kernels == "compiled":
             compile_layers(model, self.ctx.device.type)
         return model
+
+    def built(self, build_model: BuildModel) -> torch.nn.Module:
+        """The task's model, or this rank's part of it, with the weights that it begins from."""
+        return build_model() if self.weights is None else build_filled(build_model, self.weights)
 
     def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
         """Adapters over ``model``, which is frozen in the type of products: it has no fp32 original."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,12 +41,34 @@ def build_model(architecture: Any, dropout: float = 0.0, attention: str | None =
     Every field of the architecture that the family's own transformers config knows goes into it by name.
     Raises ``RuntimeError`` if the model that comes out has another number of parameters than planned.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     values = config_values(architecture)
     known = AutoConfig.for_model(architecture.model_type).to_dict()
     values |= {name: dropout for name in DROPOUTS if name in known}
-    config = AutoConfig.for_model(architecture.model_type, **values)
+    return _built(AutoConfig.for_model(architecture.model_type, **values), architecture, attention)
+
+
+def build_from_config(folder: Path, architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
+    """The model that ``config.json`` in ``folder`` describes, of the sizes of ``architecture``, fp32.
+
+    As :func:`build_model`, but what sizes do not tell (angles, epsilons, the activation) is the file's. Its
+    weights are not read; no code that lies beside it is run.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config.use_cache = False
+    for name in DROPOUTS:
+        if hasattr(config, name):
+            setattr(config, name, dropout)
+    return _built(config, architecture, None)
+
+
+def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Module:
+    """The model of a config of transformers'; ``RuntimeError`` if it is not ``architecture``'s in size."""
+    from transformers import AutoModelForCausalLM
+
     own = attention or ("eager" if architecture.model_type in WITHOUT_SDPA else "sdpa")
     spelled = "flash_attention_2" if own == "flash" else own
     model: torch.nn.Module = AutoModelForCausalLM.from_config(

@@ -16,8 +16,8 @@ DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_WEIGHT_DECAY = 0.1
 ADAM_BETAS = (0.9, 0.95)
 """Llama (arXiv:2302.13971 section 2.3) and most since."""
-FUSED_DEVICES = ("cuda", "cpu")
-"""Where ``torch.optim.AdamW(fused=True)`` has a kernel that we have run."""
+FUSED_DEVICES = ("cuda", "cpu", "meta")
+"""Where ``torch.optim.AdamW(fused=True)`` has a kernel that we have run, or weights that go there."""
 SGD_MOMENTUM = 0.9
 """One moment a weight, which is what the planner counts for "sgd"."""
 BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")

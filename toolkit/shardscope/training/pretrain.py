@@ -2,174 +2,56 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.registry import check_trained
-from shardscope.training.checkpoint_folders import checkpoint_in, earlier_checkpoint
-from shardscope.training.resume import check_loads
-from shardscope.training.tokenizer import SHIPPED_TEXT, VOCAB_SIZE, write_tokenizer
-from shardscope.validation import flag, real_number, refuse, whole_number
+from shardscope.training.text_task import TextTask
+from shardscope.training.tokenizer import VOCAB_SIZE, write_tokenizer
+from shardscope.validation import real_number, refuse
 
-EXPORT = "export"
-"""Folder of a run in which its model lies as transformers opens it."""
-DEFAULT_FOLDER = "runs"
-"""Where ``launch`` makes run folders unless it is told."""
+if TYPE_CHECKING:
+    import torch
+
+    from shardscope.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pretrain:
+class Pretrain(TextTask):
     """Train from scratch on text: ``shardscope.launch(plan, Pretrain())``.
 
-    Each data-parallel rank reads its own windows of the text. Every step logs ``loss``, ``learning_rate``,
-    ``grad_norm``, ``step_seconds``, ``tokens_per_second`` and memory per rank. Raises ``ValueError`` naming
+    Its weights are random, its tokenizer of 2,048 tokens ships with Shardscope. Raises ``ValueError`` naming
     the field, its value, what is allowed and the nearest fix.
     """
 
-    num_steps: int = 50
-    """Optimizer steps in all, those before a ``resume`` included; 1 to 10,000,000."""
     learning_rate: float = 1e-3
     """The peak rate; right for a few million parameters, too high for billions (there 3e-4)."""
-    warmup_steps: int | None = None
-    """Steps that rise to the peak; None is a tenth of ``num_steps``, 100 at most."""
-    weight_decay: float = 0.1
-    """AdamW's decoupled decay, on matrices only; 0 to 1."""
-    seed: int = 0
-    """Of the initial weights and of the order of the text; 0 to 2^31 - 1."""
-    text: Path | None = None
-    """A UTF-8 text file; None is *Moby-Dick*, which ships with Shardscope."""
-    profile: bool = False
-    """Record a few steady steps on every rank with torch.profiler; of a short run, the last."""
-    memory_snapshot: bool = False
-    """Keep torch's history of GPU allocations over the first steps, in the run folder, for torch's viewer."""
-    log_every: int = 1
-    """Steps between lines of metrics; the last step is always logged."""
-    save_checkpoint: bool = False
-    """Save a checkpoint after the last step. A stopped run saves one anyway."""
-    save_every: int | None = None
-    """Steps between checkpoints, which are written beside training where the framework can; the last step
-    has one too. None: only what ``save_checkpoint`` or somebody asks for."""
-    keep_last: int | None = 2
-    """With ``save_every``, how many whole checkpoints the run folder keeps, one more while the next is
-    written; None: all."""
-    resume: bool | Path = False
-    """Go on from a checkpoint. True: the newest whole one of this run or, if it has none, of the latest run
-    that was launched by the same name; from the start if there is none. A path: that checkpoint, or the
-    newest of that run folder (a name alone may be a run in ``./runs``); a :class:`Run` does too."""
-    export: bool = False
-    """After the last step, write weights and tokenizer to ``export`` in the run folder, as transformers opens
-    them."""
-
-    preload: ClassVar[tuple[str, ...]] = (
-        "transformers.models.llama.modeling_llama",
-        "tokenizers",
-        "shardscope.training.loop",
-    )
-    """Modules that a launcher imports once before it forks ranks; none of them initialises CUDA."""
-    trains_the_plan: ClassVar[bool] = True
-    """Its memory is what the plan predicts."""
 
     def __post_init__(self) -> None:
-        whole_number("Pretrain.num_steps", self.num_steps, low=1, high=10**7)
-        real_number("Pretrain.learning_rate", self.learning_rate, low=0.0, high=10.0)
-        if self.warmup_steps is not None:
-            whole_number("Pretrain.warmup_steps", self.warmup_steps, low=0, high=self.num_steps)
-        real_number("Pretrain.weight_decay", self.weight_decay, low=0.0, high=1.0)
-        whole_number("Pretrain.seed", self.seed, low=0, high=2**31 - 1)
-        flag("Pretrain.profile", self.profile)
-        flag("Pretrain.memory_snapshot", self.memory_snapshot)
-        whole_number("Pretrain.log_every", self.log_every, low=1, high=10**7)
-        flag("Pretrain.save_checkpoint", self.save_checkpoint)
-        for field in ("save_every", "keep_last"):
-            if getattr(self, field) is not None:
-                whole_number(f"Pretrain.{field}", getattr(self, field), low=1, high=10**7)
-        flag("Pretrain.export", self.export)
-        self._check_text()
-        if not isinstance(self.resume, bool):
-            object.__setattr__(self, "resume", _resumable(self.resume))
+        super().__post_init__()
+        real_number(self._field("learning_rate"), self.learning_rate, low=0.0, high=10.0)
 
-    @property
-    def resume_from(self) -> Path | None:
-        """The checkpoint that a ``resume`` by path stands for now; None where it names none."""
-        return None if isinstance(self.resume, bool) else checkpoint_in(self.resume)
-
-    def __call__(self, ctx: Any) -> None:
-        """Train on this rank; called by the launcher with the process group up."""
-        self.check(ctx.plan)
-        # The tokenizer's own threads would fight the other ranks for cores, and it warns after a fork.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        import torch
-
-        from shardscope.training.data import Windows, read_tokens
-        from shardscope.training.loop import train
+    def begin(self, engine: Any, plan: Plan) -> Callable[[], torch.nn.Module]:
+        """See :class:`TextTask`."""
         from shardscope.training.model import build_model
-        from shardscope.training.schedule import Schedule
 
-        plan, engine = ctx.plan, ctx.engine
-        engine.seed, engine.fresh_weights = self.seed, True
-        engine.learning_rate, engine.weight_decay = self.learning_rate, self.weight_decay
-        engine.setup(lambda: build_model(plan.architecture, plan.recipe.dropout))
-        # Ranks of one tensor group drop out the same numbers: they have one share of the data.
-        torch.manual_seed(self.seed + 1 + engine.data_rank)
-        self._go_on(ctx)
-        windows = Windows(
-            tokens=read_tokens(self.text),
-            seq_len=plan.recipe.seq_len,
-            rows=plan.num_micro_batches * plan.recipe.micro_batch_size,
-            rank=engine.data_rank,
-            num_ranks=engine.num_data_ranks,
-            seed=self.seed,
-        )
-        warmup = min(100, self.num_steps // 10) if self.warmup_steps is None else self.warmup_steps
-        schedule = Schedule(peak=self.learning_rate, num_steps=self.num_steps, warmup_steps=warmup)
-        print(
-            f"training {plan.architecture.name} ({plan.architecture.num_parameters:,} parameters) on "
-            f"{(self.text or SHIPPED_TEXT).name}: {windows.num_windows:,} windows of {windows.seq_len:,} "
-            f"tokens, {windows.rows} a step on this rank",
-            flush=True,
-        )
-        train(
-            ctx,
-            engine,
-            windows,
-            schedule,
-            log_every=self.log_every,
-            profile=self.profile,
-            save_checkpoint=self.save_checkpoint,
-            save_every=self.save_every,
-            keep_last=self.keep_last if self.save_every else None,
-            memory_snapshot=self.memory_snapshot,
-        )
-        if self.export and engine.num_steps_done >= self.num_steps:
-            engine.export(EXPORT)
-            if ctx.rank == 0:
-                write_tokenizer(ctx.folder / EXPORT, plan.recipe.seq_len)
-            print(f"exported {EXPORT}", flush=True)
+        engine.fresh_weights = True
+        return lambda: build_model(plan.architecture, plan.recipe.dropout)
 
-    def _go_on(self, ctx: Any) -> None:
-        """Load what there is to go on from; every rank the same."""
-        if self.resume is False:
-            return
-        import torch
-        import torch.distributed as dist
+    def peak_rate(self, plan: Plan) -> float:
+        """See :class:`TextTask`."""
+        return self.learning_rate
 
-        found = [earlier_checkpoint(ctx.folder) if self.resume is True else self.resume_from]
-        # Rank 0 decides: another run may be writing, or forgetting, just now.
-        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-        if found[0] is None:
-            print("nothing to go on from yet: this is the start", flush=True)
-            return
-        check_loads(found[0], ctx.plan)
-        ctx.engine.load(found[0])
-        print(f"going on from {found[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+    def encode(self) -> None:
+        """The shipped tokenizer."""
 
-    def check(self, plan: Any) -> None:
-        """Raise ``ValueError`` if ``plan`` cannot train on text; cheap, and called again on every rank."""
-        check_trained(plan)
-        if self.resume_from is not None:
-            check_loads(self.resume_from, plan)
+    def write_tokenizer(self, folder: Path, plan: Plan) -> None:
+        """See :class:`TextTask`."""
+        write_tokenizer(folder, plan.recipe.seq_len)
+
+    def check_model(self, plan: Plan) -> None:
+        """See :class:`TextTask`."""
         vocab_size = plan.architecture.vocab_size
         if vocab_size < VOCAB_SIZE:
             refuse(
@@ -178,31 +60,3 @@ class Pretrain:
                 f"at least {VOCAB_SIZE:,}, the tokens of the tokenizer that Pretrain reads text with",
                 f"vocab_size={VOCAB_SIZE}",
             )
-        if plan.recipe.seq_len < 2:
-            refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", "seq_len=2")
-
-    def _check_text(self) -> None:
-        if self.text is None:
-            return
-        if not isinstance(self.text, str | Path):
-            refuse("Pretrain.text", self.text, "a path or None", "None")
-        # Absolute from here on: the kernel may change folders before it launches, or launch from another.
-        path = Path(self.text).expanduser().absolute()
-        if not path.is_file():
-            refuse("Pretrain.text", str(self.text), "an existing text file, or None", "None")
-        object.__setattr__(self, "text", path)
-
-
-def _resumable(value: object) -> Path:
-    """The run or checkpoint folder that ``value`` names, absolute. Raises ``ValueError`` if it has none."""
-    named = getattr(value, "folder", value)
-    if not isinstance(named, str | Path):
-        refuse("Pretrain.resume", value, "True, False, or the path of a run or of a checkpoint", "True")
-    path = Path(named).expanduser().absolute()
-    candidates = (path, Path(DEFAULT_FOLDER, named).absolute())
-    found = next((folder for folder in candidates if checkpoint_in(folder) is not None), None)
-    if found is None:
-        what = "this folder has none" if path.is_dir() else "there is no such folder"
-        allowed = f"True, False, a whole checkpoint, or a run folder with one: {what}"
-        refuse("Pretrain.resume", str(named), allowed, "resume=True, which starts anew if there is none")
-    return found

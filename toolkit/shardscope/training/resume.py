@@ -19,8 +19,8 @@ class _GoingOn:
     resume_from: Path
 
 
-def check_loads(checkpoint: Path, plan: Plan) -> None:
-    """Raise ``ValueError`` if ``checkpoint`` of an earlier run does not load under ``plan``.
+def check_loads(checkpoint: Path, plan: Plan, field: str) -> None:
+    """Raise ``ValueError``, naming ``field``, if a run's ``checkpoint`` does not load under ``plan``.
 
     Another model, another framework's format, or other ranks where the format is tied to them: what the
     preflight calls a danger of a resumed run.
@@ -28,4 +28,4 @@ def check_loads(checkpoint: Path, plan: Plan) -> None:
     for finding in resumed(Case(plan=plan, task=_GoingOn(resume_from=checkpoint))):
         if finding.severity == "danger":
             allowed = f"a checkpoint that this plan loads. {finding.why.rstrip('.')}"
-            refuse("Pretrain.resume", str(checkpoint), allowed, finding.change)
+            refuse(field, str(checkpoint), allowed, finding.change)

@@ -29,8 +29,8 @@ def encode_text(text: str) -> numpy.ndarray:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER))
-    pieces = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in _pieces(text)]
-    return numpy.concatenate([*pieces, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
+    made = [numpy.asarray(tokenizer.encode(piece).ids, dtype=numpy.int32) for piece in pieces(text)]
+    return numpy.concatenate([*made, numpy.asarray([END_OF_TEXT_ID], dtype=numpy.int32)])
 
 
 def write_tokenizer(folder: Path, seq_len: int) -> None:
@@ -44,15 +44,15 @@ def write_tokenizer(folder: Path, seq_len: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _pieces(text: str) -> list[str]:
+def pieces(text: str) -> list[str]:
     """``text`` in cuts at line ends: one encoding of a whole book keeps 100 bytes of offsets per token."""
-    pieces: list[str] = []
+    found: list[str] = []
     start = 0
     while start < len(text):
         end = start + _ENCODE_CHARACTERS
         if end < len(text):
             line_end = text.rfind("\n", start, end)
             end = line_end + 1 if line_end > start else end
-        pieces.append(text[start:end])
+        found.append(text[start:end])
         start = end
-    return pieces
+    return found

@@ -17,9 +17,11 @@ from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.launching import import_deepspeed
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.frameworks.deepspeed.process_groups import connect
+from shardscope.frameworks.deepspeed.reading import cut_as_read
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training import accounting, gradients
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
+from shardscope.training.on_meta import build_on_meta
 from shardscope.training.pretrained import WholeTensors
 
 FIRST_LOSS_SCALE_POWER = 12
@@ -49,7 +51,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         deepspeed = import_deepspeed(self.ctx.device.type)
         connect(deepspeed, "nccl" if self.ctx.device.type == "cuda" else "gloo", self.ctx.rank)
         config = self._config()
-        model = self.build_on_host(build_model)
+        model = self._model(build_model)
         # Asked for by shape: stage 3 is about to take shapes away.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._shapes = [parameter.shape for parameter in model.parameters()]
@@ -57,10 +59,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         if layout.offload_optimizer and type(optimizer) is torch.optim.AdamW:
             optimizer = _on_host(optimizer)
         if layout.stage == 3:
-            kind = self.half_type
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(kind)
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
+            self._cut(deepspeed, model, config)
         self.model = model
         with _not_counted(optimizer):
             self._module, self.zero, *_ = deepspeed.initialize(
@@ -68,6 +67,31 @@ class DeepSpeedEngine(MicroBatchEngine):
             )
         self.optimizer = optimizer
         return trained
+
+    def _model(self, build_model: BuildModel) -> torch.nn.Module:
+        """The model in host memory, or of stage 3 without memory where its weights are still to be read."""
+        if not self._reads_and_cuts:
+            return self.build_on_host(build_model)
+        return build_on_meta(lambda: self.build_on_host(build_model))
+
+    @property
+    def _reads_and_cuts(self) -> bool:
+        layout: Any = self.plan.layout
+        # What is quantised is quantised from numbers.
+        return layout.stage == 3 and self.weights is not None and not self.recipe.base_quantization
+
+    def built(self, build_model: BuildModel) -> torch.nn.Module:
+        return build_model() if self._reads_and_cuts else super().built(build_model)
+
+    def _cut(self, deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
+        """Leave of every parameter this rank's part, in the type that forward reads."""
+        kind = self.half_type
+        if self._reads_and_cuts and self.weights is not None:
+            cut_as_read(deepspeed, model, self.weights, seed=self.seed, config=config, kind=kind)
+            return
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(kind)
+        deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
 
     def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
         """What DeepSpeed is given of the model that was built."""

@@ -29,15 +29,12 @@ class ExpertsEngine(DeepSpeedEngine):
 
     # ---- what is built
 
-    def build_on_host(self, build_model: BuildModel) -> torch.nn.Module:
+    def built(self, build_model: BuildModel) -> torch.nn.Module:
         from shardscope.frameworks.deepspeed.experts_module import spread_experts
 
-        def build_spread() -> torch.nn.Module:
-            model = build_model()
-            spread_experts(model, ep=self.plan.degrees.ep, ep_rank=self.ep_rank)
-            return model
-
-        return super().build_on_host(build_spread)
+        model = super().built(build_model)
+        spread_experts(model, ep=self.plan.degrees.ep, ep_rank=self.ep_rank)
+        return model
 
     def optimizer_over(
         self, trained: list[Parameter], model: torch.nn.Module, build_optimizer: BuildOptimizer | None

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardscope.frameworks.fsdp2.materialise import tie, tied_names
 from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
+from shardscope.training.on_meta import tie, tied_names
 from shardscope.training.recompute import decoder_layers
 
 

@@ -20,6 +20,8 @@ from shardscope.frameworks.megatron.what_it_is import in_words, what_it_is
 from shardscope.frameworks.registry import check_trained
 from shardscope.training import accounting
 from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.on_meta import build_on_meta
+from shardscope.training.stored_weights import TensorsByName
 from shardscope.validation import refuse
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -29,7 +31,8 @@ class MegatronEngine(Engine):
     """The model that ``build_model`` makes, which is of transformers, as Megatron-core's own ``GPTModel``.
 
     ``build_model`` gives weights and config; what trains is Megatron-core's, with the same weights. Every
-    rank builds that model in host memory once and keeps its own part of it.
+    rank builds that model in host memory once and keeps its own part of it; stored weights it reads tensor by
+    tensor, those of its own part alone.
     """
 
     framework = "megatron"
@@ -80,6 +83,8 @@ class MegatronEngine(Engine):
             load_hf(self._chunks, weights, plan.architecture, self.optimizer)
             mute_padding(self._chunks, plan.architecture)
             del source, weights
+            if self.weights is not None:
+                self.weights.close()
             found = what_it_is(plan, self._chunks, self.optimizer, self.data_rank)
         device = self.ctx.device
         backend = dist.group.WORLD._get_backend(device).name()
@@ -174,7 +179,7 @@ class MegatronEngine(Engine):
         arch = self.plan.architecture
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            source = build_model()
+            source = build_model() if self.weights is None else build_on_meta(build_model)
         hf_config = getattr(source, "config", None)
         if getattr(hf_config, "model_type", None) != arch.model_type:
             refuse(
@@ -187,7 +192,7 @@ class MegatronEngine(Engine):
         self._hf_config = hf_config
         return source
 
-    def _build(self, source: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _build(self, source: torch.nn.Module) -> Mapping[str, Any]:
         """Make the model chunks, weights not yet set; the weights of ``source``."""
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -197,8 +202,8 @@ class MegatronEngine(Engine):
         self._config = engine_model.training_config(plan, hf_config)
         chunks = engine_model.model_chunks(plan, self._config, hf_config)
         self.model = torch.nn.ModuleList(chunks).to(self.ctx.device).train()
-        weights: dict[str, torch.Tensor] = source.state_dict()
-        return weights
+        weights: Mapping[str, Any] = source.state_dict()
+        return weights if self.weights is None else TensorsByName(self.weights)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -84,15 +84,14 @@ def hf_to_megatron(
     return {place.name: megatron_tensor(state, arch, place, part) for place in places(arch, part)}
 
 
-def megatron_tensor(
-    state: Mapping[str, torch.Tensor], arch: Architecture, place: Place, part: Part
-) -> torch.Tensor:
-    """One parameter of one rank."""
-    sources = [state[place.prefix + name].detach() for name in place.pair.hf]
+def megatron_tensor(state: Mapping[str, Any], arch: Architecture, place: Place, part: Part) -> torch.Tensor:
+    """One parameter of one rank. ``state`` has tensors, or what gives as much of one as it is asked for."""
+    found = [state[place.prefix + name] for name in place.pair.hf]
     if place.expert is not None:
-        sources = [source[place.expert] for source in sources]
+        sources = [stack[place.expert].detach() for stack in found]
         rank, size = part.expert_tp_rank, part.expert_tp_size
     else:
+        sources = [tensor.detach() for tensor in found]
         rank, size = part.tp_rank, part.tp_size
     return cut(whole_tensor(sources, arch, place.pair), place.pair, rank, size)
 

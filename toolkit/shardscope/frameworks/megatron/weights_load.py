@@ -27,11 +27,13 @@ _TRANSFORMER_ENGINE = (
 
 def load_hf(
     chunks: Sequence[Any],
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
     arch: Architecture,
     optimizer: Any = None,
 ) -> None:
     """Copy this rank's part of ``state`` (a transformers model's ``state_dict()``) into its model chunks.
+
+    Tensors are taken one by one, so that ``state`` may read each when it is asked for it.
 
     ``chunks`` are ``GPTModel``s or what wraps them (``DistributedDataParallel``, ``Float16Module``), after
     ``initialize_model_parallel``. Without ``optimizer``, call it before the optimizer is made, which copies

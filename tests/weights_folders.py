@@ -1,0 +1,81 @@
+"""Folders of weights as the Hub has them, small, written without torch: for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardscope.architecture import Architecture
+from shardscope.training.stored_names import sources
+from shardscope.training.tokenizer import SHIPPED_TOKENIZER
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 2048,
+    "max_position_embeddings": 64,
+}
+BYTES = {"F32": 4, "BF16": 2, "I64": 8, "F8_E4M3": 1}
+
+
+def write_file(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A safetensors file of zeros: types and shapes by name."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    write_header(path, header, end)
+
+
+def write_header(path: Path, header: Any, num_bytes: int) -> None:
+    """A file with that header, and so many zeros behind it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
+
+
+def tensors_of(config: Mapping[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What files of a model of ``config`` have."""
+    arch = Architecture.from_hf(dict(config))
+    pieces = (piece for source in sources(arch, ()).values() for piece in source.pieces())
+    return {name: (dtype, shape) for name, shape in pieces}
+
+
+def write_folder(folder: Path, *, shards: int = 1, **config: Any) -> Path:
+    """A small Llama with the shipped tokenizer, in so many files."""
+    config = {**LLAMA, **config}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
+    tensors = tensors_of(config)
+    if shards == 1:
+        write_file(folder / "model.safetensors", tensors)
+        return folder
+    names = list(tensors)
+    places = {}
+    for number in range(shards):
+        own = names[number::shards]
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        write_file(folder / file, {name: tensors[name] for name in own})
+        places |= dict.fromkeys(own, file)
+    write_index(folder, places)
+    return folder
+
+
+def write_index(folder: Path, places: Mapping[str, str]) -> None:
+    """The index of a folder of several files."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(places)}))
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor, by its name."""
+    found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return found

@@ -1,0 +1,46 @@
+"""Stored weights under ZeRO-3: every tensor is cut as soon as it is read, so that no rank has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from shardscope.training.initial_weights import all_of
+from shardscope.training.stored_weights import StoredWeights, WithAdapters, fill_buffers
+
+
+def cut_as_read(
+    deepspeed: Any,
+    model: torch.nn.Module,
+    stored: StoredWeights,
+    *,
+    seed: int,
+    config: dict[str, Any],
+    kind: torch.dtype,
+) -> None:
+    """Give ``model``, whose parameters are on meta, the weights of ``stored`` in parts, of type ``kind``.
+
+    ``zero.Init`` of a module that is there goes through its ``parameters()`` and cuts one after the other
+    (deepspeed/runtime/zero/partition_parameters.py, ``_convert_to_zero_parameters``): here each is read when
+    it is asked for.
+    """
+    weights = WithAdapters(stored, model, seed)
+
+    def read(recurse: bool = True) -> Iterator[Parameter]:
+        for name, parameter in model.named_parameters(recurse=recurse):
+            whole = torch.empty(parameter.shape, dtype=kind)
+            weights.write(name, parameter.shape, all_of(parameter.shape), whole)
+            # The same object, for the optimizer has it already and a tied weight is in two modules.
+            torch.utils.swap_tensors(parameter, Parameter(whole, requires_grad=parameter.requires_grad))
+            del whole
+            yield parameter
+
+    model.parameters = read
+    try:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
+    finally:
+        del model.parameters
+    fill_buffers(model, stored)

@@ -1,0 +1,82 @@
+"""Where a model's first weights come from, tensor by tensor and no more of each than is asked for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+INITIALIZER_STD = 0.02
+"""GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""
+
+Region = Sequence[range]
+"""Part of a tensor: of each dimension a run of places."""
+
+
+class InitialWeights(Protocol):
+    """Gives tensors of a model their first values, by the names that the model has for them."""
+
+    def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
+        """Give ``into`` the values of ``region`` of the tensor ``name``, which is of ``shape`` in all."""
+
+
+class FreshWeights:
+    """Random ones, the same whatever ranks there are.
+
+    Each whole tensor is drawn on ``device`` from a generator seeded by ``seed`` and its name, a stack of
+    experts matrix by matrix: the peak is one whole matrix. Matrices are normal with std 0.02
+    (``config.initializer_range`` if ``model`` has one), LoRA's A uniform as peft's, its B and biases zero,
+    other vectors one. Those are a decoder's rules, so only tasks that say ``engine.fresh_weights`` get them,
+    and adapters.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, seed: int, device: torch.device) -> None:
+        config = getattr(model, "config", None)
+        self._std = float(getattr(config, "initializer_range", INITIALIZER_STD))
+        self._seed, self._device = seed, device
+
+    def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
+        generator = torch.Generator(device=self._device)
+        generator.manual_seed(self._seed * 2**32 + zlib.crc32(name.encode()))
+        if len(shape) < 3:
+            into.copy_(part(self._drawn(name, shape, into.dtype, generator), region))
+            return
+        rows, *inner = region
+        for place in range(shape[0]):
+            matrix = self._drawn(name, shape[1:], into.dtype, generator)
+            if place in rows:
+                into[place - rows.start].copy_(part(matrix, inner))
+            del matrix
+
+    def _drawn(
+        self, name: str, shape: torch.Size, kind: torch.dtype, generator: torch.Generator
+    ) -> torch.Tensor:
+        drawn = torch.empty(shape, dtype=kind, device=self._device)
+        if name.endswith("bias") or "lora_B" in name:
+            return drawn.zero_()
+        if "lora_A" in name:
+            # kaiming_uniform_(a=sqrt(5)), as torch's Linear has it too.
+            bound = shape[-1] ** -0.5
+            return drawn.uniform_(-bound, bound, generator=generator)
+        return drawn.fill_(1.0) if len(shape) < 2 else drawn.normal_(0.0, self._std, generator=generator)
+
+
+def draw_adapters(model: torch.nn.Module, seed: int) -> None:
+    """Give the adapters in ``model`` the weights that every engine and every number of ranks begins from."""
+    fresh = FreshWeights(model, seed=seed, device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                fresh.write(name, parameter.shape, all_of(parameter.shape), parameter)
+
+
+def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """``region`` of ``whole``, as a view."""
+    return whole[tuple(slice(run.start, run.stop) for run in region)]
+
+
+def all_of(shape: torch.Size) -> Region:
+    """The region that is a whole tensor."""
+    return [range(size) for size in shape]
