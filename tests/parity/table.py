@@ -111,6 +111,9 @@ ROWS: tuple[Row, ...] = (
     _row("fsdp2(4)", 4, "fsdp2"),
     _row("hsdp(2x2)", 4, "fsdp2", shard=2, replicate=2, fast=True),
     _row("fsdp2(2) x tp(2)", 4, "fsdp2", shard=2, tp=2, fast=True),
+    _row("fsdp2 cp(2)", 2, "fsdp2", cp=2, fast=True),
+    _row("fsdp2(2) x cp(2)", 4, "fsdp2", shard=2, cp=2),
+    _row("hsdp(2) x cp(2)", 4, "fsdp2", shard=1, replicate=2, cp=2),
     _row("fsdp2 pp(2)", 2, "fsdp2", pp=2, num_micro_batches=4, fast=True),
     _row("fsdp2 pp(2) vpp(2)", 2, "fsdp2", pp=2, vpp=2, num_micro_batches=4),
     _row("fsdp2 pp(2), GPipe", 2, "fsdp2", pp=2, num_micro_batches=4, pipeline_schedule="GPipe"),
@@ -144,16 +147,6 @@ ROWS: tuple[Row, ...] = (
     _row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral"),
     _row("zero-2 ep(2), Mixtral", 2, "zero", stage=2, ep=2, family="mixtral"),
     _row("megatron ep2, Mixtral", 2, "megatron", ep=2, family="mixtral", fast=True),
-    _row(
-        "fsdp2 cp(2)",
-        2,
-        "fsdp2",
-        cp=2,
-        stopped_on_cpu="Layout.cp is 2",
-        stopping_call="aten._scaled_dot_product_flash_attention_for_cpu, for which torch's context_parallel "
-        "has no ring (torch/distributed/tensor/experimental/_context_parallel/_attention.py)",
-        needs=("context_parallel",),
-    ),
     _row(
         "megatron cp2",
         2,

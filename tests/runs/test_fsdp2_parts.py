@@ -28,7 +28,8 @@ TIED = replace(LLAMA, tie_word_embeddings=True)
 
 def plan_of(world_size: int, arch: Architecture = LLAMA, rows: int = 1, **fields: Any) -> Plan:
     """``ROWS`` rows a step in micro-batches of ``rows``, however many ranks share them."""
-    recipe = {name: fields.pop(name) for name in ("recompute", "precision") if name in fields}
+    names = ("recompute", "precision", "method", "lora_rank", "loss", "dropout")
+    recipe = {name: fields.pop(name) for name in names if name in fields}
     return tiny_plan(
         "fsdp2" if world_size > 1 else "ddp",
         world_size,
@@ -238,7 +239,6 @@ def test_stages_of_a_family_compute_what_the_whole_does(family: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(4, cp=2), "Layout.cp is 2; allowed: 1 to train with FSDP2: torch's context_parallel"),
         (plan_of(4, architecture("mixtral", 2), tp=2), "not fused ones, nor experts"),
         (plan_of(4, architecture("gpt2", 2), pp=2), "do not come apart in the same places"),
         (plan_of(2, replace(LLAMA, intermediate_size=127), tp=2), "DTensor multiplies equal parts"),

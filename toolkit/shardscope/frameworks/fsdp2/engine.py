@@ -59,6 +59,7 @@ class Fsdp2Engine(TorchEngine):
         The axes of the state's copies and shards are returned, the others kept.
         """
         sizes = {name: getattr(self.plan.degrees, name) for name in ("pp", "replicate", "shard", "tp")}
+        sizes["shard"] = self.num_shards
         axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         whole = init_device_mesh(self.ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.tp_mesh = whole["tp"] if "tp" in axes else None
@@ -68,12 +69,19 @@ class Fsdp2Engine(TorchEngine):
 
     @property
     def data_rank(self) -> int:
-        found: int = self.ctx.rank // self.plan.degrees.tp % self.num_data_ranks
+        degrees = self.plan.degrees
+        found: int = self.ctx.rank // (degrees.tp * degrees.cp) % self.num_data_ranks
         return found
 
     @property
     def num_data_ranks(self) -> int:
         found: int = self.plan.degrees.data_parallel
+        return found
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the state; those with parts of the same sequences are among them."""
+        found: int = self.plan.degrees.shard * self.plan.degrees.cp
         return found
 
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
@@ -120,7 +128,7 @@ class Fsdp2Engine(TorchEngine):
         }
         self._home = torch.device("cpu") if offload else self.ctx.device
         reshard = self.plan.layout.reshard_after_forward
-        if not isinstance(reshard, bool) and reshard == self.plan.degrees.shard:
+        if not isinstance(reshard, bool) and reshard == self.num_shards:
             # torch wants a smaller group than the whole one here; resharding to all ranks is what True means.
             reshard = True
         if self.tp_mesh is not None:
@@ -147,9 +155,9 @@ class Fsdp2Engine(TorchEngine):
         degrees, device = self.plan.degrees, self.ctx.device
         parameters = dict(self.model.named_parameters())
         found.check_sharded(parameters, self._planned_mesh, degrees.tp)
-        holders = dist.get_world_size(self.shard_group) // (degrees.shard * degrees.pp)
+        holders = dist.get_world_size(self.shard_group) // (self.num_shards * degrees.pp)
         held, total = found.count_weights(
-            parameters, self.shard_group, degrees.shard, holders, self.part_copies, device
+            parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
         )
         record: dict[str, Any] = {
             "mesh_shape": list(self.mesh.shape),
@@ -206,7 +214,7 @@ class Fsdp2Engine(TorchEngine):
     @property
     def _planned_mesh(self) -> tuple[int, ...]:
         degrees = self.plan.degrees
-        return (degrees.replicate, degrees.shard) if degrees.replicate > 1 else (degrees.shard,)
+        return (degrees.replicate, self.num_shards) if degrees.replicate > 1 else (self.num_shards,)
 
     @contextmanager
     def reduce_on(self, last: bool) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Which engine runs a plan of FSDP2: with pipeline stages another one than without."""
+"""Which engine runs a plan of FSDP2: pipeline stages, and sequences in parts, have engines of their own."""
 
 from __future__ import annotations
 
@@ -9,4 +9,10 @@ from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
 
 def engine_of(ctx: Context) -> Fsdp2Engine:
     """The engine of a rank of ``ctx.plan``."""
-    return PipelinedEngine(ctx) if ctx.plan.degrees.pp > 1 else Fsdp2Engine(ctx)
+    degrees = ctx.plan.degrees
+    if degrees.cp > 1:
+        # Imported where it is run: it asks for transformers, which other engines leave to the model.
+        from shardscope.frameworks.fsdp2.context_parallel import ContextParallelEngine
+
+        return ContextParallelEngine(ctx)
+    return PipelinedEngine(ctx) if degrees.pp > 1 else Fsdp2Engine(ctx)

@@ -1,4 +1,5 @@
-"""What the FSDP2 engine runs of what can be planned: shards, copies, tensor-parallel parts and stages."""
+"""What the FSDP2 engine runs of what can be planned: shards, copies, parts of matrices and of sequences,
+stages."""
 
 from __future__ import annotations
 
@@ -20,24 +21,31 @@ CUT_FAMILIES = (
 )
 """Families whose projections are matrices of their own: a cut of a fused one would go across its parts."""
 
+RING_FAMILIES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "granite", "phi3", "olmo2"),
+    *("gpt2", "starcoder2"),
+)
+"""Families whose attention is transformers' SDPA, at positions that they are told: so they can be split."""
+
 WHOLE_TRAINED = {**TRAINED, "kernels": (None, "transformers", "compiled")}
 """What is trained of a recipe without stages and tensor-parallel parts."""
 
 PART_TRAINED = {**TRAINED, "loss": (None, "full")}
-"""What is trained of a recipe where the model is in parts: vocabularies that are cut, and stages, have losses
-of their own."""
+"""What is trained of a recipe where the model or its sequences are in parts: vocabularies that are cut,
+stages, and sequences whose labels are elsewhere have losses of their own."""
 
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what the engine cannot run."""
     degrees = plan.degrees
     if degrees.cp > 1:
-        _refuse_context(plan)
+        check_context(plan)
     if degrees.tp > 1:
         check_parallel(plan)
     if degrees.pp > 1:
         check_pipeline(plan)
-    check_recipe(plan.recipe, PART_TRAINED if degrees.tp > 1 or degrees.pp > 1 else WHOLE_TRAINED)
+    in_parts = degrees.tp > 1 or degrees.pp > 1 or degrees.cp > 1
+    check_recipe(plan.recipe, PART_TRAINED if in_parts else WHOLE_TRAINED)
     check_compiler(plan)
 
 
@@ -76,18 +84,37 @@ def check_pipeline(plan: Plan) -> None:
         )
 
 
-def _refuse_context(plan: Plan) -> None:
-    """``torch.distributed.tensor.experimental.context_parallel`` (torch 2.13) and where it is not."""
-    if plan.on_gpu:
-        why = "no run of ours has shown that torch's context_parallel, an experiment, trains what is planned"
-    else:
-        why = (
-            "torch's context_parallel passes keys around in CUDA's attention kernels (flash, efficient, "
-            "cuDNN), and has none for CPU ranks"
+def check_context(plan: Plan) -> None:
+    """Raise ``ValueError`` for what is not trained over sequences in parts here."""
+    arch, recipe, degrees = plan.architecture, plan.recipe, plan.degrees
+    for name in ("tp", "pp"):
+        if getattr(degrees, name) > 1:
+            refuse(
+                f"Layout.{name}",
+                getattr(degrees, name),
+                "1 with cp > 1 to train with FSDP2: the two were never run together here",
+                f"{name}=1",
+            )
+    if arch.model_type not in RING_FAMILIES:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"{', '.join(RING_FAMILIES)} with cp > 1: others' attention was never seen in torch's ring",
+            "cp=1",
         )
-    refuse(
-        "Layout.cp",
-        plan.degrees.cp,
-        f"1 to train with FSDP2: {why}. No engine here runs cp yet",
-        "cp=1",
-    )
+    if recipe.recompute == "offload":
+        refuse(
+            "Recipe.recompute",
+            recipe.recompute,
+            "'none', 'selective', 'full' with cp > 1: what the ring saves are DTensors, whose storage is not "
+            "theirs to send away (torch.Tensor.untyped_storage)",
+            "recompute='full'",
+        )
+    if arch.sliding_window_layers and arch.sliding_window and recipe.seq_len >= arch.sliding_window:
+        refuse(
+            "Recipe.seq_len",
+            recipe.seq_len,
+            f"below {arch.name}'s sliding_window={arch.sliding_window} with cp > 1: torch's ring takes no "
+            "mask",
+            "cp=1",
+        )

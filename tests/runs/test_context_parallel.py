@@ -1,0 +1,329 @@
+"""FSDP2 over sequences in parts: torch's ring attention on gloo ranks trains as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import architecture
+from tests.needs import few, needs, thorough
+
+torch = needs("torch")
+needs("transformers")
+
+from test_fsdp2_parts import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trained  # noqa: E402
+from two_ranks import StandInContext, on_ranks  # noqa: E402
+
+from shardscope import Plan  # noqa: E402
+from shardscope.frameworks.fsdp2.limits import RING_FAMILIES  # noqa: E402
+from shardscope.frameworks.registry import why_not_trained  # noqa: E402
+
+CASES: dict[str, Plan] = {
+    "shard2 x cp2, recomputed": plan_of(4, cp=2, recompute="full"),
+    "copies2 x cp2, tied": plan_of(4, TIED, rows=2, cp=2, replicate=2, recompute="selective"),
+    "cp4": plan_of(4, cp=4),
+}
+HALF = plan_of(2, cp=2, precision="bf16-mixed")
+KEPT_FAMILIES = ("llama", "mixtral", "gpt2")
+
+
+def moved(ctx: StandInContext, plan: Plan) -> StandInContext:
+    return StandInContext(ctx.rank, ctx.world_size, plan, ctx.folder, ctx.device)
+
+
+def four_ranks(ctx: StandInContext) -> dict[str, Any]:
+    return {name: trained(ctx, plan) for name, plan in CASES.items()}
+
+
+def alone(ctx: StandInContext) -> list[dict[str, Any]]:
+    plans = (plan_of(1, LLAMA, rows=4), plan_of(1, TIED, rows=4), plan_of(1, rows=4, precision="bf16-mixed"))
+    return [trained(ctx, plan) for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = on_ranks(1, plan_of(1), alone, tmp_path_factory.mktemp("alone"))[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(4, CASES["cp4"], four_ranks, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sequences_in_parts_train_as_whole_ones_do(name: str, four: Any, expected: Any) -> None:
+    whole = expected[CASES[name].architecture.tie_word_embeddings]
+    planned = CASES[name].memory().at("optimizer")
+    for rank in range(4):
+        one = four[rank][name]
+        assert one["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert one["norms"] == pytest.approx(whole["norms"], abs=1e-4)
+        assert one["losses"] == four[0][name]["losses"]
+        assert one["held"] == sum(planned[part] for part in STATE)
+        for part in ("parameters", "optimizer"):
+            assert one["rest"][part] == planned[part]
+
+
+def test_each_says_what_it_is(four: Any) -> None:
+    record = four[3]["shard2 x cp2, recomputed"]["engine"]
+    assert record["sentence"] == (
+        "FSDP2: all 39 parameter tensors are DTensors, sharded over 4 ranks (gloo, cpu); each sequence in "
+        "parts on 2 ranks, attention in torch's ring, fp32 compute"
+    )
+    assert (record["cp"], record["cp_ranks"], record["mesh_shape"]) == (2, [2, 3], [4])
+    assert 0 < record["ring_attention_off_by"] < 1e-5
+    assert four[3]["cp4"]["engine"]["cp_ranks"] == [0, 1, 2, 3]
+    assert four[1]["copies2 x cp2, tied"]["engine"]["mesh_shape"] == [2, 2]
+
+
+# ---------------------------------------------------------------------------- on two ranks
+
+
+def compare(family: str, mesh: Any) -> dict[str, float]:
+    """Loss of the whole model and of its parts' sum, and the largest difference between their gradients."""
+    import torch.distributed as dist
+
+    from shardscope.frameworks.fsdp2.ring import Ring
+    from shardscope.training.model import build_model
+
+    arch = architecture(family, 2)
+    torch.manual_seed(3)
+    model = build_model(arch).train()
+    ids = torch.randint(arch.vocab_size, (2, 32), generator=torch.Generator().manual_seed(5))
+    whole = model(input_ids=ids, labels=ids).loss
+    whole.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    ring = Ring(mesh, torch.device("cpu"), repeats_keys=False)
+    ring.take_over(model)
+    following = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    with ring.split(32) as here:
+        loss = model(
+            input_ids=ids[:, here],
+            position_ids=here[None],
+            labels=following[:, here],
+            shift_labels=following[:, here],
+            num_items_in_batch=2 * 31,
+        ).loss
+        loss.backward()
+    parts = loss.detach().clone()
+    dist.all_reduce(parts)
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        largest = float(expected[name].abs().max())
+        worst = max(worst, float((parameter.grad - expected[name]).abs().max()) / max(largest, 1e-6))
+    return {"whole": whole.item(), "parts": parts.item(), "worst_gradient": worst, "calls": ring.num_calls}
+
+
+def refused(ctx: StandInContext, plan: Plan, batch: Any = None, build: Any = None) -> str:
+    """What keeps ``plan`` from a first step."""
+    from shardscope.frameworks.registry import engine_for
+    from shardscope.training.model import build_model
+
+    try:
+        engine = engine_for(plan)(moved(ctx, plan))
+        engine.setup(build or (lambda: build_model(plan.architecture)))
+        engine.step(batch or batch_of(engine, 0))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "trained"
+
+
+def attend_at_home(ring: Any, model: Any) -> None:
+    """To the tokens of one's own part, with nobody else's keys."""
+    from transformers import AttentionInterface
+
+    whole = torch.nn.functional.scaled_dot_product_attention
+
+    def own(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+        return whole(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("own", own)
+    model.config._attn_implementation = "own"
+
+
+def broken(ctx: StandInContext, kind: str) -> str:
+    """A run whose ring is none, or whose model does not call it, must not go on."""
+    from shardscope.frameworks.fsdp2 import context_parallel, ring
+    from shardscope.training.model import build_model
+
+    plan = plan_of(2, cp=2)
+    if kind == "not the plan's group":
+        made = context_parallel.init_device_mesh
+
+        def ranks_alone(kind: str, shape: Any, mesh_dim_names: Any) -> Any:
+            return made(kind, (2, 1) if "cp" in mesh_dim_names else shape, mesh_dim_names=mesh_dim_names)
+
+        context_parallel.init_device_mesh = ranks_alone
+        try:
+            return refused(ctx, plan)
+        finally:
+            context_parallel.init_device_mesh = made
+    if kind == "keys stay at home":
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        kept = _attention._templated_ring_attention
+        _attention._templated_ring_attention = lambda group, dim, kernel, **given: kernel(**given)
+        try:
+            return refused(ctx, plan)
+        finally:
+            _attention._templated_ring_attention = kept
+    if kind == "attention is not asked":
+        taken = ring.Ring.take_over
+        ring.Ring.take_over = attend_at_home  # type: ignore[method-assign]
+        try:
+            return refused(ctx, plan)
+        finally:
+            ring.Ring.take_over = taken  # type: ignore[method-assign]
+
+    def eager() -> Any:
+        return build_model(plan.architecture, attention="eager")
+
+    return refused(ctx, plan, build=eager)
+
+
+BROKEN = {
+    "not the plan's group": "the plan splits sequences over cp=2 ranks, and rank ",
+    "keys stay at home": "% off what it is over the whole sequence",
+    "attention is not asked": "of 16 attentions of the first step 0 went through the ring",
+    "eager": "allowed with cp > 1: a causal language model of transformers with attn_implementation='sdpa'",
+}
+
+
+def saved(ctx: StandInContext) -> dict[str, Any]:
+    """What ranks with parts of sequences saved goes on on ranks with whole ones, from other weights."""
+    plan, other = plan_of(2, cp=2), plan_of(2)
+    engine = set_up(moved(ctx, plan), plan)
+    engine.step(batch_of(engine, 0))
+    engine.save("checkpoint")
+    engine.export("model")
+    went_on = engine.step(batch_of(engine, 1))
+    again = set_up(moved(ctx, other), other, seed=7)
+    again.load("checkpoint")
+    back = set_up(moved(ctx, plan), plan, seed=8)
+    back.load("checkpoint")
+    return {
+        "went_on": went_on,
+        "whole": again.step(batch_of(again, 1)),
+        "parts": back.step(batch_of(back, 1)),
+        "done": again.num_steps_done,
+    }
+
+
+def two_ranks(ctx: StandInContext) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    masked = {"input_ids": tokens, "labels": tokens, "attention_mask": tokens}
+    return {
+        "families": {family: compare(family, mesh) for family in KEPT_FAMILIES},
+        "half": trained(ctx, HALF),
+        "host": trained(ctx, plan_of(2, cp=2, offload="cpu")),
+        "saved": saved(ctx),
+        "masked": refused(ctx, plan_of(2, cp=2), batch=masked),
+        "short": refused(ctx, plan_of(2, cp=2), batch={"input_ids": tokens, "labels": tokens}),
+        "broken": {kind: broken(ctx, kind) for kind in BROKEN},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Any) -> list[dict[str, Any]]:
+    return on_ranks(2, HALF, two_ranks, folder)
+
+
+def other_families(ctx: StandInContext) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    return {family: compare(family, mesh) for family in RING_FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Those that few tests ask for: each of transformers' modules takes its time to import."""
+    found: dict[str, Any] = on_ranks(2, HALF, other_families, tmp_path_factory.mktemp("families"))[0]
+    return found
+
+
+@pytest.mark.parametrize("family", few(RING_FAMILIES, KEPT_FAMILIES))
+def test_parts_of_a_family_compute_what_the_whole_does(
+    family: str, two: Any, request: pytest.FixtureRequest
+) -> None:
+    kept = family in KEPT_FAMILIES
+    one = (two[0]["families"] if kept else request.getfixturevalue("families"))[family]
+    assert one["parts"] == pytest.approx(one["whole"], rel=1e-5)
+    assert one["worst_gradient"] < 1e-4
+    assert one["calls"] == 2
+
+
+def test_half_precision_and_offloading(two: Any, expected: Any) -> None:
+    """In bf16 as near as two orders of the same sums."""
+    half = two[0]["half"]
+    assert half["losses"] == pytest.approx(expected[2]["losses"], abs=0.02)
+    assert half["norms"] == pytest.approx(expected[2]["norms"], rel=0.05)
+    assert half["engine"]["ring_attention_off_by"] < 0.02
+    assert two[0]["host"]["losses"] == pytest.approx(expected[0]["losses"], abs=1e-5)
+
+
+def adapters(ctx: StandInContext) -> list[dict[str, Any]]:
+    plans = (plan_of(2, method="lora", lora_rank=4, cp=cp) for cp in (2, 1))
+    return [trained(ctx, plan) for plan in plans]
+
+
+@thorough()
+def test_adapters_train_the_same(tmp_path: Path) -> None:
+    needs("peft")
+    parts, whole = on_ranks(2, HALF, adapters, tmp_path)[0]
+    assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert parts["norms"] == pytest.approx(whole["norms"], abs=1e-4)
+    assert (parts["held"], parts["rest"]["parameters"]) == (whole["held"], whole["rest"]["parameters"])
+
+
+def test_a_checkpoint_goes_on_over_whole_sequences_and_over_parts(two: Any, folder: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = two[0]["saved"]
+    assert saved["whole"] == pytest.approx(saved["went_on"], abs=1e-5)
+    assert saved["parts"] == saved["went_on"]
+    assert saved["done"] == 2
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    # The ring is the run's, not the model's.
+    assert model.config._attn_implementation == "sdpa"
+    assert "ring" not in (folder / "model" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_ring_that_is_none_ends_the_run(kind: str, two: Any) -> None:
+    for rank in (0, 1):
+        assert BROKEN[kind] in two[rank]["broken"][kind]
+
+
+def test_batches_that_cannot_be_split_are_refused(two: Any) -> None:
+    assert "allowed with cp > 1: input_ids and labels, for a ring takes no mask" in two[0]["masked"]
+    assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two[0]["short"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of(4, cp=2, tp=2), "Layout.tp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
+        (plan_of(4, cp=2, pp=2), "Layout.pp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
+        (plan_of(2, architecture("gpt_neox", 2), cp=2), "others' attention was never seen in torch's ring"),
+        (plan_of(2, architecture("mistral with a window", 2), cp=2), "sliding_window=16 with cp > 1"),
+        (plan_of(2, cp=2, recompute="offload"), "Recipe.recompute is 'offload'; allowed: "),
+        (plan_of(2, cp=2, loss="chunked"), "Recipe.loss is 'chunked'; allowed: None, 'full'"),
+        (plan_of(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 to train"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_was_never_tried_is_refused(plan: Plan, words: str) -> None:
+    assert words in str(why_not_trained(plan))
