@@ -67,6 +67,7 @@ RUNS = {
     "ZeRO pipeline": ("zero", {"stage": 1, "pp": 2}),
     "ZeRO experts": ("zero", {"stage": 2, "ep": 2}),
     "FSDP2 pipeline": ("fsdp2", {"pp": 2}),
+    "FSDP2 context": ("fsdp2", {"cp": 2}),
     "Megatron tp": ("megatron", {"tp": 2}),
     "Megatron pp": ("megatron", {"pp": 2}),
     "Megatron distributed optimizer": ("megatron", {}),
