@@ -57,6 +57,12 @@ TWO |= {
     "zero-1 ep": {"layout": {"stage": 1, "ep": 2}, "architecture": mixtral(), "num_micro_batches": 2},
     "zero-0 ep": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
 }
+TWO |= {
+    "megatron tp": {"layout": {"tp": 2}, "architecture": llama(tied=True), "num_micro_batches": 2},
+    "megatron vpp": {"layout": {"pp": 2, "vpp": 2}, "architecture": llama(layers=4, tied=True)},
+    "megatron dp bf16": {"precision": "bf16-mixed", "recompute": "full"},
+    "megatron ep": {"layout": {"ep": 2}, "architecture": mixtral()},
+}
 FOUR: dict[str, dict[str, Any]] = {
     "fsdp2 pp over hsdp": {"layout": {"pp": 2, "replicate": 2, "shard": 1}},
     "fsdp2 vpp, tp": {
@@ -68,6 +74,11 @@ FOUR: dict[str, dict[str, Any]] = {
         "layout": {"stage": 1, "pp": 2},
         "architecture": llama(tied=True),
         "num_micro_batches": 2,
+    },
+    "megatron tp, pp": {"layout": {"tp": 2, "pp": 2, "sequence_parallel": False}},
+    "megatron qwen3 whole optimizer": {
+        "layout": {"tp": 2, "distributed_optimizer": False},
+        "architecture": replace(tiny_llama(), model_type="qwen3", qk_norm=True),
     },
     "zero-0 ep over four": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
 }

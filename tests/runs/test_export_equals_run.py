@@ -26,6 +26,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.process_groups import connect  # noqa: E402
 from shardscope.frameworks.fsdp2 import engine, export_script  # noqa: E402
+from shardscope.frameworks.megatron.engine_model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.registry import engine_for  # noqa: E402
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
@@ -33,13 +34,27 @@ NUM_STEPS = 5
 CLOSE = 1e-4
 
 
-def run_losses(ctx: StandInContext, plan: ss.Plan, text: Path) -> list[float]:
-    """What ``Pretrain`` logs."""
+def run_made(ctx: StandInContext, plan: ss.Plan, text: Path) -> dict[str, Any]:
+    """The losses that ``Pretrain`` logs, and the weights that its engine trains on this rank."""
     own = replace(ctx, plan=plan, lines=[], records={})
     own.engine = engine_for(plan)(own)
     with contextlib.redirect_stdout(io.StringIO()):
         ss.Pretrain(num_steps=NUM_STEPS, text=text)(own)
-    return [line["loss"] for line in own.lines if "loss" in line]
+    losses = [line["loss"] for line in own.lines if "loss" in line]
+    return {"losses": losses, "trained": own.records["engine"]["num_trained_parameters"]}
+
+
+@contextlib.contextmanager
+def said_to_cpu(script: Any) -> Iterator[None]:
+    """What Megatron's script says to CPU ranks, as far as the next script would not stand it."""
+    if not hasattr(script, "cuda_means_cpu"):
+        yield
+        return
+    mode = script.CudaMeansCpu()
+    script.CudaMeansCpu = lambda: mode
+    script.cuda_means_cpu()
+    yield
+    mode.__exit__(None, None, None)
 
 
 def script_made(ctx: StandInContext, folder: Path, text: Path) -> dict[str, Any]:
@@ -63,7 +78,7 @@ def script_made(ctx: StandInContext, folder: Path, text: Path) -> dict[str, Any]
     script.Training = Seen
     words = ["--steps", str(NUM_STEPS), "--text", str(text), "--tokenizer", str(SHIPPED_TOKENIZER)]
     arguments, sys.argv = sys.argv, ["train.py", *words]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, said_to_cpu(script):
         script.main()
     sys.argv = arguments
     lines = [line.split() for line in printed.getvalue().splitlines() if line.startswith("step ")]
@@ -90,12 +105,16 @@ def both(ctx: StandInContext) -> dict[str, Any]:
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=size, DS_ACCELERATOR="cpu")
     text, found = ctx.folder / "text.txt", {}
     for name in names(ctx.world_size):
-        folder, plan = ctx.folder / name.replace(" ", "-"), plan_of(name)
         with drawn_by_shard() if name == DRAWN else contextlib.nullcontext():
-            run = run_losses(ctx, plan, text)
-        if plan.layout.framework == "deepspeed":
+            found[name] = {"run": run_made(ctx, plan_of(name), text)}
+    # Megatron's last: what it says to CPU ranks holds from there on.
+    for name in sorted(found, key=lambda name: name.startswith("megatron")):
+        framework = plan_of(name).layout.framework
+        if framework == "deepspeed":
             connect(importlib.import_module("deepspeed"), "gloo", ctx.rank)
-        found[name] = {"run": run, "script": script_made(ctx, folder, text)}
+        if framework == "megatron":
+            leave_model_parallel()
+        found[name]["script"] = script_made(ctx, ctx.folder / name.replace(" ", "-"), text)
     return found
 
 
@@ -138,7 +157,7 @@ EVERY = few([*TWO, *FOUR], {*TWO, *FOUR} - MORE)
 def test_the_exported_script_has_the_losses_of_the_run(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
-    run, script = found[name][0]["run"], found[name][0]["script"]["losses"]
+    run, script = (found[name][0][which]["losses"] for which in ("run", "script"))
     assert len(run) == len(script) == NUM_STEPS
     assert len(set(run)) == NUM_STEPS
     # Half precision adds up in another order where the two call different kernels.
@@ -159,7 +178,10 @@ def test_the_exported_script_makes_what_the_plan_says(
         layers = range(arch.num_hidden_layers)
         shapes = [shape for index in layers for shape in arch.layer_linears(index)]
         assert adapters == 4 * sum(sum(shape) for target, shape in shapes if target in targets)
-    if degrees.pp > 1:
+    if plan.layout.framework == "megatron":
+        for rank in found[name]:
+            assert rank["script"]["held"] == rank["run"]["trained"]
+    elif degrees.pp > 1:
         # Every weight is on one stage, and a tied embedding on two.
         whole += arch.tie_word_embeddings * arch.vocab_size * arch.hidden_size
         held = sum(rank["held"] for rank in ranks)

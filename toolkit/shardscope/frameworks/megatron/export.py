@@ -1,16 +1,17 @@
-"""Megatron-LM's files: its command line, and what runs ``pretrain_gpt.py`` with it."""
+"""Megatron-LM's files: its command line and what runs ``pretrain_gpt.py`` with it; and a plain script."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.export.commands import commands
+from shardscope.export.commands import commands, started
 from shardscope.export.files import Absent, Exported, header
-from shardscope.export.script import SCRIPT_FILE
 from shardscope.export.unsaid import sentences, unsaid
 from shardscope.frameworks.accelerate.export import none_of_it
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.arguments import LAYOUT, RECIPE, megatron_arguments
+from shardscope.frameworks.megatron.export_script import script
 from shardscope.frameworks.megatron.families import check_family
 
 if TYPE_CHECKING:
@@ -33,24 +34,42 @@ NEEDS = (
 def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of a Megatron plan writes beside its JSON."""
     why = _why_not(plan)
+    plain = script(plan)
     none: list[Exported | Absent] = [
         *none_of_it(
             "Accelerate's Megatron-LM plugin builds models of its own and reads none of these flags."
         ),
         Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
-        Absent(name=SCRIPT_FILE, why="Megatron-LM's own pretrain_gpt.py is the script: torchrun.sh runs it."),
     ]
-    if why is not None:
-        return [*(Absent(name=name, why=why) for name in (FLAGS_FILE, "torchrun.sh", "job.sbatch")), *none]
     environment = ""
-    if plan.degrees.tp > 1 or plan.degrees.cp > 1:
+    if plan.on_gpu and (plan.degrees.tp > 1 or plan.degrees.cp > 1):
         # validate_args asserts it up to Hopper; Blackwell no longer needs it.
         environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    if why is not None:
+        return [Absent(name=FLAGS_FILE, why=why), *started(plan, plain, environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
     flags = Exported(
         name=FLAGS_FILE, what="command-line arguments of Megatron-LM's pretrain_gpt.py", text=_text(plan)
     )
-    return [flags, *commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS), *none]
+    return [
+        flags,
+        *commands(plan, program, needs=NEEDS, environment=environment + READ_FLAGS),
+        *_beside(plan, plain, environment),
+        *none,
+    ]
+
+
+def _beside(plan: Plan, plain: Exported | Absent, environment: str) -> list[Exported | Absent]:
+    """The plain script and its commands, under other names than those of Megatron-LM's."""
+    if isinstance(plain, Absent):
+        why = f"{plain.why} Megatron-LM's own pretrain_gpt.py trains it: torchrun.sh runs that."
+        return [replace(plain, why=why)]
+    named = dict(zip(("torchrun.sh", "job.sbatch"), ("train.sh", "train.sbatch"), strict=True))
+    found = commands(plan, plain.name, environment=environment)
+    text = plain.text.replace("./torchrun.sh", "./train.sh")
+    own = [replace(file, name=named[file.name], what=f"{file.what}, for {plain.name}") for file in found]
+    own[1] = replace(own[1], what=f"the same under Slurm: sbatch {own[1].name}, from this folder")
+    return [*own, replace(plain, text=text)]
 
 
 def _why_not(plan: Plan) -> str | None:

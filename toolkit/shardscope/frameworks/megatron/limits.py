@@ -38,6 +38,12 @@ def check_plan(plan: Plan) -> None:
             "'ddp', 'fsdp2' to train until megatron-core is installed",
             'pip install "shardscope[megatron]"',
         )
+    check_trainable(plan)
+
+
+def check_trainable(plan: Plan) -> None:
+    """The same for what it never runs, whatever is installed here."""
+    layout: Any = plan.layout
     if layout.cp > 1:
         refuse(
             "Layout.cp",

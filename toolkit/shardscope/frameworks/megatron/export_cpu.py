@@ -1,0 +1,93 @@
+"""What Megatron-core's plain script says to CPU ranks: its CUDA calls mean the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+MODE = '''
+class CudaMeansCpu(TorchFunctionMode):
+    """Megatron-core asks for CUDA devices by name: it gets CPU tensors, and .cuda() moves nothing."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace("torch.", "torch.cuda.")  # its optimizers know no other names
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.to:
+            args = ["cpu" if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args]
+        return function(*args, **kwargs)
+
+
+class HappenedAlready:
+    """A stream or an event of CUDA's; a CPU has finished a kernel when it returns."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self
+
+
+def cuda_means_cpu():
+    """From here on, in this process: there is no CUDA in it."""
+    cpu, stream = torch.device("cpu"), HappenedAlready()
+    for name in ("current_device", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args: cpu)
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args: stream
+    torch.cuda.Stream = torch.cuda.Event = HappenedAlready
+    torch.cuda.stream = lambda *args: nullcontext()
+    torch.cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # gloo has no collectives that are launched as one; here they are waited for one by one.
+    param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: nullcontext()
+@@MORE@@    CudaMeansCpu().__enter__()
+'''
+
+IMPORTS = (
+    "from megatron.core.distributed import param_and_grad_buffer",
+    "from megatron.core.tensor_parallel import random",
+    "from torch.overrides import TorchFunctionMode",
+)
+STAGE_IMPORTS = ("from megatron.core.pipeline_parallel import p2p_communication",)
+EXPERT_IMPORTS = ("from megatron.core.transformer.moe import moe_utils, token_dispatcher",)
+
+STAGES = """\
+    send = p2p_communication._p2p_ops
+
+    def held_until_sent(**tensors):  # schedules empty what they have sent, and gloo may still read it
+        sent = ("tensor_send_prev", "tensor_send_next")
+        kept = {name: tensors[name].detach() for name in sent if tensors.get(name) is not None}
+        return send(**tensors | kept)
+
+    p2p_communication._p2p_ops = held_until_sent
+"""
+EXPERTS = """\
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
+"""
+
+
+def on_cpu(plan: Plan) -> str:
+    """The function ``cuda_means_cpu`` for the parts of Megatron-core that ``plan`` runs."""
+    more = STAGES if plan.degrees.pp > 1 else ""
+    more += EXPERTS if plan.architecture.mixture_of_experts is not None else ""
+    return MODE.replace("@@MORE@@", more)
+
+
+def cpu_imports(plan: Plan, imports: str) -> str:
+    """``imports`` of a script for GPUs, and what that needs."""
+    more = {*IMPORTS, *(STAGE_IMPORTS if plan.degrees.pp > 1 else ())}
+    more |= {*(EXPERT_IMPORTS if plan.architecture.mixture_of_experts is not None else ())}
+    standard, others = imports.strip("\n").split("\n\n")
+    plain = [line for line in others.splitlines() if line.startswith("import")]
+    named = sorted({line for line in others.splitlines() if line.startswith("from")} | more)
+    return "\n".join((standard, "from contextlib import nullcontext", "", *plain, *named)) + "\n"
