@@ -12,8 +12,10 @@ torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
+from finetuned_models import beside_alone  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
+from shardscope import Layout  # noqa: E402
 from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
 from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
 from shardscope.validation import FieldError  # noqa: E402
@@ -87,6 +89,7 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
     found["kept"] = kept(ctx)
     found["adapters"] = adapters(ctx)
     found["contradiction"] = contradiction(ctx)
+    found["from files"] = beside_alone(ctx, "tied", Layout.zero(stage=3))
     return found
 
 
@@ -198,6 +201,11 @@ def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]])
     half = "precision" in {**PLANS, **ON_HOST}[name]
     assert of_plan["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
     assert of_plan["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
+
+
+def test_stage_3_begins_from_a_models_files(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [*PLANS, *ON_HOST])

@@ -17,6 +17,7 @@ from shardscope.layer_parts import MixtureOfExperts
 torch = needs("torch")
 needs("transformers")
 
+from finetuned_models import beside_alone  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 pytestmark = needs_installed("megatron")
@@ -235,6 +236,7 @@ def everything(ctx: StandInContext) -> dict[str, Any]:
         "refusals": refusals(ctx),
         "contradictions": contradictions(ctx),
         "freely": freely(ctx),
+        "from files": beside_alone(ctx, "mixtral", Layout.megatron(ep=2)),
     }
 
 
@@ -253,6 +255,11 @@ def test_it_trains_what_transformers_trains(name: str, ranks: list[dict[str, Any
         assert found["norm"] == pytest.approx(expected["norm"], rel=10 * LOOSE.get(name, 1e-4))
         assert found["losses"] == ranks[0][name]["losses"]
     assert expected["losses"][0] > expected["losses"][-1]
+
+
+def test_it_begins_from_a_models_files(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -147,6 +147,8 @@ def drawn(name, parameter, std, generator, shape):
     whole = torch.empty(shape, dtype=parameter.dtype, device=generator.device)
     if name.endswith("bias") or "lora_B" in name:
         return whole.zero_()
+    if "lora_A" in name:  # kaiming_uniform_(a=sqrt(5)), as peft's
+        return whole.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
     return whole.fill_(1.0) if parameter.ndim < 2 else whole.normal_(0.0, std, generator=generator)
 '''
 

@@ -1,0 +1,124 @@
+"""Models that transformers made and wrote, and what a single process makes of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from two_ranks import StandInContext
+
+from shardscope import Architecture, Cluster, Finetune, Plan, Recipe
+from shardscope.frameworks.registry import engine_for
+from shardscope.training.tokenizer import SHIPPED_TOKENIZER
+
+ROWS, SEQ_LEN, RATE, NUM_STEPS = 4, 32, 1e-3, 2
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 2048,
+    "max_position_embeddings": 64,
+    # Far from the family's default, and from small weights: what the file says beside sizes must tell.
+    "rms_norm_eps": 1e-2,
+    "initializer_range": 0.1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES},
+    "tied": {"model_type": "qwen3", **SIZES, "tie_word_embeddings": True},
+    "mixtral": {
+        "model_type": "mixtral",
+        **SIZES,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+    },
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    | {"vocab_size": 2048, "initializer_range": 0.1},
+}
+HALF = ("tied",)
+"""Stored in bf16."""
+
+
+def write_model(folder: Path, config: dict[str, Any], kind: torch.dtype, max_shard_size: str) -> Path:
+    """A random model of ``config``, as transformers saves it, with the shipped tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=kind)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    shutil.copy(SHIPPED_TOKENIZER, folder / "tokenizer.json")
+    return folder
+
+
+def small_model(parent: Path, name: str) -> Path:
+    """The folder of one of :data:`MODELS`, in several files."""
+    kind = torch.bfloat16 if name in HALF else torch.float32
+    return write_model(parent / name, MODELS[name], kind, max_shard_size="300KB")
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 2048, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def alone(folder: Path) -> list[float]:
+    """One process, ``from_pretrained``, plain autograd, the whole batch at once, no engine."""
+    from transformers import AutoModelForCausalLM
+
+    from shardscope.training.optimizers import build_optimizer
+
+    # In eval: GPT-2's dropouts are 0.1 by themselves.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plan_of(folder: Path, layout: Any, **recipe: Any) -> Plan:
+    fields = {"micro_batch_size": 1, "global_batch_size": ROWS, "seq_len": SEQ_LEN, "precision": "fp32"}
+    arch = Architecture.from_hf(folder)
+    return Plan(arch, Cluster.parse("2xcpu"), Recipe(**{**fields, **recipe}), layout)
+
+
+def begun(ctx: StandInContext, folder: Path, plan: Plan) -> StandInContext:
+    """A context of its own on this rank, whose engine is set up with the weights of ``folder``."""
+    own = StandInContext(
+        rank=ctx.rank, world_size=ctx.world_size, plan=plan, folder=ctx.folder, device=ctx.device
+    )
+    task = Finetune(weights=folder)
+    task.check(plan)
+    own.engine = engine_for(plan)(own)
+    own.engine.learning_rate = RATE
+    own.engine.setup(task.begin(own.engine, plan))
+    return own
+
+
+def beside_alone(ctx: StandInContext, name: str, layout: Any) -> dict[str, list[float]]:
+    """Losses of an engine on two ranks and of one process, both from the files of one of :data:`MODELS`."""
+    folder = ctx.folder / "models" / name
+    if ctx.rank == 0:  # save_pretrained writes on no other rank.
+        small_model(folder.parent, name)
+    torch.distributed.barrier()
+    return {"losses": trained(ctx, folder, plan_of(folder, layout)), "alone": alone(folder)}
+
+
+def trained(ctx: StandInContext, folder: Path, plan: Plan) -> list[float]:
+    """Losses of the steps that :func:`alone` takes."""
+    engine = begun(ctx, folder, plan).engine
+    losses = []
+    for step in range(NUM_STEPS):
+        shares = {name: rows.chunk(engine.num_data_ranks) for name, rows in batch(step).items()}
+        losses.append(engine.step({name: rows[engine.data_rank] for name, rows in shares.items()}))
+    return losses

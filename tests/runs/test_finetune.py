@@ -1,0 +1,212 @@
+"""A run that begins from a real model's files: every engine on real ranks, with one process's losses.
+
+One case each of DeepSpeed and Megatron-core runs in their own tests, whose ranks have imported them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import few, needs, skip_without
+
+torch = needs("torch")
+needs("transformers")
+
+from finetuned_models import (  # noqa: E402
+    MODELS,
+    SIZES,
+    alone,
+    begun,
+    plan_of,
+    small_model,
+    trained,
+    write_model,
+)
+from two_ranks import StandInContext, on_ranks  # noqa: E402
+
+import shardscope as ss  # noqa: E402
+from shardscope import Layout  # noqa: E402
+
+CASES: dict[str, dict[str, tuple[str, Any, dict[str, Any]]]] = {
+    "torch": {
+        "ddp": ("llama", Layout.ddp(), {}),
+        "ddp of a tied model in bf16": ("tied", Layout.ddp(), {}),
+        "ddp of experts": ("mixtral", Layout.ddp(), {}),
+        "ddp, adapters": ("llama", Layout.ddp(), {"method": "lora", "lora_rank": 4}),
+        "fsdp2": ("gpt2", Layout.fsdp2(), {}),
+        "fsdp2 of experts": ("mixtral", Layout.fsdp2(), {}),
+        "fsdp2, adapters": ("llama", Layout.fsdp2(), {"method": "lora", "lora_rank": 4}),
+        "fsdp2 of a tied model in bf16": ("tied", Layout.fsdp2(), {}),
+        "fsdp2, shards on the host": ("llama", Layout.fsdp2(offload="cpu"), {}),
+        "tp of a tied model in bf16": ("tied", Layout.fsdp2(tp=2), {}),
+        "tp": ("llama", Layout.fsdp2(tp=2), {}),
+        "pp of a tied model in bf16": ("tied", Layout.fsdp2(pp=2), {}),
+        "pp, interleaved": ("llama", Layout.fsdp2(pp=2, vpp=2), {}),
+    },
+    "deepspeed": {
+        "zero-0": ("llama", Layout.zero(stage=0), {}),
+        "zero-1": ("gpt2", Layout.zero(stage=1), {}),
+        "zero-2": ("llama", Layout.zero(stage=2), {}),
+        "zero-3": ("gpt2", Layout.zero(stage=3), {}),
+        "zero-3 of a tied model in bf16": ("tied", Layout.zero(stage=3), {}),
+        "zero-3 of experts": ("mixtral", Layout.zero(stage=3), {}),
+        "zero-3, adapters": ("llama", Layout.zero(stage=3), {"method": "lora", "lora_rank": 4}),
+        "pp of a tied model in bf16": ("tied", Layout.zero(stage=1, pp=2), {}),
+        "ep": ("mixtral", Layout.zero(stage=1, ep=2), {}),
+    },
+    "megatron": {
+        "tp": ("gpt2", Layout.megatron(tp=2), {}),
+        "pp of a tied model in bf16": ("tied", Layout.megatron(pp=2), {}),
+        "ep": ("mixtral", Layout.megatron(ep=2), {}),
+        "distributed optimizer": ("llama", Layout.megatron(), {}),
+    },
+}
+KEPT = (
+    *("ddp, adapters", "fsdp2", "fsdp2 of experts", "fsdp2, adapters", "tp of a tied model in bf16"),
+    "pp of a tied model in bf16",
+)
+"""What runs in every test."""
+STARTS = {
+    "torch": ("torch", KEPT),
+    "torch, others": ("torch", tuple(name for name in CASES["torch"] if name not in KEPT)),
+    "deepspeed": ("deepspeed", tuple(CASES["deepspeed"])),
+    "megatron": ("megatron", tuple(CASES["megatron"])),
+}
+"""One start of two ranks each: a framework, and names of its cases."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("models")
+    return {name: small_model(parent, name) for name in MODELS}
+
+
+def losses_of(
+    ctx: StandInContext, models: dict[str, Path], framework: str, names: tuple[str, ...]
+) -> dict[str, list[float]]:
+    found = {}
+    for name in names:
+        model, layout, recipe = CASES[framework][name]
+        found[name] = trained(ctx, models[model], plan_of(models[model], layout, **recipe))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[float]]:
+    return {name: alone(folder) for name, folder in models.items()}
+
+
+@pytest.mark.parametrize("start", few(STARTS, ["torch"]))
+def test_every_engine_begins_with_the_stored_models_losses(
+    start: str, models: dict[str, Path], expected: dict[str, list[float]], tmp_path: Path
+) -> None:
+    framework, names = STARTS[start]
+    skip_without(framework)
+    cases = CASES[framework]
+    model, layout, recipe = cases[names[0]]
+    first = plan_of(models[model], layout, **recipe)
+    body = partial(losses_of, models=models, framework=framework, names=names)
+    results = on_ranks(2, first, body, tmp_path)
+    for result in results:
+        for name in names:
+            # Adapters change another step than all weights do.
+            steps = 1 if "adapters" in name else len(result[name])
+            wanted = expected[cases[name][0]]
+            assert result[name][:steps] == pytest.approx(wanted[:steps], abs=1e-4), name
+        adapted = [result[name] for name in names if "adapters" in name]
+        assert all(losses == pytest.approx(adapted[0], abs=1e-4) for losses in adapted)
+        assert all(losses[1] != losses[0] for losses in result.values())
+
+
+# ---- who holds what
+
+WIDE = {**SIZES, "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192}
+"""34 MB in bf16, 68 MB as fp32 originals."""
+
+
+@contextmanager
+def most_anonymous(every: float = 0.001) -> Iterator[list[int]]:
+    """The most bytes of memory that is no file's, over what there was before; the first of the list."""
+    found, done = [0], threading.Event()
+    before = _anonymous()
+
+    def look() -> None:
+        while not done.is_set():
+            found[0] = max(found[0], _anonymous() - before)
+            time.sleep(every)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
+    """Of the whole model in fp32, how much a rank held at most while it was set up."""
+    found = {}
+    for layout in (Layout.fsdp2(), Layout.ddp()):
+        begun(ctx, small, plan_of(small, layout))  # What is imported and made once, is.
+        plan = plan_of(wide, layout)
+        with most_anonymous() as most:
+            own = begun(ctx, wide, plan)
+        found[own.plan.layout.framework] = most[0] / (4 * plan.architecture.num_parameters)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux; run it on Linux")
+def test_no_rank_of_fsdp2_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+    wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
+    plan = plan_of(wide, Layout.fsdp2())
+    for held in on_ranks(2, plan, partial(most_held, small=models["llama"], wide=wide), tmp_path / "ranks"):
+        assert 0.4 < held["fsdp2"] < 0.75, held
+        assert held["ddp"] > 0.9, f"the measure sees a whole model: {held}"
+
+
+# ---- from a folder to a folder
+
+
+@pytest.mark.usefixtures("bounded_time", "nothing_left")
+def test_a_model_goes_in_trains_and_comes_out_as_one(models: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = tmp_path / "text.txt"
+    text.write_text("It was the whale, and nothing but the whale. " * 400)
+    folder = models["tied"]
+    task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, text=text, export=True)
+    plan = plan_of(folder, Layout.fsdp2())
+    run = ss.launch(plan, task, folder=tmp_path / "runs")
+    assert run.wait(120) == "finished", run.error
+    losses = [line["loss"] for line in run.metrics() if line["rank"] == 0]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert f"beginning from {folder}: " in run.logs(0)
+
+    out = Path(run.folder) / "export"
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert after.config.rms_norm_eps == SIZES["rms_norm_eps"] and type(after) is type(before)
+    moved = {
+        name: float((parameter - before.get_parameter(name)).detach().abs().max())
+        for name, parameter in after.named_parameters()
+    }
+    assert all(0 < distance < 0.01 for distance in moved.values()), moved
+    tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    assert tokenizer.decode(tokenizer("the whale")["input_ids"]) == "the whale"
+
+    again = ss.Finetune(weights=out)
+    again.check(plan_of(out, Layout.fsdp2()))
+    assert plan_of(out, Layout.fsdp2()).architecture.parameter_groups == plan.architecture.parameter_groups

@@ -1,0 +1,97 @@
+"""Names and shapes of tensors in files, family by family, against what transformers itself writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import few, needs
+
+torch = needs("torch")
+needs("transformers")
+
+from tests.runs.families import FAMILIES, architecture  # noqa: E402
+
+import shardscope as ss  # noqa: E402
+from shardscope.training.initial_weights import all_of  # noqa: E402
+from shardscope.training.model import build_model  # noqa: E402
+from shardscope.training.stored_weights import StoredWeights, TensorsByName, build_filled  # noqa: E402
+from shardscope.training.weights_folder import WeightsFolder  # noqa: E402
+
+FAMILY_OF_EACH_KIND = ("llama", "mixtral", "deepseek_v3", "gpt2", "gpt_neox")
+
+
+def saved(family: str, folder: Path) -> Any:
+    """A model of ``family``, which transformers wrote to ``folder`` in several files."""
+    torch.manual_seed(3)
+    model = build_model(architecture(family, 2))
+    model.save_pretrained(folder, max_shard_size="300KB")
+    return model
+
+
+def weights_of(folder: Path) -> StoredWeights:
+    found = WeightsFolder.of(folder, "weights")
+    return StoredWeights(found, found.architecture)
+
+
+@pytest.mark.parametrize("family", few(FAMILIES, FAMILY_OF_EACH_KIND))
+def test_what_transformers_wrote_is_read_back(family: str, tmp_path: Path) -> None:
+    model = saved(family, tmp_path)
+    folder = WeightsFolder.of(tmp_path, "weights")
+    cluster, recipe = ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=32)
+    folder.check(ss.Plan(architecture(family, 2), cluster, recipe, ss.Layout.ddp()))
+    read = build_filled(lambda: build_model(architecture(family, 2)), weights_of(tmp_path))
+    assert [name for name, _ in read.named_parameters()] == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter), name
+    assert read.config.tie_word_embeddings == model.config.tie_word_embeddings
+    if model.config.tie_word_embeddings:
+        assert read.get_input_embeddings().weight is read.get_output_embeddings().weight
+
+
+def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
+    """DeepSeek-V3's is no parameter, and no table that every model computes."""
+    arch = architecture("deepseek_v3", 2)
+    model = build_model(arch)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(bias).copy_(torch.arange(16.0))
+    model.save_pretrained(tmp_path)
+    read = build_filled(lambda: build_model(arch), weights_of(tmp_path))
+    assert read.get_buffer(bias).tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_any_part_is_that_part_of_the_whole(family: str, tmp_path: Path) -> None:
+    model = saved(family, tmp_path)
+    stored = weights_of(tmp_path)
+    by_name = TensorsByName(stored)
+    assert set(by_name) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(by_name[name].detach(), parameter)
+        sizes = tuple(parameter.shape)
+        regions = [
+            [range(size // 3, size - size // 4) for size in sizes],
+            [range(1), *all_of(parameter.shape)[1:]],
+            [range(sizes[0], sizes[0]), *all_of(parameter.shape)[1:]],
+        ]
+        for region in regions:
+            into = torch.full([len(run) for run in region], torch.nan)
+            stored.write(name, parameter.shape, region, into)
+            assert torch.equal(into, parameter[tuple(slice(run.start, run.stop) for run in region)])
+        if parameter.ndim == 3:
+            assert torch.equal(by_name[name][2], parameter[2])
+    stored.close()
+    with pytest.raises(RuntimeError, match="the model has nothing of shape"):
+        stored.write("nothing", torch.Size([1]), [range(1)], torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"of shape \(3,\)"):
+        stored.write("model.norm.weight", torch.Size([3]), [range(3)], torch.zeros(3))
+
+
+def test_weights_of_16_bits_are_cast_to_what_they_go_into(tmp_path: Path) -> None:
+    model = saved("llama", tmp_path).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    read = build_filled(lambda: build_model(architecture("llama", 2)), weights_of(tmp_path))
+    for name, parameter in model.named_parameters():
+        assert read.get_parameter(name).dtype == torch.float32
+        assert torch.equal(read.get_parameter(name), parameter.float())
