@@ -85,13 +85,23 @@ def _uses_linear(architecture: Architecture) -> bool:
 
 @lru_cache(maxsize=4096)
 def layer_activations(
-    architecture: Architecture, moe: bool, modules: Modules, recompute: str, tp: int, cut: int
+    architecture: Architecture,
+    moe: bool,
+    modules: Modules,
+    recompute: str,
+    tp: int,
+    cut: int,
+    joins: int = 0,
 ) -> LayerActivations:
     """Bytes one token leaves in one decoder layer; the residual stream is in ``cut`` parts.
+
+    ``joins`` is 1 where attention's output is put together from parts of a sequence, laid by heads.
 
     Where some layers have a window and others none, that is the mean of both kinds, rounded up: exact over
     all layers together. What one layer needs while it goes backward is that of the larger kind.
     """
+    if joins:
+        modules = modules._replace(joins_by_heads=True)
     if modules.windowed is None and _mixes_windows(architecture, modules):
         inside, outside = (
             layer_activations(architecture, moe, modules._replace(windowed=windowed), recompute, tp, cut)

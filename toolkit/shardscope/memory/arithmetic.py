@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardscope.memory import column
-from shardscope.memory.column import Column, together
+from shardscope.memory.column import Column, applied, remembering, together
 
 _ARRAY: Any = (np.ndarray, Column)
 
@@ -29,7 +29,11 @@ def by_value(number: Any) -> Any:
 
 def smallest(first: Any, second: Any) -> Any:
     """The smaller of two, element by element if either is an array."""
-    if isinstance(first, _ARRAY) or isinstance(second, _ARRAY):
+    if first.__class__ is Column:
+        return applied(np.minimum, first, second)
+    if second.__class__ is Column:
+        return applied(np.minimum, second, first)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return np.minimum(first, second)
     return first if first <= second else second
 
@@ -37,15 +41,16 @@ def smallest(first: Any, second: Any) -> Any:
 def largest(first: Any, *others: Any) -> Any:
     """The largest of all, element by element if any is an array."""
     for other in others:
-        if isinstance(first, _ARRAY) or isinstance(other, _ARRAY):
-            if first.__class__ is Column or other.__class__ is Column:
-                return _largest_column(first, *others)
+        if first.__class__ is Column or other.__class__ is Column:
+            return _largest_column(first, *others)
+        if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
             first = np.maximum(first, other)
         elif other > first:
             first = other
     return first
 
 
+@remembering
 def _largest_column(*values: Any) -> Any:
     """Those that the same keys decide are compared first: these have the fewest rows."""
     alike: dict[int, Any] = {}
@@ -55,10 +60,10 @@ def _largest_column(*values: Any) -> Any:
             plain.append(value)
         else:
             before: Any = alike.get(value.keys)
-            alike[value.keys] = value if before is None else together(np.maximum, before, value)
+            alike[value.keys] = value if before is None else applied(np.maximum, before, value)
     found, *others = sorted(alike.values(), key=lambda value: len(value.values))
     for other in (*others, *plain):
-        found = np.maximum(found, other)
+        found = applied(np.maximum, found, other)
     return found
 
 
@@ -82,7 +87,7 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
         return _made(then, (where(condition, *pair) for pair in zip(then, otherwise, strict=True)))
     if then is otherwise:
         return then
-    if any(value.__class__ is Column for value in (condition, then, otherwise)):
+    if condition.__class__ is Column or then.__class__ is Column or otherwise.__class__ is Column:
         return together(np.where, condition, then, otherwise)
     return np.where(condition, then, otherwise)
 
@@ -111,13 +116,11 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     It returns a number, or a named tuple of numbers, whose fields become arrays. What a ``partial`` binds is
     hashable: then many questions are asked once.
     """
-    for number in numbers:
-        if isinstance(number, _ARRAY):
-            break
-    else:
-        return function(*numbers)
-    if any(number.__class__ is Column for number in numbers):
+    kinds = {number.__class__ for number in numbers}
+    if Column in kinds:
         return column.looked_up(function, *numbers)
+    if np.ndarray not in kinds:
+        return function(*numbers)
     columns = np.stack(np.broadcast_arrays(*numbers))
     distinct, places = np.unique(columns, axis=1, return_inverse=True)
     places = places.reshape(-1)

@@ -13,59 +13,38 @@ value numbering (Cocke 1970): a column is known by the operation and the columns
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardscope.memory.alike import Distinct, Index, distinct, in_order, value_codes
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SPARSE = 4
-"""Rows are told apart by a table of all combinations as long as these are so many times the rows at most."""
-
-
-class _Index:
-    """How rows agree in some keys."""
-
-    __slots__ = ("_codes", "base", "number", "rows", "within")
-
-    rows: NDArray[np.int64]
-
-    def __init__(self, within: Distinct, base: _Index | None = None) -> None:
-        self.number = within.number
-        """Distinct rows."""
-        self.rows = within.rows if base is None else base.rows.take(within.rows, mode="clip")
-        """Of each of these one row."""
-        self.within, self.base = within.codes, base
-        """Of each distinct row of ``base``, which tells apart all that this does, which of these it is."""
-        self._codes = within.codes if base is None else None
-
-    @property
-    def codes(self) -> NDArray[np.int64]:
-        """Of each row which of these it is."""
-        if self._codes is None:
-            assert self.base is not None
-            self._codes = self.within.take(self.base.codes, mode="clip")
-        return self._codes
-
-    def at(self, other: _Index) -> NDArray[np.int64]:
-        """Of each distinct row of ``other`` which of these it is."""
-        if self.base is other:
-            return self.within
-        if self._codes is None and self.base is not None:
-            return self.within.take(self.base.at(other), mode="clip")
-        return self.codes.take(other.rows, mode="clip")
-
 
 class Rows:
-    """The rows of a table by their keys: small whole numbers, one array for each key, shape ``(rows,)``."""
+    """The rows of a table by their keys: small whole numbers, one array for each key, shape ``(rows,)``.
 
-    def __init__(self, keys: Sequence[NDArray[np.int64]]) -> None:
+    Rows may come in groups, which have keys of their own; these are then the first.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[NDArray[np.int64]],
+        groups: Distinct | None = None,
+        keys_of_groups: Sequence[NDArray[np.int64]] = (),
+    ) -> None:
         self.num_rows = len(keys[0])
+        self._groups = None if groups is None else Index(groups)
+        self._of_groups = (1 << len(keys_of_groups)) - 1
+        """The keys that tell groups apart, all together."""
+        bases = [*(self._groups for _ in keys_of_groups), *(None for _ in keys)]
         self._indices = {
-            1 << bit: _Index(distinct(codes, int(codes.max()) + 1)) for bit, codes in enumerate(keys)
+            1 << bit: Index(distinct(codes, int(codes.max()) + 1), base)
+            for bit, (codes, base) in enumerate(zip((*keys_of_groups, *keys), bases, strict=True))
         }
         self.known: dict[tuple[Any, ...], Any] = {}
         """What was computed, by the operation and the numbers of the columns in it."""
@@ -75,7 +54,14 @@ class Rows:
 
     def column(self, keys: int, values: NDArray[Any]) -> Any:
         """A column of each row's ``values``, alike where ``keys`` (bits) are; a number if all are one."""
-        found = values[self._index(keys).rows]
+        return self._column(keys, values[self._index(keys).rows])
+
+    def column_of_groups(self, keys: int, values: NDArray[Any]) -> Any:
+        """The same of each group's ``values``."""
+        assert self._groups is not None
+        return self._column(keys, values[self._groups.codes[self._index(keys).rows]])
+
+    def _column(self, keys: int, found: NDArray[Any]) -> Any:
         return found[0].item() if len(found) and (found == found[0]).all() else Column(self, keys, found)
 
     def forget(self) -> None:
@@ -91,14 +77,12 @@ class Rows:
         found = self._told.get(told)
         index = self._index(keys)
         if found is None:
-            own = _Index(distinct(codes, int(codes.max()) + 1), index)
+            own = Index(distinct(codes, int(codes.max()) + 1), index)
             if own.number == index.number:
                 self._told[told] = keys
                 return keys, np.arange(index.number)
-            order = np.empty(own.number, np.int64)
-            order[np.argsort(own.rows)] = np.arange(own.number)
             fresh = 1 << max(self._indices).bit_length()
-            found = self._partitions.setdefault(order[own.codes].tobytes(), fresh)
+            found = self._partitions.setdefault(in_order(own).tobytes(), fresh)
             self._indices.setdefault(found, own)
             self._told[told] = found
         return found, index.at(self._index(found))
@@ -127,14 +111,14 @@ class Rows:
             return right, one.at(other), None
         return whole, one.at(both), other.at(both)
 
-    def _index(self, keys: int) -> _Index:
+    def _index(self, keys: int) -> Index:
         found = self._indices.get(keys)
         if found is None:
             low = keys & -keys
             found = self._both(keys ^ low, low)
         return found
 
-    def _both(self, left: int, right: int) -> _Index:
+    def _both(self, left: int, right: int) -> Index:
         """The distinct rows of the keys of both, found among those of the fewest that tell them apart."""
         whole = left | right
         one, other = self._index(left), self._index(right & ~left)
@@ -142,7 +126,7 @@ class Rows:
             less = self._index(left & ~right), self._index(right)
             if less[0].number * less[1].number < one.number * other.number:
                 one, other = less
-        base = None
+        base = self._groups if whole & self._of_groups == whole else None
         for keys, index in self._indices.items():
             if keys & whole == whole and (base is None or index.number < base.number):
                 base = index
@@ -151,56 +135,8 @@ class Rows:
             if base is None
             else one.at(base) * other.number + other.at(base)
         )
-        found = self._indices[whole] = _Index(distinct(pairs, one.number * other.number), base)
+        found = self._indices[whole] = Index(distinct(pairs, one.number * other.number), base)
         return found
-
-
-class Distinct(NamedTuple):
-    """Which of some numbers are alike."""
-
-    number: int
-    """Distinct ones."""
-    codes: NDArray[np.int64]
-    """Of each which of these it is."""
-    rows: NDArray[np.int64]
-    """Of each of these where one is."""
-
-
-def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
-    """Which of ``codes`` (0 to below ``limit``) are alike."""
-    if limit > _SPARSE * len(codes) + 1024:
-        _, first, places = np.unique(codes, return_index=True, return_inverse=True)
-        return Distinct(len(first), places.reshape(-1), first)
-    seen = np.full(limit, -1, np.int64)
-    # Of several rows the last that is written stays.
-    seen[codes] = np.arange(len(codes))
-    present = np.flatnonzero(seen >= 0)
-    rows = seen[present]
-    seen[present] = np.arange(len(present))
-    return Distinct(len(present), seen.take(codes, mode="clip"), rows)
-
-
-def alike(codes: Sequence[tuple[NDArray[np.int64], int]]) -> Distinct:
-    """Which rows are alike in several numbers, of which each has its codes and how many these are."""
-    (found, limit), *others = codes
-    for own, number in others:
-        if limit * number > _SPARSE * len(found) + 1024:
-            limit, found, _ = distinct(found, limit)
-        found, limit = found * number + own, limit * number
-    return distinct(found, limit)
-
-
-def value_codes(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
-    """Which of ``values`` are alike, as whole numbers from 0, and how many these are."""
-    if values.dtype == bool:
-        return values.astype(np.int64), 2
-    if values.dtype == np.int64:
-        low = values.min()
-        limit = int(values.max() - low) + 1
-        if limit <= 4 * len(values) + 64:
-            return values - low, limit
-    own, codes = np.unique(values, return_inverse=True)
-    return codes.reshape(-1), len(own)
 
 
 _numbers = count()
@@ -245,24 +181,27 @@ class Column:
         return _alone(np.invert, self)
 
     def __add__(self, other: Any) -> Any:
-        return self if _is_nothing(other) else _applied(np.add, self, other)
+        if other.__class__ in _WHOLE and not other:
+            return self
+        return applied(np.add, self, other)
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Any:
-        return 0 if _is_nothing(other) else _applied(np.multiply, self, other)
+        if other.__class__ in _WHOLE and not other:
+            return 0
+        return applied(np.multiply, self, other)
 
     __rmul__ = __mul__
 
 
-def _is_nothing(number: Any) -> bool:
-    return number.__class__ in (int, bool) and not number
+_WHOLE = (int, bool)
+"""Of these 0 adds nothing; 0.0 makes a float of a whole number."""
 
 
 def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
     """``ufunc`` (or ``numpy.where``) of the values, some of them columns, at the distinct rows of all."""
-    rows = _rows_of(values)
-    key = (ufunc, *map(_told, values))
+    rows, key = _asked(ufunc, values)
     found = rows.known.get(key)
     if found is None:
         keys = _keys_of(values)
@@ -271,9 +210,37 @@ def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
     return found
 
 
-def _rows_of(values: Sequence[Any]) -> Rows:
-    rows: Rows = next(value.rows for value in values if type(value) is Column)
-    return rows
+def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with what it answered of the very same columns before, or of equal numbers.
+
+    Whatever else it is given has to be hashable.
+    """
+    of_numbers = lru_cache(maxsize=2**14)(function)
+
+    def answer(*values: Any) -> Any:
+        rows, key = _asked(function, values)
+        if rows is None:
+            return of_numbers(*values)
+        found = rows.known.get(key)
+        if found is None:
+            found = rows.known[key] = function(*values)
+        return found
+
+    return answer
+
+
+def _asked(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
+    """The rows of those values that are columns, and what tells this question from others."""
+    rows: Any = None
+    told = [operation]
+    for value in values:
+        if value.__class__ is Column:
+            rows = value.rows
+            told.append(value.number)
+        else:
+            # 1, 1.0 and True are equal and not the same.
+            told.append((value.__class__, value))
+    return rows, tuple(told)
 
 
 def _keys_of(values: Sequence[Any]) -> int:
@@ -285,11 +252,6 @@ def _keys_of(values: Sequence[Any]) -> int:
     return keys
 
 
-def _told(value: Any) -> Any:
-    """What tells ``value`` from others: 1, 1.0 and True are equal and not the same."""
-    return value.number if type(value) is Column else (value.__class__, value)
-
-
 def _at(rows: Rows, keys: int, value: Any) -> Any:
     """``value`` at the distinct rows of ``keys``."""
     if type(value) is not Column or value.keys == keys:
@@ -297,7 +259,8 @@ def _at(rows: Rows, keys: int, value: Any) -> Any:
     return value.values.take(rows.joined(keys, value.keys)[2], mode="clip")
 
 
-def _applied(ufunc: Any, left: Column, right: Any) -> Any:
+def applied(ufunc: Any, left: Column, right: Any) -> Any:
+    """``ufunc`` of a column and a column or a number."""
     rows = left.rows
     if right.__class__ is not Column:
         key = ufunc, left.number, right.__class__, right
@@ -346,8 +309,7 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     A named tuple of numbers becomes one of columns, tuples inside of it too. A ``partial`` is known by what
     it is made of, and so is not asked again; its arguments have to be hashable.
     """
-    rows = _rows_of(numbers)
-    key = (_Questions, *map(_told, numbers))
+    rows, key = _asked(_Questions, numbers)
     name = _name_of(function)
     if name is not None:
         found = rows.known.get((name, *key))
@@ -453,10 +415,10 @@ def by_value(column: Any) -> Any:
 
 def _operator(ufunc: Any, name: str) -> None:
     def straight(self: Column, other: Any) -> Any:
-        return _applied(ufunc, self, other)
+        return applied(ufunc, self, other)
 
     def reflected(self: Column, other: Any) -> Any:
-        if name == "floordiv" and _is_nothing(other):
+        if name == "floordiv" and other.__class__ in _WHOLE and not other:
             return 0
         return together(ufunc, other, self)
 
@@ -484,4 +446,4 @@ _COMPARISONS: dict[str, Any] = {
 for _name, _ufunc in _ARITHMETIC.items():
     _operator(_ufunc, _name)
 for _name, _ufunc in _COMPARISONS.items():
-    setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: _applied(ufunc, self, other))
+    setattr(Column, f"__{_name}__", lambda self, other, ufunc=_ufunc: applied(ufunc, self, other))

@@ -178,7 +178,9 @@ class StageStep:
         """What forward leaves of one layer of a kind."""
         arch, modules = self.plan.architecture, self.modules
         of_one = partial(layer_activations, arch, moe, modules, recompute)
-        found: LayerActivations = looked_up(of_one, self.plan.degrees.tp, self.cut)
+        in_parts = self.plan.layout.joins_attention_by_heads
+        joins = where(self.plan.degrees.cp > 1, 1, 0) if in_parts else 0
+        found: LayerActivations = looked_up(of_one, self.plan.degrees.tp, self.cut, joins)
         return found
 
     def _fullest(self) -> LayerActivations:

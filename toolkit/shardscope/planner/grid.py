@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.fixes import as_it_is
-from shardscope.memory.column import alike, value_codes
+from shardscope.memory.alike import rows_alike, value_codes
 from shardscope.memory.many import Varied
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def allowed(columns: Columns, names: Sequence[str], check: Callable[..., object]
     """The rows that ``check`` of their numbers does not refuse; it is asked once for each distinct one."""
     if not len(columns[names[0]]):
         return columns
-    found = alike([value_codes(columns[name]) for name in names])
+    found = rows_alike([value_codes(columns[name]) for name in names])
     rows = zip(*(columns[name][found.rows].tolist() for name in names), strict=True)
     with as_it_is():
         told = [_passes(check, row) for row in rows]

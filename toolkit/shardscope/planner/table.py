@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.layout import Degrees
-from shardscope.memory.column import Rows, value_codes
+from shardscope.memory.alike import Distinct, rows_alike, value_codes
+from shardscope.memory.column import Rows
 from shardscope.memory.many import Varied
 from shardscope.memory.modules.attention import broadcasts_views
 from shardscope.memory.stages import Shapes, StageShape
@@ -62,10 +63,11 @@ class Table:
             "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
         }
         codes = [value_codes(column)[0] for column in numbers.values()]
-        self.rows = Rows([*(each[self.owners] for each in codes), self.place])
+        plans = Distinct(self.num_plans, self.owners, self.starts)
+        self.rows = Rows([self.place], plans, codes)
         self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
         self._numbers = {
-            name: self.rows.column(self._bits[name], column[self.owners]) for name, column in numbers.items()
+            name: self.rows.column_of_groups(self._bits[name], column) for name, column in numbers.items()
         }
 
     def _stages(self, layout: Layout, model: MemoryModel, *, every_stage: bool) -> None:
@@ -73,10 +75,11 @@ class Table:
         columns = self.columns
         pp = columns.get("pp", np.ones(self.num_plans, np.int64))
         vpp = columns.get("vpp", np.ones(self.num_plans, np.int64))
-        _, first, self.pipeline_of = np.unique(pp << 32 | vpp, return_index=True, return_inverse=True)
-        self.pipeline_of = self.pipeline_of.reshape(-1)
+        pipelines = rows_alike([value_codes(pp), value_codes(vpp)])
+        self.pipeline_of = pipelines.codes
         self.pipelines = [
-            shapes_of_pipeline(self.architecture, layout, model, int(pp[row]), int(vpp[row])) for row in first
+            shapes_of_pipeline(self.architecture, layout, model, int(pp[row]), int(vpp[row]))
+            for row in pipelines.rows
         ]
         if every_stage:
             self.pipelines = [one_by_one(shapes) for shapes in self.pipelines]

@@ -6,11 +6,11 @@ src/graph/tuning.cc (ncclTopoTuneModel). Numbers may be arrays of plans.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.arithmetic import ceil_div, largest, looked_up, smallest, where
+from shardscope.memory.column import remembering
 from shardscope.timing.rates import LinkRate, Rates
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def one_call(
     return (ranks > 1) * each
 
 
-remembered = lru_cache(maxsize=2**14)(one_call)
-"""The same of plain numbers: the plans of a picker or a ladder of repairs have most calls in common."""
+remembered = remembering(one_call)
+"""The same: the plans of a search, of a picker or of a ladder of repairs have most calls in common."""
 
 
 def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:

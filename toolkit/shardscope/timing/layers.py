@@ -13,8 +13,7 @@ from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up,
 from shardscope.memory.modules.attention import in_plain_math, is_eager
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.precision import FP32
-from shardscope.plan import Plan
-from shardscope.timing.collectives import one_call, remembered
+from shardscope.timing.collectives import remembered
 from shardscope.timing.products import (
     LayerProducts,
     adapter_products,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from shardscope.architecture import Architecture
     from shardscope.frameworks.registry import TimingModel
     from shardscope.memory.modules.saved import Modules
+    from shardscope.plan import Plan
     from shardscope.timing.rates import MatrixRate, Rates
     from shardscope.timing.traffic import Transfer
 
@@ -87,15 +87,12 @@ class LayerWork:
         self.half_rate = rates.matrix(HALF_PEAKS[recipe.precision])
         self.memory = rates.memory()
         self.passes = rates.passes(modules.kernels)
-        self.is_many = not isinstance(plan, Plan)
-        """Whether numbers are columns of many plans (memory/many.py)."""
         self._layers: dict[bool, LayerSeconds] = {}
 
     def call_seconds(self, transfer: Transfer) -> Any:
         """One call of ``transfer``, as if nothing else ran; stages have many of them in common."""
         _, collective, num_bytes, ranks, stride, _, messages, _, _ = transfer
-        call = one_call if self.is_many else remembered
-        return call(collective, num_bytes, ranks, stride, messages, self.gpus_per_node, self.rates)
+        return remembered(collective, num_bytes, ranks, stride, messages, self.gpus_per_node, self.rates)
 
     def layer(self, moe: bool) -> LayerSeconds:
         """One layer, dense or with routed experts; the same on every stage."""

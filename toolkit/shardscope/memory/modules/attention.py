@@ -199,6 +199,8 @@ def _output_is_copied(arch: Architecture, has_mask: bool, modules: Modules) -> b
     latent = arch.latent_attention
     if latent is not None:
         return latent.qk_head_dim == latent.v_head_dim
+    if modules.joins_by_heads:
+        return True
     flash = modules.fused_attention == "flash" and modules.compute < FP32
     by_tokens = modules.on_gpu and (has_mask or not flash)
     return arch.model_type in CONCATENATED and not by_tokens

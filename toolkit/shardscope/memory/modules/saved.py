@@ -70,6 +70,8 @@ class Modules(NamedTuple):
     """Products keep their inputs in copies of 8 bits (Transformer Engine's fp8)."""
     upcasts_norms: bool = False
     """Norms read and put out fp32: CUDA's autocast has ``layer_norm`` in its fp32 list, a CPU's has not."""
+    joins_by_heads: bool = False
+    """Attention's output is put together from parts of a sequence, laid by heads (torch's ring)."""
     keeps_frozen_inputs: bool = False
     """Frozen projections keep their inputs too (DeepSpeed's own ``linear`` of ZeRO-3)."""
 
