@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardscope.planner.preflight.case import Case, changed_plan
 from shardscope.planner.preflight.finding import Finding
+from shardscope.training.tokenizer import SHIPPED_TEXT
 
 MAX_EPOCHS = 4
 """Up to so many passes repeated text teaches almost as much as new text (Muennighoff et al. 2023,
@@ -18,8 +19,8 @@ SHIPPED_TOKENS = 373_161
 def same_windows(case: Case) -> Iterator[Finding]:
     """``Pretrain`` deals windows of a text: where a batch takes more than there are, ranks read the same.
 
-    A text of one's own is counted by its bytes: a token is at least one, so that what is found is certain,
-    and some of it is missed.
+    A text or tokenizer of one's own is counted by bytes: a token is at least one, so that what is found is
+    certain, and some of it is missed.
     """
     windows = _num_windows(case)
     if windows is None:
@@ -55,10 +56,10 @@ def _num_windows(case: Case) -> int | None:
     task = case.task
     if not hasattr(task, "text") or not hasattr(task, "num_steps"):
         return None
-    if task.text is None:
+    if task.text is None and getattr(task, "weights", None) is None:
         return SHIPPED_TOKENS // case.plan.recipe.seq_len
     try:
         # And the mark at its end.
-        return (Path(task.text).stat().st_size + 1) // case.plan.recipe.seq_len
+        return (Path(task.text or SHIPPED_TEXT).stat().st_size + 1) // case.plan.recipe.seq_len
     except (OSError, TypeError):
         return None
