@@ -12,6 +12,7 @@ torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
+from one_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture  # noqa: E402
@@ -19,10 +20,7 @@ from shardscope.frameworks.deepspeed import extensions  # noqa: E402
 from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
 from shardscope.layer_parts import MixtureOfExperts  # noqa: E402
 
-NUM_STEPS = 4
 SAVED_AFTER = 2
-RATE = 1e-2
-ROWS = 4
 
 
 def mixtral(experts_per_token: int = 2) -> Architecture:
@@ -40,7 +38,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero-1 bf16": {"layout": {"stage": 1}, "precision": "bf16-mixed"},
 }
 ON_HOST: dict[str, dict[str, Any]] = {"on the host": {"layout": {"stage": 2, "offload_optimizer": "cpu"}}}
-OVER_FOUR = {"zero-1 over four": {"layout": {"stage": 1}, "micro_batch_size": 1, "num_micro_batches": 1}}
+OVER_FOUR: dict[str, dict[str, Any]] = {
+    f"zero-{stage} over four": {"layout": {"stage": stage}, "micro_batch_size": 1, "num_micro_batches": 1}
+    for stage in (1, 0)
+}
+"""Every two ranks have all experts: those of a rank are another one's too."""
 
 
 def plan_of(name: str, num_ranks: int = 2) -> Any:
@@ -52,14 +54,6 @@ def plan_of(name: str, num_ranks: int = 2) -> Any:
         **{**PLANS, **ON_HOST, **OVER_FOUR}[name],
     }
     return tiny_plan("zero", num_ranks, **{**fields, "layout": {"ep": 2, **fields["layout"]}})
-
-
-def whole_batch(step: int) -> dict[str, Any]:
-    tokens = torch.randint(0, 64, (ROWS, 64), generator=torch.Generator().manual_seed(step))
-    labels = tokens.clone()
-    for row in range(ROWS):
-        labels[row, : 9 * row] = -100
-    return {"input_ids": tokens, "labels": labels}
 
 
 def share(ctx: StandInContext, step: int) -> dict[str, Any]:
@@ -117,24 +111,6 @@ def kept(ctx: StandInContext, name: str) -> dict[str, Any]:
     return {"again": again, "exported": loss, "type": str(opened.dtype), "config": opened.config.model_type}
 
 
-def plain_torch(architecture: Architecture) -> dict[str, list[float]]:
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
-
-    torch.manual_seed(0)
-    model = build_model(architecture)
-    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        loss = model(**whole_batch(step)).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By plan, what each rank found."""
@@ -175,17 +151,18 @@ def test_bytes_are_those_that_were_predicted(name: str, found: dict[str, list[di
     assert max(held["optimizer"] for held in ranks) == report.at("rest")["optimizer"]
 
 
+@pytest.mark.parametrize("name", list(OVER_FOUR))
 def test_experts_that_others_have_too_are_shared_out_among_these(
-    found: dict[str, list[dict[str, Any]]],
+    name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Ranks keep gradients of whole tensors, of which the planned one is the rank that holds most."""
-    report = plan_of("zero-1 over four", 4).memory()
-    for rank in found["zero-1 over four"]:
+    """With ZeRO: gradients are of whole tensors, of which the planned rank is the one that holds most."""
+    report = plan_of(name, 4).memory()
+    for rank in found[name]:
         assert rank["held"]["parameters"] == report.at("rest")["parameters"]
         assert rank["held"]["optimizer"] == report.at("rest")["optimizer"]
-    assert report.at("optimizer")["gradients"] in {
-        rank["held"]["gradients"] for rank in found["zero-1 over four"]
-    }
+    gradients = {rank["held"]["gradients"] for rank in found[name]}
+    assert report.at("optimizer")["gradients"] in gradients
+    assert len(gradients) == 1 or "zero-0" not in name
 
 
 def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]) -> None:
@@ -195,7 +172,8 @@ def test_a_run_says_where_its_experts_are(found: dict[str, list[dict[str, Any]]]
         "DeepSpeed ZeRO-1: optimizer state is shared out over 2 ranks (gloo, cpu); experts 0, 1 of each "
         "layer on this rank, over 2 ranks, fp32 compute"
     )
-    assert [rank["engine"]["experts"] for rank in found["zero-1 over four"]] == [[0, 1], [2, 3]] * 2
+    for name in OVER_FOUR:
+        assert [rank["engine"]["experts"] for rank in found[name]] == [[0, 1], [2, 3]] * 2
     one = 2 * 2 * 3 * 64 * 128  # layers, experts that are elsewhere, matrices of each
     assert first["num_parameters"] == mixtral().num_parameters - one
 

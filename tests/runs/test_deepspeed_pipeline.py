@@ -13,15 +13,13 @@ torch = needs("torch")
 needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
+from one_process import NUM_STEPS, RATE, ROWS, plain_torch, whole_batch  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Architecture, Layout  # noqa: E402
 from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
 
-NUM_STEPS = 4
 SAVED_AFTER = 2
-RATE = 1e-2
-ROWS = 4
 
 
 def llama(*, tied: bool) -> Architecture:
@@ -47,15 +45,6 @@ OVER_FOUR: dict[str, Any] = {
     "zero-1, tied, over four": {"stage": 1, "tied": True},
     "zero-0 over four": {"stage": 0},
 }
-
-
-def whole_batch(step: int) -> dict[str, Any]:
-    """Rows with unlike numbers of labels: micro-batches, and stages' shares of data, weigh differently."""
-    tokens = torch.randint(0, 64, (ROWS, 64), generator=torch.Generator().manual_seed(step))
-    labels = tokens.clone()
-    for row in range(ROWS):
-        labels[row, : 9 * row] = -100
-    return {"input_ids": tokens, "labels": labels}
 
 
 def share(engine: Any, step: int) -> dict[str, Any]:
@@ -128,24 +117,6 @@ def refused_batch(ctx: StandInContext) -> str:
     return str(refusal.value)
 
 
-def plain_torch(*, tied: bool) -> dict[str, list[float]]:
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
-
-    torch.manual_seed(0)
-    model = build_model(llama(tied=tied))
-    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        loss = model(**whole_batch(step)).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By plan, what each rank found."""
@@ -161,7 +132,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 @pytest.mark.parametrize("name", [*PLANS, *OVER_FOUR])
 def test_losses_are_those_of_plain_torch(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     fields = {**PLANS, **OVER_FOUR}[name]
-    expected, half = plain_torch(tied=fields.get("tied", False)), "precision" in fields
+    expected, half = plain_torch(llama(tied=fields.get("tied", False))), "precision" in fields
     for rank in found[name]:
         assert rank["losses"] == pytest.approx(expected["losses"], abs=0.05 if half else 1e-4)
         assert rank["norms"] == pytest.approx(expected["norms"], rel=0.1 if half else 1e-3)
