@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ needs("transformers")
 from test_fsdp2_parts import LLAMA, STATE, TIED, batch_of, plan_of, set_up, trained  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
-from shardscope import Plan  # noqa: E402
+from shardscope import Cluster, Plan  # noqa: E402
 from shardscope.frameworks.fsdp2.limits import RING_FAMILIES  # noqa: E402
 from shardscope.frameworks.registry import why_not_trained  # noqa: E402
 
@@ -25,6 +26,7 @@ CASES: dict[str, Plan] = {
     "cp4": plan_of(4, cp=4),
 }
 HALF = plan_of(2, cp=2, precision="bf16-mixed")
+LONG = replace(HALF, recipe=replace(HALF.recipe, seq_len=512, precision="fp32"))
 KEPT_FAMILIES = ("llama", "mixtral", "gpt2")
 
 
@@ -223,6 +225,7 @@ def two_ranks(ctx: StandInContext) -> dict[str, Any]:
         "families": {family: compare(family, mesh) for family in KEPT_FAMILIES},
         "half": trained(ctx, HALF),
         "host": trained(ctx, plan_of(2, cp=2, offload="cpu")),
+        "long": trained(ctx, LONG)["phases"]["forward"]["activations"],
         "saved": saved(ctx),
         "masked": refused(ctx, plan_of(2, cp=2), batch=masked),
         "short": refused(ctx, plan_of(2, cp=2), batch={"input_ids": tokens, "labels": tokens}),
@@ -288,6 +291,15 @@ def test_adapters_train_the_same(tmp_path: Path) -> None:
     assert (parts["held"], parts["rest"]["parameters"]) == (whole["held"], whole["rest"]["parameters"])
 
 
+def test_the_ring_leaves_what_is_planned(two: Any) -> None:
+    """Where parts are joined attention's output stays twice: by heads, and by tokens for its product."""
+    planned = LONG.memory().at("forward")["activations"]
+    copy = LONG.recipe.seq_len // 2 * LLAMA.num_hidden_layers * LLAMA.hidden_size * 4
+    # Beside what the modules save there are ids, positions and rotary tables.
+    assert 0 < two[0]["long"] - planned < 2**16 < copy
+    assert two[0]["long"] - two[1]["long"] == copy
+
+
 def test_a_checkpoint_goes_on_over_whole_sequences_and_over_parts(two: Any, folder: Any) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -312,6 +324,10 @@ def test_batches_that_cannot_be_split_are_refused(two: Any) -> None:
     assert "allowed with cp > 1: rows of the plan's seq_len=32 tokens" in two[0]["short"]
 
 
+def on_old_gpus(plan: Plan) -> Plan:
+    return replace(plan, cluster=Cluster.parse("2xv100-sxm-32gb"))
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
@@ -319,6 +335,7 @@ def test_batches_that_cannot_be_split_are_refused(two: Any) -> None:
         (plan_of(4, cp=2, pp=2), "Layout.pp is 2; allowed: 1 with cp > 1 to train with FSDP2"),
         (plan_of(2, architecture("gpt_neox", 2), cp=2), "others' attention was never seen in torch's ring"),
         (plan_of(2, architecture("mistral with a window", 2), cp=2), "sliding_window=16 with cp > 1"),
+        (on_old_gpus(plan_of(2, cp=2, precision="bf16-mixed")), "whose fused attention takes no bf16"),
         (plan_of(2, cp=2, recompute="offload"), "Recipe.recompute is 'offload'; allowed: "),
         (plan_of(2, cp=2, loss="chunked"), "Recipe.loss is 'chunked'; allowed: None, 'full'"),
         (plan_of(2, cp=2, dropout=0.1), "Recipe.dropout is 0.1; allowed: 0.0 to train"),

@@ -51,9 +51,9 @@ CASES: dict[str, Plan] = {
 }
 
 
-def batch_of(engine: Any, step: int) -> dict[str, Any]:
+def batch_of(engine: Any, step: int, seq_len: int = SEQ_LEN) -> dict[str, Any]:
     """This rank's share of a global batch of which some labels do not count, more in later rows."""
-    tokens = torch.randint(0, 64, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(0, 64, (ROWS, seq_len), generator=torch.Generator().manual_seed(step))
     labels = tokens.clone()
     for row in range(ROWS):
         labels[row, : 5 * row] = -100
@@ -75,7 +75,7 @@ def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
     engine = set_up(ctx, plan)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(NUM_STEPS):
-        found["losses"].append(engine.step(batch_of(engine, step)))
+        found["losses"].append(engine.step(batch_of(engine, step, plan.recipe.seq_len)))
         found["norms"].append(engine.grad_norm)
     return {
         **found,

@@ -74,6 +74,8 @@ class Layout(JsonNoun):
     """Whether a pipeline stage computes all micro-batches of a step before the first goes backward."""
     own_formulas: ClassVar[frozenset[str]] = frozenset()
     """Fields of the recipe for which this framework's memory model has a formula of its own."""
+    joins_attention_by_heads: ClassVar[bool] = False
+    """Whether cp > 1 leaves attention's output by heads, of which projections then keep a copy by tokens."""
     mixes_by_autocast: ClassVar[bool] = False
     """Mixed precision casts at each matrix product (torch.autocast) instead of once for a whole module."""
 

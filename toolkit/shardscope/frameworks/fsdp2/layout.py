@@ -48,6 +48,9 @@ class Fsdp2Layout(Layout):
     supported_quantization: ClassVar[tuple[str, ...]] = ("nf4",)
     """int8 is none: bitsandbytes asks its parameters for scales (``Int8Params.CB``), and fully_shard makes
     plain parameters of them."""
+    joins_attention_by_heads: ClassVar[bool] = True
+    """Torch's ring replaces the later half of the output with ``torch.cat`` on all ranks but the last, on
+    which each part of keys meets all queries (``_partial_update``, torch 2.13)."""
     choices: ClassVar[Mapping[str, tuple[Any, ...] | None]] = MappingProxyType({
         "replicate": None,
         "tp": None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe, check_staged
+from shardscope.memory.modules.attention import fused_attention
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -101,6 +102,14 @@ def check_context(plan: Plan) -> None:
             arch.model_type,
             f"{', '.join(RING_FAMILIES)} with cp > 1: others' attention was never seen in torch's ring",
             "cp=1",
+        )
+    if fused_attention(plan) == "none":
+        refuse(
+            "Recipe.precision",
+            recipe.precision,
+            f"fp16 or fp32 with cp > 1 on {plan.cluster.gpu.name}, whose fused attention takes no bf16: "
+            "plain math has no ring",
+            "precision='fp16-mixed'",
         )
     if recipe.recompute == "offload":
         refuse(
