@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Architecture, Layout  # noqa: E402
 from shardscope.frameworks.registry import before_fork, engine_for, why_not_trained  # noqa: E402
+from shardscope.training.checkpoint_folders import CHECKPOINTS, checkpoint_path, checkpoints_of  # noqa: E402
 
 SAVED_AFTER = 2
 
@@ -86,6 +88,7 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
     if ctx.world_size == 2:
         found["kept"] = kept(ctx)
         found["other batch"] = refused_batch(ctx)
+        found["held up"] = held_up(ctx)
     return found
 
 
@@ -99,7 +102,9 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
         engine = fresh(ctx, plan)
         for step in range(SAVED_AFTER):
             engine.step(share(engine, step))
-        engine.save(f"kept/{name}")
+        wait = engine.begin_save(f"kept/{name}")
+        went_on = engine.step(share(engine, SAVED_AFTER))
+        wait()
         engine = fresh(ctx, plan, seed=7)
         engine.load(f"kept/{name}")
         engine.export(f"exported/{name}")
@@ -107,8 +112,43 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
         with torch.no_grad():
             loss = float(opened(**whole_batch(SAVED_AFTER)).loss)
         again = [engine.step(share(engine, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
-        found[name] = {"again": again, "exported": loss, "type": str(opened.dtype)}
+        found[name] = {"again": again, "went_on": went_on, "exported": loss, "type": str(opened.dtype)}
     return found
+
+
+def held_up(ctx: StandInContext) -> dict[str, Any]:
+    """A checkpoint whose writing stands still for a step, and one of which a rank cannot write its part."""
+    from shardscope.frameworks.deepspeed.staged_files import StagedFiles
+
+    plan, write, may_go_on = plan_of(2, **PLANS["zero-1"]), StagedFiles.write, threading.Event()
+
+    def fails(files: StagedFiles) -> None:
+        if ctx.rank == 1:
+            raise OSError("no space left")
+
+    engine, folder = fresh(ctx, plan), ctx.folder / CHECKPOINTS
+    engine.save(checkpoint_path(ctx.folder, 1))
+    StagedFiles.write = lambda files: (may_go_on.wait(60), write(files))
+    wait = engine.begin_save(checkpoint_path(ctx.folder, 2))
+    engine.step(share(engine, 0))
+    listed = [path.name for path in checkpoints_of(ctx.folder)]
+    engine.load(checkpoint_path(ctx.folder, 1))
+    may_go_on.set()
+    wait()
+    whole = [path.name for path in checkpoints_of(ctx.folder)]
+    StagedFiles.write = fails
+    with pytest.raises((OSError, RuntimeError)) as refusal:
+        engine.begin_save(checkpoint_path(ctx.folder, 3))()
+    StagedFiles.write = write
+    after = [path.name for path in checkpoints_of(ctx.folder)]
+    torch.distributed.barrier()
+    return {
+        "listed": listed,
+        "whole": whole,
+        "after": after,
+        "refusal": str(refusal.value),
+        "left": sorted(path.name for path in folder.iterdir()),
+    }
 
 
 def refused_batch(ctx: StandInContext) -> str:
@@ -178,10 +218,25 @@ def test_a_new_engine_goes_on_where_the_checkpoint_was(
     name: str, found: dict[str, list[dict[str, Any]]]
 ) -> None:
     straight, of_kept = found[name][0]["losses"], found["kept"][0][name]
+    # Steps taken while it was written are not in it.
+    assert of_kept["went_on"] == pytest.approx(straight[SAVED_AFTER], abs=1e-6)
     assert of_kept["again"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-6)
     assert of_kept["type"] == "torch.float32"
     exact = "bf16" not in name
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if exact else 0.03)
+
+
+def test_a_checkpoint_is_listed_once_every_rank_has_written_its_part(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in found["held up"]:
+        assert rank["listed"] == ["step-000001"]
+        assert rank["whole"] == rank["after"] == ["step-000001", "step-000002"]
+        assert rank["left"] == [".step-000003.partial", "step-000001", "step-000002"]
+    assert [rank["refusal"].partition(" of ")[0] for rank in found["held up"]] == [
+        "other ranks could not write their part",
+        "no space left",
+    ]
 
 
 def test_a_batch_of_other_tensors_is_refused(found: dict[str, list[dict[str, Any]]]) -> None:

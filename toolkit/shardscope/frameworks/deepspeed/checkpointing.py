@@ -7,6 +7,7 @@ opened. What one number of ranks at one stage wrote, only the same number at the
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.training import random_state
-from shardscope.training.aside import check_own, written_aside
+from shardscope.training.aside import begin_aside, check_own, replace, written_aside
 from shardscope.training.checkpoint_folders import POSITION_FILE
 from shardscope.validation import refuse
 
@@ -29,10 +30,69 @@ TAG = "zero"
 def save(path: Path, engine: Any, position: dict[str, Any], only_trained: bool) -> None:
     """Write ``path`` (a folder), all ranks together; ``position`` goes in as readable JSON."""
     with written_aside(path) as aside:
-        random_state.write(aside)
-        engine.save_checkpoint(str(aside), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
+        _save(aside, engine, only_trained)
         if dist.get_rank() == 0:
-            (aside / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
+            _write_position(aside, position)
+
+
+class Writing:
+    """A checkpoint whose bytes are in host memory, and which a thread of each rank writes beside steps.
+
+    All ranks together. ``group`` is a gloo group of them that nothing else uses: the threads meet in it.
+    """
+
+    def __init__(
+        self, path: Path, engine: Any, position: dict[str, Any], only_trained: bool, group: Any
+    ) -> None:
+        from shardscope.frameworks.deepspeed.staged_files import StagedFiles
+
+        self._path, self._position, self._group = path, position, group
+        self._aside = begin_aside(path)
+        self._files = StagedFiles()
+        own, engine.checkpoint_engine = engine.checkpoint_engine, self._files
+        try:
+            _save(self._aside, engine, only_trained)
+        finally:
+            engine.checkpoint_engine = own
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Come back when it is whole; raises what kept it from that."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        dist.barrier(self._group)
+
+    def _write(self) -> None:
+        try:
+            problem: BaseException | None = None
+            try:
+                self._files.write()
+            except OSError as error:
+                problem = error
+            # Nobody names what another has not written.
+            failed = torch.tensor(int(problem is not None))
+            dist.all_reduce(failed, group=self._group)
+            if problem is not None:
+                raise problem
+            if int(failed):
+                raise RuntimeError(f"other ranks could not write their part of {self._path}")
+            if dist.get_rank() == 0:
+                _write_position(self._aside, self._position)
+                replace(self._aside, self._path)
+        except BaseException as error:
+            self._error = error
+
+
+def _save(aside: Path, engine: Any, only_trained: bool) -> None:
+    random_state.write(aside)
+    engine.save_checkpoint(str(aside), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
+
+
+def _write_position(folder: Path, position: dict[str, Any]) -> None:
+    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
 
 
 def load(path: Path, engine: Any, own: dict[str, Any], only_trained: bool) -> dict[str, Any]:

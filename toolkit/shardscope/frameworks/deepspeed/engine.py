@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.deepspeed import checkpointing, found
@@ -44,6 +45,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         super().__init__(ctx)
         self.held_at_update: dict[str, int] = {}
         """Bytes of the last step: gradients when backward had ended, the others after the update."""
+        self._saving_group: Any = None
 
     def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         """DeepSpeed's engine around the model; ``self.optimizer`` is what updates inside of it."""
@@ -168,6 +170,12 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     def save(self, path: str | Path) -> None:
         checkpointing.save(self._in_run(path), self._module, self._position(), self.recipe.has_adapters)
+
+    def begin_save(self, path: str | Path) -> Callable[[], None]:
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        path, position, adapted = self._in_run(path), self._position(), self.recipe.has_adapters
+        return checkpointing.Writing(path, self._module, position, adapted, self._saving_group).wait
 
     def _position(self) -> dict[str, Any]:
         layout: Any = self.plan.layout
