@@ -12,7 +12,7 @@ from packaging.version import Version
 
 EXTRAS = {
     "accelerate": "train",
-    "bitsandbytes": "test",
+    "bitsandbytes": "qlora",
     "build": "test",
     "deepspeed": "deepspeed",
     "hatchling": "test",

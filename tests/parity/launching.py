@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.parity import work
 from tests.parity.comparing import Curve, Outcome, compare
-from tests.parity.table import Family, Row
+from tests.parity.table import Row
 
 import shardscope as ss
 from shardscope.frameworks.registry import why_not_trained
@@ -34,23 +34,28 @@ def outcomes(
     """Run ``rows`` one after another; each outcome as soon as it is known.
 
     ``here`` has this machine's GPUs; without, ranks are CPU ranks. Raises :class:`NotAloneError` if the
-    single process, which comes first for each family of models, does not finish.
+    single process, which comes first for each family of models and what is trained of it, does not finish.
     """
-    alone: dict[Family, Curve] = {}
+    alone: dict[str, Curve] = {}
     for row in rows:
         began = time.monotonic()
-        if row.family not in alone:
-            alone[row.family] = single_process(row.family, folder, here, seed, num_steps)
+        name = row.alone.name
+        if name not in alone and not missing(row):
+            alone[name] = single_process(row.alone, folder, here, seed, num_steps)
             began = time.monotonic()
-        right = alone[row.family]
+        right = alone.get(name)
         outcome = one_row(row, right, folder=folder, here=here, seed=seed, num_steps=num_steps)
         yield dataclasses.replace(outcome, seconds=time.monotonic() - began)
 
 
-def single_process(family: Family, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
+def missing(row: Row) -> list[str]:
+    """Packages that the row runs and that are not here."""
+    return [module for module in row.modules if importlib.util.find_spec(module) is None]
+
+
+def single_process(row: Row, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int) -> Curve:
     """The losses to equal, from one rank that no engine touches."""
-    row = Row(name="single process", num_ranks=1, framework="ddp", family=family, num_micro_batches=1)
-    run = ss.launch(row.plan(here), work.Alone(seed, num_steps), folder=folder, name=f"single {family}")
+    run = ss.launch(row.plan(here), work.Alone(seed, num_steps), folder=folder, name=row.name)
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
         raise NotAloneError(f"the single process is {run.status}: {run.reason}\n{run.error or ''}")
@@ -58,12 +63,12 @@ def single_process(family: Family, folder: Path, here: ss.Cluster | None, seed: 
 
 
 def one_row(
-    row: Row, alone: Curve, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
+    row: Row, alone: Curve | None, *, folder: Path, here: ss.Cluster | None, seed: int, num_steps: int
 ) -> Outcome:
     """Plan, launch, wait, compare."""
-    missing = [module for module in row.modules if importlib.util.find_spec(module) is None]
-    if missing:
-        return Outcome(row=row, verdict="not here", why=f"{', '.join(missing)} is not installed")
+    absent = missing(row)
+    if absent or alone is None:
+        return Outcome(row=row, verdict="not here", why=f"{', '.join(absent)} is not installed")
     try:
         plan = row.plan(here)
         refusal = why_not_trained(plan)

@@ -16,6 +16,7 @@ VOCABULARY = 512
 NUM_LAYERS = 4
 
 Family = Literal["llama", "mixtral", "llama of many tokens"]
+Trained = Literal["all weights", "LoRA", "QLoRA", "LoRA over int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Row:
     """The constructor of ``Layout``."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     family: Family = "llama"
+    trained: Trained = "all weights"
+    """What of the model; the rest is frozen."""
     num_micro_batches: int = 2
     """On each data-parallel rank: accumulation, or what a pipeline is filled with."""
     stopped_on_cpu: str = ""
@@ -47,7 +50,22 @@ class Row:
     @property
     def modules(self) -> tuple[str, ...]:
         """Packages beyond torch that the row runs."""
-        return {"zero": ("deepspeed",), "megatron": ("megatron",)}.get(self.framework, ())
+        packed = "QLoRA" in self.trained or "int8" in self.trained
+        own = {"zero": ("deepspeed",), "megatron": ("megatron",)}.get(self.framework, ())
+        return (*own, *(("bitsandbytes",) if packed else ()))
+
+    @property
+    def alone(self) -> Row:
+        """The single process that the row is held against; a name that rows of the same share."""
+        what = "" if self.trained == "all weights" else f", {self.trained}"
+        return Row(
+            name=f"single {self.family}{what}",
+            num_ranks=1,
+            framework="ddp",
+            family=self.family,
+            trained=self.trained,
+            num_micro_batches=1,
+        )
 
     def plan(self, here: Cluster | None = None, **recipe: Any) -> Plan:
         """The row's plan over ``num_ranks`` of the GPUs ``here``, or CPU ranks; fp32 unless told."""
@@ -58,6 +76,7 @@ class Row:
             "seq_len": SEQ_LEN,
             "global_batch_size": GLOBAL_ROWS,
             "precision": "fp32",
+            **TRAINED[self.trained],
         }
         # One row a micro-batch divides among any ranks, so the degrees can be asked before it is chosen.
         ranks = Plan(architecture, cluster, Recipe(**sizes), layout).degrees.data_parallel
@@ -92,6 +111,18 @@ def many_token_llama() -> Architecture:
     return replace(llama(), name="Llama of 16,384 tokens", vocab_size=16_384)
 
 
+_ADAPTERS: Mapping[str, Any] = {
+    "lora_rank": 32,
+    "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+TRAINED: Mapping[Trained, Mapping[str, Any]] = {
+    "all weights": {},
+    "LoRA": {"method": "lora", **_ADAPTERS},
+    "QLoRA": {"method": "qlora", **_ADAPTERS},
+    "LoRA over int8": {"method": "lora", "quantization": "int8", **_ADAPTERS},
+}
+"""Of a recipe."""
+
 FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
     "llama": llama,
     "mixtral": mixtral,
@@ -100,7 +131,7 @@ FAMILIES: Mapping[Family, Callable[[], Architecture]] = {
 
 
 def _row(name: str, num_ranks: int, framework: str, **fields: Any) -> Row:
-    names = ("family", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs", "fast")
+    names = ("family", "trained", "num_micro_batches", "stopped_on_cpu", "stopping_call", "needs", "fast")
     own = {key: fields.pop(key) for key in names if key in fields}
     return Row(name=name, num_ranks=num_ranks, framework=framework, layout=fields, **own)
 
@@ -142,6 +173,14 @@ ROWS: tuple[Row, ...] = (
     _row("megatron pp2 vpp2", 2, "megatron", pp=2, vpp=2, num_micro_batches=4, fast=True),
     _row("megatron dp2", 2, "megatron", distributed_optimizer=False),
     _row("megatron dp2 + distributed optimizer", 2, "megatron"),
+    _row("ddp(2), LoRA", 2, "ddp", trained="LoRA"),
+    _row("fsdp2(2), LoRA", 2, "fsdp2", trained="LoRA"),
+    _row("zero-2(2), LoRA", 2, "zero", stage=2, trained="LoRA"),
+    _row("zero-3(2), LoRA", 2, "zero", stage=3, trained="LoRA"),
+    _row("ddp(2), QLoRA", 2, "ddp", trained="QLoRA"),
+    _row("fsdp2(2), QLoRA", 2, "fsdp2", trained="QLoRA", fast=True),
+    _row("hsdp(2x2), QLoRA", 4, "fsdp2", shard=2, replicate=2, trained="QLoRA"),
+    _row("ddp(2), LoRA over int8", 2, "ddp", trained="LoRA over int8"),
     _row("ddp(2), Mixtral", 2, "ddp", family="mixtral"),
     _row("fsdp2(2), Mixtral", 2, "fsdp2", family="mixtral"),
     _row("zero-1 ep(2), Mixtral", 2, "zero", stage=1, ep=2, family="mixtral"),
@@ -169,5 +208,8 @@ ALONE_ON_A_GPU: tuple[Row, ...] = (
     _row("zero-3(1)", 1, "zero", stage=3),
     _row("zero-3(1) + cpu", 1, "zero", stage=3, offload_optimizer="cpu", offload_params="cpu"),
     _row("megatron(1)", 1, "megatron"),
+    _row("ddp(1), QLoRA", 1, "ddp", trained="QLoRA"),
+    _row("fsdp2(1), QLoRA", 1, "fsdp2", trained="QLoRA"),
+    _row("ddp(1), LoRA over int8", 1, "ddp", trained="LoRA over int8"),
 )
 """Each engine's own path through one GPU: real kernels, no one to talk to."""

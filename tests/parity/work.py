@@ -69,15 +69,19 @@ class Alone:
     def __call__(self, ctx: Any) -> None:
         """Train, log ``loss`` and ``grad_norm`` of every step."""
         import torch
+        from tests.parity.adapters import with_adapters
 
         from shardscope.training.optimizers import ADAM_BETAS
 
         recipe = ctx.plan.recipe
         torch.manual_seed(self.seed)
         # On the host, as every engine draws them: a GPU's generator gives other numbers.
-        model = build(ctx.plan).to(ctx.device)
+        model = build(ctx.plan)
+        if recipe.has_adapters:
+            model = with_adapters(model, recipe)
+        model = model.to(ctx.device)
         model.train()
-        weights = list(model.parameters())
+        weights = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in weights if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},

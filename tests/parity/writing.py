@@ -19,7 +19,9 @@ _HOW = f"""Every row trains the same {NUM_LAYERS}-layer Llama (or the same Mixtr
 {WARMUP_STEPS} steps of warm-up, gradients clipped to {CLIPPED_TO:g}, AdamW with decay on matrices. The single
 process is plain PyTorch, with no engine of ours and the whole batch at once. Vectors of the fresh model
 differ from one another and its matrices are wide, so that weights in the wrong place, heads in the wrong
-order and labels counted twice all show.
+order and labels counted twice all show. Rows of LoRA train adapters of rank 32 on every projection; the base
+under them is frozen, of QLoRA in NF4 with double quantisation, and the single process's is peft's and
+bitsandbytes' own.
 
 A row holds if the loss of every step on every rank is within {LOSS_TOLERANCE:g} of the single process's, the
 norm of the whole gradient within {NORM_TOLERANCE:g} of it (relative), and if the bytes of parameters,

@@ -55,15 +55,14 @@ def _ran(task: Any, ctx: StandInContext) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The single process of a family, once."""
+    """The single process of a family and of what is trained of it, once."""
     known: dict[str, Curve] = {}
 
-    def of(family: Any) -> Curve:
-        if family not in known:
-            row = Row(name="", num_ranks=1, framework="ddp", family=family, num_micro_batches=1)
-            folder = tmp_path_factory.mktemp(family)
-            known[family] = _curve(on_ranks(1, row.plan(), alone_curve, folder))
-        return known[family]
+    def of(row: Row) -> Curve:
+        if row.name not in known:
+            folder = tmp_path_factory.mktemp(row.family)
+            known[row.name] = _curve(on_ranks(1, row.plan(), alone_curve, folder))
+        return known[row.name]
 
     return of
 
@@ -75,7 +74,7 @@ def _curve(results: list[dict[str, Any]]) -> Curve:
 def outcome_of(row: Row, alone: Any, folder: Path, body: Any = curve) -> Outcome:
     results = on_ranks(row.num_ranks, row.plan(), body, folder)
     records = {rank: result["records"] for rank, result in enumerate(results)}
-    return compare(row, row.plan(), alone(row.family), _curve(results), records)
+    return compare(row, row.plan(), alone(row.alone), _curve(results), records)
 
 
 @pytest.mark.parametrize("row", FAST, ids=lambda row: row.name)

@@ -133,6 +133,37 @@ def test_adapters_ask_for_peft(monkeypatch: pytest.MonkeyPatch) -> None:
         why = why_not_trained(plan_of(layout, method="lora"))
         assert why is not None and why.endswith('Nearest fix: pip install "shardscope[train]".')
 
+    assert "peft" in extra("train")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        ({"method": "qlora"}, "Recipe.method is 'qlora'"),
+        ({"method": "lora", "quantization": "nf4"}, "Recipe.quantization is 'nf4'"),
+        ({"method": "lora", "quantization": "int8", "precision": "bf16"}, "Recipe.quantization is 'int8'"),
+    ],
+)
+def test_a_base_in_few_bits_asks_for_bitsandbytes(
+    recipe: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In words, before a rank starts, with the line that brings it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
+    )
+    plan = plan_of(**recipe)
+    why = why_not_trained(plan)
+    assert why is not None and why.startswith(field)
+    assert why.endswith('Nearest fix: pip install "shardscope[qlora]".')
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ss.launch(plan, Pretrain(), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "bitsandbytes" in extra("qlora")
+
+
+def extra(name: str) -> set[str]:
+    """The packages that an extra of this project brings."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    extra = project["project"]["optional-dependencies"]["train"]
-    assert any(requirement.startswith("peft>=") for requirement in extra)
+    found = project["project"]["optional-dependencies"][name]
+    return {requirement.partition(">=")[0] for requirement in found}

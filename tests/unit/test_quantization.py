@@ -154,8 +154,6 @@ def test_int8_takes_no_part_in_autocast() -> None:
 @pytest.mark.parametrize(
     ("change", "layout", "said"),
     [
-        ({"precision": "fp16-mixed"}, {}, r"Recipe.method is 'qlora'.*precision='bf16-mixed'"),
-        ({"precision": "fp32"}, {}, r"Recipe.method is 'qlora'.*precision='bf16-mixed'"),
         ({"precision": "bf16"}, {"tp": 2}, r"Layout.tp is 2; allowed: 1 over a base in NF4"),
         ({"precision": "bf16"}, {"offload": "cpu"}, r"Layout.offload is 'cpu'; allowed: None"),
         (
@@ -165,7 +163,7 @@ def test_int8_takes_no_part_in_autocast() -> None:
         ),
     ],
 )
-def test_fsdp2_gathers_packed_weights_in_bf16_only(
+def test_fsdp2_has_packed_weights_in_whole_shards_only(
     change: dict[str, Any], layout: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):

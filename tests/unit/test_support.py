@@ -84,7 +84,6 @@ def test_engines_refuse_what_they_do_not_train() -> None:
     for change, said in (
         ({"optimizer": "adamw_8bit"}, "Recipe.optimizer"),
         ({"attention": "eager"}, "Recipe.attention"),
-        ({"method": "qlora"}, "Recipe.method"),
     ):
         plan = ss.Plan(ss.Architecture.of_size("2m"), two, ss.Recipe(seq_len=64, **change), ss.Layout.ddp())  # type: ignore[arg-type]
         why = why_not_trained(plan)

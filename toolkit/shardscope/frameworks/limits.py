@@ -24,6 +24,15 @@ def check_adapters(recipe: Recipe) -> None:
             "'full', or 'lora' once peft, through which adapters train, is installed",
             'pip install "shardscope[train]"',
         )
+    if recipe.base_quantization and importlib.util.find_spec("bitsandbytes") is None:
+        field = "method" if recipe.method == "qlora" else "quantization"
+        refuse(
+            f"Recipe.{field}",
+            getattr(recipe, field),
+            "'full' or 'lora' over an unquantised base, until bitsandbytes, whose Linears hold a base in few "
+            "bits, is installed",
+            'pip install "shardscope[qlora]"',
+        )
 
 
 STAGED_FAMILIES = (
@@ -63,6 +72,9 @@ TRAINED = {
 """What the engines over plain PyTorch run of a recipe. What they do not is planned only, so that a run never
 is another than its plan. How unevenly experts are loaded is what a run finds out, not what it is told."""
 
+
+PACKED_TRAINED = {**TRAINED, "method": ("full", "lora", "qlora"), "quantization": (None, "nf4", "int8")}
+"""The same where the base under adapters may be bitsandbytes'."""
 
 REHEARSED: Mapping[str, tuple[object, ...]] = {
     "method": ("full", "lora", "qlora"),

@@ -115,7 +115,8 @@ def load(
         ignore_frozen_params=only_trained,
         flatten_optimizer_state_dict=_is_stage(model),
     )
-    set_model_state_dict(model, state["model"], options=options)
+    if not only_trained:
+        set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     random_state.restore(path)
     return position
@@ -126,9 +127,15 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_traine
         ignore_frozen_params=only_trained, flatten_optimizer_state_dict=_is_stage(model)
     )
     return {
-        "model": get_model_state_dict(model, options=options),
+        "model": _trained(model) if only_trained else get_model_state_dict(model, options=options),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors themselves, by name. ``get_model_state_dict`` looks up whatever a module's own state dict
+    has, and does not find the scales of bitsandbytes' Linears."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def _is_stage(model: torch.nn.Module) -> bool:

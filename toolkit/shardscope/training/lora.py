@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from shardscope.memory.lora import adapter_targets
+from shardscope.memory.words import count
 
 
 def add_adapters(
@@ -30,3 +32,13 @@ def add_adapters(
     )
     adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
     return adapted
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """What :func:`shardscope.training.quantized.check_base` found, and how many weights train."""
+    number = count(found["num_trained_parameters"], "adapter weight")
+    if "base_quantization" not in found:
+        return f"{number} over a frozen base"
+    kind = {"nf4": "NF4", "int8": "int8"}[found["base_quantization"]]
+    double = " with double quantisation" if found["base_double_quantization"] else ""
+    return f"{number} over a base in {kind}{double} ({count(found['num_quantized_linears'], 'Linear')})"

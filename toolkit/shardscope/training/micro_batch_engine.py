@@ -18,12 +18,11 @@ from torch.nn import Parameter
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.frameworks.registry import check_trained
 from shardscope.memory.head import loss_in_force
-from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained
+from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained, quantized
 from shardscope.training.compiled import compile_layers
 from shardscope.training.initial_weights import draw_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
-from shardscope.training.quantized import quantize_base
 from shardscope.training.recompute import apply_recompute
 from shardscope.training.stored_weights import build_filled
 
@@ -101,11 +100,13 @@ class MicroBatchEngine(Engine):
         if self.weights is not None:
             self.weights.close()
         self._module.train()
-        found = self.what_it_is()
+        found = {**self.what_it_is(), **self._adapters_found(trained)}
         # dist.get_backend() tells what was asked for; this is the library that sends this device's tensors.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
         compute = SHORT_NAMES.get(self.compute_dtype, _name(self.compute_dtype))
         words = self.in_words(found, f"({backend}, {self.ctx.device.type})")
+        if self.recipe.has_adapters:
+            words = f"{words}, {lora.in_words(found)}"
         record = {
             "sentence": f"{words}, {compute} compute",
             "framework": self.framework,
@@ -116,9 +117,8 @@ class MicroBatchEngine(Engine):
             "recompute": self.recipe.recompute,
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
-            "num_trained_parameters": sum(parameter.numel() for parameter in trained),
             "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
-            "parameter_bytes": accounting.module_bytes(self.model),
+            "parameter_bytes": accounting.module_bytes(self.model) + found.get("base_scale_bytes", 0),
             **found,
         }
         self.ctx.record("engine", record)
@@ -194,18 +194,28 @@ class MicroBatchEngine(Engine):
         """The task's model, or this rank's part of it, with the weights that it begins from."""
         return build_model() if self.weights is None else build_filled(build_model, self.weights)
 
+    def _adapters_found(self, trained: list[Parameter]) -> dict[str, Any]:
+        """What trains, and what a frozen base really is; ``RuntimeError`` if it is not the recipe's."""
+        base = quantized.check_base(self.model, self.recipe, sharded=self.shards_parameters)
+        number = sum(parameter.numel() for parameter in trained)
+        return {"num_trained_parameters": number, **base}
+
     def _adapted(self, model: torch.nn.Module) -> torch.nn.Module:
         """Adapters over ``model``, which is frozen in the type of products: it has no fp32 original."""
         recipe, is_mixed = self.recipe, self.recipe.precision in MIXED_TYPES
         kind = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
-        # Tables of angles stay in fp32 where a mixed recipe's base does not, as from_pretrained leaves them.
-        model = (
-            model._apply(lambda t: t.to(kind) if isinstance(t, Parameter) else t)
-            if is_mixed
-            else model.to(kind)
-        )
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            # Tables of angles stay in fp32 where a mixed recipe's base does not, as from_pretrained leaves
+            # them; of what a task quantised itself the bytes are no numbers.
+            as_it_is = is_mixed and not isinstance(tensor, Parameter)
+            if as_it_is or quantized.is_packed(tensor) or not tensor.is_floating_point():
+                return tensor
+            return tensor.to(kind)
+
+        model._apply(cast)
         if recipe.base_quantization:
-            quantize_base(model, recipe, sharded=self.shards_parameters, compute=kind)
+            quantized.quantize_base(model, recipe, sharded=self.shards_parameters, compute=kind)
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
         if recipe.precision == "bf16" and not recipe.base_quantization:
             # Over a base on meta peft makes adapters in fp32.

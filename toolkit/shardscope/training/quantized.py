@@ -7,26 +7,33 @@ norms, the head, routers and fused experts stay. int8 has no threshold for outli
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from shardscope.training.accounting import tensor_bytes
+from shardscope.training.gradients import local
 from shardscope.training.recompute import decoder_layers
 
 
 def quantize_base(model: torch.nn.Module, recipe: Any, *, sharded: bool, compute: torch.dtype) -> None:
-    """Replace the Linears of ``model``'s layers, in place.
+    """Replace the Linears of ``model``'s layers, in place; what a task has quantised itself stays.
 
-    ``sharded``: packed weights are stored as bf16, which ``fully_shard`` cuts like any others (accelerate
-    1.15, ``utils/fsdp_utils.py``). ``compute`` is the type that products run in.
+    ``compute`` is the type that products run in. ``sharded``: packed weights are stored as that type, which
+    ``fully_shard`` cuts like any others, and gathers without a cast (accelerate 1.15,
+    ``utils/fsdp_utils.py``).
     """
+    bnb: Any = import_module("bitsandbytes")
     from transformers.pytorch_utils import Conv1D
 
     kind = recipe.base_quantization
     for layer in decoder_layers(model):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
+                if isinstance(child, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                    continue
                 if isinstance(child, torch.nn.Linear | Conv1D):
                     plain = _as_linear(child)
                     made = _in_int8(plain) if kind == "int8" else _in_nf4(plain, recipe, sharded, compute)
@@ -49,7 +56,7 @@ def _as_linear(module: Any) -> Any:
 def _in_nf4(plain: Any, recipe: Any, sharded: bool, compute: torch.dtype) -> torch.nn.Module:
     bnb: Any = import_module("bitsandbytes")
 
-    storage = torch.bfloat16 if sharded else torch.uint8
+    storage = compute if sharded else torch.uint8
     double = recipe.method == "qlora"
     packed = bnb.nn.Linear4bit(
         plain.in_features,
@@ -84,6 +91,85 @@ def _in_int8(plain: Any) -> torch.nn.Module:
     packed.bias = plain.bias
     found: torch.nn.Module = packed.to(plain.weight.device)
     return found
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a weight in few bits, of which a cast would make other numbers."""
+    return any(getattr(tensor, name, None) is not None for name in ("quant_state", "SCB"))
+
+
+def check_base(model: torch.nn.Module, recipe: Any, *, sharded: bool) -> dict[str, Any]:
+    """What a base in few bits really is, read off its modules; ``RuntimeError`` if it is not the recipe's.
+
+    Nothing where none is, and none is planned. A task's own ``build_model`` may quantise, as
+    ``from_pretrained`` with a ``BitsAndBytesConfig`` does: then in the recipe's way.
+    """
+    linears = _quantized_linears(model)
+    planned = recipe.base_quantization
+    if not linears:
+        if planned:
+            raise RuntimeError(f"the plan's base is in {planned}, and no Linear of the model is quantised")
+        return {}
+    (kind, double, storage), *others = sorted({_kind(linear) for linear in linears.values()})
+    if others:
+        raise RuntimeError(f"the base is quantised in {1 + len(others)} ways: {kind}, {others[0][0]}")
+    wanted = (planned, recipe.method == "qlora")
+    if (kind, double) != wanted:
+        raise RuntimeError(
+            f"the plan's base is {_in_words(*wanted)}, and build_model gives one {_in_words(kind, double)}"
+        )
+    whole = _unquantized_linears(model)
+    if whole:
+        raise RuntimeError(
+            f"the plan's base is in {planned}, and {len(whole)} Linears of its layers are not: "
+            f"{', '.join(whole[:3])}"
+        )
+    frozen = (p.dtype for p in model.parameters() if not p.requires_grad and p.ndim == 1)
+    other = next(frozen, None)
+    if sharded and other is not None and storage != str(other):
+        raise RuntimeError(
+            f"the packed weights are stored as {storage}, which a gather in {other} would cast: build them "
+            f"with bnb_4bit_quant_storage={other}"
+        )
+    return {
+        "base_quantization": kind,
+        "base_double_quantization": double,
+        "base_stored_as": storage.removeprefix("torch."),
+        "base_scale_bytes": tensor_bytes(scales(model)),
+        "num_quantized_linears": len(linears),
+    }
+
+
+def _in_words(kind: str | None, double: bool) -> str:
+    return f"in {kind}{' with double quantisation' if double else ''}" if kind else "not quantised"
+
+
+def _quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
+    # Nobody has made one without importing it.
+    bnb: Any = sys.modules.get("bitsandbytes")
+    if bnb is None:
+        return {}
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    # peft's own layers over them are named after them, and are none.
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _unquantized_linears(model: torch.nn.Module) -> list[str]:
+    quantised = set(_quantized_linears(model).values())
+    return [
+        name
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if isinstance(module, torch.nn.Linear) and module not in quantised and "lora_" not in name
+    ]
+
+
+def _kind(linear: Any) -> tuple[str, bool, str]:
+    """(type, whether scales are quantised too, type of storage)."""
+    state = getattr(linear, "quant_state", None)
+    if state is None:
+        return "int8", False, str(local(linear.weight).dtype)
+    return str(state.quant_type), bool(state.nested), str(local(linear.weight).dtype)
 
 
 def scales(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, HeldTensors
-from shardscope.training import accounting, checkpoint, gradients, pretrained
+from shardscope.training import accounting, checkpoint, gradients, pretrained, quantized
 from shardscope.training.micro_batch_engine import MicroBatchEngine
 
 
@@ -49,7 +49,7 @@ class TorchEngine(MicroBatchEngine):
 
     def held_tensors(self) -> HeldTensors:
         return HeldTensors(
-            parameters=self._parameters,
+            parameters=[*self._parameters, *self._scales],
             gradients=[p.grad for p in self._parameters if p.grad is not None],
             optimizer=accounting.optimizer_tensors(self.optimizer),
             gathered=self.gathered_tensors(),
@@ -88,6 +88,7 @@ class TorchEngine(MicroBatchEngine):
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
         self._parameters = list(self.model.parameters())
+        self._scales = quantized.scales(self.model)
         self.optimizer = self.optimizer_over(trained, self.model, build_optimizer)
         if self.recipe.precision == "fp16-mixed":
             # 2^16, torch's default, overflows the first steps of every model; the scaler finds its own scale.
@@ -134,7 +135,7 @@ class TorchEngine(MicroBatchEngine):
 
     def _accounted(self) -> dict[str, int]:
         return {
-            "parameters": accounting.module_bytes(self.model),
+            "parameters": accounting.tensor_bytes([*self.model.parameters(), *self._scales]),
             "gradients": self.gradient_bytes(),
             "optimizer": accounting.optimizer_bytes(self.optimizer),
         }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe
+from shardscope.frameworks.limits import PACKED_TRAINED, check_compiler, check_recipe
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
-DDP_TRAINED = {**TRAINED, "kernels": (None, "transformers", "compiled")}
+DDP_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
 """What the engine trains of a recipe."""
 
 

@@ -158,7 +158,7 @@ def _group(plan: Plan, moe: bool, ranks: Any) -> Group:
     own = weights.dense_padded + weights.experts_padded
     whole = weights.dense + weights.experts
     if recipe.base_quantization is not None:
-        own = own - looked_up(partial(numbers_saved, arch, moe), ranks)
+        own = own - looked_up(partial(numbers_saved, arch, moe, width.compute), ranks)
     adapters: Any = 0
     if recipe.has_adapters:
         adapters = looked_up(partial(layer_adapters, arch, recipe, moe), ranks)[1]

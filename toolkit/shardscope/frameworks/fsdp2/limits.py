@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.limits import TRAINED, check_compiler, check_recipe, check_staged
+from shardscope.frameworks.limits import (
+    PACKED_TRAINED,
+    TRAINED,
+    check_compiler,
+    check_recipe,
+    check_staged,
+)
 from shardscope.memory.modules.attention import fused_attention
 from shardscope.validation import refuse
 
@@ -28,7 +34,7 @@ RING_FAMILIES = (
 )
 """Families whose attention is transformers' SDPA, at positions that they are told: so they can be split."""
 
-WHOLE_TRAINED = {**TRAINED, "kernels": (None, "transformers", "compiled")}
+WHOLE_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
 """What is trained of a recipe without stages and tensor-parallel parts."""
 
 PART_TRAINED = {**TRAINED, "loss": (None, "full")}

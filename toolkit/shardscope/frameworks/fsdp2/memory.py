@@ -70,9 +70,10 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     def parameter_words() -> str:
         if recipe.base_quantization is not None:
             return (
-                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4 and stored as bf16 / "
-                f"{ranks} ranks, of which {gib(scales)} GiB scales, whole on each + {stage.adapters:,} of "
-                f"adapters × {width.original} bytes / {ranks} (Dettmers et al. 2023, bitsandbytes)"
+                f"{gib(base)} GiB of {stage.base:,} frozen weights, Linears in NF4, stored as numbers of "
+                f"{each} bytes / {ranks} ranks, of which {gib(scales)} GiB scales, whole on each + "
+                f"{stage.adapters:,} of adapters × {width.original} bytes / {ranks} (Dettmers et al. 2023, "
+                "bitsandbytes)"
             )
         if recipe.has_adapters:
             return (

@@ -1,8 +1,9 @@
-"""A base in NF4 under ``fully_shard``: bitsandbytes' packed weights, stored as bf16, are cut like any tensor.
+"""A base in NF4 under ``fully_shard``: bitsandbytes' packed weights are cut like any tensor.
 
-``bnb_4bit_quant_storage=torch.bfloat16`` is what accelerate asks for before it shards such weights (1.15,
-``utils/fsdp_utils.py``). Four weights are one stored number, in a column of one; a group that gathers in bf16
-takes them as they are, beside adapters in fp32 that it casts (``FSDPParam.init_dtype_attrs``). Their scales
+They are stored as the type that a group gathers in (``bnb_4bit_quant_storage``, as accelerate asks for before
+it shards such weights: 1.15, ``utils/fsdp_utils.py``), and so are taken as they are, beside adapters in fp32
+that it casts (``FSDPParam.init_dtype_attrs``). Four weights are one stored number of two bytes, eight one of
+four, in a column of one. Their scales
 are no parameters: every rank keeps them whole. ``fully_shard`` makes a plain parameter of a quantised
 Linear's, of which bitsandbytes makes a ``Params4bit`` again (``fix_4bit_weight_quant_state_from_module`` in
 ``nn/modules.py``); for int8 it does not. Counted on two CPU ranks in ``tests/runs/test_fsdp2_nf4.py``.
@@ -10,11 +11,12 @@ Linear's, of which bitsandbytes makes a ``Params4bit`` again (``fix_4bit_weight_
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.memory.arithmetic import ceil_div, looked_up
 from shardscope.memory.lora import first_layer
+from shardscope.memory.precision import widths
 from shardscope.memory.quantization import check_kernels, nf4_bytes
 from shardscope.memory.stages import layers_by_kind, rank_shapes
 from shardscope.validation import refuse
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
     from shardscope.recipe import Recipe
-
-_WEIGHTS_IN_ONE = 4
-"""Weights of half a byte in one stored number of two."""
 
 
 @lru_cache(maxsize=1024)
@@ -41,10 +40,13 @@ def _linears(arch: Architecture, moe: bool) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=4096)
-def numbers_saved(arch: Architecture, moe: bool, ranks: int) -> int:
-    """Stored numbers by which one rank's shard of one layer is smaller than unquantised, padding included."""
+def numbers_saved(arch: Architecture, moe: bool, width: int, ranks: int) -> int:
+    """Stored numbers by which one rank's shard of one layer is smaller than unquantised, padding included.
+
+    ``width`` is the bytes of a stored number, which holds two weights in each.
+    """
     return sum(
-        ceil_div(rows, ranks) * columns - ceil_div((rows * columns + 1) // _WEIGHTS_IN_ONE, ranks)
+        ceil_div(rows, ranks) * columns - ceil_div((rows * columns + 1) // (2 * width), ranks)
         for rows, columns in _linears(arch, moe)
     )
 
@@ -53,10 +55,11 @@ def stage_numbers_saved(plan: Plan, stage: Stage, ranks: Any) -> Any:
     """The same of all layers of a stage; 0 where nothing is quantised."""
     if plan.recipe.base_quantization is None:
         return 0
-    arch = plan.architecture
+    arch, width = plan.architecture, widths[plan.recipe.precision].compute
     saved: Any = 0
     for moe, layers in layers_by_kind(arch, stage):
-        saved = saved + layers * looked_up(lambda ranks, moe=moe: numbers_saved(arch, moe, ranks), ranks)
+        each = looked_up(partial(numbers_saved, arch, moe, width), ranks)
+        saved = saved + layers * each
     return saved
 
 
@@ -81,15 +84,6 @@ def check_quantized(recipe: Recipe, layout: Any) -> None:
     if recipe.base_quantization is None:
         return
     check_kernels(recipe)
-    if recipe.precision not in ("bf16", "bf16-mixed"):
-        field = "method" if recipe.method == "qlora" else "quantization"
-        refuse(
-            f"Recipe.{field}",
-            getattr(recipe, field),
-            f"another in {recipe.precision}: with FSDP2 a base in NF4 is stored as bf16, which a gather in "
-            "another type would cast; 'bf16-mixed' or 'bf16'",
-            "precision='bf16-mixed'",
-        )
     for field, plain in (("tp", 1), ("offload", None)):
         value = getattr(layout, field)
         if value != plain:
