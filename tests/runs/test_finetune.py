@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import few, needs, skip_without
+from tests.needs import few, needs, skip_without, thorough
 
 torch = needs("torch")
 needs("transformers")
@@ -168,7 +168,40 @@ def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux; run it on Linux")
+def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
+    """The same of ZeRO-3 while it is read and cut; DeepSpeed makes optimizer state behind that."""
+    from shardscope.frameworks.deepspeed import engine
+
+    begun(ctx, small, plan_of(small, Layout.zero(stage=3)))
+    cut, found = engine.cut_as_read, [0]
+
+    def watched(*args: Any, **options: Any) -> None:
+        with most_anonymous() as most:
+            cut(*args, **options)
+        found[0] = most[0]
+
+    engine.cut_as_read = watched
+    plan = plan_of(wide, Layout.zero(stage=3))
+    begun(ctx, wide, plan)
+    return found[0] / (4 * plan.architecture.num_parameters)
+
+
+asks_linux = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads /proc/self/status: run it on Linux"
+)
+
+
+@thorough()
+@asks_linux
+def test_no_rank_of_stage_3_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
+    skip_without("deepspeed")
+    wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
+    plan, body = plan_of(wide, Layout.zero(stage=3)), partial(most_held_by_stage_3, wide=wide)
+    for held in on_ranks(2, plan, partial(body, small=models["llama"]), tmp_path / "ranks"):
+        assert 0.4 < held < 0.85, "its half, and the largest matrix whole"
+
+
+@asks_linux
 def test_no_rank_of_fsdp2_holds_the_whole_model(models: dict[str, Path], tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", WIDE, torch.bfloat16, max_shard_size="16MB")
     plan = plan_of(wide, Layout.fsdp2())

@@ -28,14 +28,15 @@ def cut_as_read(
     it is asked for.
     """
     weights = WithAdapters(stored, model, seed)
+    # One for all: memory that is freed between parts which stay would not be given back, nor be used again.
+    longest = torch.empty(max(parameter.numel() for parameter in model.parameters()), dtype=kind)
 
     def read(recurse: bool = True) -> Iterator[Parameter]:
         for name, parameter in model.named_parameters(recurse=recurse):
-            whole = torch.empty(parameter.shape, dtype=kind)
+            whole = longest[: parameter.numel()].view(parameter.shape)
             weights.write(name, parameter.shape, all_of(parameter.shape), whole)
             # The same object, for the optimizer has it already and a tied weight is in two modules.
             torch.utils.swap_tensors(parameter, Parameter(whole, requires_grad=parameter.requires_grad))
-            del whole
             yield parameter
 
     model.parameters = read
