@@ -17,6 +17,7 @@ import pytest
 from ipywidgets import ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from plotly.graph_objects import FigureWidget
+from test_run_view import until
 from tests.needs import skip_without
 from traitlets import TraitError
 
@@ -529,6 +530,32 @@ def test_what_the_framework_has_no_input_for_is_kept_and_said_while_it_runs(stud
     studio.layout_picker._controls["fsdp2"]["pp"].value = 1
     assert studio.plan.degrees.pp == studio.plan.layout.vpp == 1
     assert "Also" not in studio.layout_picker.hint.value and not errors(studio)
+
+
+def test_the_plans_files_are_a_click_away(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody looks no file appears: they are in a folder of their own beside the notebook."""
+    monkeypatch.chdir(tmp_path)
+    panel = studio.export_panel
+
+    def press() -> str:
+        panel.button.click()
+        assert until(lambda: not panel.is_busy, seconds=60)
+        return words(panel.words.value)
+
+    said = press()
+    (folder,) = (tmp_path / "exports").iterdir()
+    assert said == f"{len(list(folder.iterdir()))} files in exports/{folder.name}, FILES.md first"
+    assert ss.Plan.from_json((folder / "plan.json").read_text()) == studio.plan
+    assert "fsdp2" in folder.name and "h100" in folder.name
+
+    (folder / "plan.json").write_text("somebody's own")
+    assert "plan.json" in press(), "what an export did not leave so is not written over"
+    assert (folder / "plan.json").read_text() == "somebody's own"
+
+    studio.architecture.name.value = "nonsense"
+    assert press() == "Mend the input marked in red first."
 
 
 def test_the_path_is_a_click_away(studio: Studio) -> None:

@@ -22,6 +22,7 @@ from shardscope.planner.room import fits
 from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope_widgets import shared
 from shardscope_widgets.checks_view import ChecksView, summary
+from shardscope_widgets.export_panel import ExportPanel
 from shardscope_widgets.later import Later
 from shardscope_widgets.launch_panel import LaunchPanel
 from shardscope_widgets.memory_view import MemoryView
@@ -68,6 +69,7 @@ class Studio(View):
         self.memory = MemoryView()
         self.run_view = RunView(on_end=self._run_ended)
         self.launch_panel = LaunchPanel(self.cluster.machine)
+        self.export_panel = ExportPanel()
         self.headline = shared.html()
         self.rates = shared.html()
         self.repairs = RepairsPanel(on_apply=self.apply)
@@ -97,7 +99,8 @@ class Studio(View):
         """The plan whose repairs are offered."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Steps of runs, until there is a view to show them."""
-        side = widgets.VBox([*self._pickers, self.launch_panel], layout=shared.layout())
+        below = (self.launch_panel, self.export_panel, self.export_panel.words)
+        side = widgets.VBox([*self._pickers, *below], layout=shared.layout())
         side.add_class("ss-side")
         main = widgets.VBox([self.tabs, *self._pages.values()], layout=shared.layout())
         main.add_class("ss-main")
@@ -197,6 +200,7 @@ class Studio(View):
         wrong = any(picker.is_wrong for picker in self._pickers)
         (self.add_class if wrong else self.remove_class)("ss-stale")
         self.launch_panel.blocked = "Mend the input marked in red first." if wrong else ""
+        self.export_panel.is_blocked = wrong
 
     @traitlets.observe("plan")
     def _draw(self, change: object) -> None:
@@ -210,6 +214,7 @@ class Studio(View):
         self._draw_shown()
         self._show_rates()
         self.launch_panel.offer(plan, report)
+        self.export_panel.offer(plan)
         self._pause.ask()
 
     def _show_rates(self) -> None:
