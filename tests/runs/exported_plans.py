@@ -38,6 +38,13 @@ TWO: dict[str, dict[str, Any]] = {
         "precision": "bf16",
     },
     "ddp lora": {"method": "lora", "lora_rank": 4},
+    "fsdp2 cp": {"layout": {"cp": 2}, "num_micro_batches": 2},
+    "fsdp2 cp tied bf16": {
+        "layout": {"cp": 2},
+        "architecture": llama(tied=True),
+        "precision": "bf16-mixed",
+        "recompute": "full",
+    },
     "fsdp2 lora": {"method": "lora", "lora_rank": 4},
     DRAWN: {"layout": {"pp": 2}, "architecture": llama(layers=3, tied=True)},
     "fsdp2 vpp bf16": {
@@ -65,6 +72,7 @@ TWO |= {
 }
 FOUR: dict[str, dict[str, Any]] = {
     "fsdp2 pp over hsdp": {"layout": {"pp": 2, "replicate": 2, "shard": 1}},
+    "fsdp2 cp over hsdp": {"layout": {"cp": 2, "replicate": 2, "shard": 1}},
     "fsdp2 vpp, tp": {
         "layout": {"pp": 2, "vpp": 2, "tp": 2},
         "architecture": llama(layers=4, tied=True),
@@ -85,6 +93,7 @@ FOUR: dict[str, dict[str, Any]] = {
 """On four."""
 MORE = {
     *("ddp bf16", "ddp selective", "ddp lora", "fsdp2 hsdp", "fsdp2 vpp bf16", "zero-1 pp bf16", "zero-0 ep"),
+    *("fsdp2 cp tied bf16", "fsdp2 cp over hsdp"),
     *FOUR,
 }
 """Others of their kind run in every test."""

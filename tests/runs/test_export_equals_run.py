@@ -192,7 +192,7 @@ def test_the_exported_script_makes_what_the_plan_says(
         assert made["wrapper"] == "DistributedDataParallel"
         assert made["held"] == whole + adapters
     elif plan.layout.framework == "fsdp2":
-        cut = degrees.shard * degrees.tp
+        cut = degrees.shard * degrees.cp * degrees.tp
         assert (whole + adapters) // cut <= made["held"] <= (whole + adapters) // cut + 1000
     if plan.layout.framework == "fsdp2":
         assert made["kinds"] == ["DTensor"]

@@ -116,7 +116,7 @@ def plain_script(
         "CONFIG": pprint.pformat(config, width=WIDTH, sort_dicts=False),
         "ATTENTION": repr(ATTENTION[recipe.attention]),
         "WORLD_SIZE": repr(plan.world_size),
-        "TOGETHER": repr(plan.degrees.tp),
+        "TOGETHER": repr(plan.degrees.tp * plan.degrees.cp),
         "DATA_RANKS": repr(plan.degrees.data_parallel),
         "SEQ_LEN": repr(recipe.seq_len),
         "MICRO_BATCH_SIZE": repr(recipe.micro_batch_size),

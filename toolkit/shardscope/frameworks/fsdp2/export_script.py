@@ -1,4 +1,4 @@
-"""FSDP2's plain script: shards, copies and tensor-parallel parts, over PyTorch alone."""
+"""FSDP2's plain script: shards, copies, parts of matrices and of sequences, over PyTorch alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from shardscope.export.files import Absent, Exported
 from shardscope.export.script import SCRIPT_FILE, plain_script, whole_model
 from shardscope.export.stages import stage_constants
+from shardscope.frameworks.fsdp2 import export_context
 from shardscope.frameworks.fsdp2.export_stages import staged_imports, training
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_parallel, check_pipeline
+from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_context, check_parallel, check_pipeline
 from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
 
 if TYPE_CHECKING:
@@ -236,11 +237,10 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
     """The script, or why there is none; ``reshard`` is ``fully_shard``'s ``reshard_after_forward``."""
     layout: Any = plan.layout
     degrees = plan.degrees
-    if degrees.cp > 1:
-        why = f"a plain script has no context parallelism, and the plan has cp={degrees.cp}."
-        return Absent(name=SCRIPT_FILE, why=why)
-    is_cut, is_staged = degrees.tp > 1, degrees.pp > 1
+    is_cut, is_staged, is_split = degrees.tp > 1, degrees.pp > 1, degrees.cp > 1
     try:
+        if is_split:
+            check_context(plan)
         if is_cut:
             check_parallel(plan)
         if is_staged:
@@ -254,14 +254,19 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
         model = whole_model("own_layers")
     else:
         cut = '        cut(model, mesh["tp"])\n' if is_cut else ""
-        part += TRAINING.replace("@@CUT@@", cut).replace("@@LOSS@@", CUT_LOSS if is_cut else PLAIN_LOSS)
+        loss = CUT_LOSS if is_cut else PLAIN_LOSS
+        if is_split:
+            cut, loss = export_context.SET_UP, export_context.LOSS
+            part += export_context.ring_of(plan)
+            imports = imports.rstrip("\n") + export_context.context_imports(plan)
+        part += TRAINING.replace("@@CUT@@", cut).replace("@@LOSS@@", loss)
     part += FILL
     if is_cut:
         part, imports = part + CUT, imports.rstrip("\n") + CUT_IMPORTS
     for place, text in (OF_STAGE if is_staged else OF_WHOLE).items():
         part = part.replace(place, text)
     for name, value in {
-        "MESH": (degrees.replicate, degrees.shard, degrees.tp),
+        "MESH": (degrees.replicate, degrees.shard * degrees.cp, degrees.tp),
         "RESHARD": reshard,
         "OFFLOAD": layout.offload == "cpu",
         "IS_SMALL": 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES,
