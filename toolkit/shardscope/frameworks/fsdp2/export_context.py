@@ -1,4 +1,4 @@
-"""What FSDP2's plain script has of context parallelism: torch's own, and for CPU ranks their kernel's ring."""
+"""What FSDP2's plain script has of context parallelism: torch's own, and a ring for CPU ranks' kernel."""
 
 from __future__ import annotations
 
