@@ -23,6 +23,8 @@ from traitlets import TraitError
 
 import shardscope as ss
 from shardscope.memory.report import COMPONENTS
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import append_line
 from shardscope_widgets import MemoryView, Studio, TraceView
 from shardscope_widgets.checks_view import summary
 from shardscope_widgets.launch_panel import offer_for
@@ -487,10 +489,16 @@ def test_another_clusters_plan_goes_through_the_inputs_as_well(studio: Studio) -
     assert studio.plan == other and studio.cluster.nodes.value == "2"
 
 
-def test_a_runs_steps_stand_in_the_time_tab(studio: Studio) -> None:
-    metrics = [{"rank": 0, "step": step, "step_seconds": 0.5} for step in range(20)]
+def test_a_runs_steps_stand_in_the_time_tab(studio: Studio, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for step in range(20):
+        append_line(folder.events(0), {"rank": 0, "step": step, "step_seconds": 0.5})
     run = SimpleNamespace(
-        plan=studio.plan, metrics=lambda: metrics, memory=lambda: SimpleNamespace(tensor_bytes=0)
+        plan=studio.plan,
+        folder=folder.path,
+        world_size=1,
+        memory=lambda: SimpleNamespace(tensor_bytes=0),
     )
     studio._keep_measured(run)
     studio.tabs.value = "Time"

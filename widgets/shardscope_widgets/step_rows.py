@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import shardscope as ss
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.measured_step import latest_lines
 from shardscope.timing.calibration_runs import median_step, residual
 from shardscope.timing.report import StepReport
 from shardscope_widgets.number_words import Scale
@@ -20,8 +22,8 @@ class RunSteps(NamedTuple):
 
     @classmethod
     def of(cls, run: ss.Run) -> RunSteps | None:
-        """What ``run`` logged; None where that is too little."""
-        found = median_step(run.metrics())
+        """Of what ``run`` logged last; None where that is too little."""
+        found = median_step(latest_lines(RunFolder(run.folder), run.world_size))
         return None if found is None else cls(*found)
 
 

@@ -42,8 +42,7 @@ def keep_step(folder: RunFolder, description: Mapping[str, Any]) -> bool:
 
     Raises ``OSError`` where it cannot be written, and ``ValueError`` for damaged records.
     """
-    ranks = min(MAX_RANKS, int(description["world_size"]))
-    found = median_step(line for rank in range(ranks) for line in _events(folder, rank))
+    found = median_step(latest_lines(folder, int(description["world_size"])))
     if found is None:
         return False
     num_steps, seconds = found
@@ -72,11 +71,13 @@ def _load(description: Mapping[str, Any]) -> float:
     return round(max(0.0, os.getloadavg()[0] - own) / (os.cpu_count() or 1), 2)
 
 
-def _events(folder: RunFolder, rank: int) -> Iterator[dict[str, Any]]:
-    for line in read_tail_text(folder.events(rank), TAIL_BYTES).splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # The first line of a tail is rarely whole.
-            continue
-        if isinstance(record, dict):
-            yield record
+def latest_lines(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
+    """What the first ranks logged last, rank by rank: enough for a median, however long the run was."""
+    for rank in range(min(MAX_RANKS, world_size)):
+        for line in read_tail_text(folder.events(rank), TAIL_BYTES).splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # The first line of a tail is rarely whole.
+                continue
+            if isinstance(record, dict):
+                yield record

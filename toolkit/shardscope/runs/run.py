@@ -13,6 +13,7 @@ from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
 from shardscope.runs.log_search import ANSI
+from shardscope.runs.logged_memory import LoggedMemory
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
     LineTail,
@@ -58,6 +59,7 @@ class Run:
         self._world_size: int = self._description["world_size"]
         self._events = [LineTail(folder.events(rank)) for rank in range(self._world_size)]
         self._metrics: list[dict[str, Any]] = []
+        self._memory = LoggedMemory(folder, self._world_size)
         self._heartbeat = (0.0, time.monotonic())
 
     @classmethod
@@ -229,16 +231,8 @@ class Run:
         return measured_memory(plan, self.what_it_was(), self._logged_memory(), snapshots)
 
     def _logged_memory(self) -> list[dict[str, Any]]:
-        latest: dict[int, dict[str, Any]] = {}
-        for record in self.metrics():
-            now, peak = record.get("memory_bytes"), record.get("peak_memory_bytes")
-            if not isinstance(now, int) and not isinstance(peak, int):
-                continue
-            known = latest.setdefault(record["rank"], {"rank": record["rank"], "memory_bytes": None})
-            now = now if isinstance(now, int) else known["memory_bytes"]
-            peak = max(known.get("peak_memory_bytes", 0), peak if isinstance(peak, int) else now)
-            known.update(step=record["step"], time=record["time"], memory_bytes=now, peak_memory_bytes=peak)
-        return [latest[rank] for rank in sorted(latest)]
+        with self._lock:
+            return self._memory.read()
 
     def what_it_was(self) -> dict[int, dict[str, Any]]:
         """What the engine of each rank really made, by rank; empty until engines have recorded it."""

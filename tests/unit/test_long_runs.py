@@ -1,0 +1,114 @@
+"""What the end of a run of many thousand lines takes: none of its readers keeps or parses them all."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.runs import logged_memory
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.logged_memory import LoggedMemory
+from shardscope.runs.records import append_line, encode, write_json
+from shardscope.runs.run import Run
+
+NUM_LINES = 60_000
+
+
+def write(folder: RunFolder, rank: int, records: list[dict[str, Any]]) -> None:
+    with folder.events(rank).open("ab") as file:
+        file.writelines(encode(record) for record in records)
+
+
+def line(step: int, rank: int, **metrics: Any) -> dict[str, Any]:
+    return {"step": step, "rank": rank, "time": float(step), **metrics}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    made.events(0).parent.mkdir(exist_ok=True)
+    return made
+
+
+def test_the_latest_and_the_highest_of_each_rank(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logged_memory, "PIECE_BYTES", 100)
+    told = LoggedMemory(folder, 4)
+    assert told.read() == []
+    write(folder, 0, [line(0, 0, loss=1.0), line(1, 0, memory_bytes=7, peak_memory_bytes=30)])
+    write(folder, 0, [line(2, 0, memory_bytes=9, peak_memory_bytes=20), line(3, 0, loss=2.0)])
+    write(folder, 1, [line(4, 1, peak_memory_bytes=5)])
+    write(folder, 3, [line(5, 3, words='say "memory_bytes": 8, "peak_memory_bytes": 9}', memory_bytes=1.5)])
+    assert told.read() == [
+        {"rank": 0, "memory_bytes": 9, "step": 2, "time": 2.0, "peak_memory_bytes": 30},
+        {"rank": 1, "memory_bytes": None, "step": 4, "time": 4.0, "peak_memory_bytes": 5},
+    ]
+    with folder.events(0).open("ab") as file:
+        half = encode(line(6, 0, memory_bytes=50))
+        file.write(half[:-9])
+    assert told.read()[0]["peak_memory_bytes"] == 30
+    with folder.events(0).open("ab") as file:
+        file.write(half[-9:])
+    assert told.read()[0] == {
+        "rank": 0, "memory_bytes": 50, "step": 6, "time": 6.0, "peak_memory_bytes": 50
+    }  # fmt: skip
+    folder.events(0).write_bytes(encode(line(0, 0, memory_bytes=3)))
+    assert told.read()[0]["peak_memory_bytes"] == 3
+
+
+@pytest.fixture
+def long_run(folder: RunFolder) -> Run:
+    write(
+        folder,
+        0,
+        [
+            line(step, 0, loss=1.0, step_seconds=0.25, memory_bytes=1000, peak_memory_bytes=2000 + step % 7)
+            for step in range(NUM_LINES)
+        ],
+    )
+    plan = ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse("1xcpu"), ss.Recipe(seq_len=64), ss.Layout.ddp()
+    )
+    write_json(folder.run_json, {"world_size": 1, "created": 1.0, "plan": json.loads(plan.to_json())})
+    append_line(folder.status, {"time": 1.0, "status": "finished", "reason": "done"})
+    phases = {"forward": {"parameters": 2**20, "activations": 2**24}}
+    write_json(folder.what_it_was(0), {"memory": {"device": "cpu", "step": 2, "phases": phases}})
+    return Run.attach(folder.path)
+
+
+def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+
+    def loads(text: str) -> Any:
+        parsed.append(text)
+        return json.JSONDecoder().decode(text)
+
+    monkeypatch.setattr(logged_memory.json, "loads", loads)
+    tracemalloc.start()
+    (memory,) = long_run._logged_memory()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert memory["peak_memory_bytes"] == 2006 and memory["step"] == NUM_LINES - 1
+    pieces = long_run.folder.joinpath("events", "rank-0.jsonl").stat().st_size // logged_memory.PIECE_BYTES
+    assert len(parsed) <= pieces + 1
+    assert peak < 6 * logged_memory.PIECE_BYTES
+
+
+def test_the_studio_reads_no_more_of_it_than_it_shows(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a run, beside a kernel that has other things to do."""
+    from shardscope_widgets import Studio
+
+    def all_of_them(run: Run) -> Any:
+        raise AssertionError("all records at once")
+
+    monkeypatch.setattr(Run, "metrics", all_of_them)
+    studio = Studio()
+    studio._run_ended(long_run)
+    ((_, steps),) = studio._measured
+    assert steps.seconds == 0.25
+    assert 1000 < steps.num_steps < NUM_LINES
