@@ -100,7 +100,8 @@ class MicroBatchEngine(Engine):
         if self.weights is not None:
             self.weights.close()
         self._module.train()
-        found = {**self.what_it_is(), **self._adapters_found(trained)}
+        # Where parts are all that is left of a parameter, the framework counts what trains.
+        found = {**self._adapters_found(trained), **self.what_it_is()}
         # dist.get_backend() tells what was asked for; this is the library that sends this device's tensors.
         backend = dist.group.WORLD._get_backend(self.ctx.device).name()
         compute = SHORT_NAMES.get(self.compute_dtype, _name(self.compute_dtype))
