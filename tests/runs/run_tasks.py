@@ -253,3 +253,15 @@ def fails_across_a_set_clock(ctx: Any) -> None:
     if ctx.rank == 1:
         raise LookupError(f"rank 1 first, at {time.time()}")
     time.sleep(100)
+
+
+def takes_all_memory(ctx: Any) -> None:
+    """Rank 1 takes 64 MiB ten times a second, up to 8 GiB; rank 0 waits for it."""
+    held = []
+    if ctx.rank == 1:
+        print("rank 1 takes all there is", flush=True)
+        for _ in range(128):
+            # Zeros would be pages that nobody has written to yet.
+            held.append(b"x" * 2**26)
+            time.sleep(0.1)
+    ctx.barrier()

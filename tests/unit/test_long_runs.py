@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +25,6 @@ def write(folder: RunFolder, rank: int, records: list[dict[str, Any]]) -> None:
 
 def line(step: int, rank: int, **metrics: Any) -> dict[str, Any]:
     return {"step": step, "rank": rank, "time": float(step), **metrics}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    made = RunFolder(tmp_path / "run")
-    made.create()
-    made.events(0).parent.mkdir(exist_ok=True)
-    return made
 
 
 def test_the_latest_and_the_highest_of_each_rank(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +32,6 @@ def elsewhere(): time.sleep(100)
 print("ready", flush=True)
 globals()[sys.argv[2]]()
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    made = RunFolder(tmp_path / "run")
-    made.create()
-    return made
 
 
 @pytest.fixture

@@ -22,13 +22,6 @@ from shardscope.runs.tensorboard import ScalarFile, crc32c, scalars
 HF = "hf_" + "aB3" * 11
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    made = RunFolder(tmp_path / "run")
-    made.create()
-    return made
-
-
 @pytest.mark.parametrize(
     "secret",
     [

@@ -1,7 +1,12 @@
 """A standstill of a task that logs no steps: no output, no CPU time, no files, the same place in the code.
 
 Where steps are logged, :mod:`~shardscope.runs.hang` judges. Here nothing tells how long a step takes, so all
-of that has to hold for ten minutes. Ranks that compute while they wait (a GPU's driver spins) are never told.
+of that has to hold for ten minutes. A rank that uses its core is never told, though it may spin for ever (or
+a GPU's driver for it): no sign from outside tells that from honest work. Its stack does not: one call into a
+library (a decomposition, a compiler, a tokenizer over a corpus) stands at one line for hours, and so does a
+loop over such calls. Its variables do not, for what moves may be bytes behind them. That all others wait for
+it in a collective does not: rank 0 may prepare what they will read. A false alarm would teach people to
+overlook a true one. A task that calls ``ctx.log`` as it goes is judged by its steps.
 """
 
 from __future__ import annotations
