@@ -16,6 +16,7 @@ from tests.runs.families import FAMILIES, architecture  # noqa: E402
 import shardscope as ss  # noqa: E402
 from shardscope.training.initial_weights import all_of  # noqa: E402
 from shardscope.training.model import build_model  # noqa: E402
+from shardscope.training.stored_names import is_unused  # noqa: E402
 from shardscope.training.stored_weights import StoredWeights, TensorsByName, build_filled  # noqa: E402
 from shardscope.training.weights_folder import WeightsFolder  # noqa: E402
 
@@ -59,6 +60,8 @@ def test_a_routers_stored_bias_is_read(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     read = build_filled(lambda: build_model(arch), weights_of(tmp_path))
     assert read.get_buffer(bias).tolist() == list(range(16))
+    assert is_unused(arch, "model.layers.2.eh_proj.weight"), "its layer for a second token"
+    assert not is_unused(arch, "model.layers.1.eh_proj.weight")
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -59,6 +59,9 @@ def build_from_config(folder: Path, architecture: Any, dropout: float = 0.0) -> 
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.use_cache = False
+    if hasattr(config, "output_router_logits"):
+        # A router's own loss is none of a pipeline's, nor of Megatron's: every engine trains the same.
+        config.output_router_logits = False
     for name in DROPOUTS:
         if hasattr(config, name):
             setattr(config, name, dropout)

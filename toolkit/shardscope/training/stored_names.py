@@ -66,7 +66,11 @@ def sources(arch: Architecture, stored: Collection[str]) -> dict[str, Source]:
 
 def is_unused(arch: Architecture, name: str) -> bool:
     """Whether a stored tensor may be there without being read."""
-    return bool(UNUSED.search(name)) or (arch.tie_word_embeddings and name == _outer(arch, HEAD))
+    if arch.tie_word_embeddings and name == _outer(arch, HEAD):
+        return True
+    # DeepSeek-V3 has a layer more, which predicts a second token; transformers has no place for it.
+    second = arch.model_type == "deepseek_v3" and f"model.layers.{arch.num_hidden_layers}." in name
+    return second or bool(UNUSED.search(name))
 
 
 def _in_memory(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
