@@ -66,6 +66,7 @@ RUNS = {
     "ZeRO-3": ("zero", {"stage": 3}),
     "ZeRO pipeline": ("zero", {"stage": 1, "pp": 2}),
     "ZeRO experts": ("zero", {"stage": 2, "ep": 2}),
+    "ZeRO tensors": ("zero", {"stage": 1, "tp": 2}),
     "FSDP2 pipeline": ("fsdp2", {"pp": 2}),
     "FSDP2 context": ("fsdp2", {"cp": 2}),
     "Megatron tp": ("megatron", {"tp": 2}),

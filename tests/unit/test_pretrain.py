@@ -98,9 +98,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
     ("layout", "words"),
     [
         (
-            ss.Layout.zero(stage=1, tp=2),
-            "Layout.tp is 2; allowed: 1 to train: DeepSpeed's AutoTP is not run here; fsdp2 and megatron run "
-            "tp. Nearest fix: tp=1.",
+            ss.Layout.zero(stage=1, tp=2, offload_optimizer="cpu"),
+            "Layout.offload_optimizer is 'cpu'; allowed: None with tp > 1: the two were never run together",
         ),
         (ss.Layout.megatron(cp=2), "Layout.cp is 2; allowed: 1 to train with Megatron-core here: its "),
         (

@@ -122,6 +122,7 @@ def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> No
     for field, words in (
         ("stage", "ZeRO stage"),
         ("world_size", "number of ranks"),
+        ("tp", "number of parts of each matrix"),
         ("pp", "number of pipeline stages"),
         ("ep", "number of ranks that share out experts"),
     ):

@@ -28,6 +28,9 @@ def deepspeed_config(plan: Plan, *, nvme_folder: str = NVME_FOLDER) -> dict[str,
         "zero_force_ds_cpu_optimizer": recipe.optimizer == "adamw",
     }
     if layout.tp > 1:
+        # Without a mesh of the caller's DeepSpeed counts all ranks as data-parallel ones when it checks this
+        # (``DeepSpeedConfig._batch_assertion``), and AutoTP's are made later: it follows from the others.
+        del found["train_batch_size"]
         found["tensor_parallel"] = {"autotp_size": layout.tp}
     if recipe.precision == "fp16-mixed":
         found["fp16"] = {"enabled": True}

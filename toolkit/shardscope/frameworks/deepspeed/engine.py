@@ -179,7 +179,13 @@ class DeepSpeedEngine(MicroBatchEngine):
 
     def _position(self) -> dict[str, Any]:
         layout: Any = self.plan.layout
-        return {**super()._position(), "stage": layout.stage, "pp": layout.pp, "ep": layout.ep}
+        return {
+            **super()._position(),
+            "stage": layout.stage,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "ep": layout.ep,
+        }
 
     def load(self, path: str | Path) -> None:
         own, adapted = self._position(), self.recipe.has_adapters

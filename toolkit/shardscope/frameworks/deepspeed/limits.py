@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Mapping
 from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,13 @@ NVME_VARIABLE = "SHARDSCOPE_NVME_FOLDER"
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 """DeepSpeed runs them over its flat buffers; Adam on the host is its own."""
+
+
+AUTOTP_TRAINED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite")
+"""Families that AutoTP cuts by transformers' own plan for them, and that were held against one process."""
+
+AUTOTP_RECIPES: Mapping[str, tuple[object, ...]] = {**TRAINED, "optimizer": ("adamw", "sgd")}
+"""What is trained of a recipe over parts of matrices: these update number by number."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -53,16 +61,52 @@ def check_degrees(plan: Plan) -> None:
     """Raise ``ValueError`` for degrees that are not trained here, and models that they do not take."""
     layout: Any = plan.layout
     if layout.tp > 1:
-        why = "1 to train: DeepSpeed's AutoTP is not run here; fsdp2 and megatron run tp"
-        refuse("Layout.tp", layout.tp, why, "tp=1")
+        _check_tensors(plan, layout)
     if layout.ep > 1:
-        _check_experts(plan, layout)
+        check_experts(plan)
     if layout.pp > 1:
-        _check_pipeline(plan)
+        check_pipeline(plan)
 
 
-def _check_experts(plan: Plan, layout: Any) -> None:
-    """What DeepSpeed's MoE layers, in the place of transformers', do not run here."""
+def _check_tensors(plan: Plan, layout: Any) -> None:
+    """What DeepSpeed's AutoTP, over the plans that transformers has, does not run here."""
+    arch, recipe = plan.architecture, plan.recipe
+    if layout.pp > 1:
+        refuse("Layout.tp", layout.tp, "1 with pp > 1: DeepSpeed's stages were never cut here", "tp=1")
+    if layout.offload_optimizer:
+        why = "None with tp > 1: the two were never run together here"
+        refuse("Layout.offload_optimizer", layout.offload_optimizer, why, "offload_optimizer=None")
+    if arch.model_type not in AUTOTP_TRAINED:
+        refuse(
+            "Architecture.model_type",
+            arch.model_type,
+            f"{', '.join(AUTOTP_TRAINED)} with tp > 1: AutoTP was seen to train no others here",
+            "tp=1",
+        )
+    if layout.stage == 0 and recipe.precision != "fp32":
+        why = "1 or 2 in half precision with tp > 1: in stage 0 DeepSpeed's norm was seen to be 20 % off"
+        refuse("Layout.stage", 0, why, "stage=1")
+    if recipe.recompute == "selective":
+        refuse(
+            "Recipe.recompute",
+            "selective",
+            "'none', 'full', 'offload' with tp > 1: AutoTP adds parts up in the memory of the product, which "
+            "is kept (RowParallel.forward), and computed again it would be added twice",
+            "recompute='full'",
+        )
+    for field in ("intermediate_size", "vocab_size"):
+        if getattr(arch, field) % layout.tp:
+            refuse(
+                "Layout.tp",
+                layout.tp,
+                f"a divisor of {arch.name}'s {field}={getattr(arch, field)}: parts are joined as equal ones",
+                "tp=1",
+            )
+    check_recipe(recipe, AUTOTP_RECIPES)
+
+
+def check_experts(plan: Plan) -> None:
+    """Raise ``ValueError`` for what DeepSpeed's MoE layers, in the place of transformers', do not run here."""
     arch, recipe = plan.architecture, plan.recipe
     experts = arch.mixture_of_experts
     if arch.model_type != "mixtral":
@@ -76,8 +120,8 @@ def _check_experts(plan: Plan, layout: Any) -> None:
             "Mixtral with 1",
             "ep=1",
         )
-    if layout.pp > 1:
-        refuse("Layout.ep", layout.ep, "1 with pp > 1: DeepSpeed's stages have no experts here", "ep=1")
+    if plan.degrees.pp > 1:
+        refuse("Layout.ep", plan.degrees.ep, "1 with pp > 1: DeepSpeed's stages have no experts here", "ep=1")
     if recipe.method != "full":
         refuse("Recipe.method", recipe.method, "'full' with ep > 1: peft knows no DeepSpeed experts", "ep=1")
 
@@ -104,8 +148,8 @@ def check_whole(plan: Plan) -> None:
         refuse("Layout.stage", 0, why, "stage=1")
 
 
-def _check_pipeline(plan: Plan) -> None:
-    """What DeepSpeed's pipeline module, over transformers' models, does not run here."""
+def check_pipeline(plan: Plan) -> None:
+    """Raise ``ValueError`` for what DeepSpeed's pipeline module, over transformers' models, runs not here."""
     check_staged(plan)
     if loss_in_force(plan) != "full":
         refuse(

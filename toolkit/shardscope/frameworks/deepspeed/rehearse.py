@@ -127,7 +127,7 @@ def _play(
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
     config = deepspeed_config(plan, nvme_folder=files.folder)
     config["gradient_accumulation_steps"] = num_micro_batches
-    config.pop("train_batch_size")
+    config.pop("train_batch_size", None)
     note_progress("building the model", 0.1)
     with tracker.labelling("parameters"), torch.device(device):
         model = _model(plan, deepspeed, config, tracker)
