@@ -185,6 +185,31 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     assert names(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ({}, "and this plan trains all weights."),
+        ({"method": "lora"}, "over a base that is not quantised."),
+        ({"method": "lora", "quantization": "nf4"}, "over a base in NF4."),
+        ({"method": "qlora", "lora_rank": 8}, "trains adapters of rank 8 on k_proj, o_proj, q_proj, v_proj,"),
+        ({"method": "qlora", "lora_targets": ("q_proj",)}, "trains adapters of rank 16 on q_proj,"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_or_of_another_base(
+    recipe: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path, plan_of(method="qlora"))
+    plan = plan_of(**recipe)
+    finding = found_in(plan, "checkpoint-of-other-weights", ss.Pretrain(resume=path, num_steps=200))
+    assert finding is not None and finding.severity == "danger" and words in finding.why
+    held = (
+        "adapters of rank 16 on k_proj, o_proj, q_proj, v_proj, over a base in NF4 with double quantisation"
+    )
+    assert f"holds {held}, " in finding.why
+    assert finding.plan is not None and names(finding.plan, path) == set()
+    assert names(plan_of(method="qlora", lora_rank=16), path) == set()
+
+
 def test_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
     path = saved(tmp_path, plan_of(layout=ss.Layout.zero()))
     fewer = ss.Plan(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.registry import frameworks
+from shardscope.memory.lora import adapter_targets
 from shardscope.planner.preflight.case import Case, changed_plan
 from shardscope.planner.preflight.finding import Finding
 
@@ -51,6 +52,7 @@ def resumed(case: Case) -> Iterator[Finding]:
     now = case.plan
     yield from _other_format(before, now)
     yield from _other_model(before, now)
+    yield from _other_weights(before, now)
     yield from _other_batch(before, now, Path(path))
 
 
@@ -91,6 +93,32 @@ def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
         number=float(before.architecture.num_parameters),
         change=f"Train {before.architecture.name}, or start anew",
     )
+
+
+def _other_weights(before: Plan, now: Plan) -> Iterator[Finding]:
+    """Of adapters a checkpoint has no base: over another one they would go on without a word."""
+    was, wanted = _trained(before), _trained(now)
+    if was == wanted or before.architecture.parameter_groups != now.architecture.parameter_groups:
+        return
+    fields = ("method", "quantization", "lora_rank", "lora_targets")
+    yield Finding(
+        name="checkpoint-of-other-weights",
+        severity="danger",
+        why=f"The checkpoint holds {was}, and this plan trains {wanted}.",
+        number=None,
+        change=f"Train {was}, or start anew",
+        plan=changed_plan(now, recipe={name: getattr(before.recipe, name) for name in fields}),
+    )
+
+
+def _trained(plan: Plan) -> str:
+    recipe = plan.recipe
+    if not recipe.has_adapters:
+        return "all weights"
+    kind = {"nf4": "in NF4", "int8": "in int8", None: "that is not quantised"}[recipe.base_quantization]
+    double = " with double quantisation" if recipe.method == "qlora" else ""
+    targets = ", ".join(sorted(adapter_targets(plan.architecture, recipe)))
+    return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
 
 
 def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:
