@@ -61,6 +61,7 @@ TWO: dict[str, dict[str, Any]] = {
 TWO |= {
     "zero-0 pp": {"layout": {"stage": 0, "pp": 2}, "architecture": llama(layers=3, tied=True)},
     "zero-1 pp bf16": {"layout": {"stage": 1, "pp": 2}, "precision": "bf16-mixed"},
+    "zero-1 tp": {"layout": {"stage": 1, "tp": 2}, "num_micro_batches": 2},
     "zero-1 ep": {"layout": {"stage": 1, "ep": 2}, "architecture": mixtral(), "num_micro_batches": 2},
     "zero-0 ep": {"layout": {"stage": 0, "ep": 2}, "architecture": mixtral()},
 }

@@ -178,7 +178,8 @@ def test_the_exported_script_makes_what_the_plan_says(
         layers = range(arch.num_hidden_layers)
         shapes = [shape for index in layers for shape in arch.layer_linears(index)]
         assert adapters == 4 * sum(sum(shape) for target, shape in shapes if target in targets)
-    if plan.layout.framework == "megatron":
+    has_parts = plan.layout.framework == "deepspeed" and degrees.tp > 1
+    if plan.layout.framework == "megatron" or has_parts:
         for rank in found[name]:
             assert rank["script"]["held"] == rank["run"]["trained"]
     elif degrees.pp > 1:
@@ -204,7 +205,7 @@ def test_the_exported_script_makes_what_the_plan_says(
             each = 3 * arch.hidden_size * experts.moe_intermediate_size
             elsewhere = experts.num_experts - experts.num_experts // degrees.ep
             assert made["held"] == whole - arch.num_hidden_layers * elsewhere * each
-        elif degrees.pp == 1:
+        elif degrees.pp == 1 and not has_parts:
             # Stage 3 keeps a part of each tensor, rounded up.
             held = whole // 2 if plan.layout.stage == 3 else whole
             assert held <= made["held"] <= held + 1000
