@@ -455,8 +455,8 @@ def test_stored_rehearsals_are_what_deepspeed_does_today() -> None:
 def test_what_is_not_rehearsed_is_refused_by_name() -> None:
     from shardscope.frameworks.deepspeed.rehearse import check_plan
 
-    with pytest.raises(FieldError, match=r"Layout\.pp"):
-        check_plan(zero(1, pp=2))
+    with pytest.raises(FieldError, match=r"Layout\.tp"):
+        check_plan(zero(1, pp=2, tp=2))
 
 
 @given(st.integers(0, 3), st.sampled_from(("none", "full")))

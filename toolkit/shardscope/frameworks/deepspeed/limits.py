@@ -106,7 +106,7 @@ def _check_tensors(plan: Plan, layout: Any) -> None:
 
 
 def check_experts(plan: Plan) -> None:
-    """Raise ``ValueError`` for what DeepSpeed's MoE layers, in the place of transformers', do not run here."""
+    """Raise ``ValueError`` for what DeepSpeed's MoE layers, in transformers' place, do not run here."""
     arch, recipe = plan.architecture, plan.recipe
     experts = arch.mixture_of_experts
     if arch.model_type != "mixtral":

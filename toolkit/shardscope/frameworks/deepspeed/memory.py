@@ -13,6 +13,7 @@ from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
+from shardscope.frameworks.deepspeed.pipelined import in_stages
 from shardscope.frameworks.deepspeed.second_parts import second_parts
 from shardscope.frameworks.deepspeed.swapping import swapped
 from shardscope.frameworks.deepspeed.tensors import FP64, working
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _IN_TWO_GROUPS = ("adamw_8bit", "adafactor")
 """Client optimizers, whose matrices decay and vectors do not; DeepSpeed's own take all as one group."""
+counts_neighbours = True
+"""A stage between two others receives from both, and so may hold more than an earlier one of more layers."""
 _WHOLE = no_bytes("parameters are whole, so nothing is gathered in forward")
 
 
@@ -53,6 +56,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
     state = (_whole, _flat, _flat, _cut)[layout.stage](plan, stage, numbers)
     if layout.stage < 3:
         state = state._replace(find_logits=logits)
+    state = in_stages(plan, stage, state, _reducing(plan, numbers))
     if not (layout.offload_optimizer or layout.offload_params):
         return state
     n = numbers.counted
@@ -178,7 +182,8 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     half, c = n.half, n.counted
     optimizer = FP32 * c.part + flat_state(plan.recipe.optimizer, c.part)
     waits = is_late(layout.stage, bool(layout.overlap_comm), n.accumulates)
-    bucket = half * _bucket(plan, c)
+    in_backward = (plan.degrees.pp == 1) | layout.contiguous_gradients
+    bucket = in_backward * half * _bucket(plan, c)
     # Where both do not fit, DeepSpeed flattens on the host.
     both = half * (c.flat + c.trained)
     flattening = where(both + n.frozen > plan.cluster.usable_bytes_per_gpu, half * c.flat, both)
@@ -260,6 +265,13 @@ def _bucket(plan: Plan, c: Counted) -> Any:
     if not layout.contiguous_gradients:
         return smallest(c.trained, layout.reduce_bucket_size)
     return layout.reduce_bucket_size * (2 if layout.overlap_comm else 1)
+
+
+def _reducing(plan: Plan, n: _Numbers) -> Any:
+    """Bytes of buckets while stages reduce: of contiguous ones, a second beside that of the backwards."""
+    layout: Any = plan.layout
+    copies = 2 if layout.contiguous_gradients else 1
+    return (layout.stage == 1) * copies * n.half * _bucket(plan, n.counted)
 
 
 def _bucket_term(layout: Any, bucket: int) -> Term:

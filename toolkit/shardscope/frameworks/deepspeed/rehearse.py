@@ -8,23 +8,24 @@ gathers too. Only what reads a number off a tensor, and what is compiled for CUD
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice, import_deepspeed
 from shardscope.frameworks.deepspeed.fake_files import FakeFiles, fake_files
+from shardscope.frameworks.deepspeed.limits import check_pipeline
+from shardscope.frameworks.deepspeed.rehearse_labels import labelled
 from shardscope.frameworks.deepspeed.tensors import fullest_rank
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
 from shardscope.rehearsal.low_bits import quantile_maps
 from shardscope.rehearsal.result import RehearsedStage
-from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
+from shardscope.rehearsal.world import fake_ranks, fake_tensors
 from shardscope.training.lora import add_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.model import DROPOUTS, WITHOUT_SDPA, config_values
@@ -49,9 +50,20 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
     check_plan(plan)
     note_progress("importing DeepSpeed", 0.05)
     deepspeed = import_deepspeed()
-    tp, vocab = plan.degrees.tp, plan.architecture.vocab_size
+    if plan.degrees.pp > 1:
+        from shardscope.frameworks.deepspeed.rehearse_pipeline import stages
+
+        return stages(plan, deepspeed, note_progress)
     # Ranks of tp lie next to each other.
-    rank = tp * fullest_rank(plan)
+    rank = plan.degrees.tp * fullest_rank(plan)
+    with stage_world(plan, deepspeed, rank) as (tracker, device), fake_files() as files:
+        return [_play(plan, deepspeed, tracker, note_progress, device, files)]
+
+
+@contextlib.contextmanager
+def stage_world(plan: Plan, deepspeed: Any, rank: int) -> Iterator[tuple[Tracker, str]]:
+    """Be ``rank`` of the plan's: what follows its tensors, and the name of its device."""
+    tp, vocab = plan.degrees.tp, plan.architecture.vocab_size
     apart = _moves_to_host(plan)
     with (
         fake_ranks(plan.world_size, rank),
@@ -63,10 +75,9 @@ def rehearse(plan: Plan, note_progress: Callable[[str, float], None]) -> list[Re
             has_flash=plan.cluster.gpu.has_flash_attention,
         ) as tracker,
         device.numbers(),
-        fake_files() as files,
-        _labelled(tracker, plan),
+        labelled(tracker, plan),
     ):
-        return [_play(plan, deepspeed, tracker, note_progress, device.name, files)]
+        yield tracker, device.name
 
 
 def _moves_to_host(plan: Plan) -> bool:
@@ -77,12 +88,6 @@ def _moves_to_host(plan: Plan) -> bool:
     return "nvme" in places or bool(plan.on_gpu and away)
 
 
-_NOT_REHEARSED = {
-    "pp": "DeepSpeed's pipeline runs a PipelineModule of its own, not transformers' modules",
-    "ep": "DeepSpeed's experts are its own MoE layers, not transformers' modules",
-}
-
-
 AUTOTP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "granite")
 """Families that AutoTP cuts by the plan that transformers has for them. It refuses plans with experts and
 with fused projections (Phi-3), and GPT-2 has none."""
@@ -91,9 +96,17 @@ with fused projections (Phi-3), and GPT-2 has none."""
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what DeepSpeed's engine alone does not play on fake tensors."""
     layout: Any = plan.layout
-    for field, why in _NOT_REHEARSED.items():
-        if getattr(layout, field) > 1:
-            refuse(f"Layout.{field}", getattr(layout, field), f"1 in a rehearsal: {why}", f"{field}=1")
+    if layout.ep > 1:
+        why = (
+            "1 in a rehearsal: DeepSpeed's own MoE layers read off numbers how many tokens an expert gets "
+            "(MOELayer.forward)"
+        )
+        refuse("Layout.ep", layout.ep, why, "ep=1")
+    if layout.pp > 1:
+        check_pipeline(plan)
+    if layout.pp > 1 and layout.tp > 1:
+        why = "1 with pp > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no stages"
+        refuse("Layout.tp", layout.tp, why, "tp=1")
     check_predicted(layout, "to be rehearsed: DeepSpeed quantises in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
         refuse(
@@ -125,24 +138,14 @@ def _play(
     files: FakeFiles,
 ) -> RehearsedStage:
     num_micro_batches = min(plan.num_micro_batches, MAX_MICRO_BATCHES)
-    config = deepspeed_config(plan, nvme_folder=files.folder)
-    config["gradient_accumulation_steps"] = num_micro_batches
-    config.pop("train_batch_size", None)
+    config = config_of(plan, num_micro_batches, files.folder)
     note_progress("building the model", 0.1)
     with tracker.labelling("parameters"), torch.device(device):
-        model = _model(plan, deepspeed, config, tracker)
+        model = model_of(plan, deepspeed, config, tracker)
     note_progress("deepspeed.initialize", 0.2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    client = None
-    if plan.recipe.optimizer in _CLIENTS:
-        with quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
-            client = build_optimizer(plan.recipe.optimizer, trained)
-    else:
-        config["optimizer"] = _optimizer(plan)
-    engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=_in_groups(trained), optimizer=client, config=config
-    )
-    _label_state(tracker, engine, optimizer)
+    engine, optimizer = initialised(plan, deepspeed, model, config)
+    label_state(tracker, engine, optimizer)
     shape = (plan.recipe.micro_batch_size, plan.recipe.seq_len)
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1:
@@ -162,13 +165,38 @@ def _play(
             is_update = index == num_micro_batches - 1
             with tracker.phase("optimizer") if is_update else contextlib.nullcontext():
                 engine.step()
-            _label_state(tracker, engine, optimizer)
+            label_state(tracker, engine, optimizer)
     what = type(optimizer).__name__
     note = f"DeepSpeed {deepspeed.__version__}'s {what}"
     if plan.num_micro_batches > num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
     stage = tracker.stage(0, plan.architecture.num_hidden_layers, note=note)
     return replace(stage, nvme_bytes=files.num_bytes)
+
+
+def config_of(plan: Plan, num_micro_batches: int, nvme_folder: str = NVME_FOLDER) -> dict[str, Any]:
+    """DeepSpeed's, of as many micro-batches as are played."""
+    config = deepspeed_config(plan, nvme_folder=nvme_folder)
+    config["gradient_accumulation_steps"] = num_micro_batches
+    config.pop("train_batch_size", None)
+    return config
+
+
+def initialised(
+    plan: Plan, deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]
+) -> tuple[Any, Any]:
+    """DeepSpeed's engine around ``model``, and what updates inside of it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    client = None
+    if plan.recipe.optimizer in _CLIENTS:
+        with quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
+            client = build_optimizer(plan.recipe.optimizer, trained)
+    else:
+        config["optimizer"] = _optimizer(plan)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, model_parameters=_in_groups(trained), optimizer=client, config=config
+    )
+    return engine, optimizer
 
 
 def _in_groups(trained: list[torch.nn.Parameter]) -> list[Any]:
@@ -197,7 +225,7 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
     return {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
 
 
-def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker) -> torch.nn.Module:
+def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker) -> torch.nn.Module:
     """The plan's model in the type that DeepSpeed computes in; in stage 3 partitioned while it is made."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -212,10 +240,11 @@ def _model(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracker)
     cuts = config["zero_optimization"]["stage"] == 3
     # transformers' modules of experts do not come up inside zero.Init: theirs are made whole and cut then.
     inside = cuts and arch.mixture_of_experts is None
+    apart = (cuts and not inside) or plan.degrees.tp > 1
     with (
         deepspeed.zero.Init(config_dict_or_path=config) if inside else contextlib.nullcontext(),
         # AutoTP moves to the device what it has cut, of a model that was made on the host.
-        tracker.paused() if (cuts and not inside) or plan.degrees.tp > 1 else contextlib.nullcontext(),
+        tracker.paused() if apart else contextlib.nullcontext(),
         _fresh_weights_unset(),
     ):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
@@ -240,14 +269,16 @@ def _inner(model: Any) -> torch.nn.Module:
     return found
 
 
-def _label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
+def label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
     """Name what lives through steps: flat weights, fp32 main copies and moments."""
     flat = getattr(optimizer, "lp_param_buffer", None)
     # In stage 3 what a parameter holds is gathered, if it holds anything.
     whole: Component = "parameters" if flat is None else "gather_buffers"
     tracker.label((p.data for p in engine.module.parameters() if p.numel()), whole)
-    for name in ("bit16_groups_flat", "fp16_groups_flat"):
+    for name in ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat"):
         tracker.label(getattr(optimizer, name, ()), "parameters")
+    tracker.label(getattr(optimizer, "fp32_groups_gradients_flat", ()), "gradients")
+    tracker.label(getattr(optimizer, "fp32_groups_flat_partition", ()), "optimizer")
     if flat is not None:
         tracker.label([flat], "parameters")
     passing = getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None)
@@ -281,125 +312,3 @@ def _fresh_weights_unset() -> Iterator[None]:
     finally:
         for name, was in before.items():
             setattr(torch.nn.init, name, was)
-
-
-_STAGING = {
-    "deepspeed.runtime.engine:DeepSpeedEngine": ("allreduce_gradients", "buffered_allreduce_fallback"),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
-        "setup_buckets",
-        "reduce_ipg_grads",
-        "reduce_independent_p_g_buckets_and_remove_grads",
-    ),
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
-        "reduce_independent_p_g_buckets_and_remove_grads",
-        "independent_gradient_partition_epilogue",
-    ),
-    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": (
-        "fetch_sub_module",
-        "release_sub_module",
-    ),
-}
-"""What these methods make is staging for a collective: buckets, flattened copies, gathered parameters."""
-
-
-@contextlib.contextmanager
-def _labelled(tracker: Tracker, plan: Plan) -> Iterator[None]:
-    """DeepSpeed's methods say what they make."""
-    import importlib
-
-    found: list[tuple[Any, str, Any]] = []
-
-    def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = owner.__dict__[name]
-        found.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original)))
-
-    def labelling(component: Any) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            def method(*args: Any, **kwargs: Any) -> Any:
-                with tracker.labelling(component):
-                    return original(*args, **kwargs)
-
-            return method
-
-        return make
-
-    def waiting(original: Any) -> Any:
-        """Autograd made this whole gradient; it waits to be reduced and dropped."""
-
-        def method(self: Any, param: Any, *args: Any) -> Any:
-            if param.grad is not None:
-                tracker.label([param.grad], "gather_buffers")
-            return original(self, param, *args)
-
-        return method
-
-    def kept(original: Any) -> Any:
-        """Reduced gradients of the own partition, copied out of the bucket."""
-
-        def method(self: Any, *args: Any) -> Any:
-            answer = original(self, *args)
-            if self.grads_in_partition is not None:
-                tracker.label([self.grads_in_partition], "gradients")
-            return answer
-
-        return method
-
-    for place, names in _STAGING.items():
-        module, _, name = place.partition(":")
-        owner = getattr(importlib.import_module(module), name)
-        for method in names:
-            patch(owner, method, labelling("gather_buffers"))
-    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
-
-    def reduced(original: Any) -> Any:
-        """Whole gradients, until they are reduced when backward has ended."""
-
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            tracker.label((p.grad for p in self.module.parameters() if p.grad is not None), "gradients")
-            return original(self, *args, **kwargs)
-
-        return method
-
-    def of_real_numbers(original: Any) -> Any:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with real_numbers(tracker):
-                return original(*args, **kwargs)
-
-        return method
-
-    def moved(original: Any) -> Any:
-        """Cut matrices are on the device; so is all that is not cut, now."""
-
-        def method(self: Any, model: Any, *args: Any) -> Any:
-            answer = original(self, model, *args)
-            tracker.label((parameter.data for parameter in model.parameters()), "parameters")
-            return answer
-
-        return method
-
-    if plan.degrees.tp > 1:
-        patch(engine, "_apply_autotp_partitioning", moved)
-    patch(importlib.import_module("deepspeed.comm.torch").TorchBackend, "init_device_mesh", of_real_numbers)
-    zero_12 = _owner("stage_1_and_2", "DeepSpeedZeroOptimizer")
-    patch(zero_12, "copy_grads_in_partition", kept)
-    patch(zero_12, "setup_buckets", labelling("gather_buffers"))
-    stage: int = plan.layout.stage  # type: ignore[attr-defined]
-    if stage < 2:
-        patch(engine, "allreduce_gradients", reduced)
-    if stage == 2:
-        patch(zero_12, "process_gradients", waiting)
-    if stage == 3:
-        zero_3 = _owner("stage3", "DeepSpeedZeroOptimizer_Stage3")
-        patch(zero_3, "reduce_ready_partitions_and_remove_grads", waiting)
-    try:
-        yield
-    finally:
-        for owner, name, original in reversed(found):
-            setattr(owner, name, original)
-
-
-def _owner(module: str, name: str) -> Any:
-    import importlib
-
-    return getattr(importlib.import_module(f"deepspeed.runtime.zero.{module}"), name)
