@@ -59,6 +59,11 @@ def thorough() -> pytest.MarkDecorator:
     )
 
 
+def examples(number: int) -> int:
+    """How many examples hypothesis draws of a law: all in `make test-all`, else a quarter of ``number``."""
+    return number if THOROUGH else number // 4
+
+
 def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """``cases`` as parameters: ``kept`` run in every test, the others of their kind in `make test-all`."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]

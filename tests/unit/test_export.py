@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from planning import plans
-from tests.needs import needs
+from tests.needs import examples, needs
 
 import shardscope as ss
 from shardscope.export.files import Exported, contents
@@ -48,7 +48,7 @@ def texts(plan: ss.Plan) -> dict[str, str]:
 
 @pytest.mark.parametrize("framework", FAMILIES)
 def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     @given(plan=plans(framework))
     def there_and_back(plan: ss.Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def test_an_export_reads_back_as_the_same_plan(framework: str) -> None:
 def test_a_file_alone_carries_its_layout(framework: str) -> None:
     """Read without the plan beside it, it gives a plan that is written in the same words again."""
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     @given(plan=plans(framework))
     def alone(plan: ss.Plan) -> None:
         files = texts(plan)
@@ -133,7 +133,7 @@ OPEN = frozenset({
 """Fields whose open value means one of the others, so that two plans may mean the same."""
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(plan=plans())
 def test_no_option_is_dropped_in_silence(plan: ss.Plan) -> None:
     """Two plans that differ in one field never give the same file: it says the field, or that it does not."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import NOT_NUMBERS
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.fixes import MAX_TRIES
@@ -107,7 +108,7 @@ def with_fix(what: Asked, error: FieldError) -> Asked:
     return model, cluster, recipe, framework, layout
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(asked())
 def test_three_fixes_lead_to_a_plan(what: Asked) -> None:
     """One for the recipe, one for the layout, one for both together: more nouns there are not."""
@@ -182,7 +183,7 @@ def test_a_fix_names_all_that_has_to_change(what: Asked, fix: str) -> None:
     made(with_fix(what, caught.value))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(asked())
 def test_nothing_is_changed_without_need(what: Asked) -> None:
     model, cluster, recipe, framework, layout = what

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import ARCHITECTURES, CLUSTERS, LLAMA, MOE, NOT_NUMBERS, sizes
+from tests.needs import examples
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -229,7 +230,7 @@ def test_divisors(number: int, at_most: int) -> None:
 # ------------------------------------------------------------------------------------ offered and fitted
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     st.sampled_from(sorted(frameworks)),
     st.sampled_from(ARCHITECTURES),
@@ -306,7 +307,7 @@ def test_zero_3_falls_back_to_data_parallelism() -> None:
     assert Layout.zero().fitted({"stage": 3, "tp": 8, "ep": 8}, MOE, EIGHT, Recipe()) == Layout.zero()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(ARCHITECTURES),
     st.sampled_from(CLUSTERS),

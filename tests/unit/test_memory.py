@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from planning import GEMMA, LATENT, LLAMA, MOE, plans
-from tests.needs import needs
+from tests.needs import examples, needs
 
 import shardscope as ss
 from shardscope.architecture import Architecture
@@ -54,7 +54,7 @@ def each_stage(a_plan: Plan) -> list[Stage]:
     return [stages[kind]._replace(number=number) for number, kind in enumerate(shapes.kind_of)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(plans())
 @example(plan(LATENT, ss.Layout.zero(0), ONE))
 @example(
@@ -96,7 +96,7 @@ def test_fault_37_components_sum_everywhere(a_plan: Plan) -> None:
     assert all(tuple(parts) == NAMES for _, _, parts in report.timeline)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 @example(plan(LLAMA_8B, ss.Layout.zero(1), seq_len=9216, recompute="full", global_batch_size=8))
 def test_the_band_reaches_what_any_moment_can(a_plan: Plan) -> None:
@@ -192,7 +192,7 @@ def test_the_parts_in_words_add_up() -> None:
     assert found > 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_every_component_explains_itself_with_its_number(a_plan: Plan) -> None:
     report = a_plan.memory()
@@ -205,7 +205,7 @@ def test_every_component_explains_itself_with_its_number(a_plan: Plan) -> None:
             assert math.isclose(shown, value / GIB, rel_tol=0.06)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
     again = Plan.from_json(a_plan.to_json())
@@ -213,7 +213,7 @@ def test_the_same_plan_from_json_takes_the_same_bytes(a_plan: Plan) -> None:
     assert [s.components for s in again.memory().by_stage] == [s.components for s in a_plan.memory().by_stage]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_recomputation_keeps_less(a_plan: Plan) -> None:
     # Megatron's end of forward has temporaries too: tests/unit/test_megatron_memory.py has its layers.
@@ -245,7 +245,7 @@ def test_state_does_not_rise_with_more_shards(arch: Architecture, power: int, me
             assert smaller <= larger
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(("deepspeed", "megatron", "fsdp2")).flatmap(plans))
 def test_all_ranks_together_hold_the_whole_optimizer(a_plan: Plan) -> None:
     fields, recipe = a_plan.layout.__dataclass_fields__, a_plan.recipe
@@ -553,7 +553,7 @@ def test_a_prediction_is_fast(name: str) -> None:
 # ------------------------------------------------------------------------------ many stages, work shared
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans(), st.sampled_from((1, 2, 4, 6)), st.sampled_from((1, 2)))
 def test_sharing_work_between_stages_changes_no_byte_and_no_word(a_plan: Plan, pp: int, vpp: int) -> None:
     if "pp" in a_plan.layout.__dataclass_fields__:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from tests.accuracy.sampling import plans as sampled
+from tests.needs import examples
 from tests.unit.planning import plans
 
 from shardscope.frameworks.deepspeed.layout import largest_tensor
@@ -34,7 +35,7 @@ def picks_its_softmax(a_plan: Plan) -> bool:
     return a_plan.layout.framework == "megatron" and a_plan.recipe.attention == "eager"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 def test_fault_37_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
     assume(not picks_its_softmax(a_plan))
@@ -42,7 +43,7 @@ def test_fault_37_a_longer_sequence_never_takes_less(a_plan: Plan) -> None:
     assert takes_no_less(longer, a_plan)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 def test_fault_37_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
     assume(not picks_its_softmax(a_plan))
@@ -55,7 +56,7 @@ def test_fault_37_a_larger_micro_batch_never_takes_less(a_plan: Plan) -> None:
     assert takes_no_less(replace(a_plan, recipe=larger), a_plan)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 def test_fault_37_more_layers_never_take_less(a_plan: Plan) -> None:
     arch, degrees = a_plan.architecture, a_plan.degrees
@@ -71,7 +72,7 @@ def test_fault_37_more_layers_never_take_less(a_plan: Plan) -> None:
 
 
 # Most plans that are drawn are no measure, each for a reason that is given with it.
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(plans())
 def test_fault_37_more_shards_never_take_more_beyond_padding(a_plan: Plan) -> None:
     degrees, cluster, recipe = a_plan.degrees, a_plan.cluster, a_plan.recipe
@@ -127,7 +128,7 @@ def padding(a_plan: Plan) -> int:
     return 2 * FP32 * added
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 def test_json_keeps_the_bytes(a_plan: Plan) -> None:
     again = Plan.from_json(a_plan.to_json())
@@ -136,7 +137,7 @@ def test_json_keeps_the_bytes(a_plan: Plan) -> None:
     assert again.memory().peak_bytes == a_plan.memory().peak_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 def test_every_instant_has_its_place(a_plan: Plan) -> None:
     for stage in a_plan.memory().by_stage:

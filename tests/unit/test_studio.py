@@ -18,7 +18,7 @@ from ipywidgets import ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from plotly.graph_objects import FigureWidget
 from test_run_view import until
-from tests.needs import skip_without
+from tests.needs import few, skip_without
 from traitlets import TraitError
 
 import shardscope as ss
@@ -290,7 +290,7 @@ def errors(studio: Studio) -> list[str]:
     return [unescape(words(row.error.value)) for row in rows if row.error.value]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2", "megatron"]))
 def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
     studio: Studio, framework: str
 ) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.needs import few
 
 import shardscope as ss
 from shardscope.frameworks.cpu_rehearsal import rehearsal_of
@@ -94,7 +95,7 @@ def test_gathers_from_near_are_faster_between_slow_nodes() -> None:
     assert near.seconds < far.seconds
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", few(QUANTIZED, QUANTIZED[:1]))
 def test_what_is_quantised_is_not_predicted(name: str) -> None:
     made = plan(**{name: True})
     for predicted in (made.memory, made.step, made.rehearse):
