@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning import LLAMA, plans
-from tests.needs import few, needs, needs_installed
+from tests.needs import examples, few, needs, needs_installed
 from tests.rehearsed import rehearsed_here, stages_of
 
 import shardscope as ss
@@ -106,7 +106,7 @@ def test_figure_1_of_the_zero_paper() -> None:
 
 
 @given(plans("deepspeed"))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_stages_are_ordered(a_plan: Plan) -> None:
     # Stage 0 takes no other optimizers than these, and Lion.
     assume(a_plan.world_size > 1 and a_plan.recipe.optimizer in ("adamw", "sgd"))

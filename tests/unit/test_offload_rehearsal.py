@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.accuracy.rehearsals import STORED, read_rehearsals
 from tests.accuracy.rehearsing import in_words
-from tests.needs import needs_installed
+from tests.needs import needs_installed, thorough
 from tests.rehearsed import rehearsed_here
 
 import shardscope as ss
@@ -143,6 +143,7 @@ def test_what_fake_tensors_cannot_do_is_refused_with_the_reason() -> None:
         played(plan)
 
 
+@thorough()
 @needs_deepspeed
 def test_autotp_cuts_what_it_cuts_and_leaves_nothing_behind() -> None:
     """DeepSpeed's own AutoTP: projections and the head are cut, an untied embedding is not."""
