@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ from tests.unit.planning import LATENT, LLAMA, MOE
 from shardscope.frameworks.megatron.layer import Layer
 from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.schedule import Fullest, _steps, chunk_layers, fullest
+from shardscope.memory.alike import Distinct
 from shardscope.memory.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
-from shardscope.memory.column import Column, Rows, total
+from shardscope.memory.column import Column, Rows, remembering, total
 from shardscope.memory.many import Varied
 
 KEYS = ("a", "b", "c")
@@ -222,3 +224,61 @@ def test_what_was_computed_once_is_the_same_column_again() -> None:
     rows.forget()
     assert column + 1 is not before
     assert (column + 1).values.tolist() == before.values.tolist()
+
+
+def test_a_partial_is_asked_once_and_a_default_tells_functions_apart() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def scaled(by: int, number: int) -> int:
+        asked.append((by, number))
+        return by * number
+
+    rows = Rows([np.arange(4)])
+    column = rows.column(1, np.array([1, 2, 3, 4]))
+    first = looked_up(partial(scaled, 2), column)
+    assert looked_up(partial(scaled, 2), column) is first and len(asked) == 4
+    assert looked_up(partial(scaled, 3), column).values.tolist() == [3, 6, 9, 12]
+    found = [looked_up(lambda number, by=by: by * number, column).values.tolist() for by in (2, 5)]
+    assert found == [[2, 4, 6, 8], [5, 10, 15, 20]]
+
+
+def test_tuples_inside_of_tuples_are_looked_up_whole() -> None:
+    column = Rows([np.arange(3)]).column(1, np.array([1, 2, 3]))
+    inner, flat = looked_up(lambda number: ((number, 7), -number), column)
+    assert inner[0].values.tolist() == [1, 2, 3] and inner[1] == 7 and flat.values.tolist() == [-1, -2, -3]
+    inner, flat = looked_up(lambda number: ((number, 7), -number), np.array([1, 2, 1]))
+    assert inner[0].tolist() == [1, 2, 1] and flat.tolist() == [-1, -2, -1]
+
+
+def test_what_is_remembered_is_of_the_very_same_columns() -> None:
+    asked: list[Any] = []
+
+    @remembering
+    def half(number: Any) -> Any:
+        asked.append(number)
+        return number / 2
+
+    rows = Rows([np.arange(2)])
+    column = rows.column(1, np.array([2, 4]))
+    assert half(column) is half(column) and len(asked) == 1
+    assert half(rows.column(1, np.array([6, 8]))).values.tolist() == [3, 4]
+    assert half(1) == half(1) == 0.5 and len(asked) == 3
+    assert half(np.array([2, 4])).tolist() == half(np.array([2, 4])).tolist() == [1, 2]
+    rows.forget()
+    half(column)
+    assert len(asked) == 6
+
+
+def test_rows_in_groups_agree_as_rows_do() -> None:
+    """Groups only save work: what is alike, and what stands beside it, is the same."""
+    owners = np.array([0, 0, 1, 1, 1, 2])
+    place = np.array([0, 1, 0, 1, 2, 0])
+    of_groups = np.array([5, 6, 5])
+    groups = Rows([place], Distinct(3, owners, np.array([0, 2, 5])), [np.array([0, 1, 0])])
+    plain = Rows([np.array([0, 0, 1, 1, 1, 0]), place])
+    grouped, alone = groups.column_of_groups(1, of_groups), plain.column(1, of_groups[owners])
+    for rows, column in ((groups, grouped), (plain, alone)):
+        found = column * 10 + rows.column(2, place)
+        assert len(found.values) == 5, "two stages of the same kind are one"
+        assert rows.spread(found).tolist() == [50, 51, 60, 61, 62, 50]
+        assert rows.spread(by_value(found % 2)).tolist() == [0, 1, 0, 1, 0, 0]

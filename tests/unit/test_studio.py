@@ -558,6 +558,11 @@ def test_the_plans_files_are_a_click_away(
     assert ss.Plan.from_json((folder / "plan.json").read_text()) == studio.plan
     assert "fsdp2" in folder.name and "h100" in folder.name
 
+    studio.recipe.seq_len.value = "2048"
+    press()
+    assert len(list((tmp_path / "exports").iterdir())) == 2, "another plan has a folder of its own"
+    studio.recipe.seq_len.value = "4096"
+
     (folder / "plan.json").write_text("somebody's own")
     assert "plan.json" in press(), "what an export did not leave so is not written over"
     assert (folder / "plan.json").read_text() == "somebody's own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from pathlib import Path
 
 import shardscope as ss
@@ -46,6 +47,7 @@ class ExportPanel(WorkPanel):
 
 
 def folder_name(plan: ss.Plan) -> str:
-    """``llama-3.1-8b-fsdp2-8xh100-sxm-80gb``: plans of other models, frameworks or GPUs have their own."""
+    """``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``: every plan has a folder of its own."""
     whole = f"{plan.architecture.name}-{plan.layout.framework}-{plan.cluster}"
-    return re.sub(r"[^a-z0-9.]+", "-", whole.lower()).strip("-.")[:100]
+    name = re.sub(r"[^a-z0-9.]+", "-", whole.lower()).strip("-.")[:100]
+    return f"{name}-{sha256(plan.to_json().encode()).hexdigest()[:6]}"

@@ -213,14 +213,15 @@ def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
 def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, with what it answered of the very same columns before, or of equal numbers.
 
-    Whatever else it is given has to be hashable.
+    Whatever else it is given has to be hashable, but for numpy's arrays: of these it is asked each time.
     """
     of_numbers = lru_cache(maxsize=2**14)(function)
 
     def answer(*values: Any) -> Any:
         rows, key = _asked(function, values)
         if rows is None:
-            return of_numbers(*values)
+            is_plain = not any(value.__class__ is np.ndarray for value in values)
+            return of_numbers(*values) if is_plain else function(*values)
         found = rows.known.get(key)
         if found is None:
             found = rows.known[key] = function(*values)
@@ -332,10 +333,12 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 def _name_of(function: Any) -> Any:
-    """What tells it from other functions; None of one that remembers where it was made."""
+    """What tells it from other functions; None of one that keeps what it was made with."""
     if type(function) is partial:
         return function.func, function.args, *function.keywords.items()
-    return None if getattr(function, "__closure__", None) else getattr(function, "__code__", function)
+    if getattr(function, "__closure__", None) or getattr(function, "__defaults__", None):
+        return None
+    return getattr(function, "__code__", function)
 
 
 def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
