@@ -64,12 +64,13 @@ class Finetune(TextTask):
 
         folder = self.folder
         engine.weights = StoredWeights(folder, plan.architecture)
+        said = folder.config
         files = {file for file, _ in folder.tensors.values()}
         print(
             f"beginning from {folder.path}: {len(folder.tensors):,} tensors in {len(files):,} files",
             flush=True,
         )
-        return lambda: build_from_config(folder.path, plan.architecture, plan.recipe.dropout)
+        return lambda: build_from_config(said, plan.architecture, plan.recipe.dropout)
 
     def peak_rate(self, plan: Plan) -> float:
         """See :class:`TextTask`."""

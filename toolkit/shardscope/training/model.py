@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,15 +50,13 @@ def build_model(architecture: Any, dropout: float = 0.0, attention: str | None =
     return _built(AutoConfig.for_model(architecture.model_type, **values), architecture, attention)
 
 
-def build_from_config(folder: Path, architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
-    """The model that ``config.json`` in ``folder`` describes, of the sizes of ``architecture``, fp32.
+def build_from_config(said: Mapping[str, Any], architecture: Any, dropout: float = 0.0) -> torch.nn.Module:
+    """The model that ``said``, a config.json that was read, describes, of ``architecture``'s sizes, fp32.
 
-    As :func:`build_model`, but what sizes do not tell (angles, epsilons, the activation) is the file's. Its
-    weights are not read; no code that lies beside it is run.
+    As :func:`build_model`, but what sizes do not tell (angles, epsilons, the activation) is the config's. No
+    file is read for it: neither weights, nor another config that it names, nor code that lies beside it.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = _read_as_transformers_does(said)
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         # A router's own loss is none of a pipeline's, nor of Megatron's: every engine trains the same.
@@ -66,6 +65,17 @@ def build_from_config(folder: Path, architecture: Any, dropout: float = 0.0) -> 
         if hasattr(config, name):
             setattr(config, name, dropout)
     return _built(config, architecture, None)
+
+
+def _read_as_transformers_does(said: Mapping[str, Any]) -> Any:
+    """What ``AutoConfig.from_pretrained`` makes of a config.json with this in it, without looking for one."""
+    from transformers import CONFIG_MAPPING
+
+    family = said["model_type"]
+    # Its own exception: a Mistral some of whose layers have no window is another class there.
+    alternates = family == "mistral" and "layer_types" in said
+    kind = CONFIG_MAPPING["ministral" if alternates else family]
+    return kind.from_dict(copy.deepcopy(dict(said)))
 
 
 def _built(config: Any, architecture: Any, attention: str | None) -> torch.nn.Module:

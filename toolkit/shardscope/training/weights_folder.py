@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,20 @@ class WeightsFolder:
         refuse(self.field, str(self.path), f"{allowed}: it has no weights", "the model's own folder")
 
     # ---- what it holds
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What its config.json says, which is all that is read of a config. Raises ``ValueError``."""
+        said = hf_config.read(self.file(CONFIG))
+        if "configuration_files" in said:
+            # transformers would take another file in the place of this one, which nobody checked.
+            refuse(
+                f"{self.field}/{CONFIG} configuration_files",
+                said["configuration_files"],
+                f"none: {CONFIG} alone says what the model is",
+                f"the config of this version as {CONFIG}, without that key",
+            )
+        return said
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -155,11 +169,10 @@ class WeightsFolder:
 
     def check(self, plan: Plan) -> None:
         """Raise ``ValueError`` if these are not the whole weights of ``plan``'s architecture."""
-        config = hf_config.read(self.file(CONFIG))
-        if config.get("quantization_config") is not None:
+        if self.config.get("quantization_config") is not None:
             refuse(
                 f"{self.field}/{CONFIG} quantization_config",
-                config["quantization_config"],
+                self.config["quantization_config"],
                 "none: packed weights are not unpacked here",
                 "the model's weights in bf16; Recipe.quantization packs a frozen base",
             )

@@ -1,0 +1,77 @@
+"""What a fine-tune makes of a folder's config.json: the model of that very file, and of nothing beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs
+from tests.weights_folders import LLAMA, write_folder
+
+import shardscope as ss
+from shardscope.training.weights_folder import WeightsFolder
+
+OTHER = {"rms_norm_eps": 0.5, "hidden_act": "relu", "rope_theta": 7.0}
+"""Of no size, so that no count of parameters tells."""
+SAME_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-3, "rope_theta": 500.0, "torch_dtype": "bfloat16"},
+    "an older rope_scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral, windows on some layers": {
+        "model_type": "mistral",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+def plan_of(folder: Path) -> ss.Plan:
+    arch = ss.Architecture.from_hf(str(folder))
+    return ss.Plan(
+        arch, ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=32, global_batch_size=4), ss.Layout.ddp()
+    )
+
+
+def built_from(said: dict[str, Any]) -> Any:
+    from shardscope.training.model import build_from_config
+
+    return build_from_config(said, ss.Architecture.from_hf({**said, "_name_or_path": "model"}))
+
+
+def test_fault_32_a_config_that_names_another_is_refused_in_words(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", configuration_files=["config.4.0.0.json"])
+    (tmp_path / "outside.json").write_text(json.dumps({**LLAMA, **OTHER}))
+    (folder / "config.4.0.0.json").symlink_to(tmp_path / "outside.json")
+    words = r"^Finetune\.weights/config\.json configuration_files is .*; allowed: none: config\.json alone"
+    with pytest.raises(ValueError, match=words):
+        ss.Finetune(weights=folder).check(plan_of(folder))
+
+
+def test_what_was_checked_is_built_wherever_the_config_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("transformers")
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "config.4.0.0.json"):
+        (tmp_path / name).write_text(json.dumps({**LLAMA, **OTHER}))
+    said = {**LLAMA, "configuration_files": ["config.4.0.0.json"], "_name_or_path": str(tmp_path)}
+    before = json.dumps(said)
+    config = built_from(said).config
+    assert (config.rms_norm_eps, config.hidden_act) == (1e-6, "silu")
+    assert config.rope_parameters["rope_theta"] == 10_000
+    assert json.dumps(said) == before
+
+
+@pytest.mark.parametrize("what", SAME_SIZES)
+def test_a_config_is_read_as_transformers_reads_it(what: str, tmp_path: Path) -> None:
+    transformers = needs("transformers")
+    folder = write_folder(tmp_path / "model", **SAME_SIZES[what])
+    model = built_from(dict(WeightsFolder.of(folder, "weights").config))
+    theirs = transformers.AutoConfig.from_pretrained(folder)
+    ours = model.config
+    told = ("rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window", "layer_types")
+    assert type(ours) is type(theirs)
+    for name in told:
+        assert getattr(ours, name, None) == getattr(theirs, name, None), name
