@@ -71,7 +71,7 @@ class TextTask(ABC):
     newest of that run folder (a name alone may be a run in ``./runs``); a :class:`Run` does too."""
     export: bool = False
     """After the last step, write weights and tokenizer to ``export`` in the run folder, as transformers opens
-    them."""
+    them; of adapters these alone, as peft does."""
 
     preload: ClassVar[tuple[str, ...]] = (
         "transformers.models.llama.modeling_llama",
