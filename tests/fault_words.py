@@ -146,9 +146,9 @@ FAULTS = {
     32: Fault(
         "A truncated safetensors file, a wrong header, an index to a missing shard or to `../`",
         "A fine-tune that would begin from it is refused before any rank starts, with the file, what is "
-        "wrong in it and the nearest fix. So are links out of the folder, pickles, a type that nobody "
-        "knows, and tensors that the plan's model lacks, has more of or has in another shape. Nothing is "
-        "unpickled.",
+        "wrong in it and the nearest fix. So are links out of the folder, of weights, config and tokenizer, "
+        "keys that name files elsewhere, pickles, a type that nobody knows, and tensors that the plan's "
+        "model lacks, has more of or has in another shape. Nothing is unpickled.",
     ),
     33: Fault(
         "NaN, infinity, negative, zero, bool, text, 1e30 in any field",

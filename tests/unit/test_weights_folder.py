@@ -363,30 +363,6 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
         ss.Finetune(weights=folder).check(plan_of(folder))
 
 
-# ---- the tokenizer
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model")
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"^Finetune\.weights is .*: it has none of tokenizer\.json"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", vocab_size=2040)
-    words = r"last id of its tokenizer is 2047; allowed: at most 2,039: the model's embedding has 2,040 rows"
-    with pytest.raises(ValueError, match=words):
-        ss.Finetune(weights=folder).check(plan_of(folder))
-
-
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model")
-    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
-    with pytest.raises(ValueError, match=r"^Finetune\.weights/tokenizer\.json is .*; allowed: a tokenizer"):
-        ss.Finetune(weights=folder).check(plan_of(folder))
-
-
 # ---- the task
 
 

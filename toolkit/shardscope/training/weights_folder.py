@@ -155,15 +155,16 @@ class WeightsFolder:
             what = "a link to nothing" if (self.path / name).is_symlink() else "not there"
             why = f"a file in {self.path}: it is {what} ({type(error).__name__})"
             refuse(self.field, name, why, "download the model anew, all of its files")
-        if not any(found.is_relative_to(home) for home in self._homes):
+        if not self.holds(found):
             refuse(field, str(found), f"a file in {self.path}: it is a link out of it", "a copy of the file")
         return found
 
-    @property
-    def _homes(self) -> tuple[Path, ...]:
+    def holds(self, file: Path) -> bool:
+        """Whether ``file``, absolute and with its links followed, is the model's own."""
         model = self.path.parent.parent
         is_snapshot = self.path.parent.name == "snapshots" and model.name.startswith("models--")
-        return (self.path, model / "blobs") if is_snapshot else (self.path,)
+        homes = (self.path, model / "blobs") if is_snapshot else (self.path,)
+        return any(file.is_relative_to(home) for home in homes)
 
     # ---- against a plan
 

@@ -1,0 +1,145 @@
+"""Tokenizers beside somebody else's weights: one that fits is read, and no file outside of the folder is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.weights_folders import write_folder
+
+import shardscope as ss
+
+
+def plan_of(folder: Path, **recipe: Any) -> ss.Plan:
+    arch = ss.Architecture.from_hf(str(folder))
+    fields = {"seq_len": 32, "global_batch_size": 4, **recipe}
+    return ss.Plan(arch, ss.Cluster.parse("2xcpu"), ss.Recipe(**fields), ss.Layout.ddp())
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^Finetune\.weights is .*: it has none of tokenizer\.json"):
+        ss.Finetune(weights=folder).check(plan_of(folder))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", vocab_size=2040)
+    words = r"last id of its tokenizer is 2047; allowed: at most 2,039: the model's embedding has 2,040 rows"
+    with pytest.raises(ValueError, match=words):
+        ss.Finetune(weights=folder).check(plan_of(folder))
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    with pytest.raises(ValueError, match=r"^Finetune\.weights/tokenizer\.json is .*; allowed: a tokenizer"):
+        ss.Finetune(weights=folder).check(plan_of(folder))
+
+
+# ---- what lies outside
+
+Change = Callable[[Path, Path], object]
+
+
+def link(name: str) -> Change:
+    """Put a link to the file outside in the place of ``name``."""
+
+    def change(folder: Path, outside: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside)
+
+    return change
+
+
+def say(**said: Any) -> Change:
+    """Write tokenizer_config.json; ``{outside}`` in text is the file's path."""
+
+    def change(folder: Path, outside: Path) -> None:
+        text = json.dumps({"model_max_length": 64, **said}).replace("{outside}", str(outside))
+        (folder / "tokenizer_config.json").write_text(text)
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(folder: Path, outside: Path) -> None:
+        for one in changes:
+            one(folder, outside)
+
+    return change
+
+
+OUT = "it is a link out of it"
+LEADS_OUT: dict[str, tuple[Change, str]] = {
+    "the tokenizer": (link("tokenizer.json"), OUT),
+    "what it says of itself": (link("tokenizer_config.json"), OUT),
+    "a chat template": (link("chat_template.jinja"), OUT),
+    "a chat template in its folder": (link("additional_chat_templates/tools.jinja"), OUT),
+    "the folder of chat templates": (
+        lambda folder, outside: (folder / "additional_chat_templates").symlink_to(outside.parent),
+        OUT,
+    ),
+    "a family's own file": (link("tekken.json"), OUT),
+    "a sentencepiece model of any name": (link("some.model"), OUT),
+    "a tokenizer of a later version": (
+        both(link("tokenizer.4.0.0.json"), say(fast_tokenizer_files=["tokenizer.4.0.0.json"])),
+        OUT,
+    ),
+    "another name": (
+        say(fast_tokenizer_files=["tokenizer.4.0.0.json"]),
+        r"fast_tokenizer_files is \['tokenizer\.4\.0\.0\.json'\]; allowed: none",
+    ),
+    "a path": (say(vocab_file="{outside}"), r"vocab_file is '.*outside.*'; allowed: a file in"),
+    "a path from the folder": (
+        say(merges_file="../outside/x.json"),
+        r"merges_file is .*; allowed: a file in",
+    ),
+    "a path for a vocabulary": (say(vocab="{outside}"), r"vocab is .*; allowed: none"),
+    "arguments that are paths": (say(init_inputs=["{outside}"]), r"init_inputs is .*; allowed: none"),
+    "packed weights": (say(gguf_file="../outside/x.json"), r"gguf_file is .*; allowed: none"),
+    "no JSON": (
+        lambda folder, outside: (folder / "tokenizer_config.json").write_text("{"),
+        "is 'no JSON: ",
+    ),
+    "a list": (lambda folder, outside: (folder / "tokenizer_config.json").write_text("[]"), "a JSON object"),
+}
+
+
+@pytest.mark.parametrize("what", LEADS_OUT)
+def test_fault_32_a_tokenizer_that_leads_out_of_the_folder_is_refused_in_words(
+    what: str, tmp_path: Path
+) -> None:
+    folder, outside = write_folder(tmp_path / "model"), tmp_path / "outside" / "x.json"
+    outside.parent.mkdir()
+    outside.write_bytes((folder / "tokenizer.json").read_bytes())
+    (outside.parent / "x.jinja").write_text("a secret")
+    change, words = LEADS_OUT[what]
+    change(folder, outside)
+    with pytest.raises(ValueError, match=rf"^Finetune\.weights.*{words}.*Nearest fix: "):
+        ss.Finetune(weights=folder).check(plan_of(folder))
+
+
+def test_a_folder_with_all_that_folders_have_is_taken(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    said = say(
+        special_tokens_map_file="/somebody/elses/special_tokens_map.json",
+        tokenizer_file=None,
+        vocab_file="x" * 10_000,
+        init_inputs=[],
+        chat_template="{{ messages }}",
+    )
+    said(folder, tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "README.md").write_text("a model")
+    # What no tokenizer reads may lie elsewhere: Git's files, runs, weights of another framework.
+    for name in (".git", "runs", "pytorch_model.bin"):
+        (tmp_path / f"other {name}").mkdir()
+        (folder / name).symlink_to(tmp_path / f"other {name}")
+    ss.Finetune(weights=folder).check(plan_of(folder))
