@@ -128,6 +128,17 @@ def check_trained(plan: Plan) -> None:
     limits.check_plan(plan)
 
 
+def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``plan`` would train the model of ``config``, a config.json, as another one.
+
+    Asks the framework that computes some of it by itself; others train transformers' own module. Imports no
+    torch.
+    """
+    limits: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.limits")
+    if hasattr(limits, "check_config"):
+        limits.check_config(plan, config)
+
+
 def why_not_trained(plan: Plan) -> str | None:
     """Why no engine here trains ``plan``, in words; None where one does. Imports no torch."""
     try:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shardscope import hf_config
+from shardscope.frameworks.registry import check_config
 from shardscope.training.text_task import TextTask
-from shardscope.training.weights_folder import WeightsFolder
+from shardscope.training.weights_folder import CONFIG, WeightsFolder
 from shardscope.training.weights_tokenizer import WeightsTokenizer
 
 if TYPE_CHECKING:
@@ -82,12 +84,15 @@ class Finetune(TextTask):
         """The folder's tokenizer."""
         return WeightsTokenizer(self.folder).encode
 
-    def write_tokenizer(self, folder: Path, plan: Plan) -> None:
-        """See :class:`TextTask`."""
+    def complete_export(self, folder: Path, plan: Plan) -> None:
+        """See :class:`TextTask`; config.json says what this folder's does, not what was off in training."""
         WeightsTokenizer(self.folder).save(folder)
+        if not plan.recipe.has_adapters:
+            self.folder.write_config(folder)
 
     def check_model(self, plan: Plan) -> None:
         """See :class:`TextTask`."""
         folder = self.folder
         folder.check(plan)
+        check_config(plan, hf_config.read(folder.file(CONFIG)))
         WeightsTokenizer(folder).check(plan.architecture.vocab_size)

@@ -3,7 +3,8 @@ stages."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.limits import (
     PACKED_TRAINED,
@@ -34,6 +35,11 @@ RING_FAMILIES = (
 )
 """Families whose attention is transformers' SDPA, at positions that they are told: so they can be split."""
 
+MOVING_ROPES = ("dynamic", "longrope")
+"""Types whose frequencies depend on the positions that are asked for."""
+OLD_LONGROPES = ("su", "yarn")
+"""What Phi-3's configs called longrope once; transformers still reads them so."""
+
 WHOLE_TRAINED = {**PACKED_TRAINED, "kernels": (None, "transformers", "compiled")}
 """What is trained of a recipe without stages and tensor-parallel parts."""
 
@@ -52,8 +58,59 @@ def check_plan(plan: Plan) -> None:
     if degrees.pp > 1:
         check_pipeline(plan)
     in_parts = degrees.tp > 1 or degrees.pp > 1 or degrees.cp > 1
+    if in_parts:
+        _check_parts(plan)
     check_recipe(plan.recipe, PART_TRAINED if in_parts else WHOLE_TRAINED)
     check_compiler(plan)
+
+
+def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for what a config.json says and parts of sequences do not compute."""
+    if plan.degrees.cp > 1:
+        check_rope(config)
+
+
+def check_rope(config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for rotary angles that would be other ones on every rank of a sequence.
+
+    ``config`` is a config.json, or ``to_dict`` of what transformers made of one.
+    """
+    for said in _ropes(config):
+        kind = str(said.get("rope_type", said.get("type")))
+        is_old_name = config.get("model_type") == "phi3" and kind in OLD_LONGROPES
+        if any(name in kind for name in MOVING_ROPES) or is_old_name:
+            refuse(
+                "config.rope_parameters rope_type",
+                kind,
+                f"any but {', '.join(map(repr, MOVING_ROPES))} with cp > 1: they choose frequencies by the "
+                "largest position that a rank is told (transformers' dynamic_rope_update), and each has a "
+                "part of the sequence",
+                "cp=1",
+            )
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What is said of all layers, and of the layers of one type."""
+    for name in ("rope_parameters", "rope_scaling"):
+        said = config.get(name)
+        if isinstance(said, Mapping):
+            yield said
+            yield from (one for one in said.values() if isinstance(one, Mapping))
+
+
+def _check_parts(plan: Plan) -> None:
+    """Raise ``ValueError`` for what is trained of a recipe, but not where something is in parts."""
+    cut = [name for name in ("tp", "pp", "cp") if getattr(plan.degrees, name) > 1]
+    for field, values in PART_TRAINED.items():
+        value = getattr(plan.recipe, field)
+        if value not in values and value in WHOLE_TRAINED[field]:
+            refuse(
+                f"Recipe.{field}",
+                value,
+                f"{', '.join(map(repr, values))} with {' and '.join(f'{name} > 1' for name in cut)}: others "
+                "train whole models on whole sequences only",
+                ", ".join(f"{name}=1" for name in cut),
+            )
 
 
 def check_parallel(plan: Plan) -> None:

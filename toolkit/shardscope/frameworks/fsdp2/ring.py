@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from shardscope.frameworks.fsdp2.cpu_ring import SEQUENCE, add_cpu_ring
+from shardscope.frameworks.fsdp2.limits import check_rope
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 """Those that have a ring. Plain math has none: DTensor would attend within the part that is here, and say
@@ -47,7 +48,10 @@ class Ring:
         AttentionInterface.register(self.name, self)
 
     def take_over(self, model: torch.nn.Module) -> None:
-        """Make ``model``'s attention this one. Raises ``ValueError`` unless it is transformers' SDPA."""
+        """Make ``model``'s attention this one.
+
+        Raises ``ValueError`` unless it is transformers' SDPA, at angles that parts of a sequence share.
+        """
         configs = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
         found = {getattr(config, "_attn_implementation", None) for config in configs.values()}
         if found != {"sdpa"}:
@@ -57,6 +61,8 @@ class Ring:
                 "attn_implementation='sdpa', whose calls torch's context_parallel takes over. Nearest fix: "
                 "cp=1."
             )
+        for config in configs.values():
+            check_rope(config.to_dict())
         for config in configs.values():
             config._attn_implementation = self.name
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.limits import check_recipe
+from shardscope.frameworks.megatron.config_limits import check_computed
 from shardscope.frameworks.megatron.hf_names import check_mapped
 from shardscope.validation import refuse
 
@@ -74,3 +76,8 @@ def check_trainable(plan: Plan) -> None:
             "layout=Layout.fsdp2()",
         )
     check_recipe(plan.recipe, TRAINED)
+
+
+def check_config(plan: Plan, config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where the model of ``config``, a config.json, would train as another one."""
+    check_computed(config)

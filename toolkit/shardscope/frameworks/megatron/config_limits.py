@@ -1,0 +1,102 @@
+"""What a transformers config says beside sizes that megatron-core computes in another way. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardscope.validation import refuse
+
+LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What ``RotaryEmbedding._apply_scaling`` has as constants (megatron-core 0.16.1)."""
+ROPES = ("default", "linear", "llama3")
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", *TANH_GELUS)
+
+OTHERWISE: Mapping[str, tuple[object, str]] = {
+    "scale_attn_weights": (True, "megatron-core always divides scores by the root of a head's width"),
+    "scale_attn_by_inverse_layer_idx": (False, "its scores here are divided by no layer's number"),
+    "router_jitter_noise": (0.0, "no noise goes into its routers here"),
+}
+"""By name: the only value that the engine computes, and why."""
+
+OTHER_ENGINE = "layout=Layout.fsdp2()"
+
+
+def check_computed(config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for what of ``config`` megatron-core would compute otherwise, or not at all.
+
+    ``config`` is a config.json, or ``to_dict`` of what transformers made of one; what it does not say has
+    its family's own value, which is computed for every family that trains.
+    """
+    for name, (computed, why) in OTHERWISE.items():
+        if config.get(name, computed) != computed:
+            refuse(f"config.{name}", config[name], f"{computed!r} with Megatron: {why}", OTHER_ENGINE)
+    said = activation_name(config)
+    if said is not None and said not in ACTIVATIONS:
+        refuse(
+            "config.hidden_act",
+            said,
+            f"{', '.join(map(repr, ACTIVATIONS))} with Megatron-core, whose activations these are here",
+            OTHER_ENGINE,
+        )
+    _check_routing(config)
+    _check_rope(rope_of(config))
+
+
+def _check_routing(config: Mapping[str, Any]) -> None:
+    # Mixtral has no such field, and always makes the weights of the chosen ones sum to 1.
+    normalised = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
+    if normalised and config.get("num_experts_per_tok") == 1:
+        refuse(
+            "config.num_experts_per_tok",
+            1,
+            "2 or more where the weights of the chosen experts sum to 1: megatron-core's router has no such "
+            "sum over one expert",
+            OTHER_ENGINE,
+        )
+
+
+def activation_name(config: Mapping[str, Any]) -> Any:
+    """What the MLP's activation is called; None where the family's own is not said."""
+    return config.get("activation_function" if config.get("model_type") == "gpt2" else "hidden_act")
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How rotary angles are made, in the words that transformers brings all its versions' configs to.
+
+    (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`` of transformers 5.)
+    """
+    said = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    said["rope_type"] = said.get("rope_type", said.get("type", "default"))
+    if said.get("partial_rotary_factor") is None:
+        said["partial_rotary_factor"] = config.get("partial_rotary_factor") or 1.0
+    if said["rope_type"] == "llama3":
+        outside = config.get("original_max_position_embeddings")
+        said.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        said["original_max_position_embeddings"] = outside or said["original_max_position_embeddings"]
+    return said
+
+
+def _check_rope(said: Mapping[str, Any]) -> None:
+    kind = said["rope_type"]
+    is_other_llama3 = kind == "llama3" and any(said.get(n) != value for n, value in LLAMA3_SCALING.items())
+    if kind not in ROPES or is_other_llama3:
+        refuse(
+            "config.rope_parameters",
+            dict(said),
+            f"rope_type 'default', 'linear', or 'llama3' with {LLAMA3_SCALING}, which megatron-core's "
+            "RotaryEmbedding has",
+            OTHER_ENGINE,
+        )
+    if said["partial_rotary_factor"] != 1.0:
+        refuse(
+            "config.partial_rotary_factor",
+            said["partial_rotary_factor"],
+            "1.0: transformers rotates whole heads of the families that train with Megatron",
+            OTHER_ENGINE,
+        )
