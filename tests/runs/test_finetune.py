@@ -5,6 +5,8 @@ One case each of DeepSpeed and Megatron-core runs in their own tests, whose rank
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -227,7 +229,9 @@ def test_a_model_goes_in_trains_and_comes_out_as_one(models: dict[str, Path], tm
 
     text = tmp_path / "text.txt"
     text.write_text("It was the whale, and nothing but the whale. " * 400)
-    folder = models["tied"]
+    folder = Path(shutil.copytree(models["tied"], tmp_path / "tied"))
+    said = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.25}
+    (folder / "config.json").write_text(json.dumps(said))
     task = ss.Finetune(weights=folder, num_steps=4, learning_rate=1e-3, text=text, export=True)
     plan = plan_of(folder, Layout.fsdp2())
     run = ss.launch(plan, task, folder=tmp_path / "runs")
@@ -247,6 +251,9 @@ def test_a_model_goes_in_trains_and_comes_out_as_one(models: dict[str, Path], tm
     assert all(0 < distance < 0.01 for distance in moved.values()), moved
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     assert tokenizer.decode(tokenizer("the whale")["input_ids"]) == "the whale"
+
+    exported = json.loads((out / "config.json").read_text())
+    assert exported == said | {"dtype": "float32"}, "the folder's own, dropout and all"
 
     again = ss.Finetune(weights=out)
     again.check(plan_of(out, Layout.fsdp2()))

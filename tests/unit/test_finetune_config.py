@@ -75,3 +75,73 @@ def test_a_config_is_read_as_transformers_reads_it(what: str, tmp_path: Path) ->
     assert type(ours) is type(theirs)
     for name in told:
         assert getattr(ours, name, None) == getattr(theirs, name, None), name
+
+
+# ---- what is off while it trains, and comes back
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_jitter_noise": 0.3,
+    "attention_dropout": 0.2,
+    "output_router_logits": True,
+    "use_cache": False,
+    "torch_dtype": "bfloat16",
+    "architectures": ["SomebodysMixtral"],
+    "auto_map": {"AutoModelForCausalLM": "theirs.SomebodysMixtral"},
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    "vocab_size": 2048,
+    "attn_pdrop": 0.2,
+    "resid_pdrop": 0.3,
+}
+
+
+def test_routers_have_no_noise_while_training() -> None:
+    torch, transformers = needs("torch"), needs("transformers")
+    tokens = torch.arange(32).view(1, 32)
+    said = {**LLAMA, **MIXTRAL}
+    model = built_from(said).train()
+    losses = [model(input_ids=tokens, labels=tokens).loss.item() for _ in range(2)]
+    assert losses[0] == losses[1] == model.eval()(input_ids=tokens, labels=tokens).loss.item()
+    noisy = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**{**said, "attention_dropout": 0.0, "output_router_logits": False})
+    )
+    noisy.load_state_dict(model.state_dict())
+    assert noisy.train()(input_ids=tokens, labels=tokens).loss.item() != losses[0], "the measure sees noise"
+
+
+@pytest.mark.parametrize("said", [{**LLAMA, **MIXTRAL}, GPT2], ids=["mixtral", "gpt2"])
+def test_an_exported_config_is_the_folders(said: dict[str, Any], tmp_path: Path) -> None:
+    torch, transformers = needs("torch"), needs("transformers")
+    from shardscope.training.pretrained import _exported_config
+
+    folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
+    (folder / "config.json").write_text(json.dumps(said))
+    _exported_config(built_from(said), torch.float32).save_pretrained(out)
+    ss.Finetune(weights=folder).complete_export(out, plan_of(folder))
+    found = json.loads((out / "config.json").read_text())
+    own = {"mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel"}[said["model_type"]]
+    left = {name: value for name, value in said.items() if name not in ("torch_dtype", "auto_map")}
+    assert found == left | {"architectures": [own], "dtype": "float32"}
+    assert {entry.name for entry in out.iterdir()} >= {"config.json", "tokenizer.json"}
+    assert not list(out.glob(".*"))
+    opened = transformers.AutoConfig.from_pretrained(out)
+    assert all(getattr(opened, name) == said[name] for name in said if name.endswith(("_pdrop", "_noise")))
+
+
+def test_adapters_are_exported_without_a_config(tmp_path: Path) -> None:
+    needs("transformers")
+    folder, out = write_folder(tmp_path / "model"), tmp_path / "export"
+    plan = plan_of(folder)
+    recipe = ss.Recipe(seq_len=32, global_batch_size=4, method="lora")
+    ss.Finetune(weights=folder).complete_export(
+        out, ss.Plan(plan.architecture, plan.cluster, recipe, plan.layout)
+    )
+    assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()

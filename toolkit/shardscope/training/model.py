@@ -33,6 +33,10 @@ DROPOUTS = (
 )
 """What families call the probabilities of their dropouts; GPT-2's are 0.1 by themselves."""
 
+NOISES = ("router_jitter_noise",)
+"""Noise on what is routed, in transformers' own block alone: experts on their own ranks, and Megatron's, are
+routed without."""
+
 
 def build_model(architecture: Any, dropout: float = 0.0, attention: str | None = None) -> torch.nn.Module:
     """A causal language model of exactly ``architecture``'s sizes, fp32, SDPA where there is, no KV cache.
@@ -61,9 +65,10 @@ def build_from_config(said: Mapping[str, Any], architecture: Any, dropout: float
     if hasattr(config, "output_router_logits"):
         # A router's own loss is none of a pipeline's, nor of Megatron's: every engine trains the same.
         config.output_router_logits = False
-    for name in DROPOUTS:
+    values = dict.fromkeys(DROPOUTS, dropout) | dict.fromkeys(NOISES, 0.0)
+    for name, value in values.items():
         if hasattr(config, name):
-            setattr(config, name, dropout)
+            setattr(config, name, value)
     return _built(config, architecture, None)
 
 

@@ -46,7 +46,7 @@ class Pretrain(TextTask):
     def encode(self) -> None:
         """The shipped tokenizer."""
 
-    def write_tokenizer(self, folder: Path, plan: Plan) -> None:
+    def complete_export(self, folder: Path, plan: Plan) -> None:
         """See :class:`TextTask`."""
         write_tokenizer(folder, plan.recipe.seq_len)
 

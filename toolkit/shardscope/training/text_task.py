@@ -119,8 +119,8 @@ class TextTask(ABC):
         """What makes token ids of text, int32; None: the shipped tokenizer."""
 
     @abstractmethod
-    def write_tokenizer(self, folder: Path, plan: Plan) -> None:
-        """Put the tokenizer beside exported weights."""
+    def complete_export(self, folder: Path, plan: Plan) -> None:
+        """Make a model's folder of exported weights: put the tokenizer beside them."""
 
     @abstractmethod
     def check_model(self, plan: Plan) -> None:
@@ -182,7 +182,7 @@ class TextTask(ABC):
         if self.export and engine.num_steps_done >= self.num_steps:
             engine.export(EXPORT)
             if ctx.rank == 0:
-                self.write_tokenizer(ctx.folder / EXPORT, plan)
+                self.complete_export(ctx.folder / EXPORT, plan)
             print(f"exported {EXPORT}", flush=True)
 
     def _go_on(self, ctx: Any) -> None:

@@ -29,6 +29,8 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth")
 MAX_INDEX_BYTES = 100_000_000
+NOT_EXPORTED = ("torch_dtype", "auto_map")
+"""The older name of dtype, and code in files that stay where they are."""
 READ_TYPES = ("F32", "BF16", "F16", "F64")
 """What weights may be stored in: they are cast to what the plan trains. Packed ones are not unpacked."""
 
@@ -86,6 +88,19 @@ class WeightsFolder:
                 f"the config of this version as {CONFIG}, without that key",
             )
         return said
+
+    def write_config(self, exported: Path) -> None:
+        """Give ``exported``, weights of this model by transformers' names, this folder's config.json.
+
+        What differs is what they are stored in and the class that opens them, which its own says.
+        """
+        file = exported / CONFIG
+        made = json.loads(file.read_text(encoding="utf-8"))
+        kept = {name: value for name, value in self.config.items() if name not in NOT_EXPORTED}
+        said = kept | {name: made[name] for name in ("architectures", "dtype")}
+        aside = exported / f".{CONFIG}.partial"
+        aside.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        aside.replace(file)
 
     @cached_property
     def architecture(self) -> Architecture:
