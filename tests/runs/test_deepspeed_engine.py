@@ -286,7 +286,6 @@ def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"layout": {"stage": 1, "tp": 2}}, "fsdp2 and megatron run tp"),
         ({"layout": {"stage": 3}, "loss": "chunked"}, "fsdp2 runs it"),
         ({"layout": {"stage": 2}, "optimizer": "adamw_8bit"}, "'adamw', 'sgd', 'adafactor' to train"),
     ],

@@ -275,6 +275,6 @@ def test_what_deepspeed_does_wrong_without_zero_is_refused(pp: int, precision: s
 def test_stages_of_another_pipeline_are_refused(tmp_path: Path) -> None:
     from shardscope.frameworks.deepspeed.checkpointing import _check_fits
 
-    own = {"framework": "deepspeed", "stage": 1, "world_size": 4, "pp": 2}
+    own = {"framework": "deepspeed", "stage": 1, "world_size": 4, "tp": 1, "pp": 2, "ep": 1}
     with pytest.raises(ValueError, match="the number of pipeline stages that saved"):
         _check_fits(tmp_path, {**own, "pp": 4}, own)
