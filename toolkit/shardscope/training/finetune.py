@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardscope import hf_config
 from shardscope.frameworks.registry import check_config
 from shardscope.training.text_task import TextTask
-from shardscope.training.weights_folder import CONFIG, WeightsFolder
+from shardscope.training.weights_folder import WeightsFolder
 from shardscope.training.weights_tokenizer import WeightsTokenizer
 
 if TYPE_CHECKING:
@@ -30,9 +29,11 @@ class Finetune(TextTask):
     """Train a model further: ``shardscope.launch(plan, Finetune(weights="folder"))``.
 
     The plan's architecture is ``Architecture.from_hf("folder")``; what its config.json says beside sizes
-    (angles, epsilons, the activation) is kept. Of LoRA the folder is the frozen base. Every rank reads only
-    what it keeps. Raises ``ValueError`` naming the field, its value, what is allowed and the nearest fix, for
-    files that are cut off, missing, outside of the folder or no safetensors too.
+    (angles, epsilons, the activation) is kept. Dropout is the recipe's and routers are trained without noise
+    or a loss of their own; an exported config.json says again what the folder's does. Of LoRA the folder is
+    the frozen base. Every rank reads only what it keeps. Raises ``ValueError`` naming the field, its value,
+    what is allowed and the nearest fix, for files that are cut off, missing, outside of the folder or no
+    safetensors too.
     """
 
     weights: Path
@@ -94,5 +95,5 @@ class Finetune(TextTask):
         """See :class:`TextTask`."""
         folder = self.folder
         folder.check(plan)
-        check_config(plan, hf_config.read(folder.file(CONFIG)))
+        check_config(plan, folder.config)
         WeightsTokenizer(folder).check(plan.architecture.vocab_size)
