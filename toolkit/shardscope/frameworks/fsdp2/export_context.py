@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardscope.frameworks.fsdp2.limits import MOVING_ROPES
 from shardscope.memory.modules.attention import fused_attention
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 SET_UP = """\
         shape = (WORLD_SIZE // CP, CP)
         self.parts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "cp"))["cp"]
+        check_split(model.config)
         model.config._attn_implementation = "ring"
 """
 
@@ -62,6 +64,17 @@ def attend(module, query, key, value, attention_mask, **others):
 
 
 AttentionInterface.register("ring", attend)
+
+
+def check_split(said):
+    """Stop at a model, ``said`` is its config, that would train as another one over parts of sequences."""
+    ropes = getattr(said, "rope_parameters", None) or {}
+    for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
+        if any(kind in str(rope.get("rope_type")) for kind in @@MOVING@@):
+            raise SystemExit(f"each rank would take other rotary angles, those of its part's length: {rope}")
+    window, kinds = getattr(said, "sliding_window", None), getattr(said, "layer_types", None)
+    if window and SEQ_LEN >= window and (kinds is None or "sliding_attention" in kinds):
+        raise SystemExit(f"the model attends to {window} tokens, and the ring to all {SEQ_LEN}")
 '''
 
 CPU_RING = '''
@@ -107,4 +120,5 @@ def ring_of(plan: Plan) -> str:
     half = plan.recipe.precision != "fp32"
     repeats = plan.on_gpu and not (half and fused_attention(plan) == "flash")
     text = RING.replace("@@CP@@", repr(plan.degrees.cp)).replace("@@REPEATS_KEYS@@", repr(repeats))
+    text = text.replace("@@MOVING@@", repr(MOVING_ROPES))
     return text if plan.on_gpu else text + CPU_RING

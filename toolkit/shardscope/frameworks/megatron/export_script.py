@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.export.files import Absent, Exported
 from shardscope.export.script import SCRIPT_FILE, plain_script
 from shardscope.export.text import WIDTH
+from shardscope.frameworks.megatron.config_limits import LLAMA3_SCALING
 from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
 from shardscope.frameworks.megatron.export_cpu import cpu_imports, on_cpu
 from shardscope.frameworks.megatron.export_weights import loads
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 SCRIPTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """Families of one mapping; GPT-2's is another."""
+SAME = (
+    *("model_type", "num_hidden_layers", "vocab_size", "hidden_act", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "router_jitter_noise",
+)
+"""Of transformers' config: what a checkpoint may not have otherwise than the plan, though its tensors may be
+copied all the same."""
 FUSED = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
     *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
@@ -52,6 +61,8 @@ DTYPE = @@DTYPE@@  # of weights and activations; of 16 bits the optimizer keeps 
 PP, VPP = @@STAGES@@
 PADDED_VOCAB_SIZE = @@PADDED@@  # a multiple of 128 for each tensor-parallel rank
 CONFIG = @@CORE@@  # TransformerConfig's
+SAME = @@SAME@@  # of the model that is read and of the plan's
+LLAMA3_SCALING = @@LLAMA3@@  # megatron-core's own constants
 
 
 def build_source(name):
@@ -59,6 +70,28 @@ def build_source(name):
     if name:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL_CONFIG), dtype=torch.float32)
+
+
+def check_source(said):
+    """Stop at a model that would train as another one: ``said`` is transformers' config of it."""
+    planned = AutoConfig.for_model(**MODEL_CONFIG)
+    for name in SAME:
+        own, plans = (value_of(config, name) for config in (said, planned))
+        if own != plans:
+            raise SystemExit(f"the model's {name} is {own!r}, and the plan's {plans!r}: export a plan of it")
+    rope = said.rope_parameters
+    kind, scaling = rope.get("rope_type", "default"), {name: rope.get(name) for name in LLAMA3_SCALING}
+    if kind != "default" and (kind != "llama3" or scaling != LLAMA3_SCALING):
+        raise SystemExit(f"Megatron-core has default rotary angles, or llama3's {LLAMA3_SCALING}, not {rope}")
+    window, kinds = getattr(said, "sliding_window", None), getattr(said, "layer_types", None)
+    if window and SEQ_LEN > window and (kinds is None or "sliding_attention" in kinds):
+        raise SystemExit(f"the model attends to {window} tokens, and all {SEQ_LEN} would be attended to here")
+
+
+def value_of(config, name):
+    """What ``config`` says; some families say a head's width only where it is not an equal share."""
+    found = getattr(config, name, None)
+    return config.hidden_size // config.num_attention_heads if name == "head_dim" and not found else found
 
 
 class Norm:
@@ -100,8 +133,6 @@ def build_chunk(config, said, number):
             attention = parts.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = Norm
     rope = said.rope_parameters
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
-        raise SystemExit(f"Megatron-core scales no rotary angles as {rope}")
     scales = rope.get("rope_type") == "llama3"
     stage = parallel_state.get_pipeline_model_parallel_rank()
     chunk = GPTModel(
@@ -148,6 +179,7 @@ class Training:
 
     def __init__(self, name, device, rate):
         source = build_source(name)
+        check_source(source.config)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=@@TP@@,
             pipeline_model_parallel_size=PP,
@@ -243,7 +275,8 @@ GATHER = """\
 
 NOTES = """Megatron-core directly, on its own modules. Every rank reads the whole model of transformers into
 host memory, fresh or by --model, and keeps its own part. Of 16 bits, the optimizer's fp32 copies begin as
-those left them. What the plan does not hold (rotary base, epsilons) is its family's own."""
+those left them. What the plan does not hold (rotary base, epsilons) is its family's own, or the model's that
+--model names; one of other sizes, or that Megatron-core computes otherwise, is refused."""
 
 
 def script(plan: Plan) -> Exported | Absent:
@@ -259,6 +292,8 @@ def script(plan: Plan) -> Exported | Absent:
         "STAGES": f"{degrees.pp}, {degrees.vpp}",
         "PADDED": repr(int(padded_vocab_size(arch.vocab_size, degrees.tp))),
         "CORE": pprint.pformat(_core(plan), width=WIDTH, sort_dicts=False),
+        "SAME": pprint.pformat(SAME, width=WIDTH, compact=True),
+        "LLAMA3": repr(LLAMA3_SCALING),
         "ROUTER": ROUTER if arch.mixture_of_experts is not None else "",
         "ON_CPU": "" if plan.on_gpu else "    cuda_means_cpu()\n",
         "TP": repr(degrees.tp),

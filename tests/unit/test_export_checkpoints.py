@@ -1,0 +1,129 @@
+"""Plain scripts stop at a checkpoint (--model) that they would train as another model."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from typing import Any
+
+import pytest
+from tests.needs import needs
+
+import shardscope as ss
+from shardscope.architecture import MixtureOfExperts
+from shardscope.export.files import contents
+
+needs("transformers")
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 200,
+    "max_position_embeddings": 64,
+}
+EXPERTS = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mixtral": {"mixture_of_experts": EXPERTS},
+    "qwen3_moe": {"qk_norm": True, "mixture_of_experts": EXPERTS},
+}
+
+
+@cache
+def script_of(family: str, layout: str, **degrees: int) -> dict[str, Any]:
+    """What the plan's train.py defines of constants and checks, with transformers and without ranks."""
+    from transformers import AutoConfig
+
+    arch = ss.Architecture(name=family, model_type=family, **{**SIZES, **FAMILIES[family]})
+    recipe = ss.Recipe(seq_len=32, global_batch_size=4)
+    plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, getattr(ss.Layout, layout)(**degrees))
+    (text,) = (file.text for file in contents(plan) if file.name == "train.py")
+    wanted = ("MODEL_CONFIG", "SEQ_LEN", "SAME", "LLAMA3_SCALING", "value_of", "check_source", "check_split")
+    found: dict[str, Any] = {"AutoConfig": AutoConfig}
+    for node in ast.parse(text).body:
+        names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
+        if {getattr(node, "name", ""), *names} & set(wanted):
+            exec(ast.unparse(node), found)
+    # Called before anything is made of the model that was read.
+    assert text.count("check_source(source.config)") == (layout == "megatron")
+    assert text.count("check_split(model.config)") == (layout == "fsdp2")
+    return found
+
+
+def checked(found: dict[str, Any], **other: Any) -> None:
+    """What the script does with a checkpoint of the plan's sizes but ``other``."""
+    config = found["AutoConfig"].for_model(**{**found["MODEL_CONFIG"], **other})
+    (found.get("check_source") or found["check_split"])(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_the_planned_sizes_goes_in(family: str) -> None:
+    """Bases of angles and epsilons are its own, and so is what only generation asks for."""
+    found = script_of(family, "megatron")
+    checked(found)
+    own = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "bos_token_id": 1, "max_position_embeddings": 128}
+    checked(found, **own)
+    checked(found, rope_parameters=LLAMA3)
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deeper": ("llama", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and the plan's 2"),
+    "of more tokens": ("llama", {"vocab_size": 250}, "vocab_size is 250, and the plan's 200"),
+    "with another activation": ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and the plan's"),
+    "of more, narrower heads": (
+        "llama",
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+        "num_attention_heads is 8, and the plan's 4",
+    ),
+    "with biases": ("llama", {"attention_bias": True}, "attention_bias is True, and the plan's False"),
+    "of another family": ("llama", {"model_type": "mistral"}, "model_type is 'mistral'"),
+    "with yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "Megatron-core has"),
+    "with other low frequencies": (
+        "llama",
+        {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
+        "Megatron-core has default rotary angles, or llama3's",
+    ),
+    "made for other lengths": (
+        "llama",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}},
+        "Megatron-core has default rotary angles, or llama3's",
+    ),
+    "with a window": ("mistral", {"sliding_window": 16}, "attends to 16 tokens, and all 32 would be"),
+    "that asks more experts": ("mixtral", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and"),
+    "whose routers have noise": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_megatron_s_script_stops_at_a_checkpoint(what: str) -> None:
+    family, other, words = OTHERS[what]
+    with pytest.raises(SystemExit, match=words):
+        checked(script_of(family, "megatron"), **other)
+
+
+def test_parts_of_sequences_stop_at_angles_and_windows_that_they_do_not_share() -> None:
+    found = script_of("mistral", "fsdp2", cp=2)
+    for allowed in ({}, {"rope_parameters": LLAMA3}, {"sliding_window": 33}):
+        checked(found, **allowed)
+    for kind in ({"rope_type": "dynamic", "factor": 2.0}, {"full_attention": {"rope_type": "longrope"}}):
+        config = found["AutoConfig"].for_model(**found["MODEL_CONFIG"])
+        config.rope_parameters = kind
+        with pytest.raises(SystemExit, match="each rank would take other rotary angles"):
+            found["check_split"](config)
+    with pytest.raises(SystemExit, match="attends to 32 tokens, and the ring to all 32"):
+        checked(found, sliding_window=32)
