@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.frameworks.deepspeed.rehearse import (
+from shardscope.frameworks.deepspeed.rehearse_engine import (
     NUM_STEPS,
     config_of,
     initialised,
