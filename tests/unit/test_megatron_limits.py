@@ -53,6 +53,16 @@ def test_experts_train() -> None:
 
 
 @needs_installed("megatron")
+def test_one_expert_whose_weight_would_always_be_1_is_refused_before_any_rank() -> None:
+    given = plan("mixtral-8x7b", {"ep": 4})
+    experts = given.architecture.mixture_of_experts
+    assert experts is not None
+    one = replace(given.architecture, mixture_of_experts=replace(experts, num_experts_per_tok=1))
+    said = why_not_trained(replace(given, architecture=one))
+    assert said is not None and "num_experts_per_tok is 1; allowed: 2 or more" in said
+
+
+@needs_installed("megatron")
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -67,6 +67,9 @@ def check_trainable(plan: Plan) -> None:
             )
     arch = plan.architecture
     check_mapped(arch)
+    if arch.mixture_of_experts is not None:
+        chosen = arch.mixture_of_experts.num_experts_per_tok
+        check_computed({"model_type": arch.model_type, "num_experts_per_tok": chosen})
     if arch.sliding_window_layers and plan.recipe.seq_len > (arch.sliding_window or 0):
         refuse(
             "Recipe.seq_len",
