@@ -171,7 +171,6 @@ def test_what_megatron_computes_is_let_through(config: dict[str, Any], tmp_path:
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "True; allowed: False with Megatron"),
         ("gpt2", {"scale_attn_weights": False}, "False; allowed: True with Megatron"),
-        ("mixtral", {"router_jitter_noise": 0.01}, "0.01; allowed: 0.0 with Megatron"),
         ("mixtral", {"num_experts_per_tok": 1}, "1; allowed: 2 or more where the weights of the chosen"),
     ],
 )

@@ -20,7 +20,6 @@ ACTIVATIONS = ("silu", *TANH_GELUS)
 OTHERWISE: Mapping[str, tuple[object, str]] = {
     "scale_attn_weights": (True, "megatron-core always divides scores by the root of a head's width"),
     "scale_attn_by_inverse_layer_idx": (False, "its scores here are divided by no layer's number"),
-    "router_jitter_noise": (0.0, "no noise goes into its routers here"),
 }
 """By name: the only value that the engine computes, and why."""
 
