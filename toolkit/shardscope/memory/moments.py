@@ -179,9 +179,12 @@ def _communication(vendor: str, *group_sizes: int) -> int:
 
 
 def _churned(peak: Peak) -> Any:
-    """Bytes that a step allocates and frees."""
-    churned = peak.activations + peak.gather
-    return churned if peak.logits is None else churned + peak.logits[0]
+    """Bytes that a step allocates and frees.
+
+    Activations and logits first: fewer numbers decide both than what is gathered (``column.py``).
+    """
+    held = peak.activations if peak.logits is None else peak.activations + peak.logits[0]
+    return held + peak.gather
 
 
 def _lost_words(churned: int) -> str:

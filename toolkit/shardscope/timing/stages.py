@@ -97,7 +97,8 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
     ]
     told = _exposed(work, transfers, cover, micro_batches)
     for transfer, took, hidden in told:
-        parts[transfer.part] = parts[transfer.part] + (took - hidden)
+        exposed = took if transfer.beneath == "nothing" else took - hidden
+        parts[transfer.part] = parts[transfer.part] + exposed
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
     parts["gradients"] = parts["gradients"] + traffic.copied_for_gradients / work.memory
     parts["optimizer"] = update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
