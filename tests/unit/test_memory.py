@@ -221,13 +221,16 @@ def test_recomputation_keeps_less(a_plan: Plan) -> None:
     # FlashAttention, and packing with it, is not recomputed selectively; compiled layers are not at all.
     kernels = None if a_plan.kernels == "compiled" else a_plan.recipe.kernels
     plain = replace(a_plan.recipe, attention=None, packing=False, recompute_interval=1, kernels=kernels)
-    kept = {
-        how: [
+    kept = {}
+    for how in ("none", "selective", "full"):
+        try:
+            again = replace(a_plan, recipe=replace(plain, recompute=how))
+        except ValueError:  # Of stage 3 with parameters on NVMe what is read ahead depends on it.
+            assume(False)
+        kept[how] = [
             max(one.components["activations"] for one in stage.moments if one.phase == "forward")
-            for stage in replace(a_plan, recipe=replace(plain, recompute=how)).memory().by_stage
+            for stage in again.memory().by_stage
         ]
-        for how in ("none", "selective", "full")
-    }
     assert all(none >= full for none, full in zip(kept["none"], kept["full"], strict=True))
     if not a_plan.recipe.has_adapters:
         # Adapters' own products, which selective recomputation keeps, can outweigh what it drops.

@@ -368,7 +368,7 @@ def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -
 
     collect(studio)
     state, _, buffers = _remove_buffers({key: widget.get_state() for key, widget in everything.items()})
-    assert len(everything) < 260
+    assert len(everything) < 270
     assert len(json.dumps(state, default=str)) < 400_000
     assert sum(map(len, buffers)) < 2_000_000
 

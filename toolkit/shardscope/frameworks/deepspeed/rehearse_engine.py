@@ -189,6 +189,9 @@ def label_state(tracker: Tracker, engine: Any, optimizer: Any) -> None:
 @contextlib.contextmanager
 def _fresh_weights_unset() -> Iterator[None]:
     """No numbers are drawn for weights that hold none."""
+    # Keeps the functions that it finds when it is first imported: not these here.
+    import transformers.initialization  # noqa: F401
+
     names = [name for name in dir(torch.nn.init) if name.endswith("_") and not name.startswith("_")]
     before = {name: getattr(torch.nn.init, name) for name in names}
     for name in names:
