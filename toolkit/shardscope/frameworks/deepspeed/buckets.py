@@ -234,32 +234,49 @@ def reduced(waiting: list[Piece], cut: Cut) -> int:
 def copied(waiting: list[Piece], cut: Cut) -> int:
     """Elements of the largest flattened copy: ``allreduce_and_scatter`` over pieces by rank."""
     runs: list[tuple[int, int]] = []
+    owner = -1
     for piece in waiting:
-        start = piece.start
-        while start < piece.end:
-            owner = start // piece.part
-            here = min(piece.end, (owner + 1) * piece.part) - start
-            if runs and runs[-1][0] == owner:
-                runs[-1] = (owner, runs[-1][1] + here)
-            else:
-                runs.append((owner, here))
-            start += here
-    return _largest_flat([here for _, here in runs], cut.bucket)
+        if not piece.size:
+            continue
+        first = piece.start // piece.part
+        head = min(piece.end, (first + 1) * piece.part) - piece.start
+        if first == owner:
+            runs[-1] = (runs[-1][0] + head, 1)
+        else:
+            runs.append((head, 1))
+        whole, tail = divmod(piece.size - head, piece.part)
+        if whole:
+            runs.append((piece.part, whole))
+        if tail:
+            runs.append((tail, 1))
+        owner = first + whole + (tail > 0)
+    return _largest_flat(runs, cut.bucket)
 
 
 @lru_cache(maxsize=1024)
 def all_reduce_bucket(sizes: tuple[int, ...], elements: int = ALL_REDUCE_ELEMENTS) -> int:
     """Elements of stage 0's largest flattened copy."""
-    return _largest_flat(list(sizes), elements)
+    return _largest_flat([(size, 1) for size in sizes], elements)
 
 
-def _largest_flat(pieces: list[int], elements: int) -> int:
-    """The largest run of pieces that is flattened: it ends with the one that overfills it."""
+def _largest_flat(runs: list[tuple[int, int]], elements: int) -> int:
+    """The largest run of pieces that is flattened: it ends with the one that overfills it.
+
+    ``runs`` are sizes of pieces and how many of that size follow one another.
+    """
     largest = group = number = 0
-    for piece in pieces:
-        group, number = group + piece, number + 1
-        if group > elements:
-            largest, group, number = max(largest, group if number > 1 else 0), 0, 0
+    for size, times in runs:
+        left = times
+        while left:
+            needed = (elements - group) // size + 1 if size else left + 1
+            taken = min(needed, left)
+            group, number, left = group + taken * size, number + taken, left - taken
+            if group > elements:
+                largest, group, number = max(largest, group if number > 1 else 0), 0, 0
+                # As many again overfill the next ones too, and these are as large as each other.
+                again = elements // size + 1
+                if left >= again:
+                    largest, left = max(largest, again * size if again > 1 else 0), left % again
     # One piece is reduced where it lies.
     return max(largest, group if number > 1 else 0)
 
