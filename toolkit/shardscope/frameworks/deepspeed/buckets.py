@@ -227,8 +227,10 @@ def beyond(sizes: tuple[int, ...], vectors: tuple[bool, ...], cut: Cut) -> int:
 def reduced(waiting: list[Piece], cut: Cut) -> int:
     """Elements beside a full bucket: a flattened copy, then norms of what goes to the host
     (``set_norm_for_param_grad_in_gpu``)."""
-    widest = max((piece.owned_by(cut.rank) for piece in waiting), default=0)
-    return max(copied(waiting, cut), cut.norm * widest)
+    flattened = copied(waiting, cut)
+    if not cut.norm:
+        return flattened
+    return max(flattened, cut.norm * max((piece.owned_by(cut.rank) for piece in waiting), default=0))
 
 
 def copied(waiting: list[Piece], cut: Cut) -> int:
