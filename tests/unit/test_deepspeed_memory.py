@@ -154,6 +154,38 @@ def test_a_bucket_is_copied_where_it_goes_to_several_ranks() -> None:
     assert all_reduce_bucket((10, 10, 10), 15) == 20
 
 
+@settings(max_examples=examples(400))
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=10),
+    st.integers(1, 5),
+    st.integers(1, 150),
+)
+def test_a_copy_counted_at_once_is_the_one_walked_part_by_part(
+    tensors: list[tuple[int, bool]], ranks: int, bucket: int
+) -> None:
+    """As ``average_tensor`` walks a bucket: one slice for each rank's part, those of one rank that follow
+    each other together, flattened until a bucket is overfilled."""
+    parts = tuple(
+        max(1, -(-sum(size for size, of in tensors if of is kind) // ranks)) for kind in (False, True)
+    )
+    pieces = Cut(parts=(parts[0], parts[1]), rank=0, whole=0, bucket=bucket).pieces(
+        tuple(size for size, _ in tensors), tuple(is_vector for _, is_vector in tensors)
+    )
+    slices: list[tuple[int, int]] = []
+    for piece in pieces:
+        for element in range(piece.start, piece.end):
+            owner = element // piece.part
+            length = slices.pop()[1] if slices and slices[-1][0] == owner else 0
+            slices.append((owner, length + 1))
+    groups: list[list[int]] = [[]]
+    for _, length in slices:
+        groups[-1].append(length)
+        if sum(groups[-1]) > bucket:
+            groups.append([])
+    walked = max((sum(group) for group in groups if len(group) > 1), default=0)
+    assert copied(pieces, Cut(parts=(parts[0], parts[1]), rank=0, whole=0, bucket=bucket)) == walked
+
+
 def test_vectors_have_a_flat_buffer_and_sub_groups_of_their_own() -> None:
     sizes, vectors = (40, 8, 40, 8), (False, True, False, True)
     assert partition(sizes, 2, 2, vectors).parts == (40, 8)

@@ -243,7 +243,11 @@ def copied(waiting: list[Piece], cut: Cut) -> int:
         first = piece.start // piece.part
         head = min(piece.end, (first + 1) * piece.part) - piece.start
         if first == owner:
-            runs[-1] = (runs[-1][0] + head, 1)
+            # Only the last part of those before it is that rank's: the other buffer starts again at rank 0.
+            before, times = runs.pop()
+            if times > 1:
+                runs.append((before, times - 1))
+            runs.append((before + head, 1))
         else:
             runs.append((head, 1))
         whole, tail = divmod(piece.size - head, piece.part)
