@@ -145,11 +145,12 @@ _numbers = count()
 class Column:
     """One number for each distinct row of some keys; reads like a number in formulas that broadcast."""
 
-    __slots__ = ("keys", "number", "rows", "values")
+    __slots__ = ("keys", "number", "rows", "spread", "values")
 
     def __init__(self, rows: Rows, keys: int, values: NDArray[Any]) -> None:
         self.rows, self.keys, self.values = rows, keys, values
         self.number = next(_numbers)
+        self.spread: dict[int, NDArray[Any]] = {}
 
     def max(self) -> Any:
         """The largest number."""
@@ -257,7 +258,7 @@ def _at(rows: Rows, keys: int, value: Any) -> Any:
     """``value`` at the distinct rows of ``keys``."""
     if type(value) is not Column or value.keys == keys:
         return value.values if type(value) is Column else value
-    return value.values.take(rows.joined(keys, value.keys)[2], mode="clip")
+    return _spread(value, keys, rows.joined(keys, value.keys)[2])
 
 
 def applied(ufunc: Any, left: Column, right: Any) -> Any:
@@ -280,10 +281,22 @@ def _of_two(ufunc: Any, left: Column, right: Column) -> Column:
     if left.keys == right.keys:
         return Column(left.rows, left.keys, ufunc(left.values, right.values))
     keys, one, other = left.rows.joined(left.keys, right.keys)
-    # Places are never out of range: "clip" only leaves the check out.
-    first = left.values if one is None else left.values.take(one, mode="clip")
-    second = right.values if other is None else right.values.take(other, mode="clip")
+    first = left.values if one is None else _spread(left, keys, one)
+    second = right.values if other is None else _spread(right, keys, other)
     return Column(left.rows, keys, ufunc(first, second))
+
+
+def _spread(column: Column, keys: int, places: NDArray[np.int64]) -> NDArray[Any]:
+    """Its values at the distinct rows of ``keys``, which lie at ``places`` of its own.
+
+    Half of them are asked for again: a layer's seconds are added to several others.
+    """
+    spread = column.spread
+    found = spread.get(keys)
+    if found is None:
+        # Places are never out of range: "clip" only leaves the check out.
+        found = spread[keys] = column.values.take(places, mode="clip")
+    return found
 
 
 def _alone(ufunc: Any, column: Column) -> Column:

@@ -15,6 +15,8 @@ from shardscope.timing.report import PARTS
 from shardscope.timing.update import update_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardscope.memory.modules.saved import Modules
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
@@ -39,8 +41,8 @@ class StageSeconds(NamedTuple):
 
     parts: dict[Part, Any]
     """Exposed seconds of every part but the bubble."""
-    told: list[Told]
-    """Its collectives."""
+    find_told: Callable[[], list[Told]]
+    """Its collectives, one by one."""
     hidden_offload: Any
     """Seconds of the host's and the drives' links beneath arithmetic."""
 
@@ -95,16 +97,16 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
         if not (transfer.ranks.__class__ is int and transfer.ranks == 1)
         and not (transfer.times.__class__ is int and transfer.times == 0)
     ]
-    told = _exposed(work, transfers, cover, micro_batches)
-    for transfer, took, hidden in told:
-        exposed = took if transfer.beneath == "nothing" else took - hidden
-        parts[transfer.part] = parts[transfer.part] + exposed
+    took = [transfer.times * work.call_seconds(transfer) for transfer in transfers]
+    shares, exposed = _exposed(transfers, took, cover, micro_batches)
+    for part, seconds in exposed.items():
+        parts[part] = parts[part] + seconds
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
     parts["gradients"] = parts["gradients"] + traffic.copied_for_gradients / work.memory
     parts["optimizer"] = update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
     host = host_seconds(plan, traffic, dropped, cover.forward, cover.backward, rates)
     parts["offload"] = host.exposed
-    return StageSeconds(parts, told, host.hidden)
+    return StageSeconds(parts, lambda: _told(transfers, took, shares), host.hidden)
 
 
 def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict[Part, Any], _Cover, Any]:
@@ -148,32 +150,44 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
     return {part: micro_batches * one for part, one in found.items()}, cover, micro_batches * dropped
 
 
-def _exposed(work: LayerWork, transfers: list[Transfer], cover: _Cover, micro_batches: Any) -> list[Told]:
-    """Each collective's seconds, and how many of them arithmetic covers.
+def _exposed(
+    transfers: list[Transfer], took: list[Any], cover: _Cover, micro_batches: Any
+) -> tuple[dict[Beneath, Any], dict[Part, Any]]:
+    """Of what arithmetic could cover the share that it does, and what is left of each part's collectives.
 
     What runs beneath the same arithmetic shares it, each by its own length: of a layer's next gather and the
     last one's reduction in FSDP2's backward, say. A share that nothing covers is left of each.
     """
-    free: list[Any] = []
+    seconds: dict[Part, Any] = {}
+    free: dict[tuple[Part, Beneath], Any] = {}
+    for transfer, one in zip(transfers, took, strict=True):
+        part, beneath = transfer.part, transfer.beneath
+        seconds[part] = seconds[part] + one if part in seconds else one
+        if beneath != "nothing":
+            key = part, beneath
+            free[key] = free[key] + _free(transfer, one) if key in free else _free(transfer, one)
     sums: dict[Beneath, Any] = {}
-    took: list[Any] = []
-    for transfer in transfers:
-        one = transfer.times * work.call_seconds(transfer)
-        took.append(one)
-        if transfer.beneath == "nothing":
-            free.append(0.0)
-            continue
-        bare = 1 / transfer.num_messages if transfer.bare is None else transfer.bare
-        free.append(one * (1 - bare))
-        sums[transfer.beneath] = sums.get(transfer.beneath, 0.0) + free[-1]
+    for (_, beneath), one in free.items():
+        sums[beneath] = sums[beneath] + one if beneath in sums else one
     shares = _shares(sums, cover, micro_batches)
+    for (part, beneath), one in free.items():
+        seconds[part] = seconds[part] - one * shares[beneath]
+    return shares, seconds
+
+
+def _free(transfer: Transfer, took: Any) -> Any:
+    """Seconds of one kind of collective that could run beneath arithmetic."""
+    return took * (1 - (1 / transfer.num_messages if transfer.bare is None else transfer.bare))
+
+
+def _told(transfers: list[Transfer], took: list[Any], shares: dict[Beneath, Any]) -> list[Told]:
     return [
         Told(
             transfer,
             one,
-            0.0 if transfer.beneath == "nothing" else largest(0.0, part * shares[transfer.beneath]),
+            0.0 if transfer.beneath == "nothing" else _free(transfer, one) * shares[transfer.beneath],
         )
-        for transfer, one, part in zip(transfers, took, free, strict=True)
+        for transfer, one in zip(transfers, took, strict=True)
     ]
 
 

@@ -89,13 +89,14 @@ def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSe
     recipe, gpu = plan.recipe, plan.cluster.gpu
     tokens = recipe.global_batch_size * recipe.seq_len
     hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    for one in slowest.told:
+    collectives = slowest.find_told()
+    for one in collectives:
         hidden[one.transfer.part] += one.hidden
     hidden["offload"] = slowest.hidden_offload
     return StepReport(
         parts=MappingProxyType(parts),
         hidden=MappingProxyType(hidden),
-        find_communication=lambda: _communication(plan, rates, slowest.told),
+        find_communication=lambda: _communication(plan, rates, collectives),
         num_gpus=plan.world_size,
         num_tokens=tokens,
         model_flops=model_flops_per_token(plan, causal=True) * tokens,

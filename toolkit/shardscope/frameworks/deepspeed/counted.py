@@ -65,11 +65,6 @@ class Layer(NamedTuple):
     behind: Instant
     """Where it holds most once the feed-forward is through, attention's first gradient included."""
 
-    @property
-    def most(self) -> int:
-        """Of all these."""
-        return max(instant.total for instant in (self.base, self.peak, self.behind, *self.inner))
-
 
 class Counted(NamedTuple):
     """Elements of one rank."""
@@ -236,8 +231,12 @@ def _counted(
         parts = _with_experts(parts, experts.whole)
     head, *layers, embedding, end_part = parts
     following = [*(layer.base for layer in layers[1:]), embedding.base]
-    told = [_layer(layer, after) for layer, after in zip(layers, following, strict=True)]
-    fullest = max(range(len(told)), key=lambda place: told[place].most)
+    most = [layer.peak.total for layer in layers]
+    fullest = most.index(max(most))
+    told = [
+        _layer(layers[place], following[place])
+        for place in (0, min(1, len(layers) - 1), len(layers) - 1, fullest)
+    ]
     return Counted(
         trained=whole,
         frozen=frozen,
@@ -254,7 +253,7 @@ def _counted(
         forward=forward,
         in_forward=_most(in_forward),
         head=_layer(head, layers[0].base),
-        layers=(told[0], told[min(1, len(told) - 1)], told[-1], told[fullest]),
+        layers=(told[0], told[1], told[2], told[3]),
         fullest_at=fullest,
         embedding=embedding.peak,
         end=(end_part.base, end_part.peak),

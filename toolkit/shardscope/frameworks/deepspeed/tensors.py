@@ -6,8 +6,10 @@ on single tensors, so counts are not enough here.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from shardscope.frameworks.deepspeed.calls import around
 from shardscope.memory.arithmetic import ceil_div, largest
@@ -19,13 +21,28 @@ from shardscope.parameter_names import names_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
+
     from shardscope.architecture import Architecture
     from shardscope.memory.stages import RankShape, Stage
     from shardscope.plan import Plan
     from shardscope.recipe import Recipe
 
+_T = TypeVar("_T")
+
 FP64 = 8
 """Gradient norms accumulate in double precision (``get_norm_dtype``, deepspeed/runtime/zero/utils.py)."""
+
+
+class Many(tuple[_T, ...]):
+    """A tuple that knows its hash: what it decides is looked up by it again and again."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Tensors(NamedTuple):
@@ -150,8 +167,8 @@ def _tensors(
     (frozen if adapted else trained).extend(after)
     met.extend(range(len(met), len(trained)))
     return Tensors(
-        tuple(trained),
-        tuple(experts),
+        Many(trained),
+        Many(experts),
         tuple(frozen),
         tuple(used),
         len(before),
@@ -159,9 +176,9 @@ def _tensors(
         0 if adapted else len(before),
         tuple(trained_per_layer),
         _num_attention(arch, adapted is not None),
-        () if adapted else (*wide, *(False for _ in after)),
-        () if adapted else (*vectors, *(columns == 1 for _, columns in outer_after)),
-        tuple(reversed(met)),
+        Many(() if adapted else (*wide, *(False for _ in after))),
+        Many(() if adapted else (*vectors, *(columns == 1 for _, columns in outer_after))),
+        Many(reversed(met)),
     )
 
 
@@ -272,26 +289,36 @@ def partition(sizes: tuple[int, ...], num_ranks: int, half: int, vectors: tuple[
     (deepspeed/runtime/zero/stage_1_and_2.py), and the norm takes each piece in double precision, so ranks
     differ. ``half`` is the bytes of a gradient.
     """
-    touched, pieces = [0] * num_ranks, [0] * num_ranks
+    touched, pieces = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     parts: list[int] = []
     for group in by_decay(sizes, vectors):
         parts.append(ceil_div(sum(group), 2 * num_ranks) * 2)
         if group:
-            _follow(group, parts[-1], touched, pieces)
+            _follow(np.array(group, np.int64), parts[-1], touched, pieces)
     part = sum(parts)
-    fullest = max(range(num_ranks), key=lambda rank: half * touched[rank] + working(half, part, pieces[rank]))
-    return Partition(part * num_ranks, (parts[0], parts[1]), touched[fullest], pieces[fullest], fullest)
+    rank = int(np.argmax(half * touched + working(half, part, pieces)))
+    return Partition(part * num_ranks, (parts[0], parts[1]), int(touched[rank]), int(pieces[rank]), rank)
 
 
-def _follow(group: list[int], part: int, touched: list[int], pieces: list[int]) -> None:
+def _follow(
+    group: NDArray[np.int64], part: int, touched: NDArray[np.int64], pieces: NDArray[np.int64]
+) -> None:
     """Add what each rank's ``part`` of one buffer touches; note its largest piece."""
-    start = 0
-    for size in group:
-        end = start + size
-        for rank in range(start // part, (end - 1) // part + 1):
-            touched[rank] += size
-            pieces[rank] = max(pieces[rank], min(end, (rank + 1) * part) - max(start, rank * part))
-        start = end
+    ends = np.cumsum(group)
+    starts = ends - group
+    first, last = starts // part, (ends - 1) // part
+    # What begins to be touched at a rank, less what no longer is.
+    change, inside = np.zeros((2, len(touched) + 1), np.int64)
+    np.add.at(change, first, group)
+    np.subtract.at(change, last + 1, group)
+    touched += np.cumsum(change)[:-1]
+    np.maximum.at(pieces, first, np.minimum(ends, (first + 1) * part) - starts)
+    np.maximum.at(pieces, last, ends - np.maximum(starts, last * part))
+    # Between the first and the last rank of a tensor all of a part is its.
+    is_long = last > first
+    np.add.at(inside, first[is_long] + 1, 1)
+    np.subtract.at(inside, last[is_long], 1)
+    np.maximum(pieces, (np.cumsum(inside)[:-1] > 0) * part, out=pieces)
 
 
 def working(half: int, part: Any, piece: Any) -> Any:
