@@ -14,6 +14,15 @@ from shardscope.memory.words import count, gib
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
+HOST_BUILD_BYTES = 2**30
+"""Fresh models up to this size in fp32 are made whole on every rank, with DDP's weights; of larger ones ranks
+that keep a part draw no more than that. A model with weights of its own is made whole whatever its size."""
+
+
+def is_drawn_in_parts(plan: Plan) -> bool:
+    """Whether fresh weights are too many for that."""
+    return FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES
+
 
 def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
     """``num_parameters`` and their adapters as transformers makes them, cast tensor by tensor if at all.

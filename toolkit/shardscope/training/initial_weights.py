@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from shardscope.training.on_meta import build_on_meta, give_memory
+
 INITIALIZER_STD = 0.02
 """GPT-2's, and the default ``initializer_range`` of every decoder family in transformers."""
+
+CPU = torch.device("cpu")
 
 Region = Sequence[range]
 """Part of a tensor: of each dimension a run of places."""
@@ -17,6 +21,9 @@ Region = Sequence[range]
 
 class InitialWeights(Protocol):
     """Gives tensors of a model their first values, by the names that the model has for them."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it has the buffer ``name``; others are tables that every model computes."""
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
         """Give ``into`` the values of ``region`` of the tensor ``name``, which is of ``shape`` in all."""
@@ -36,6 +43,9 @@ class FreshWeights:
         config = getattr(model, "config", None)
         self._std = float(getattr(config, "initializer_range", INITIALIZER_STD))
         self._seed, self._device = seed, device
+
+    def __contains__(self, name: str) -> bool:
+        return False
 
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
         generator = torch.Generator(device=self._device)
@@ -63,9 +73,33 @@ class FreshWeights:
         return drawn.fill_(1.0) if len(shape) < 2 else drawn.normal_(0.0, self._std, generator=generator)
 
 
+def build_filled(
+    make: Callable[[], torch.nn.Module], weights_for: Callable[[torch.nn.Module], InitialWeights]
+) -> torch.nn.Module:
+    """What ``make`` makes, a model of transformers' or a part of one, in host memory with its first weights.
+
+    Only those of what is there are read or drawn: of a pipeline stage its own layers'.
+    """
+    model = build_on_meta(make)
+    weights = weights_for(model)
+    give_memory(model, CPU, buffers_on=CPU)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weights.write(name, parameter.shape, all_of(parameter.shape), parameter)
+    fill_buffers(model, weights)
+    return model
+
+
+def fill_buffers(model: torch.nn.Module, weights: InitialWeights) -> None:
+    """Give ``model`` those buffers that ``weights`` has."""
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            weights.write(name, buffer.shape, all_of(buffer.shape), buffer)
+
+
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
     """Give the adapters in ``model`` the weights that every engine and every number of ranks begins from."""
-    fresh = FreshWeights(model, seed=seed, device=torch.device("cpu"))
+    fresh = FreshWeights(model, seed=seed, device=CPU)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

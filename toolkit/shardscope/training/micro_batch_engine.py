@@ -17,14 +17,15 @@ from torch.nn import Parameter
 
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine
 from shardscope.frameworks.registry import check_trained
+from shardscope.memory.building import is_drawn_in_parts
 from shardscope.memory.head import loss_in_force
 from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained, quantized
 from shardscope.training.compiled import compile_layers
-from shardscope.training.initial_weights import draw_adapters
+from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeights, build_filled, draw_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.recompute import apply_recompute
-from shardscope.training.stored_weights import build_filled
+from shardscope.training.stored_weights import WithAdapters
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 """What matrices are multiplied in when fp32 originals are kept."""
@@ -193,7 +194,18 @@ class MicroBatchEngine(Engine):
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
         """The task's model, or this rank's part of it, with the weights that it begins from."""
-        return build_model() if self.weights is None else build_filled(build_model, self.weights)
+        return build_model() if self.weights is None else build_filled(build_model, self.first_weights)
+
+    @property
+    def is_drawn_in_parts(self) -> bool:
+        """Whether its weights are random ones, too many for every rank to make them all."""
+        return self.fresh_weights and self.weights is None and is_drawn_in_parts(self.plan)
+
+    def first_weights(self, model: torch.nn.Module, device: torch.device = CPU) -> InitialWeights:
+        """What gives ``model``, made without memory, its weights; random ones are drawn on ``device``."""
+        if self.weights is None:
+            return FreshWeights(model, seed=self.seed, device=device)
+        return WithAdapters(self.weights, model, self.seed)
 
     def _adapters_found(self, trained: list[Parameter]) -> dict[str, Any]:
         """What trains, and what a frozen base really is; ``RuntimeError`` if it is not the recipe's."""

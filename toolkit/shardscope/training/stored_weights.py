@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardscope.training.initial_weights import FreshWeights, Region, all_of, part
-from shardscope.training.on_meta import build_on_meta, give_memory
+from shardscope.training.initial_weights import CPU, FreshWeights, Region, part
 from shardscope.training.stored_names import sources
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardscope.architecture import Architecture
     from shardscope.training.weights_folder import WeightsFolder
-
-CPU = torch.device("cpu")
 
 
 class StoredWeights:
@@ -114,29 +109,11 @@ class WithAdapters:
         # On the host, so that GPUs and CPU ranks draw the same.
         self._stored, self._fresh = stored, FreshWeights(model, seed=seed, device=CPU)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
     def write(self, name: str, shape: torch.Size, region: Region, into: torch.Tensor) -> None:
         (self._fresh if "lora_" in name else self._stored).write(name, shape, region, into)
-
-
-def build_filled(make: Callable[[], torch.nn.Module], stored: StoredWeights) -> torch.nn.Module:
-    """What ``make`` makes, a model of transformers' or a part of one, in host memory with ``stored`` weights.
-
-    Only what is there is read: of a pipeline stage its own layers.
-    """
-    model = build_on_meta(make)
-    give_memory(model, CPU, buffers_on=CPU)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            stored.write(name, parameter.shape, all_of(parameter.shape), parameter)
-    fill_buffers(model, stored)
-    return model
-
-
-def fill_buffers(model: torch.nn.Module, stored: StoredWeights) -> None:
-    """Give ``model`` those buffers that files have; others are tables that every model computes."""
-    for name, buffer in model.named_buffers():
-        if name in stored:
-            stored.write(name, buffer.shape, all_of(buffer.shape), buffer)
 
 
 class TensorsByName(Mapping[str, "StoredTensorOf"]):

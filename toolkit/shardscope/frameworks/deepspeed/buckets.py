@@ -84,7 +84,11 @@ class Cut(NamedTuple):
 
     def touches(self, waiting: list[Piece]) -> bool:
         """Whether any of these is in the rank's parts."""
-        return any(piece.owned_by(self.rank) for piece in waiting)
+        rank = self.rank
+        return any(
+            piece.start < (rank + 1) * piece.part and rank * piece.part < piece.start + piece.size
+            for piece in waiting
+        )
 
 
 def parts_of(num_before: int, per_layer: tuple[int, ...], number: int) -> tuple[int, ...]:
@@ -190,12 +194,14 @@ def late(
                 base = Instant(tied, total if accumulates else done)
             index = next(comes)
             done += sizes[index]
-            # What was there is added to; what was not is kept as it was made.
-            now = Instant(waits + sizes[index], total) if accumulates else Instant(waits, done)
-            if wide and wide[index]:
-                inner.append(now)
-            if attention - 1 <= left <= attention:
-                behind = max(behind, now, key=_total)
+            is_wide, is_behind = wide and wide[index], attention - 1 <= left <= attention
+            if is_wide or is_behind:
+                # What was there is added to; what was not is kept as it was made.
+                now = Instant(waits + sizes[index], total) if accumulates else Instant(waits, done)
+                if is_wide:
+                    inner.append(now)
+                if is_behind:
+                    behind = max(behind, now, key=_total)
             largest = max(largest, 2 * sizes[index] if tied and not index else sizes[index])
         new = waits + (largest if accumulates else (tied if place and index == 0 and tied else 0))
         most = Instant(new, total if accumulates else done)
@@ -235,6 +241,16 @@ def reduced(waiting: list[Piece], cut: Cut) -> int:
 
 def copied(waiting: list[Piece], cut: Cut) -> int:
     """Elements of the largest flattened copy: ``allreduce_and_scatter`` over pieces by rank."""
+    elements = sum([piece.size for piece in waiting])
+    if elements <= cut.bucket:
+        # All at once, or where they lie if all are one rank's.
+        owners = {
+            owner
+            for start, size, part in waiting
+            if size
+            for owner in (start // part, (start + size - 1) // part)
+        }
+        return elements if len(owners) > 1 else 0
     runs: list[tuple[int, int]] = []
     owner = -1
     for piece in waiting:

@@ -196,9 +196,9 @@ def _counted(
     tied = tensors.trained[0] if has_tied_head and not kind.adapted else 0
     dense = partition(tensors.trained, ranks, kind.half, tensors.vectors)
     experts = partition(tensors.experts, expert_replicas(ranks, ep), kind.half)
-    whole = sum(tensors.trained) + sum(tensors.experts)
+    whole = tensors.trained.total + tensors.experts.total
     part, kept = dense.part + experts.part, dense.whole + experts.whole
-    group, frozen = part, sum(tensors.frozen)
+    group, frozen = part, tensors.frozen.total
     rest = forward = 0
     in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
     if kind.stage == 3:
@@ -213,7 +213,7 @@ def _counted(
         parts = _late(tensors, tied, bool(accumulates), Instant(flattened, whole))
     elif is_late(kind.stage, kind.overlaps, accumulates):
         cut = Cut(dense.parts, dense.rank, dense.whole, kind.limits.reduce_bucket, norm=kind.norm)
-        end = Instant(beyond(tensors.trained, tensors.vectors, cut), sum(tensors.trained))
+        end = Instant(beyond(tensors.trained, tensors.vectors, cut), tensors.trained.total)
         parts = _with_experts(_late(tensors, tied, bool(accumulates), end), experts.whole)
     else:
         bucket, drops = kind.limits.reduce_bucket, kind.stage > 1
@@ -240,7 +240,7 @@ def _counted(
     return Counted(
         trained=whole,
         frozen=frozen,
-        largest=max((*tensors.trained, *tensors.experts)),
+        largest=max(tensors.trained.largest, tensors.experts.largest),
         tied=tied,
         flat=dense.flat + experts.flat,
         part=part,
@@ -248,7 +248,7 @@ def _counted(
         piece=dense.piece,
         experts_piece=experts.piece,
         group=group,
-        widest=max(tensors.used, default=0),
+        widest=tensors.used.largest,
         rest=rest,
         forward=forward,
         in_forward=_most(in_forward),

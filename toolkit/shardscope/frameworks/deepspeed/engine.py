@@ -18,9 +18,10 @@ from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.launching import import_deepspeed
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.frameworks.deepspeed.process_groups import connect
-from shardscope.frameworks.deepspeed.reading import cut_as_read
+from shardscope.frameworks.deepspeed.reading import cut_as_made
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training import accounting, gradients
+from shardscope.training.initial_weights import CPU
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.on_meta import build_on_meta
 from shardscope.training.pretrained import WholeTensors
@@ -71,25 +72,30 @@ class DeepSpeedEngine(MicroBatchEngine):
         return trained
 
     def _model(self, build_model: BuildModel) -> torch.nn.Module:
-        """The model in host memory, or of stage 3 without memory where its weights are still to be read."""
-        if not self._reads_and_cuts:
+        """The model in host memory, or of stage 3 without memory where its weights are still to come."""
+        if not self._cuts_as_made:
             return self.build_on_host(build_model)
         return build_on_meta(lambda: self.build_on_host(build_model))
 
     @property
-    def _reads_and_cuts(self) -> bool:
+    def _cuts_as_made(self) -> bool:
+        """Whether no rank ever has more than its part: of a model whose weights a task made itself it has."""
         layout: Any = self.plan.layout
+        none_yet = self.weights is not None or self.is_drawn_in_parts
         # What is quantised is quantised from numbers.
-        return layout.stage == 3 and self.weights is not None and not self.recipe.base_quantization
+        return layout.stage == 3 and none_yet and not self.recipe.base_quantization
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
-        return build_model() if self._reads_and_cuts else super().built(build_model)
+        return build_model() if self._cuts_as_made else super().built(build_model)
 
     def _cut(self, deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
         """Leave of every parameter this rank's part, in the type that forward reads."""
         kind = self.half_type
-        if self._reads_and_cuts and self.weights is not None:
-            cut_as_read(deepspeed, model, self.weights, seed=self.seed, config=config, kind=kind)
+        if self._cuts_as_made:
+            # Files are read into the host's memory, and numbers drawn where that is fastest.
+            device = CPU if self.weights is not None else self.ctx.device
+            weights = self.first_weights(model, device)
+            cut_as_made(deepspeed, model, weights, device=device, config=config, kind=kind)
             return
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)

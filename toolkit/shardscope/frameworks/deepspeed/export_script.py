@@ -9,12 +9,11 @@ from shardscope.export.script import GROUPS, OPTIMIZERS, SCRIPT_FILE, plain_scri
 from shardscope.export.stages import stage_constants
 from shardscope.frameworks.deepspeed import export_experts, export_stages
 from shardscope.frameworks.deepspeed.limits import check_degrees, check_whole
+from shardscope.memory.building import is_drawn_in_parts
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-SMALL_BYTES = 2**30
-"""In fp32; larger fresh models are never whole in a script."""
 IMPORTS = """
 import json
 import os
@@ -137,7 +136,7 @@ def script(plan: Plan) -> Exported | Absent:
         "@@MAKE@@", makes.get(recipe.optimizer, "")
     )
     part += optimizer.replace("@@APART@@", export_experts.APART if degrees.ep > 1 else "")
-    is_small = 4 * plan.architecture.num_parameters <= SMALL_BYTES
+    is_small = not is_drawn_in_parts(plan)
     return plain_script(plan, part.replace("@@IS_SMALL@@", repr(is_small)), imports, NOTES, makes, model)
 
 

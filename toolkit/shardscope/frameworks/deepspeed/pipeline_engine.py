@@ -18,6 +18,7 @@ from shardscope.frameworks.deepspeed.engine import DeepSpeedEngine
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer
 from shardscope.training import micro_batches, pretrained
 from shardscope.training.gradients import clip
+from shardscope.training.initial_weights import build_filled
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.model_parts import part_of, shell_of
 from shardscope.training.stage_tensors import StageTensor, stage_by_stage
@@ -62,6 +63,11 @@ class PipelinedEngine(DeepSpeedEngine):
 
         # Every k-th layer of the stage is recomputed, so the model is cut before any is chosen.
         return super().build_on_host(build_stage)
+
+    def built(self, build_model: BuildModel) -> torch.nn.Module:
+        if self.is_drawn_in_parts:
+            return build_filled(build_model, self.first_weights)
+        return super().built(build_model)
 
     _shape: torch.Size | None = None
     """Of the last step's micro-batches."""

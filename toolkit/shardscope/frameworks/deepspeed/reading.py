@@ -1,4 +1,4 @@
-"""Stored weights under ZeRO-3: every tensor is cut as soon as it is read, so that no rank has them all."""
+"""First weights under ZeRO-3: each tensor is cut as it is read or drawn, so that no rank has them all."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from shardscope.training.initial_weights import all_of
-from shardscope.training.stored_weights import StoredWeights, WithAdapters, fill_buffers
+from shardscope.training.initial_weights import InitialWeights, all_of, fill_buffers
 
 
-def cut_as_read(
+def cut_as_made(
     deepspeed: Any,
     model: torch.nn.Module,
-    stored: StoredWeights,
+    weights: InitialWeights,
     *,
-    seed: int,
+    device: torch.device,
     config: dict[str, Any],
     kind: torch.dtype,
 ) -> None:
-    """Give ``model``, whose parameters are on meta, the weights of ``stored`` in parts, of type ``kind``.
+    """Give ``model``, whose parameters are on meta, its ``weights`` in parts, of type ``kind``.
 
     ``zero.Init`` of a module that is there goes through its ``parameters()`` and cuts one after the other
-    (deepspeed/runtime/zero/partition_parameters.py, ``_convert_to_zero_parameters``): here each is read when
-    it is asked for.
+    (deepspeed/runtime/zero/partition_parameters.py, ``_convert_to_zero_parameters``): here each gets its
+    values, on ``device``, when it is asked for.
     """
-    weights = WithAdapters(stored, model, seed)
     # One for all: memory that is freed between parts which stay would not be given back, nor be used again.
-    longest = torch.empty(max(parameter.numel() for parameter in model.parameters()), dtype=kind)
+    longest = torch.empty(
+        max(parameter.numel() for parameter in model.parameters()), dtype=kind, device=device
+    )
 
     def read(recurse: bool = True) -> Iterator[Parameter]:
         for name, parameter in model.named_parameters(recurse=recurse):
@@ -44,4 +44,4 @@ def cut_as_read(
         deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
     finally:
         del model.parameters
-    fill_buffers(model, stored)
+    fill_buffers(model, weights)

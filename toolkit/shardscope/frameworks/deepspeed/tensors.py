@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.recipe import Recipe
 
-_T = TypeVar("_T")
+_Number = TypeVar("_Number", bound=int)
 
 FP64 = 8
 """Gradient norms accumulate in double precision (``get_norm_dtype``, deepspeed/runtime/zero/utils.py)."""
 
 
-class Many(tuple[_T, ...]):
-    """A tuple that knows its hash: what it decides is looked up by it again and again."""
+class Many(tuple[_Number, ...]):
+    """Numbers that are asked about again and again: their hash, sum and largest are found once."""
 
     @cached_property
     def _hash(self) -> int:
@@ -44,17 +44,27 @@ class Many(tuple[_T, ...]):
     def __hash__(self) -> int:
         return self._hash
 
+    @cached_property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(self)
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest of them; 0 of none."""
+        return max(self, default=0)
+
 
 class Tensors(NamedTuple):
     """Elements of every tensor on one rank, in the model's order."""
 
-    trained: tuple[int, ...]
+    trained: Many[int]
     """Tensors that get gradients, routed experts excluded."""
-    experts: tuple[int, ...]
+    experts: Many[int]
     """Routed experts that get gradients, where expert parallelism keeps them in a group of their own."""
-    frozen: tuple[int, ...]
+    frozen: Many[int]
     """Tensors under adapters."""
-    used: tuple[int, ...]
+    used: Many[int]
     """All of them, in the order in which forward needs them."""
     num_before: int
     """Tensors of ``used`` before the first decoder layer."""
@@ -66,11 +76,11 @@ class Tensors(NamedTuple):
     """Tensors of ``trained`` in each decoder layer."""
     num_attention: int
     """Tensors of each decoder layer that forward has met when attention ends."""
-    trained_wide: tuple[bool, ...] = ()
+    trained_wide: Many[bool] = Many()
     """Which of ``trained`` are a feed-forward's large matrices; empty under adapters."""
-    vectors: tuple[bool, ...] = ()
+    vectors: Many[bool] = Many()
     """Which of ``trained`` are vectors, which do not decay and so have flat buffers of their own."""
-    in_backward: tuple[int, ...] = ()
+    in_backward: Many[int] = Many()
     """Places in ``trained``, in the order in which their gradients come."""
 
 
@@ -169,8 +179,8 @@ def _tensors(
     return Tensors(
         Many(trained),
         Many(experts),
-        tuple(frozen),
-        tuple(used),
+        Many(frozen),
+        Many(used),
         len(before),
         tuple(per_layer),
         0 if adapted else len(before),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
-from shardscope.memory.building import in_fp32, packed
-from shardscope.memory.precision import FP32
+from shardscope.memory.building import in_fp32, is_drawn_in_parts, packed
 from shardscope.memory.report import no_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +20,6 @@ def on_host(plan: Plan) -> Term:
     where = "on every rank, then sharded"
     if plan.recipe.base_quantization is not None:
         return packed(plan, where)
-    if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
+    if is_drawn_in_parts(plan):
         return no_bytes("built on the meta device, and drawn shard by shard on the GPU")
     return in_fp32(plan, plan.architecture.num_parameters, where)

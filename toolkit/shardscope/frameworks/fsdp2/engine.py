@@ -22,17 +22,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 from shardscope.frameworks.engine import BuildModel
 from shardscope.frameworks.fsdp2 import found
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.frameworks.fsdp2.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
 from shardscope.memory.words import count
 from shardscope.training import gradients
 from shardscope.training.gradients import local
-from shardscope.training.initial_weights import FreshWeights
+from shardscope.training.initial_weights import fill_buffers
 from shardscope.training.micro_batch_engine import MIXED_TYPES
 from shardscope.training.on_meta import build_on_meta
 from shardscope.training.recompute import decoder_layers
-from shardscope.training.stored_weights import WithAdapters, fill_buffers
 from shardscope.training.torch_engine import TorchEngine
 
 
@@ -87,8 +85,7 @@ class Fsdp2Engine(TorchEngine):
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         if self.mesh is None:
             self.mesh = self.make_mesh()
-        large = 4 * self.plan.architecture.num_parameters > HOST_BUILD_BYTES
-        none_yet = self.weights is not None or (self.fresh_weights and large)
+        none_yet = self.weights is not None or self.is_drawn_in_parts
         # What is quantised is quantised from numbers.
         self._on_meta = none_yet and not self.recipe.base_quantization
         build = build_on_meta if self._on_meta else (lambda make: make())
@@ -107,14 +104,9 @@ class Fsdp2Engine(TorchEngine):
 
     def _fill(self, model: torch.nn.Module) -> None:
         """Give the shards of ``model`` memory and their first weights."""
-        device = self.ctx.device
-        if self.weights is None:
-            fresh = FreshWeights(model, seed=self.seed, device=device)
-            materialise(model, fresh, device=self._home, compute=device)
-            return
-        stored = WithAdapters(self.weights, model, self.seed)
-        materialise(model, stored, device=self._home, compute=device)
-        fill_buffers(model, self.weights)
+        weights, device = self.first_weights(model, self.ctx.device), self.ctx.device
+        materialise(model, weights, device=self._home, compute=device)
+        fill_buffers(model, weights)
 
     def _shard(self, model: torch.nn.Module) -> None:
         """Bottom-up: each decoder layer is one group of collectives, the rest is the root's."""

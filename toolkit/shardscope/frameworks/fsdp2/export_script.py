@@ -9,8 +9,9 @@ from shardscope.export.script import SCRIPT_FILE, plain_script, whole_model
 from shardscope.export.stages import stage_constants
 from shardscope.frameworks.fsdp2 import export_context
 from shardscope.frameworks.fsdp2.export_stages import staged_imports, training
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, check_context, check_parallel, check_pipeline
+from shardscope.frameworks.fsdp2.limits import check_context, check_parallel, check_pipeline
 from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
+from shardscope.memory.building import is_drawn_in_parts
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -269,7 +270,7 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
         "MESH": (degrees.replicate, degrees.shard * degrees.cp, degrees.tp),
         "RESHARD": reshard,
         "OFFLOAD": layout.offload == "cpu",
-        "IS_SMALL": 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES,
+        "IS_SMALL": not is_drawn_in_parts(plan),
         "COLUMNS": COLUMNS,
         "ROWS": ROWS,
         "HEAD_NORMS": HEAD_NORMS,

@@ -19,11 +19,6 @@ from shardscope.validation import refuse
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-
-HOST_BUILD_BYTES = 2**30
-"""Fresh models up to this size (in fp32) are built whole on each rank, with DDP's weights; larger ones on
-meta. A model with weights of its own is built whole whatever its size."""
-
 CUT_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "starcoder2"),
 )

@@ -12,14 +12,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.fsdp2.groups import groups_of
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES
 from shardscope.frameworks.fsdp2.peaks import gathered_at_loss
 from shardscope.frameworks.fsdp2.pipelined import NOTHING_WAITS, is_pipelined, received, unreduced, waiting
 from shardscope.frameworks.fsdp2.quantized import scales_bytes, stage_numbers_saved
 from shardscope.frameworks.fsdp2.stage_peaks import peaks
 from shardscope.memory.arithmetic import by_value, largest
+from shardscope.memory.building import is_drawn_in_parts
 from shardscope.memory.optimizer_state import optimizer_bytes
-from shardscope.memory.precision import FP32, base_width, widths
+from shardscope.memory.precision import base_width, widths
 from shardscope.memory.report import Term, no_bytes
 from shardscope.memory.stages import (
     Shapes,
@@ -117,7 +117,7 @@ def training_state(plan: Plan, stage: Stage) -> TrainingState:
 def _initialising(plan: Plan, stage: Stage, shards: int) -> Term:
     """Weights drawn one whole tensor at a time; small models come from the host, one group at a time."""
     width = base_width(plan.recipe)
-    if FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES:
+    if is_drawn_in_parts(plan):
         whole = width * _largest_matrix(plan.architecture, stage)
         return Term(
             shards + whole,

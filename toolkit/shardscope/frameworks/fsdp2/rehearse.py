@@ -12,12 +12,13 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardscope.frameworks.fsdp2.engines import engine_of
-from shardscope.frameworks.fsdp2.limits import HOST_BUILD_BYTES, PART_TRAINED, check_parallel, check_pipeline
+from shardscope.frameworks.fsdp2.limits import PART_TRAINED, check_parallel, check_pipeline
 from shardscope.frameworks.fsdp2.pipeline_engine import PipelinedEngine
 from shardscope.frameworks.fsdp2.rehearse_pipeline import check_staged, play_stage
 from shardscope.frameworks.limits import check_recipe
 from shardscope.frameworks.limits import check_rehearsed as check_rehearsed_recipe
 from shardscope.memory.arithmetic import ceil_div
+from shardscope.memory.building import is_drawn_in_parts
 from shardscope.rehearsal.torch_step import FakeContext, labelled_methods, play
 from shardscope.rehearsal.world import fake_ranks, fake_tensors, real_numbers
 from shardscope.validation import refuse
@@ -76,8 +77,7 @@ def _stage(plan: Plan, number: int, note_progress: NoteProgress) -> RehearsedSta
                 _meshes_of_real_numbers(tracker),
                 _gathers_to(engine.ctx.device),
             ):
-                small = 4 * plan.architecture.num_parameters <= HOST_BUILD_BYTES
-                on_host = small or plan.recipe.base_quantization is not None
+                on_host = not is_drawn_in_parts(plan) or plan.recipe.base_quantization is not None
                 _build_on_host(engine, tracker)
                 if isinstance(engine, PipelinedEngine):
                     return play_stage(engine, tracker, note_progress, built_on_host=on_host)
