@@ -339,9 +339,9 @@ def test_a_contradiction_fails_the_run(framework: str, body: Any, words: str, tm
 
 
 def built_on_meta(ctx: StandInContext) -> dict[str, Any]:
-    from shardscope.frameworks.fsdp2 import engine
+    from shardscope.memory import building
 
-    engine.HOST_BUILD_BYTES = 0
+    building.HOST_BUILD_BYTES = 0
     ctx.engine.fresh_weights = True
     return five_losses(ctx)
 
@@ -393,10 +393,10 @@ def test_own_weights_are_kept_under_a_large_plan(tmp_path: Path) -> None:
 
 
 def pretrained_from_meta(ctx: StandInContext) -> str:
-    from shardscope.frameworks.fsdp2 import engine
+    from shardscope.memory import building
     from shardscope.training.pretrain import Pretrain
 
-    engine.HOST_BUILD_BYTES = 0
+    building.HOST_BUILD_BYTES = 0
     Pretrain(num_steps=1)(ctx)
     return str(ctx.records["engine"]["built_on"])
 

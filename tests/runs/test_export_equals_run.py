@@ -25,9 +25,9 @@ from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
 from shardscope.frameworks.deepspeed.process_groups import connect  # noqa: E402
-from shardscope.frameworks.fsdp2 import engine, export_script  # noqa: E402
 from shardscope.frameworks.megatron.engine_model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.registry import engine_for  # noqa: E402
+from shardscope.memory import building  # noqa: E402
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5
@@ -121,13 +121,9 @@ def both(ctx: StandInContext) -> dict[str, Any]:
 @contextlib.contextmanager
 def drawn_by_shard() -> Iterator[None]:
     """Every model is a large one."""
-    modules = [engine, export_script]
-    before = engine.HOST_BUILD_BYTES
-    for module in modules:
-        module.HOST_BUILD_BYTES = 0
+    before, building.HOST_BUILD_BYTES = building.HOST_BUILD_BYTES, 0
     yield
-    for module in modules:
-        module.HOST_BUILD_BYTES = before
+    building.HOST_BUILD_BYTES = before
 
 
 @pytest.fixture(scope="module")

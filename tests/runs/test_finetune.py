@@ -5,14 +5,8 @@ One case each of DeepSpeed and Megatron-core runs in their own tests, whose rank
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import shutil
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +27,7 @@ from finetuned_models import (  # noqa: E402
     trained,
     write_model,
 )
+from host_bytes import asks_linux, most_anonymous  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 import shardscope as ss  # noqa: E402
@@ -143,34 +138,6 @@ WIDE = {**SIZES, "model_type": "llama", "hidden_size": 512, "intermediate_size":
 """34 MB in bf16, 68 MB as fp32 originals."""
 
 
-@contextmanager
-def most_anonymous(every: float = 0.001) -> Iterator[list[int]]:
-    """The most bytes of memory that is no file's, over what there was before; the first of the list."""
-    found, done = [0], threading.Event()
-    # Ranks are forked from a process with much behind it: what it has freed and kept would be used first.
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _anonymous()
-
-    def look() -> None:
-        while not done.is_set():
-            found[0] = max(found[0], _anonymous() - before)
-            time.sleep(every)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
 def most_held(ctx: StandInContext, small: Path, wide: Path) -> dict[str, float]:
     """Of the whole model in fp32, how much a rank held at most while it was set up."""
     found = {}
@@ -188,22 +155,17 @@ def most_held_by_stage_3(ctx: StandInContext, small: Path, wide: Path) -> float:
     from shardscope.frameworks.deepspeed import engine
 
     begun(ctx, small, plan_of(small, Layout.zero(stage=3)))
-    cut, found = engine.cut_as_read, [0]
+    cut, found = engine.cut_as_made, [0]
 
     def watched(*args: Any, **options: Any) -> None:
         with most_anonymous() as most:
             cut(*args, **options)
         found[0] = most[0]
 
-    engine.cut_as_read = watched
+    engine.cut_as_made = watched
     plan = plan_of(wide, Layout.zero(stage=3))
     begun(ctx, wide, plan)
     return found[0] / (4 * plan.architecture.num_parameters)
-
-
-asks_linux = pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="reads /proc/self/status: run it on Linux"
-)
 
 
 @thorough()

@@ -49,14 +49,29 @@ def test_what_is_built_in_parts_needs_no_host() -> None:
     assert "meta device" in on_host(ss.Layout.fsdp2()).explain()
 
 
-def test_a_small_model_is_built_whole_by_fsdp2_too() -> None:
+@pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.zero(3)], ids=["fsdp2", "zero-3"])
+def test_a_small_model_is_built_whole_by_those_too(layout: ss.Layout) -> None:
     small = ss.models["gpt2"]
-    assert on_host(ss.Layout.fsdp2(), "gpt2", seq_len=1024).num_bytes == 4 * small.num_parameters
+    assert on_host(layout, "gpt2", seq_len=1024).num_bytes == 4 * small.num_parameters
 
 
-def test_a_stage_of_deepspeeds_pipeline_is_cut_from_a_whole_model() -> None:
+def test_a_stage_of_deepspeeds_pipeline_draws_its_own_layers() -> None:
     found = on_host(ss.Layout.zero(1, pp=2))
-    assert found.num_bytes == on_host(ss.Layout.zero(1)).num_bytes
+    # Half of the layers, and the embedding of the first stage or the head of the last with the final norm.
+    edge = LLAMA.vocab_size * LLAMA.hidden_size
+    norm = LLAMA.hidden_size
+    layers = LLAMA.num_parameters - 2 * edge - norm
+    assert found.num_bytes == 4 * (layers // 2 + edge + norm)
+    assert "of its own stage" in found.explain()
+
+
+def test_a_stage_of_a_small_model_is_cut_from_a_whole_one() -> None:
+    small = "llama-3.2-1b"
+    assert on_host(ss.Layout.zero(1, pp=2), small).num_bytes < on_host(ss.Layout.zero(1), small).num_bytes
+    tiny = ss.Architecture.of_size("100m")
+    plan = ss.Plan(tiny, EIGHT, ss.Recipe(seq_len=256), ss.Layout.zero(1, pp=2))
+    found = frameworks["deepspeed"].building_model().on_host(plan)
+    assert found.num_bytes == 4 * tiny.num_parameters
     assert "whose own stage is kept of it" in found.explain()
 
 

@@ -33,10 +33,10 @@ class FreshWeights:
     """Random ones, the same whatever ranks there are.
 
     Each whole tensor is drawn on ``device`` from a generator seeded by ``seed`` and its name, a stack of
-    experts matrix by matrix: the peak is one whole matrix. Matrices are normal with std 0.02
-    (``config.initializer_range`` if ``model`` has one), LoRA's A uniform as peft's, its B and biases zero,
-    other vectors one. Those are a decoder's rules, so only tasks that say ``engine.fresh_weights`` get them,
-    and adapters.
+    experts matrix by matrix: the peak is one whole matrix, unless that is what is asked for. Matrices are
+    normal with std 0.02 (``config.initializer_range`` if ``model`` has one), LoRA's A uniform as peft's, its
+    B and biases zero, other vectors one. Those are a decoder's rules, so only tasks that say
+    ``engine.fresh_weights`` get them, and adapters.
     """
 
     def __init__(self, model: torch.nn.Module, *, seed: int, device: torch.device) -> None:
@@ -51,26 +51,33 @@ class FreshWeights:
         generator = torch.Generator(device=self._device)
         generator.manual_seed(self._seed * 2**32 + zlib.crc32(name.encode()))
         if len(shape) < 3:
-            into.copy_(part(self._drawn(name, shape, into.dtype, generator), region))
+            self._write(name, shape, region, into, generator)
             return
         rows, *inner = region
         for place in range(shape[0]):
-            matrix = self._drawn(name, shape[1:], into.dtype, generator)
             if place in rows:
-                into[place - rows.start].copy_(part(matrix, inner))
-            del matrix
+                self._write(name, shape[1:], inner, into[place - rows.start], generator)
+            else:
+                # What comes after it is drawn from where this leaves the generator.
+                self._drawn(name, torch.empty(shape[1:], dtype=into.dtype, device=self._device), generator)
 
-    def _drawn(
-        self, name: str, shape: torch.Size, kind: torch.dtype, generator: torch.Generator
-    ) -> torch.Tensor:
-        drawn = torch.empty(shape, dtype=kind, device=self._device)
+    def _write(
+        self, name: str, shape: torch.Size, region: Region, into: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        if into.shape == shape and into.device == self._device and into.is_contiguous():
+            self._drawn(name, into, generator)
+            return
+        whole = torch.empty(shape, dtype=into.dtype, device=self._device)
+        into.copy_(part(self._drawn(name, whole, generator), region))
+
+    def _drawn(self, name: str, whole: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         if name.endswith("bias") or "lora_B" in name:
-            return drawn.zero_()
+            return whole.zero_()
         if "lora_A" in name:
             # kaiming_uniform_(a=sqrt(5)), as torch's Linear has it too.
-            bound = shape[-1] ** -0.5
-            return drawn.uniform_(-bound, bound, generator=generator)
-        return drawn.fill_(1.0) if len(shape) < 2 else drawn.normal_(0.0, self._std, generator=generator)
+            bound = whole.shape[-1] ** -0.5
+            return whole.uniform_(-bound, bound, generator=generator)
+        return whole.fill_(1.0) if whole.ndim < 2 else whole.normal_(0.0, self._std, generator=generator)
 
 
 def build_filled(

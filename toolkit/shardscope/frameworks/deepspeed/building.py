@@ -1,16 +1,17 @@
-"""How ZeRO's ranks come by their model: whole on each; stage 3 cuts every tensor as it is made.
+"""How ZeRO's ranks come by their model: whole on each, or of a large one what the rank keeps.
 
 Read off ``deepspeed/runtime/engine.py`` (``_configure_distributed_model`` casts and moves a whole module) and
-``deepspeed/runtime/zero/partition_parameters.py`` (``Init`` makes a module's tensors on the device). The
-stages of a pipeline are cut from a whole model here (:mod:`shardscope.training.model_parts`).
+``deepspeed/runtime/zero/partition_parameters.py`` (``Init`` cuts tensors one after the other). The stages of
+a pipeline are parts of a transformers model here (:mod:`shardscope.training.model_parts`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.memory.building import in_fp32
+from shardscope.memory.building import in_fp32, is_drawn_in_parts
 from shardscope.memory.report import no_bytes
+from shardscope.memory.stages import shapes_of, stage_of
 
 if TYPE_CHECKING:
     from shardscope.memory.report import Term
@@ -18,12 +19,20 @@ if TYPE_CHECKING:
 
 
 def on_host(plan: Plan) -> Term:
-    """Host memory of one rank while it makes or loads the model; ``deepspeed.zero.Init`` with stage 3."""
+    """Host memory of one rank while it makes or loads the model (``DeepSpeedEngine.make``)."""
     layout: Any = plan.layout
-    if layout.stage == 3:
-        return no_bytes("deepspeed.zero.Init makes each tensor on the GPU and keeps a shard of it")
+    if is_drawn_in_parts(plan):
+        if layout.stage == 3:
+            return no_bytes("zero.Init cuts each tensor as it is drawn on the GPU, and keeps a shard of it")
+        if layout.pp > 1:
+            return in_fp32(plan, _most_on_a_stage(plan), "of its own stage, then moved")
     if layout.pp > 1:
         where = "on every rank, whose own stage is kept of it and moved"
         return in_fp32(plan, plan.architecture.num_parameters, where)
-    where = "on every rank, then moved by deepspeed.initialize"
-    return in_fp32(plan, plan.architecture.num_parameters, where)
+    where = "then cut by zero.Init" if layout.stage == 3 else "then moved by deepspeed.initialize"
+    return in_fp32(plan, plan.architecture.num_parameters, f"on every rank, {where}")
+
+
+def _most_on_a_stage(plan: Plan) -> int:
+    shapes = shapes_of(plan.architecture, plan.stage_layers).kinds
+    return max(stage_of(plan, shape).base for shape in shapes)

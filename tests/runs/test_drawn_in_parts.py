@@ -1,0 +1,139 @@
+"""Fresh weights of a large model: a rank of ZeRO-3 or of a pipeline draws what it keeps, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+
+torch = needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+from host_bytes import asks_linux, most_anonymous  # noqa: E402
+from one_process import NUM_STEPS, RATE, ROWS, whole_batch  # noqa: E402
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope.frameworks.registry import engine_for  # noqa: E402
+from shardscope.memory import building  # noqa: E402
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero-3": {"stage": 3},
+    "zero-3, adapters": {"stage": 3, "method": "lora", "lora_rank": 4},
+    "zero-1 pp": {"stage": 1, "pp": 2},
+    "zero-0 pp, tied": {"stage": 0, "pp": 2, "tied": True},
+}
+
+
+def plan_of(stage: int, pp: int = 1, *, tied: bool = False, **recipe: Any) -> Any:
+    """On two ranks; over as many rows as :func:`drawn_whole` has."""
+    llama = replace(tiny_llama(tie_word_embeddings=tied), num_hidden_layers=3, vocab_size=256)
+    fields = {"global_batch_size": ROWS, "micro_batch_size": 1, **recipe}
+    return tiny_plan("zero", 2, architecture=llama, layout={"stage": stage, "pp": pp}, **fields)
+
+
+def drawn_whole(plan: Any) -> list[float]:
+    """Losses of one process whose weights are drawn by name, without an engine."""
+    from shardscope.training import lora
+    from shardscope.training.initial_weights import FreshWeights, build_filled
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    def make() -> Any:
+        made = build_model(plan.architecture)
+        if not plan.recipe.has_adapters:
+            return made
+        return lora.add_adapters(made, plan.architecture, plan.recipe, in_fp32=False)
+
+    model = build_filled(make, lambda made: FreshWeights(made, seed=3, device=torch.device("cpu")))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer("adamw", trained, RATE, 0.1, model)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(**whole_batch(step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def set_up(ctx: StandInContext, plan: Any) -> Any:
+    from shardscope.training.model import build_model
+
+    ctx.plan = plan
+    engine = ctx.engine = engine_for(plan)(ctx)
+    engine.learning_rate, engine.seed, engine.fresh_weights = RATE, 3, True
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
+
+
+def trained(ctx: StandInContext) -> dict[str, list[float]]:
+    building.HOST_BUILD_BYTES = 0
+    found = {}
+    for name, fields in LAYOUTS.items():
+        engine = set_up(ctx, plan_of(**fields))
+        share = partial(torch.chunk, chunks=engine.num_data_ranks)
+        found[name] = [
+            engine.step({key: share(rows)[engine.data_rank] for key, rows in whole_batch(step).items()})
+            for step in range(NUM_STEPS)
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+    return on_ranks(2, plan_of(3), trained, tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_ranks_draw_in_parts_is_one_model(name: str, losses: list[dict[str, list[float]]]) -> None:
+    expected = drawn_whole(plan_of(**LAYOUTS[name]))
+    for rank in losses:
+        assert rank[name] == pytest.approx(expected, abs=1e-4)
+
+
+def most_held(ctx: StandInContext) -> dict[str, float]:
+    """Of the whole model in fp32, what a rank held at most while its own part was made."""
+    from shardscope.frameworks.deepspeed import engine, pipeline_engine
+
+    found: dict[str, float] = {}
+
+    def watched(name: str, make: Any, plan: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            with most_anonymous() as most:
+                made = make(*args, **options)
+            found[name] = most[0] / (4 * plan.architecture.num_parameters)
+            return made
+
+        return run
+
+    wide = replace(tiny_llama(), hidden_size=512, intermediate_size=2048, vocab_size=8192, head_dim=128)
+    wide = replace(wide, num_hidden_layers=4)
+    set_up(ctx, plan_of(3))  # What is imported and made once, is.
+    building.HOST_BUILD_BYTES = 0
+    for name, module, made, layout in (
+        ("zero-3", engine, "cut_as_made", {"stage": 3}),
+        ("pp", pipeline_engine, "build_filled", {"stage": 1, "pp": 2}),
+    ):
+        plan = replace(plan_of(**layout), architecture=wide)
+        own = getattr(module, made)
+        setattr(module, made, watched(name, own, plan))
+        set_up(ctx, plan)
+        setattr(module, made, own)
+    return found
+
+
+@asks_linux
+def test_no_rank_makes_the_whole_model(tmp_path: Path) -> None:
+    first, last = on_ranks(2, plan_of(3), most_held, tmp_path)
+    # Its half, and the largest matrix twice: as it is drawn, and where it is cut.
+    assert max(first["zero-3"], last["zero-3"]) < 0.85
+    assert max(first["pp"], last["pp"]) < 0.8
+    # Two layers and an embedding, or as many and the head: the measure sees what stays.
+    assert min(first["pp"], last["pp"]) > 0.4
