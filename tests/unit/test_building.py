@@ -81,8 +81,10 @@ def test_a_quantised_base_is_packed_as_it_is_read(layout: ss.Layout) -> None:
     edges = 2 * LLAMA.vocab_size * LLAMA.hidden_size
     expected = 2 * edges + (LLAMA.num_parameters - edges) * 4.127 / 8
     adapters = 4 * 16 * 32 * (2 * 8192 + 2 * 5120)
+    # One of the feed-forward's in bf16, and three times in fp32 while it is packed.
+    one = (2 + 12) * LLAMA.hidden_size * LLAMA.intermediate_size
     found = on_host(layout, method="qlora", precision="bf16").num_bytes
-    assert found == pytest.approx(expected + adapters, rel=0.002)
+    assert found == pytest.approx(expected + adapters + one, rel=0.002)
 
 
 def test_cpu_ranks_train_it_where_they_made_it() -> None:

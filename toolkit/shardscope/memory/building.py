@@ -19,6 +19,11 @@ HOST_BUILD_BYTES = 2**30
 that keep a part draw no more than that. A model with weights of its own is made whole whatever its size."""
 
 
+_PACKING_BYTES = 12
+"""Of each number of a matrix while it is packed: in fp32, scaled, and scaled within bounds or its places in
+the code (bitsandbytes 0.50, backends/default/ops.py, ``quantize_4bit``; what int8 takes is less)."""
+
+
 def is_drawn_in_parts(plan: Plan) -> bool:
     """Whether fresh weights are too many for that."""
     return FP32 * plan.architecture.num_parameters > HOST_BUILD_BYTES
@@ -37,21 +42,29 @@ def in_fp32(plan: Plan, num_parameters: int, where: str) -> Term:
 
 
 def packed(plan: Plan, where: str) -> Term:
-    """A base in few bits, and its adapters: each matrix is quantised as it is read, and none stays whole.
+    """A base in few bits and its adapters, and the largest matrix as it is read or drawn, and packed.
 
-    So do transformers' ``from_pretrained`` and a ``BitsAndBytesConfig``.
+    transformers' ``from_pretrained`` with a ``BitsAndBytesConfig`` goes matrix by matrix too.
     """
     if not plan.on_gpu:
         return no_bytes("CPU ranks train the model where they made it")
     (whole,) = shapes_of(plan.architecture, (plan.architecture.num_hidden_layers,)).kinds
     base = frozen_base_bytes(plan, stage_of(plan, whole), widths[plan.recipe.precision].compute)
     adapters = FP32 * _adapters(plan)
+    one = (widths[plan.recipe.precision].compute + _PACKING_BYTES) * _largest_linear(plan)
     return Term(
-        base + adapters,
+        base + adapters + one,
         lambda: (
-            f"{gib(base)} GiB of frozen weights as they are packed + {gib(adapters)} GiB adapters, {where}"
+            f"{gib(base)} GiB of frozen weights as they are packed + {gib(adapters)} GiB adapters + "
+            f"{gib(one)} GiB while the largest matrix is packed, {where}"
         ),
     )
+
+
+def _largest_linear(plan: Plan) -> int:
+    arch = plan.architecture
+    layers = {0, arch.num_hidden_layers - 1}
+    return max(out * inner for layer in layers for _, (out, inner) in arch.layer_linears(layer))
 
 
 def _adapters(plan: Plan) -> int:

@@ -24,6 +24,7 @@ from shardscope.training.compiled import compile_layers
 from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeights, build_filled, draw_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
+from shardscope.training.on_meta import build_on_meta
 from shardscope.training.recompute import apply_recompute
 from shardscope.training.stored_weights import WithAdapters
 
@@ -194,7 +195,15 @@ class MicroBatchEngine(Engine):
 
     def built(self, build_model: BuildModel) -> torch.nn.Module:
         """The task's model, or this rank's part of it, with the weights that it begins from."""
+        if self._packs_as_made:
+            return build_on_meta(build_model)
         return build_model() if self.weights is None else build_filled(build_model, self.first_weights)
+
+    @property
+    def _packs_as_made(self) -> bool:
+        """Whether the numbers of a base in few bits are still to come, and no more of them than is packed."""
+        none_yet = self.weights is not None or self.is_drawn_in_parts
+        return none_yet and self.recipe.base_quantization is not None
 
     @property
     def is_drawn_in_parts(self) -> bool:
@@ -228,7 +237,9 @@ class MicroBatchEngine(Engine):
 
         model._apply(cast)
         if recipe.base_quantization:
-            quantized.quantize_base(model, recipe, sharded=self.shards_parameters, compute=kind)
+            weights = self.first_weights(model) if self._packs_as_made else None
+            sharded = self.shards_parameters
+            quantized.quantize_base(model, recipe, sharded=sharded, compute=kind, weights=weights)
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
         if recipe.precision == "bf16" and not recipe.base_quantization:
             # Over a base on meta peft makes adapters in fp32.

@@ -15,31 +15,78 @@ import torch
 
 from shardscope.training.accounting import tensor_bytes
 from shardscope.training.gradients import local
+from shardscope.training.initial_weights import InitialWeights, all_of, fill_buffers
 from shardscope.training.recompute import decoder_layers
 
 
-def quantize_base(model: torch.nn.Module, recipe: Any, *, sharded: bool, compute: torch.dtype) -> None:
+def quantize_base(
+    model: torch.nn.Module,
+    recipe: Any,
+    *,
+    sharded: bool,
+    compute: torch.dtype,
+    weights: InitialWeights | None = None,
+) -> None:
     """Replace the Linears of ``model``'s layers, in place; what a task has quantised itself stays.
 
     ``compute`` is the type that products run in. ``sharded``: packed weights are stored as that type, which
     ``fully_shard`` cuts like any others, and gathers without a cast (accelerate 1.15,
-    ``utils/fsdp_utils.py``).
+    ``utils/fsdp_utils.py``). ``weights``: what gives a model without memory its numbers, of the Linears one
+    by one; only what is packed, and what stays as it is, is ever there together.
     """
     bnb: Any = import_module("bitsandbytes")
     from transformers.pytorch_utils import Conv1D
 
     kind = recipe.base_quantization
+    numbers = None if weights is None else _Numbers(model, weights)
     for layer in decoder_layers(model):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
                     continue
                 if isinstance(child, torch.nn.Linear | Conv1D):
+                    if numbers is not None:
+                        numbers.give(child)
                     plain = _as_linear(child)
                     made = _in_int8(plain) if kind == "int8" else _in_nf4(plain, recipe, sharded, compute)
                     setattr(parent, name, made)
+    if numbers is not None:
+        numbers.give_rest(model)
     # peft asks which of its layers go over these.
     setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
+
+
+class _Numbers:
+    """Memory and numbers for a model that has none: its Linears have the same memory, one after the other."""
+
+    def __init__(self, model: torch.nn.Module, weights: InitialWeights) -> None:
+        self._weights = weights
+        self._names = {module: name for name, module in model.named_modules()}
+        largest = max(parameter.numel() for parameter in model.parameters())
+        self._room = torch.empty(largest, dtype=next(model.parameters()).dtype)
+
+    def give(self, linear: torch.nn.Module) -> None:
+        """Its weight, until the next one has its own; its bias, which stays."""
+        for name, parameter in linear.named_parameters(recurse=False):
+            into = self._room[: parameter.numel()].view(parameter.shape)
+            if name == "bias":
+                into = torch.empty_like(into)
+            self._write(f"{self._names[linear]}.{name}", into)
+            setattr(linear, name, torch.nn.Parameter(into, requires_grad=False))
+
+    def give_rest(self, model: torch.nn.Module) -> None:
+        """What is in no Linear of a layer, and buffers that files have."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                into = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._write(name, into)
+                # The same object: a tied weight is in two modules.
+                torch.utils.swap_tensors(parameter, torch.nn.Parameter(into, parameter.requires_grad))
+        fill_buffers(model, self._weights)
+
+    def _write(self, name: str, into: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._weights.write(name, into.shape, all_of(into.shape), into)
 
 
 def _as_linear(module: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.memory.building import in_fp32, packed
+from shardscope.memory.building import in_fp32, is_drawn_in_parts, packed
 
 if TYPE_CHECKING:
     from shardscope.memory.report import Term
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 def on_host(plan: Plan) -> Term:
     """Host memory of one rank while it makes or loads the model (``DdpEngine.wrap``)."""
     where = "on every rank, then moved to its GPU"
-    if plan.recipe.base_quantization is not None:
+    if plan.recipe.base_quantization is not None and is_drawn_in_parts(plan):
         return packed(plan, where)
     return in_fp32(plan, plan.architecture.num_parameters, where)

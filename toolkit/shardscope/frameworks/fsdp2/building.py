@@ -18,8 +18,8 @@ def on_host(plan: Plan) -> Term:
     What is quantised is quantised from numbers, so such a base is there before it is sharded.
     """
     where = "on every rank, then sharded"
+    if not is_drawn_in_parts(plan):
+        return in_fp32(plan, plan.architecture.num_parameters, where)
     if plan.recipe.base_quantization is not None:
         return packed(plan, where)
-    if is_drawn_in_parts(plan):
-        return no_bytes("built on the meta device, and drawn shard by shard on the GPU")
-    return in_fp32(plan, plan.architecture.num_parameters, where)
+    return no_bytes("built on the meta device, and drawn shard by shard on the GPU")
