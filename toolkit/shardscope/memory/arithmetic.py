@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardscope.memory import column
+from shardscope.memory import asked, column
 from shardscope.memory.column import Column, applied, remembering, together
 
 _ARRAY: Any = (np.ndarray, Column)
@@ -118,14 +118,14 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     """
     kinds = {number.__class__ for number in numbers}
     if Column in kinds:
-        return column.looked_up(function, *numbers)
+        return asked.looked_up(function, *numbers)
     if np.ndarray not in kinds:
         return function(*numbers)
     columns = np.stack(np.broadcast_arrays(*numbers))
     distinct, places = np.unique(columns, axis=1, return_inverse=True)
     places = places.reshape(-1)
     answers = [function(*(int(number) for number in row)) for row in distinct.T]
-    return column.each_field(answers, lambda field: np.array(field)[places])
+    return asked.each_field(answers, lambda field: np.array(field)[places])
 
 
 def _made(like: tuple[Any, ...], fields: Iterable[Any]) -> Any:

@@ -13,9 +13,9 @@ value numbering (Cocke 1970): a column is known by the operation and the columns
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from itertools import chain, count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -202,11 +202,11 @@ _WHOLE = (int, bool)
 
 def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
     """``ufunc`` (or ``numpy.where``) of the values, some of them columns, at the distinct rows of all."""
-    rows, key = _asked(ufunc, values)
+    rows, key = question(ufunc, values)
     found = rows.known.get(key)
     if found is None:
-        keys = _keys_of(values)
-        found = ufunc(*(_at(rows, keys, value) for value in values))
+        keys = keys_of(values)
+        found = ufunc(*(at_rows(rows, keys, value) for value in values))
         found = rows.known[key] = Column(rows, keys, found)
     return found
 
@@ -219,7 +219,7 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     of_numbers = lru_cache(maxsize=2**14)(function)
 
     def answer(*values: Any) -> Any:
-        rows, key = _asked(function, values)
+        rows, key = question(function, values)
         if rows is None:
             is_plain = not any(value.__class__ is np.ndarray for value in values)
             return of_numbers(*values) if is_plain else function(*values)
@@ -231,7 +231,7 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def _asked(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
+def question(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]]:
     """The rows of those values that are columns, and what tells this question from others."""
     rows: Any = None
     told = [operation]
@@ -245,7 +245,7 @@ def _asked(operation: Any, values: Sequence[Any]) -> tuple[Rows, tuple[Any, ...]
     return rows, tuple(told)
 
 
-def _keys_of(values: Sequence[Any]) -> int:
+def keys_of(values: Sequence[Any]) -> int:
     """Keys that decide all of them."""
     keys = 0
     for value in values:
@@ -254,7 +254,7 @@ def _keys_of(values: Sequence[Any]) -> int:
     return keys
 
 
-def _at(rows: Rows, keys: int, value: Any) -> Any:
+def at_rows(rows: Rows, keys: int, value: Any) -> Any:
     """``value`` at the distinct rows of ``keys``."""
     if type(value) is not Column or value.keys == keys:
         return value.values if type(value) is Column else value
@@ -305,100 +305,6 @@ def _alone(ufunc: Any, column: Column) -> Column:
     if found is None:
         found = column.rows.known[key] = Column(column.rows, column.keys, ufunc(column.values))
     return found
-
-
-class _Questions(NamedTuple):
-    """The distinct rows of several numbers."""
-
-    keys: int
-    codes: NDArray[np.int64]
-    """Of each distinct row of ``keys`` which question it is."""
-    each: list[tuple[Any, ...]]
-    """The plain numbers of each question."""
-
-
-def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
-    """``function(*numbers)`` of plain numbers, called once for each distinct row of columns.
-
-    A named tuple of numbers becomes one of columns, tuples inside of it too. A ``partial`` is known by what
-    it is made of, and so is not asked again; its arguments have to be hashable.
-    """
-    rows, key = _asked(_Questions, numbers)
-    name = _name_of(function)
-    if name is not None:
-        found = rows.known.get((name, *key))
-        if found is not None:
-            return found
-    asked = rows.known.get(key)
-    if asked is None:
-        asked = rows.known[key] = _questions(rows, numbers)
-    answers = [function(*row) for row in asked.each]
-    if name is not None:
-        found = rows.known[name, *key] = _answered(rows, asked, answers)
-        return found
-    inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
-    # Other functions are made anew for each question: they are known by what they answer.
-    told = (*key, *answers, *map(type, inside))
-    found = rows.known.get(told)
-    if found is None:
-        found = rows.known[told] = _answered(rows, asked, answers)
-    return found
-
-
-def _name_of(function: Any) -> Any:
-    """What tells it from other functions; None of one that keeps what it was made with."""
-    if type(function) is partial:
-        return function.func, function.args, *function.keywords.items()
-    if getattr(function, "__closure__", None) or getattr(function, "__defaults__", None):
-        return None
-    return getattr(function, "__code__", function)
-
-
-def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
-    """``made`` of many answers; of tuples of one form such a tuple, of what is made of each field."""
-    first = answers[0]
-    if not isinstance(first, tuple):
-        return made(answers)
-    fields = [each_field(inner, made) for inner in zip(*answers, strict=True)]
-    return getattr(type(first), "_make", tuple)(fields)
-
-
-def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
-    keys = _keys_of(numbers)
-    codes, limit, at = np.zeros(1, np.int64), 1, []
-    for number in numbers:
-        values = _at(rows, keys, number)
-        at.append(values)
-        if type(number) is Column:
-            places, different = value_codes(number.values)
-            codes = codes * different + _at(rows, keys, Column(rows, number.keys, places))
-            limit *= different
-    found = distinct(codes, limit)
-    each = [
-        values[found.rows].tolist() if isinstance(values, np.ndarray) else [values] * found.number
-        for values in at
-    ]
-    return _Questions(keys, found.codes, list(zip(*each, strict=True)))
-
-
-def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
-    kinds: dict[Any, int] = {}
-    kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
-    answers = list(kinds)
-    if len(answers) == 1:
-        return answers[0]
-    keys, first = rows.regrouped(asked.keys, kind_of)
-    kind_of = kind_of[first]
-
-    def column(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if all(value == first for value in values):
-            return first
-        array = np.array(values)[kind_of]
-        told = Column, keys, array.dtype.char, array.tobytes()
-        return rows.known.setdefault(told, Column(rows, keys, array))
-
-    return each_field(answers, column)
 
 
 def total(values: Sequence[Any]) -> Any:

@@ -1,0 +1,112 @@
+"""Functions of plain numbers, asked once for each distinct row of columns (``column.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shardscope.memory.alike import distinct, value_codes
+from shardscope.memory.column import Column, at_rows, keys_of, question
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardscope.memory.column import Rows
+
+
+class _Questions(NamedTuple):
+    """The distinct rows of several numbers."""
+
+    keys: int
+    codes: NDArray[np.int64]
+    """Of each distinct row of ``keys`` which question it is."""
+    each: list[tuple[Any, ...]]
+    """The plain numbers of each question."""
+
+
+def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
+    """``function(*numbers)`` of plain numbers, called once for each distinct row of columns.
+
+    A named tuple of numbers becomes one of columns, tuples inside of it too. A ``partial`` is known by what
+    it is made of, and so is not asked again; its arguments have to be hashable.
+    """
+    rows, key = question(_Questions, numbers)
+    name = _name_of(function)
+    if name is not None:
+        found = rows.known.get((name, *key))
+        if found is not None:
+            return found
+    asked = rows.known.get(key)
+    if asked is None:
+        asked = rows.known[key] = _questions(rows, numbers)
+    answers = [function(*row) for row in asked.each]
+    if name is not None:
+        found = rows.known[name, *key] = _answered(rows, asked, answers)
+        return found
+    inside = chain.from_iterable(answers) if isinstance(answers[0], tuple) else answers
+    # Other functions are made anew for each question: they are known by what they answer.
+    told = (*key, *answers, *map(type, inside))
+    found = rows.known.get(told)
+    if found is None:
+        found = rows.known[told] = _answered(rows, asked, answers)
+    return found
+
+
+def _name_of(function: Any) -> Any:
+    """What tells it from other functions; None of one that keeps what it was made with."""
+    if type(function) is partial:
+        return function.func, function.args, *function.keywords.items()
+    if getattr(function, "__closure__", None) or getattr(function, "__defaults__", None):
+        return None
+    return getattr(function, "__code__", function)
+
+
+def each_field(answers: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
+    """``made`` of many answers; of tuples of one form such a tuple, of what is made of each field."""
+    first = answers[0]
+    if not isinstance(first, tuple):
+        return made(answers)
+    fields = [each_field(inner, made) for inner in zip(*answers, strict=True)]
+    return getattr(type(first), "_make", tuple)(fields)
+
+
+def _questions(rows: Rows, numbers: Sequence[Any]) -> _Questions:
+    keys = keys_of(numbers)
+    codes, limit, at = np.zeros(1, np.int64), 1, []
+    for number in numbers:
+        values = at_rows(rows, keys, number)
+        at.append(values)
+        if type(number) is Column:
+            places, different = value_codes(number.values)
+            codes = codes * different + at_rows(rows, keys, Column(rows, number.keys, places))
+            limit *= different
+    found = distinct(codes, limit)
+    each = [
+        values[found.rows].tolist() if isinstance(values, np.ndarray) else [values] * found.number
+        for values in at
+    ]
+    return _Questions(keys, found.codes, list(zip(*each, strict=True)))
+
+
+def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
+    kinds: dict[Any, int] = {}
+    kind_of = np.array([kinds.setdefault(answer, len(kinds)) for answer in answers])[asked.codes]
+    answers = list(kinds)
+    if len(answers) == 1:
+        return answers[0]
+    keys, first = rows.regrouped(asked.keys, kind_of)
+    kind_of = kind_of[first]
+
+    def column(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if all(value == first for value in values):
+            return first
+        array = np.array(values)[kind_of]
+        told = Column, keys, array.dtype.char, array.tobytes()
+        return rows.known.setdefault(told, Column(rows, keys, array))
+
+    return each_field(answers, column)
