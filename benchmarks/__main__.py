@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from benchmarks import picker, planning, search, training
+from benchmarks import other_searcher, picker, planning, search, training
 
 IMPORT_BUDGET_SECONDS = 0.3
 MEMORY_BUDGET_MICROSECONDS = 200
@@ -67,6 +67,15 @@ def searcher() -> None:
     speed = found.plans_per_second
     note = f"by the processor's clock, {found.again_cpu_seconds:.2f} s"
     row("plans searched a second and core", f"{speed / 1e6:.2f} M", "1 M", speed >= PLANS_BUDGET, note)
+    other = other_searcher.measure()
+    if other is None:
+        note = "not at hand: LLM_ANALYSIS_PYTHON names an interpreter that has it"
+        row("the same asked of llm-analysis", "-", note=note)
+        return
+    rate = other.layouts_per_second
+    answered = f"{other.num_answered:,} of {other.num_asked:,} layouts answered, one by one"
+    note = f"{answered}; ours / its {speed / rate:,.0f}"
+    row("the same asked of llm-analysis", f"{rate:,.0f}", note=note)
 
 
 def trainer(frameworks: list[str], num_pairs: int, num_steps: int) -> None:
