@@ -368,7 +368,7 @@ def test_fault_26_a_page_that_is_loaded_anew_has_little_to_get(studio: Studio) -
 
     collect(studio)
     state, _, buffers = _remove_buffers({key: widget.get_state() for key, widget in everything.items()})
-    assert len(everything) < 270
+    assert len(everything) < 275
     assert len(json.dumps(state, default=str)) < 400_000
     assert sum(map(len, buffers)) < 2_000_000
 
@@ -530,14 +530,31 @@ def test_findings_are_counted_when_a_person_pauses(studio: Studio, monkeypatch: 
 
 
 def test_what_the_framework_has_no_input_for_is_kept_and_said_while_it_runs(studio: Studio) -> None:
-    chunked = replace(studio.plan, layout=ss.Layout.fsdp2(pp=2, vpp=2))
-    studio.apply(chunked)
-    assert studio.plan.layout.vpp == 2 and "Also: vpp 2" in studio.layout_picker.hint.value
+    parted = replace(studio.plan, layout=ss.Layout.zero(3, zero_hpz_partition_size=2))
+    studio.apply(parted)
+    assert studio.plan.layout == parted.layout
+    assert "Also: zero hpz partition size 2" in studio.layout_picker.hint.value
     studio.recipe.seq_len.value = "2048"
-    assert studio.plan.layout.vpp == 2
-    studio.layout_picker._controls["fsdp2"]["pp"].value = 1
-    assert studio.plan.degrees.pp == studio.plan.layout.vpp == 1
+    assert studio.plan.layout.zero_hpz_partition_size == 2
+    studio.layout_picker._controls["deepspeed"]["stage"].value = 2
+    assert studio.plan.layout.stage == 2 and studio.plan.layout.zero_hpz_partition_size == 1
     assert "Also" not in studio.layout_picker.hint.value and not errors(studio)
+
+
+def test_chunks_and_schedule_of_fsdp2s_stages_have_inputs(studio: Studio) -> None:
+    studio.apply(replace(studio.plan, layout=ss.Layout.fsdp2(pp=2, vpp=2)))
+    picker = studio.layout_picker
+    controls, rows = picker._controls["fsdp2"], picker._rows["fsdp2"]
+    assert controls["vpp"].value == 2 and "Also" not in picker.hint.value
+    # GPipe has no chunks, and so is not on offer beside them.
+    assert rows["pipeline_schedule"].layout.display == "none"
+    controls["vpp"].value = 1
+    assert rows["pipeline_schedule"].layout.display == ""
+    controls["pipeline_schedule"].value = "GPipe"
+    assert studio.plan.layout == ss.Layout.fsdp2(pp=2, pipeline_schedule="GPipe")
+    controls["pp"].value = 1
+    assert studio.plan.layout == ss.Layout.fsdp2() and not errors(studio)
+    assert {rows[name].layout.display for name in ("vpp", "pipeline_schedule")} == {"none"}
 
 
 def test_the_plans_files_are_a_click_away(

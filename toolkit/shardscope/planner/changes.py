@@ -77,6 +77,7 @@ DEGREE_WORDS = {
 
 LAYOUT_WORDS: dict[tuple[str, Any], str] = {
     ("reshard_after_forward", True): "Reshard after forward",
+    ("pipeline_schedule", "1F1B"): "Go backward as soon as a micro-batch can (1F1B), not after all forwards",
     ("offload", "cpu"): "Offload training state to the host",
     ("offload_optimizer", "cpu"): "Offload the optimizer to the host",
     ("offload_optimizer", "nvme"): "Offload the optimizer to NVMe",

@@ -20,6 +20,7 @@ LABELS = {
     "tp": "Tensor",
     "pp": "Pipeline",
     "vpp": "Interleave",
+    "pipeline_schedule": "Schedule",
     "cp": "Context",
     "ep": "Experts",
     "etp": "Expert tensor",

@@ -55,6 +55,8 @@ class Fsdp2Layout(Layout):
         "replicate": None,
         "tp": None,
         "pp": None,
+        "vpp": None,
+        "pipeline_schedule": ("1F1B", "GPipe"),
         "cp": None,
         "reshard_after_forward": (True, False),
         "offload": (None, "cpu"),
