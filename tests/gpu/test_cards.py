@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ def test_a_run_keeps_how_its_card_was_and_is_named_on_it(
         assert 5 < sample.get("power_watts", 100) < 3000
         assert 0 < sample.get("used_bytes", 1) <= place.total_bytes
     view = RunView(run)
-    view._thread.join(30)
+    deadline = time.monotonic() + 30
+    while view._is_watching and time.monotonic() < deadline:
+        time.sleep(0.1)
     drawn = {panel.metric for panel in view.figure.panels}
     assert drawn >= {"utilisation_percent", "temperature_celsius", "power_watts"} & set(samples[-1])
     view.close()

@@ -13,6 +13,7 @@ import shardscope as ss
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.log_search import MAX_MATCHES, LogSearch
 from shardscope.runs.records import read_tail_text
+from shardscope.runs.redaction import redact
 from shardscope_widgets import ansi, shared
 from shardscope_widgets.log_pane import LogPane
 
@@ -77,14 +78,16 @@ class RunLog(widgets.VBox):
 
     def _show_end(self, path: Path, has_ended: bool) -> None:
         try:
-            size = path.stat().st_size
+            stat = path.stat()
+            size, changed = stat.st_size, stat.st_mtime_ns
         except OSError:
-            size = 0
-        seen = (path, size, has_ended)
+            size, changed = 0, 0
+        # Secrets are masked in place: the file is as long as before.
+        seen = (path, size, changed, has_ended)
         if seen == self._seen:
             return
         self._seen = seen
-        text = read_tail_text(path, LOG_BYTES)
+        text = redact(read_tail_text(path, LOG_BYTES))
         if size > LOG_BYTES:  # The first line is rarely whole.
             text = text.partition("\n")[2] or text
         lines = ansi.to_html(PROFILER_TALK.sub("", text))

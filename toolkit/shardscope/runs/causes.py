@@ -80,8 +80,14 @@ def all_failures(folder: RunFolder, world_size: int) -> list[Failure]:
     return sorted(found, key=lambda failure: (failure.is_consequence, failure.time))
 
 
-def describe_exit(code: int | None) -> str:
-    """What an exit code of a process says, in words that follow a name ("rank 1 ..."); None if unknown."""
+def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
+    """What an exit code of a process says, in words that follow a name ("rank 1 ..."); None if unknown.
+
+    ``on_full_disk``: what it wrote at its end, that its task returned too, may not be there.
+    """
+    if on_full_disk and (code is None or code >= 0):
+        how = "ended" if code is None else f"exited with code {code}"
+        return f"{how}, and the disk of the run folder is full: what it had to say last is lost"
     if code is None:
         return "ended before its task returned; its exit code is not known"
     if code >= 0:
@@ -155,7 +161,8 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
     marker = read_json(folder.rank(rank)) or {}
     if code in (0, None) and marker.get("exit") == "finished":
         return None
-    reason, log = f"rank {rank} {describe_exit(code)}", read_tail_text(folder.log(rank), 4096)
+    reason = f"rank {rank} {describe_exit(code, on_full_disk=folder.is_on_full_disk)}"
+    log = read_tail_text(folder.log(rank), 4096)
     return Failure(
         rank=rank,
         time=_when(record),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,8 @@ from shardscope.runs.records import append_line
 from shardscope.validation import refuse
 
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
+FULL_BYTES = 2**20
+"""With less left on its disk, what a run writes may be lost."""
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
 
@@ -106,6 +109,14 @@ class RunFolder:
             raise
         except OSError as error:
             raise unwritable(self.path, error) from error
+
+    @property
+    def is_on_full_disk(self) -> bool:
+        """Whether what is written now may not be there later."""
+        try:
+            return shutil.disk_usage(self.path).free < FULL_BYTES
+        except OSError:
+            return False
 
     def set_status(self, status: Status, reason: str, **more: Any) -> None:
         """Append one transition. Raises ``OSError``."""

@@ -1,11 +1,11 @@
-"""Whether the cards have room now for what is launched: other people's processes may be on them."""
+"""Whether cards, or the host of CPU ranks, have room now for a launch: others' processes may be on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardscope.memory.words import gib
+from shardscope.memory.words import count, gib
 from shardscope.runs.folder import FINAL
 from shardscope.validation import FieldError
 
@@ -18,7 +18,10 @@ TOLD_PROCESSES = 3
 
 
 class TooLittleFreeError(FieldError):
-    """A GPU has less memory free than a plan's predicted peak; ``ss.launch(..., force=True)`` goes on."""
+    """A GPU, or the host of CPU ranks, has less memory free than is predicted to be needed.
+
+    ``ss.launch(..., force=True)`` goes on.
+    """
 
 
 def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, holding: str = "") -> str:
@@ -54,6 +57,34 @@ def check_free_memory(plan: Plan, cards: Sequence[GpuNow], *, needs_peak: bool, 
             f"{room}; or force=True, to go on all the same",
         )
     return f"GPU {card.index} has {free}, and {whose} predicted peak is {peak} GiB{_users(card)}"
+
+
+def check_free_host(plan: Plan, *, needs_peak: bool) -> str:
+    """The same of CPU ranks, which are all in the host's memory."""
+    # Not above: psutil is of the train extra.
+    from shardscope.runs.host_watch import free_host_memory
+
+    try:
+        report = plan.memory()
+    except FieldError as refusal:
+        return f"what this plan takes of memory is not predicted: {refusal}"
+    each = plan.world_size // len(report.by_stage)
+    needed = each * sum(stage.peak_bytes + stage.host_bytes for stage in report.by_stage)
+    free_bytes, total_bytes = free_host_memory()
+    if free_bytes >= needed:
+        return ""
+    free = f"{gib(free_bytes)} of {gib(total_bytes)} GiB free"
+    ranks = count(plan.world_size, "CPU rank")
+    if needs_peak:
+        found = plan.repairs()
+        room = found[0].change if found else "end what else runs here, or fewer ranks"
+        raise TooLittleFreeError(
+            "launch.plan on this host",
+            free,
+            f"at least {gib(needed)} GiB free, the predicted peak of {ranks}",
+            f"{room}; or force=True, to go on all the same",
+        )
+    return f"this host has {free}, and the predicted peak of {ranks} is {gib(needed)} GiB"
 
 
 def holders(others: Sequence[Run], cards: Sequence[GpuNow]) -> str:

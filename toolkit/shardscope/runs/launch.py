@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.detection import gpus_now
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
-from shardscope.runs.free_memory import check_free_memory, holders
+from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
 from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
@@ -67,7 +68,9 @@ def launch(
     if callable(check := getattr(task, "check", None)):
         check(plan)
     cards = gpus_now()[: plan.world_size] if device == "cuda" else []
-    tight = "; ".join(_against(plan, cards, parent, needs_peak=_trains(task) and not force))
+    needs_peak = _trains(task) and not force
+    against = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
+    tight = "; ".join(filter(None, (*against, *_against(plan, cards, parent, needs_peak=needs_peak))))
     if tight:
         warnings.warn(tight, RuntimeWarning, stacklevel=2)
     payload = pack(task, plan)
@@ -80,7 +83,8 @@ def launch(
         run_folder.set_status("starting", "; ".join(filter(None, ("the supervisor is coming up", tight))))
         _start_supervisor(run_folder, outlive_kernel)
     except OSError as error:
-        run_folder.task.unlink(missing_ok=True)
+        # There is no run: the name is free for the next one, and the room for others.
+        shutil.rmtree(run_folder.path, ignore_errors=True)
         raise unwritable(run_folder.path, error) from error
     return Run(run_folder)
 

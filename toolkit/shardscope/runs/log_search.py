@@ -6,6 +6,8 @@ import re
 from collections import deque
 from pathlib import Path
 
+from shardscope.runs.redaction import redact
+
 MAX_MATCHES = 200
 """The last lines that are kept; all are counted."""
 MAX_LINE = 2000
@@ -64,7 +66,8 @@ class LogSearch:
         for place, folded in enumerate("\n".join(lines).casefold().split("\n")):
             if self._wanted in folded and self._wanted in (plain := as_shown(lines[place])).casefold():
                 self.num_matches += 1
-                self.matches.append((self.num_lines + place + 1, _around(plain, self._wanted)))
+                shown = _around(redact(plain), self._wanted)
+                self.matches.append((self.num_lines + place + 1, shown))
         self.num_lines += len(lines)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.patient_output import print_patiently
 from shardscope.runs.processes import die_with_parent, is_port_taken, start_of
-from shardscope.runs.records import read_json, write_json
+from shardscope.runs.records import keep_json, read_json, write_json
 from shardscope.runs.stacks import answer_with_stacks
 
 EXIT_GRACE_SECONDS = 10.0
@@ -75,9 +76,7 @@ def _redirect_output(folder: RunFolder, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    for stream in (sys.stdout, sys.stderr):
-        # A surrogate in a path or a text of the user must not end a training run.
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    print_patiently()
     faulthandler.enable(file=2)
     with contextlib.suppress(OSError):  # A full disk: this rank is then not asked.
         answer_with_stacks(folder.stacks(rank))
@@ -128,7 +127,7 @@ def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
     pid = os.getpid()
     first = {"pid": pid, "started": start_of(pid), "port": os.environ.get("MASTER_PORT")}
     try:
-        write_json(folder.rank(rank), {**(marker or first), **more})
+        keep_json(folder.rank(rank), {**(marker or first), **more})
     except OSError as error:
         print(f"shardscope: could not write {folder.rank(rank)}: {error}", file=sys.stderr)
 
@@ -141,7 +140,8 @@ def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
     """Write why, before anything that might hang or end the process."""
     record = exception_record(error)
     try:
-        write_json(folder.error(rank), {"rank": rank, **record})
+        with contextlib.suppress(OSError):  # A full disk: its exit code is all that is left of it.
+            write_json(folder.error(rank), {"rank": rank, **record})
         _write_marker(folder, rank, exit="failed", ended=record["time"])
     finally:
         print(record["traceback"], file=sys.stderr, flush=True)

@@ -47,9 +47,26 @@ def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) 
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(encode(record, as_is))
-    partial.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(encode(record, as_is))
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def keep_json(path: Path, record: dict[str, Any]) -> None:
+    """The same, and where a full disk has no room for a second file, over the one that is there.
+
+    Of that, a short record's block is its own already. Raises ``OSError`` where even that is refused.
+    """
+    try:
+        write_json(path, record)
+    except OSError:
+        with path.open("r+b") as file:
+            file.write(encode(record))
+            file.truncate()
 
 
 def delete_halves(folder: Path) -> None:

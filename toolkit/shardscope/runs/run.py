@@ -24,6 +24,7 @@ from shardscope.runs.records import (
     read_tail_text,
     write_json,
 )
+from shardscope.runs.redaction import redact
 from shardscope.runs.story import tell
 from shardscope.validation import flag, real_number, refuse, whole_number
 
@@ -243,7 +244,8 @@ class Run:
         """The end of what ``rank`` printed, at most ``max_bytes`` of it, without terminal colours."""
         rank = whole_number("run.logs rank", rank, low=0, high=self._world_size - 1)
         max_bytes = whole_number("run.logs max_bytes", max_bytes, low=1, high=2**31)
-        return ANSI.sub("", read_tail_text(self._folder.log(rank), max_bytes))
+        # The supervisor masks secrets in the file a moment later than they come.
+        return redact(ANSI.sub("", read_tail_text(self._folder.log(rank), max_bytes)))
 
     def trace(self) -> Any:
         """The :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""

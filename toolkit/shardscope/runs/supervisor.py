@@ -275,7 +275,7 @@ class Supervisor:
             return "failed", failure.reason
         who, rank = ("rank 0", 0) if self.world_size == 1 else ("the launcher", None)
         killer = f": {self.beside.host.words(rank)}" if code == -signal.SIGKILL else ""
-        return "failed", f"{who} {describe_exit(code)}{killer}"
+        return "failed", f"{who} {describe_exit(code, on_full_disk=self.folder.is_on_full_disk)}{killer}"
 
     def _every_rank_returned(self) -> bool:
         """Given that the launcher exited with 0: elastic does so only then, a single rank may os._exit(0)."""
