@@ -144,6 +144,13 @@ class LogCleaner:
                 self._seen = data[-min(keep, max(overlap, MAX_SECRET_BYTES)) :]
         return num_found
 
+    def num_left(self) -> int:
+        """Bytes that nobody has looked at yet."""
+        try:
+            return self.path.stat().st_size - self.offset
+        except OSError:
+            return 0
+
     def finish(self) -> Iterator[int]:
         """What is left, when nobody writes any more, in pieces. Raises ``OSError``."""
         while self.path.exists() and self.path.stat().st_size > self.offset + PIECE_BYTES:
