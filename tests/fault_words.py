@@ -64,8 +64,8 @@ FAULTS = {
         "Failed: that rank was killed by SIGKILL, and by whom as far as the kernel counts: its out-of-memory "
         "killer struck (so often, in this memory group or on this machine), or its counter stood still, and "
         "somebody else sent it; what the rank was last seen to hold, and what was free.",
-        "No rank was really killed for want of memory: that would take the memory of whoever runs the tests. "
-        "The counters' files are written by the test, in the forms of both versions of cgroups.",
+        "A rank that the kernel's killer really ends, in a memory group of its own, is a test where such "
+        "groups can be made; the counters of the first version of cgroups are written by a test.",
     ),
     11: Fault(
         "A rank raises, and the others lose their connection to it",
@@ -110,9 +110,10 @@ FAULTS = {
     ),
     23: Fault(
         "The disk is full, the run folder read-only",
-        "A launch is refused in words. Under way metrics are lost and said so in the log; the run goes on, "
-        "and its processes end as ever.",
-        "A run whose disk is still full when it ends cannot write its last status, and counts as lost.",
+        "A launch is refused in words. Under way metrics, and what ranks print, are lost and said so in the "
+        "log once there is room; the run goes on, and ends as it would have.",
+        "Where not even the last status can be written any more, a run counts as lost; of one that failed on "
+        "a full disk its exception may be lost too, and then that is what is said.",
     ),
     24: Fault("The run folder is deleted under way", "Lost: its folder is gone. No process stays."),
     25: Fault(

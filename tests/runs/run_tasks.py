@@ -191,6 +191,23 @@ def fills_its_disk(ctx: Any) -> None:
     ctx.log(loss=3.0)
 
 
+def leaves_no_room(ctx: Any) -> None:
+    """Rank 0 fills the disk for good; both print more than any page had left, and return."""
+    ctx.barrier()
+    if ctx.rank == 0:
+        fill(ctx.folder.parent / "filler")
+    ctx.barrier()
+    for _ in range(200):
+        print("x" * 100, flush=True)
+    ctx.log(loss=1.0)
+
+
+def raises_without_room(ctx: Any) -> None:
+    """As the one above, and an exception in the end."""
+    leaves_no_room(ctx)
+    raise ValueError("nobody reads this")
+
+
 def profiles(ctx: Any) -> None:
     """Records one block as a whole, then a schedule of steps."""
     import torch

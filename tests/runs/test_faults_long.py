@@ -39,6 +39,22 @@ except OSError as error:
     print("refused:", error)
 """
 
+NO_ROOM = """
+import sys
+sys.path.insert(0, {tests!r})
+import run_tasks
+from pathlib import Path
+from run_helpers import make_plan
+from shardscope.runs.launch import launch
+
+folder = Path({folder!r})
+for num_ranks in (1, 2):
+    for task in (run_tasks.leaves_no_room, run_tasks.raises_without_room):
+        run = launch(make_plan(num_ranks), task, name="no-room", folder=folder)
+        print(num_ranks, task.__name__, run.wait(60), "|", run.reason, flush=True)
+        (folder / "filler").unlink()
+"""
+
 
 @long_one
 def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Path) -> None:
@@ -49,21 +65,41 @@ def test_fault_22_a_hundred_megabytes_without_a_newline(plan: Any, tmp_path: Pat
     assert len(text) <= 64 * 1024 and "red the end" in text and "\x1b" not in text
 
 
-@long_one
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare: install util-linux")
-def test_fault_23_a_disk_that_fills_up_under_way(tmp_path: Path) -> None:
-    """On a disk of 4 MB that only this test's processes see."""
+def on_a_small_disk(program: str, tmp_path: Path) -> str:
+    """What a kernel prints that launches into a disk of 4 MB, which only its processes see."""
     folder = tmp_path / "disk"
     folder.mkdir()
     script = tmp_path / "kernel.py"
-    script.write_text(SMALL_DISK.format(tests=str(Path(__file__).parent), folder=str(folder)))
+    script.write_text(program.format(tests=str(Path(__file__).parent), folder=str(folder)))
     mount = f"mount -t tmpfs -o size=4m tmpfs {folder} && exec {sys.executable} {script}"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, check=False, timeout=170
     )
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"needs a mount of its own, run it where that is allowed: {done.stderr.strip()}")
-    said = done.stdout
-    assert "was finished | the task returned on every rank" in said, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+asks_unshare = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare: install util-linux")
+
+
+@long_one
+@asks_unshare
+def test_fault_23_a_disk_that_fills_up_under_way(tmp_path: Path) -> None:
+    said = on_a_small_disk(SMALL_DISK, tmp_path)
+    assert "was finished | the task returned on every rank" in said, said
     assert "said True" in said
     assert "refused: [Errno 28] The run folder" in said and "No space left" in said
+
+
+@long_one
+@asks_unshare
+def test_fault_23_a_disk_that_stays_full_is_no_failure_and_hides_none(tmp_path: Path) -> None:
+    told = on_a_small_disk(NO_ROOM, tmp_path).splitlines()
+    ends = {(line.split()[0], line.split()[1]): line.split(maxsplit=2)[2] for line in told}
+    for ranks in ("1", "2"):
+        assert ends[ranks, "leaves_no_room"] == "finished | the task returned on every rank"
+        failed = ends[ranks, "raises_without_room"]
+        assert failed.startswith("failed | ")
+        assert "the disk of the run folder is full" in failed or "nobody reads this" in failed

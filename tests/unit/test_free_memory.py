@@ -14,6 +14,7 @@ from tests.needs import needs_installed
 
 import shardscope as ss
 from shardscope.detection import gpus_now
+from shardscope.runs import host_watch
 from shardscope.runs import launch as launch_module
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.free_memory import TooLittleFreeError, check_free_memory, holders
@@ -182,3 +183,29 @@ def test_a_card_that_is_free_and_too_small_wants_another_plan(monkeypatch: pytes
     with pytest.raises(ValueError, match=r"launch\.plan on GPU 0") as caught:
         check_free_memory(plan, gpus_now(), needs_peak=True)
     assert plan.repairs()[0].change in str(caught.value)
+
+
+def test_cpu_ranks_that_their_host_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that many share it would take everybody's memory."""
+
+    def train(ctx: Any) -> None:
+        pass
+
+    large = ss.Plan(ss.Architecture.of_size("1b"), ss.Cluster.parse("2xcpu"), ss.Recipe(), ss.Layout.ddp())
+    monkeypatch.setattr(host_watch, "free_host_memory", lambda: (3 * GIB, 16 * GIB))
+    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    with pytest.raises(TooLittleFreeError) as refused:
+        ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path)
+    words = str(refused.value)
+    assert "launch.plan on this host is '3.00 of 16.0 GiB free'" in words
+    assert "the predicted peak of 2 CPU ranks" in words and "force=True" in words
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(RuntimeWarning, match="this host has 3.00 of 16.0 GiB free"):
+        ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path, name="forced", force=True)
+    # Of a function nobody knows what it takes.
+    with pytest.warns(RuntimeWarning, match="this host has 3.00 of 16.0 GiB free"):
+        ss.launch(large, train, folder=tmp_path, name="function")
+    monkeypatch.setattr(host_watch, "free_host_memory", lambda: (500 * GIB, 512 * GIB))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ss.launch(large, ss.Pretrain(num_steps=2), folder=tmp_path, name="roomy")

@@ -187,3 +187,29 @@ def test_before_the_first_number_the_axes_are_silent() -> None:
     assert figure.widget.data[0].mode == "lines+markers", "a line of one point cannot be seen"
     figure.start(2, None, 40, ["loss"])
     assert not figure.widget.layout.yaxis.showticklabels
+
+
+def test_a_secret_is_masked_before_the_supervisor_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pane shows is saved with the notebook."""
+    monkeypatch.setenv("MY_API_KEY", "supersecretvalue1234")
+    run = FakeRun([])
+    view = RunView(run)  # type: ignore[arg-type]
+    run.write("the key is supersecretvalue1234\n")
+    assert until(lambda: "the key is ****" in view.logs.pane.value)
+    view.logs.words.value = "the key"
+    assert until(lambda: "mark" in view.logs.pane.value)
+    assert "supersecret" not in str(view.logs.get_state()) + str(view.logs.pane.get_state())
+    run.status = "finished"
+    view.close()
+
+
+def test_what_is_masked_in_place_is_read_again() -> None:
+    """Of a secret that only the run's own kernel knows, another one that watches sees the file alone."""
+    run = FakeRun([])
+    view = RunView(run)  # type: ignore[arg-type]
+    run.write("the key is supersecretvalue1234\n")
+    assert until(lambda: "supersecret" in view.logs.pane.value)
+    run.write(f"the key is {'*' * 20}\n")
+    assert until(lambda: "supersecret" not in view.logs.pane.value)
+    run.status = "finished"
+    view.close()

@@ -222,12 +222,15 @@ class RunView(View):
     def _search_on(self) -> None:
         more = True
         while more:
+            started = time.monotonic()
             with self._lock:
                 # Who asks while this looks waits, and then starts a thread anew if this was the last look.
                 try:
                     more = self.run is not None and self.refresh()
                 finally:
                     self._is_watching = more
+            if more:
+                time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - started)))
 
     def _fit(self) -> None:
         with self._lock:
