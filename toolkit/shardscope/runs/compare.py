@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from shardscope.runs.asked import differences_of_tasks, kept_what_was_asked
+from shardscope.runs.chart_scale import of_steps
+from shardscope.runs.curve_chart import Curve, chart, legend
 from shardscope.runs.folder import FINAL
 from shardscope.runs.metrics_table import FIRST, curve
 from shardscope.validation import one_of, refuse
@@ -18,7 +22,6 @@ if TYPE_CHECKING:
     from shardscope.runs.run import Run
 
 SHOWN = {
-    "started": "{:%Y-%m-%d %H:%M}",
     "seconds": "{:,.0f}",
     "loss": "{:.4g}",
     "step_seconds": "{:.3g}",
@@ -36,9 +39,10 @@ class Runs(list["Run"]):
     def to_frame(self) -> pd.DataFrame:
         """One line per run.
 
-        ``run``, ``status``, ``started`` (UTC), ``seconds`` it took, ``plan``, ``ranks``, ``steps``, last
-        ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured and predicted tensors at
-        the peak (GiB). An error is (predicted - measured) / measured. Empty where something is not known.
+        ``run``, ``status``, ``started`` (UTC, as its zone says), ``seconds`` it took, ``plan``, ``ranks``,
+        ``steps``, last ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured and
+        predicted tensors at the peak (GiB). An error is (predicted - measured) / measured.
+        Empty where something is not known.
         """
         import pandas as pd
 
@@ -82,12 +86,12 @@ class Runs(list["Run"]):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs: what their plans differ in, both lines of the table, and their curves."""
+    """Two runs: what their plans and tasks differ in, a column each, and their curves over each other."""
 
     runs: Runs
 
     @property
-    def differences(self) -> list[str]:
+    def plan_differences(self) -> list[str]:
         """``recompute none → full`` and the like, from the first plan to the second.
 
         Raises ``ValueError`` if a plan cannot be read.
@@ -95,6 +99,16 @@ class Comparison:
         from shardscope.planner.differences import differences
 
         return [str(difference) for difference in differences(self.runs[0].plan, self.runs[1].plan)]
+
+    @property
+    def task_differences(self) -> list[str]:
+        """``num steps 60 → 30`` and the like: what the tasks were asked, as far as it was kept."""
+        return [str(difference) for difference in differences_of_tasks(*self.runs)]
+
+    @property
+    def differences(self) -> list[str]:
+        """Those of the plans, then those of the tasks. Raises ``ValueError`` if a plan cannot be read."""
+        return self.plan_differences + self.task_differences
 
     def to_frame(self) -> pd.DataFrame:
         """A column for each run: status, times, losses and the errors of both predictions."""
@@ -107,11 +121,59 @@ class Comparison:
         return self.runs.curves(metric)
 
     def _repr_html_(self) -> str:
+        table = _html_in_columns(self.runs.to_frame())
+        words = f"<p>{escape(self._plan_words())}</p><p>{escape(self._task_words())}</p>"
+        return (
+            "<div style='display:flex;flex-wrap:wrap;gap:8px 32px;align-items:flex-start'>"
+            f"<div style='flex:0 1 auto;max-width:560px'>{table}{words}</div>"
+            f"<div style='flex:1 1 300px;max-width:480px'>{self._charts()}</div></div>"
+        )
+
+    def _plan_words(self) -> str:
         try:
-            words = "; ".join(self.differences) or "none"
+            words = "; ".join(self.plan_differences) or "none"
         except ValueError as error:
             words = f"not known: {error}"
-        return f"{self.runs._repr_html_()}<p>Differences of their plans: {escape(words)}.</p>"
+        return f"Differences of their plans: {words}."
+
+    def _task_words(self) -> str:
+        silent = " and ".join(run.name for run in self.runs if not kept_what_was_asked(run))
+        limit = f" (of {silent} no more is kept than the task's name and steps)" if silent else ""
+        words = "; ".join(self.task_differences) or "none"
+        return f"Differences of what their tasks were asked: {words}{limit}."
+
+    def _charts(self) -> str:
+        losses = [Curve(run=run.name, points=curve(run.metrics(), "loss")) for run in self.runs]
+        label, paces = _paces(self.runs)
+        steps = {step for line in losses + paces for step in line.points}
+        x = of_steps(steps) if steps else None
+        return legend(paces) + chart("loss", losses, x) + chart(label, paces, x, from_zero=True)
+
+
+def _paces(runs: Runs) -> tuple[str, list[Curve]]:
+    """Tokens a second, which compare plans of any batch; the seconds of a step where no run logged them."""
+    tokens = [curve(run.metrics(), "tokens_per_second_all_ranks") for run in runs]
+    if any(tokens):
+        pairs = zip(runs, tokens, strict=True)
+        return "tokens/s of all ranks", [
+            Curve(run=run.name, points=points, predicted=_predicted_pace(run)) for run, points in pairs
+        ]
+    return "step seconds", [
+        Curve(
+            run=run.name,
+            points=curve(run.metrics(), "step_seconds"),
+            predicted=run.predicted_step_seconds,
+        )
+        for run in runs
+    ]
+
+
+def _predicted_pace(run: Run) -> float | None:
+    found = run.expected()
+    if found is None or not found.step_seconds:
+        return None
+    recipe = run.plan.recipe
+    return float(recipe.global_batch_size * recipe.seq_len / found.step_seconds)
 
 
 _COLUMNS = (
@@ -133,7 +195,7 @@ def _row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": run.name,
         "status": run.status,
-        "started": pd.Timestamp(times[0], unit="s") if times else None,
+        "started": pd.Timestamp(times[0], unit="s", tz="UTC") if times else None,
         "seconds": until - times[0] if times else None,
         "plan": _plan_words(run),
         "ranks": run.world_size,
@@ -169,18 +231,38 @@ def _plan_words(run: Run) -> str:
 
 def _html(frame: pd.DataFrame) -> str:
     """Written by hand: pandas' own needs jinja2 for formats of columns that have gaps."""
-
-    def shown(name: str, value: Any) -> str:
-        if value is None or value != value:
-            return "–"
-        return escape(SHOWN[name].format(value) if name in SHOWN else str(value))
-
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in frame.columns)
+    head = "".join(f"<th>{_heading(name)}</th>" for name in frame.columns)
     rows = "".join(
-        f"<tr>{''.join(f'<td>{shown(name, value)}</td>' for name, value in line.items())}</tr>"
+        f"<tr>{''.join(f'<td>{_shown(name, value)}</td>' for name, value in line.items())}</tr>"
         for line in _lines(frame)
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _html_in_columns(frame: pd.DataFrame) -> str:
+    """The same with a column for each run, which leaves room for curves."""
+    lines = _lines(frame)
+    rows = {name: "".join(f"<td>{_shown(name, line[name])}</td>" for line in lines) for name in frame.columns}
+    head = rows.pop("run").replace("td>", "th>")
+    body = "".join(
+        f"<tr><th scope='row' style='text-align:left'>{_heading(name)}</th>{cells}</tr>"
+        for name, cells in rows.items()
+    )
+    return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _heading(name: str) -> str:
+    return escape(name.replace("_gib", "_GiB").replace("_", " "))
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or value != value:
+        return "–"
+    if isinstance(value, datetime):
+        # Local, as the names that runs are given, and with its offset: the page may be read elsewhere.
+        local = datetime.fromtimestamp(value.timestamp()).astimezone()
+        return local.isoformat(sep=" ", timespec="minutes")
+    return escape(SHOWN[name].format(value) if name in SHOWN else str(value))
 
 
 def _lines(frame: pd.DataFrame) -> Sequence[dict[str, Any]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.detection import gpus_now
+from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
@@ -219,7 +220,7 @@ def _is_alive(folder: RunFolder) -> bool:
 def _description(
     folder: RunFolder, plan: Plan, task: object, device: str, outlive_kernel: bool
 ) -> dict[str, Any]:
-    """What ``run.json`` keeps. No environment variables and no values of the task: they may be tokens."""
+    """What ``run.json`` keeps. No environment variables, and of a task no words: either may hold tokens."""
     versions = {"python": platform.python_version()}
     for package in ("shardscope", "torch", "accelerate", "transformers", "deepspeed", "megatron-core"):
         try:
@@ -234,6 +235,7 @@ def _description(
         "plan": json.loads(plan.to_json()),
         "predicted": predicted_step(plan),
         "task": describe(task),
+        "asked": asked_of(task),
         "trains_the_plan": _trains(task),
         "saves_when_asked": getattr(task, "saves_when_asked", True) is not False,
         "num_steps": _num_steps(task),
