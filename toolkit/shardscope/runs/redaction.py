@@ -13,41 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import AnyStr
 
+from shardscope.runs.secret_forms import KNOWN_FORMS, SECRET_NAMES, is_path
+
 MASK = "*"
-SECRET_NAMES = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_KEY|SECRET_KEY"
-    r"|PRIVATE_KEY|KEY|PAT)$",
-    re.IGNORECASE,
-)
-"""Names of environment variables whose values are secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
-_APART = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=[0-9\[]m))"
-"""Not in the middle of a word, as in "task-..."; a newline that is written out, or a colour, is no word."""
 MIN_LENGTH = 8
 """Shorter values are words that a log may rightly have."""
-KNOWN_FORMS = {
-    "hf_": r"(hf_[A-Za-z0-9]{20,})",
-    "api_org_": r"(api_org_[A-Za-z0-9]{20,})",
-    "github_pat_": r"(github_pat_[A-Za-z0-9_]{30,})",
-    "ghp_": r"(ghp_[A-Za-z0-9]{30,})",
-    "gho_": r"(gho_[A-Za-z0-9]{30,})",
-    "ghs_": r"(ghs_[A-Za-z0-9]{30,})",
-    "glpat-": r"(glpat-[A-Za-z0-9_-]{20,})",
-    "sk-": _APART + r"(sk-[A-Za-z0-9_-]{20,})",
-    "AKIA": r"(AKIA[0-9A-Z]{16})",
-    "ASIA": r"(ASIA[0-9A-Z]{16})",
-    "wandb_v1_": r"(wandb_v1_[A-Za-z0-9_]{20,})",
-    "xoxb-": r"(xoxb-[A-Za-z0-9-]{10,})",
-    "earer ": _APART + r"[Bb]earer ([A-Za-z0-9._~+/=-]{12,})",
-    "://": r"://([^\s/:@]{1,256}:[^\s/@]{1,256})@",  # user:password@host
-}
-"""Forms that tokens have wherever they come from: what each begins with, and the secret as a group. What it
-begins with is looked for first, which is far quicker than a pattern over a log of gigabytes."""
 CHUNK_BYTES = 2**20
-OVERLAP_BYTES = 4096
-"""Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes."""
+OVERLAP_BYTES = 2**14
+"""Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes, and
+a private key is known by its last line only."""
 MAX_SECRET_BYTES = 2**16
 """Of what was looked at, no more is kept for forms: of a longer one that comes bit by bit the end shows."""
-MARGIN_BYTES = 8
+MARGIN_BYTES = 16
 """More than stands to the left of a secret and says whether it is one."""
 PIECE_BYTES = 2**23
 """Cleaned in a fraction of a second."""
@@ -58,7 +35,7 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
     found = {
         value
         for name, value in environment.items()
-        if SECRET_NAMES.search(name) and len(value) >= MIN_LENGTH and not value.startswith(("/", "~"))
+        if SECRET_NAMES.search(name) and len(value) >= MIN_LENGTH and not is_path(value)
     }
     return sorted(found, key=len, reverse=True)
 
@@ -68,10 +45,14 @@ def redact(text: str) -> str:
     if len(text) < MIN_LENGTH:
         return text
     # Asked anew each time: a notebook sets its tokens whenever it likes.
-    for found in _secrets(text, _text_forms(tuple(secret_values(os.environ)))):
-        start, end = found.span(1)
-        text = f"{text[:start]}{MASK * (end - start)}{text[end:]}"
-    return text
+    forms = _text_forms(tuple(secret_values(os.environ)))
+    pieces, done = [], 0
+    for start, end in sorted(found.span(1) for found in _secrets(text, forms)):
+        if end > done:
+            start = max(start, done)
+            pieces += [text[done:start], MASK * (end - start)]
+            done = end
+    return "".join([*pieces, text[done:]])
 
 
 def _secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[re.Match[AnyStr]]:
