@@ -505,6 +505,16 @@ def test_a_runs_steps_stand_in_the_time_tab(studio: Studio, tmp_path: Path) -> N
     assert studio.time.shown is not None and studio.time.shown.measured == (17, 0.5)
 
 
+def test_a_page_that_is_hidden_hides_nothing_else(studio: Studio) -> None:
+    """Widgets share layouts: what is shown and hidden needs its own."""
+    for name in studio.tabs.names:
+        studio.tabs.value = name
+        shown = [tab for tab, page in studio._pages.items() if page.layout.display == ""]
+        assert shown == [name]
+        (body,) = [child for child in studio.children if "ss-body" in child._dom_classes]
+        assert all(child.layout.display != "none" for child in (body, *body.children, *studio.children[1:]))
+
+
 def test_fault_44_an_unknown_tab_is_refused(studio: Studio) -> None:
     with pytest.raises(TraitError, match="there are Memory, Time"):
         studio.tabs.value = "Speed"

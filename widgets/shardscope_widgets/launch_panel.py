@@ -25,8 +25,8 @@ REHEARSAL_RANKS = 2
 LAUNCHING = "Train this plan on this machine"
 ENDS_WITH_KERNEL = "The run ends when this kernel does: on a restart, or when the notebook is shut down."
 OUTLIVES = (
-    "The run goes on when this kernel ends, until it is done or stopped. To see and stop it again: "
-    'RunView(ss.Run.attach("runs/...")), from any notebook here.'
+    "The run goes on when this kernel ends, until it is done or stopped. To see and stop it again: the Run "
+    "tab of any Studio in this folder, or RunView(ss.runs()[-1])."
 )
 REHEARSING = "Train a tiny model of this family on CPU ranks of this machine, with the same framework"
 

@@ -25,6 +25,7 @@ from shardscope_widgets.checks_view import ChecksView, summary
 from shardscope_widgets.export_panel import ExportPanel
 from shardscope_widgets.later import Later
 from shardscope_widgets.launch_panel import LaunchPanel
+from shardscope_widgets.living_runs import LivingRuns
 from shardscope_widgets.memory_view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
 from shardscope_widgets.plans_page import PlansPage
@@ -68,6 +69,7 @@ class Studio(View):
         self.layout_picker = LayoutPicker(below=self.which)
         self.memory = MemoryView()
         self.run_view = RunView(on_end=self._run_ended)
+        self.living = LivingRuns(self._watch)
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.export_panel = ExportPanel()
         self.headline = shared.html()
@@ -84,7 +86,7 @@ class Studio(View):
         self._pages: dict[str, widgets.Box] = {
             "Memory": memory_page,
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
-            "Run": self.run_view,
+            "Run": widgets.VBox([self.living, self.run_view]),
             "Trace": self.trace_holder,
         }
         self._drawers: dict[str, Callable[[], None]] = {
@@ -268,8 +270,18 @@ class Studio(View):
     def _show_page(self, change: object = None) -> None:
         for name, page in self._pages.items():
             page.layout.display = "" if name == self.tabs.value else "none"
+        if self.tabs.value == "Run":
+            self.living.look(self.run)
         self._draw_shown()
         self._offer_repairs()
+
+    def _watch(self, run: ss.Run) -> None:
+        """Show a run that was launched elsewhere; its Stop works as in the notebook that it came from."""
+        self.launch_panel.busy = True
+        self.run = run
+        self._show_trace(_hint("The trace appears here when the run has ended."))
+        self.run_view.show(run)
+        self.living.look(run)
 
     def _launch(self, *, force: bool) -> None:
         offer = self.launch_panel.current
