@@ -316,3 +316,12 @@ def test_the_start_is_local_and_says_its_offset(two: Path) -> None:
     assert str(found.to_frame()["started"][0]) == "2027-01-15 08:00:00+00:00"
     for html in (found._repr_html_(), found.compare("a", "b<i>")._repr_html_()):
         assert html.count("<td>2027-01-15 13:30+05:30</td>") == 2
+
+
+def test_without_tokens_the_seconds_of_a_step_stand_beside_their_prediction(two: Path) -> None:
+    description = json.loads((two / "a" / "run.json").read_text())
+    write_json(two / "a" / "run.json", {**description, "trains_the_plan": True})
+    html = ss.runs(two).compare("a", "b<i>")._repr_html_()
+    assert "step seconds</figcaption>" in html and "a: predicted 0.3" in html
+    levels = [title for title, *_ in paths(html)]
+    assert levels[2:] == ["a: 0.2 at step 9", "b<i>: 0.4 at step 9"]

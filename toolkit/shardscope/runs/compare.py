@@ -124,9 +124,10 @@ class Comparison:
         table = _html_in_columns(self.runs.to_frame())
         words = f"<p>{escape(self._plan_words())}</p><p>{escape(self._task_words())}</p>"
         return (
-            "<div style='display:flex;flex-wrap:wrap;gap:8px 32px;align-items:flex-start'>"
-            f"<div style='flex:0 1 auto;max-width:560px'>{table}{words}</div>"
-            f"<div style='flex:1 1 300px;max-width:480px'>{self._charts()}</div></div>"
+            "<div style='display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start'>"
+            "<div style='flex:1 1 380px;max-width:560px;overflow-x:auto;overflow-wrap:break-word'>"
+            f"{table}{words}</div>"
+            f"<div style='flex:1 1 340px;min-width:0;max-width:480px'>{self._charts()}</div></div>"
         )
 
     def _plan_words(self) -> str:
@@ -158,22 +159,20 @@ def _paces(runs: Runs) -> tuple[str, list[Curve]]:
         return "tokens/s of all ranks", [
             Curve(run=run.name, points=points, predicted=_predicted_pace(run)) for run, points in pairs
         ]
+    seconds = [(run, curve(run.metrics(), "step_seconds")) for run in runs]
     return "step seconds", [
-        Curve(
-            run=run.name,
-            points=curve(run.metrics(), "step_seconds"),
-            predicted=run.predicted_step_seconds,
-        )
-        for run in runs
+        Curve(run=run.name, points=points, predicted=_predicted_seconds(run)) for run, points in seconds
     ]
 
 
-def _predicted_pace(run: Run) -> float | None:
+def _predicted_seconds(run: Run) -> float | None:
     found = run.expected()
-    if found is None or not found.step_seconds:
-        return None
-    recipe = run.plan.recipe
-    return float(recipe.global_batch_size * recipe.seq_len / found.step_seconds)
+    return found.step_seconds if found else None
+
+
+def _predicted_pace(run: Run) -> float | None:
+    seconds = _predicted_seconds(run)
+    return run.plan.recipe.global_batch_size * run.plan.recipe.seq_len / seconds if seconds else None
 
 
 _COLUMNS = (
