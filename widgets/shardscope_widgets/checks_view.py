@@ -83,7 +83,7 @@ def in_html(findings: Sequence[Finding]) -> str:
         return f"<p class='ss-hint'>{NOTHING}</p>"
     rows = "".join(_row(finding) for finding in findings)
     return (
-        f"<h2>{summary(findings)} <span class='ss-hint'>what runs, but badly</span></h2>"
+        f"<h2>{summary(findings)} <span class='ss-hint'>before a run finds out</span></h2>"
         f"<ul class='ss-findings'>{rows}</ul>"
     )
 

@@ -38,7 +38,7 @@ def megatron(path: Path) -> None:
     is_offloaded = path.current is not None and offloads(path.current.plan.layout)
     knows, is_split = Layout.megatron().framework in path.familiar, path.rung == "split"
     size = f"{words.billions(arch.num_parameters)} parameters, {count(cluster.num_gpus, words.rank(cluster))}"
-    question = "Over 70B, or hundreds of GPUs?"
+    question = "Clearly over 70B, or hundreds of GPUs?"
     why = (
         "Megatron-core splits every layer over the GPUs of a node (tp) and the layers over nodes (pp): less "
         "to gather than with sharding, for a model rebuilt in its own modules."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.advising import words
+from shardscope.planner.advising.bench import WORTH_A_SETTING
 from shardscope.planner.advising.path import figures
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def room(path: Path) -> None:
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if larger is current:
-        answer = "Yes, but nothing that fits there is predicted to be faster."
+        gain = f"{100 * (WORTH_A_SETTING - 1):.0f} %"
+        answer = f"Yes, but no other micro-batch or recomputation is predicted to be {gain} faster."
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     then = 100 * larger.report.peak_bytes / larger.report.usable_bytes

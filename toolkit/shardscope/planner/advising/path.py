@@ -72,6 +72,9 @@ class Path:
             self.take(key, best)
         elif is_faster(best, current):
             self.take(key, best)
+        elif _is_better_in_all(best, current):
+            answer = f"Yes: {how}, {beside}, and it needs no more memory."
+            self.take(key, best)
         else:
             answer = f"Yes, {how}, but {beside}: not worth it."
         self.told(key, question, answer, figures(best), why, best)
@@ -129,6 +132,13 @@ class Path:
         if best.seconds is None or current.seconds is None:
             return f"no time is known to set it above {self.name(current)}"
         return f"{words.compared(best, current)} than {self.name(current)}"
+
+
+def _is_better_in_all(best: Tried, current: Tried) -> bool:
+    """Whether nothing speaks for what came first but that it did: it is slower, and needs as much."""
+    if best.seconds is None or current.seconds is None:
+        return False
+    return best.seconds < current.seconds and best.report.peak_bytes <= current.report.peak_bytes
 
 
 def figures(tried: Tried) -> str:
