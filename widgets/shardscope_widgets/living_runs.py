@@ -40,5 +40,6 @@ class LivingRuns(Clickable):
 
 def _line(run: ss.Run) -> str:
     name = escape(run.name, quote=True)
-    button = f"<button type='button' data-act='watch:{name}' aria-label='Watch {name}'>Watch</button>"
+    said = f"data-act='watch:{name}' aria-label='Watch {name}'"
+    button = f"<button type='button' class='ss-act' {said}>Watch</button>"
     return f"<div class='ss-note'>The run <b>{name}</b> is {escape(run.status)}. {button}</div>"

@@ -72,7 +72,7 @@ def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
             "The medians of the last steps differ by less than 2 %. Ranks that exchange gradients wait for "
             "each other in every step: whom the others wait for, a trace shows."
         )
-        return "even", f"{ranks}' pace, within 2 %", why
+        return "even", f"{ranks}' pace, within 2\u00a0%", why
     typical = Scale.of(slowest.seconds)
     step = f"Its median step takes {typical.show(slowest.seconds)} {typical.unit}"
     if slowest.steps_behind:
