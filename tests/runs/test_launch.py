@@ -216,7 +216,7 @@ def test_fault_19_unpicklable_things_are_named(plan: Any, tmp_path: Path) -> Non
         launch(plan, train, folder=tmp_path)
     task = tasks.Log()
     task.file = (tmp_path / "x").open("w")  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"Log.*'file'"):
+    with pytest.raises(ValueError, match=r": Log\.file, a _io\.TextIOWrapper, cannot be pickled"):
         launch(plan, task, folder=tmp_path)
     task = tasks.Log()
     task.check = lambda plan: refuse("plan", plan, "none", "another")  # type: ignore[attr-defined]

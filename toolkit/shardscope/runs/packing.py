@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from pathlib import Path
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.unpicklable import name_of, where
 
 
 def pack(task: Any, plan: Any) -> bytes:
@@ -17,7 +17,7 @@ def pack(task: Any, plan: Any) -> bytes:
     try:
         return bytes(cloudpickle.dumps((task, plan)))
     except Exception as error:
-        culprit = _culprit(task) or f"{describe(task)} itself"
+        culprit = where(task) or f"{describe(task)} itself"
         raise ValueError(
             f"The task {describe(task)} cannot be sent to the ranks: {culprit} cannot be pickled "
             f"({type(error).__name__}: {str(error)[:200]}). Nearest fix: create it inside the function."
@@ -46,48 +46,4 @@ def take_task(folder: RunFolder) -> bytes:
 
 def describe(task: Any) -> str:
     """The task's name for records and refusals: never its values, which may hold a token."""
-    named = task if hasattr(task, "__qualname__") else type(task)
-    return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
-
-
-def _culprit(task: Any, depth: int = 3) -> str | None:
-    """Where the first thing that cannot be pickled hangs, in words."""
-    for where, value in _parts(task):
-        if _pickles(value):
-            continue
-        inner = _culprit(value, depth - 1) if depth else None
-        return inner or f"{where}, a {type(value).__module__}.{type(value).__qualname__},"
-    return None
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    owner = getattr(value, "__qualname__", type(value).__qualname__)
-    if inspect.ismethod(value):
-        return _parts(value.__func__) + _parts(value.__self__)
-    if inspect.isfunction(value):
-        used = inspect.getclosurevars(value)
-        defaults = {f"default {i}": item for i, item in enumerate(value.__defaults__ or ())}
-        defaults.update(value.__kwdefaults__ or {})
-        by_kind = {"its global": used.globals, "its outer variable": used.nonlocals, "its default": defaults}
-        return [
-            (f"{kind} {name!r} (used by {owner})", item)
-            for kind, found in by_kind.items()
-            for name, item in found.items()
-            if item is not value
-        ]
-    if isinstance(value, dict):
-        return [(f"the item {key!r} of a dict", item) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [(f"item {i} of a {type(value).__name__}", item) for i, item in enumerate(value)]
-    attributes = dict(getattr(value, "__dict__", {})) if not inspect.isclass(value) else {}
-    return [(f"the attribute {name!r} of {owner}", item) for name, item in attributes.items()]
-
-
-def _pickles(value: Any) -> bool:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
+    return name_of(task)
