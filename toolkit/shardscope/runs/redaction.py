@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import AnyStr
 
-from shardscope.runs.secret_forms import KNOWN_FORMS, SECRET_NAMES, is_path
+from shardscope.runs.secret_forms import KNOWN_FORMS, is_path, is_secret_name
 
 MASK = "*"
 MIN_LENGTH = 8
@@ -35,7 +35,7 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
     found = {
         value
         for name, value in environment.items()
-        if SECRET_NAMES.search(name) and len(value) >= MIN_LENGTH and not is_path(value)
+        if is_secret_name(name) and len(value) >= MIN_LENGTH and not is_path(value)
     }
     return sorted(found, key=len, reverse=True)
 

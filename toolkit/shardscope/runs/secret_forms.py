@@ -18,6 +18,12 @@ SECRET_NAMES = re.compile(
 """HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, PGPASSWORD, MYSQL_PWD; but not PWD, which is a folder."""
 
 
+@functools.lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret; asked of all variables for each text that is cleaned."""
+    return SECRET_NAMES.search(name) is not None
+
+
 def is_path(value: str) -> bool:
     """Whether ``value`` is the place of a secret and not one: base64 may begin with "/" as well.
 
