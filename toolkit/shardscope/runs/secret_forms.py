@@ -20,7 +20,7 @@ SECRET_NAMES = re.compile(
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret; asked of all variables for each text that is cleaned."""
+    """Whether a variable of this name holds a secret; asked of all of them for each text that is cleaned."""
     return SECRET_NAMES.search(name) is not None
 
 
