@@ -77,12 +77,20 @@ def script_made(ctx: StandInContext, folder: Path, text: Path) -> dict[str, Any]
 
     script.Training = Seen
     words = ["--steps", str(NUM_STEPS), "--text", str(text), "--tokenizer", str(SHIPPED_TOKENIZER)]
+    if hasattr(script.Training, "save"):
+        words += ["--save", str(folder / "saved")]
     arguments, sys.argv = sys.argv, ["train.py", *words]
     with contextlib.redirect_stdout(io.StringIO()) as printed, said_to_cpu(script):
         script.main()
     sys.argv = arguments
     lines = [line.split() for line in printed.getvalue().splitlines() if line.startswith("step ")]
-    return {"losses": [float(words[3]) for words in lines], **made}
+    tokens = script.read_tokens(text, str(SHIPPED_TOKENIZER))[: script.SEQ_LEN].tolist()
+    return {
+        "losses": [float(words[3]) for words in lines],
+        "saved": str(folder / "saved"),
+        "tokens": tokens,
+        **made,
+    }
 
 
 def parts_of(training: Any) -> dict[str, Any]:
@@ -205,6 +213,30 @@ def test_the_exported_script_makes_what_the_plan_says(
             # Stage 3 keeps a part of each tensor, rounded up.
             held = whole // 2 if plan.layout.stage == 3 else whole
             assert held <= made["held"] <= held + 1000
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    plan, saved = plan_of(name), Path(found[name][0]["script"]["saved"])
+    degrees, framework = plan.degrees, plan.layout.framework
+    in_parts = degrees.pp > 1 or degrees.ep > 1 or (framework == "deepspeed" and degrees.tp > 1)
+    if in_parts or framework == "megatron":
+        assert not saved.exists()
+        return
+    if plan.recipe.has_adapters:
+        assert (saved / "adapter_model.safetensors").is_file()
+        return
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert opened.num_parameters() == plan.architecture.num_parameters
+    assert type(opened).__name__ == "LlamaForCausalLM" == opened.config.architectures[0]
+    # Trained: fresh matrices have the same spread, and nobody's norms are one any more.
+    tokens = torch.tensor(found[name][0]["script"]["tokens"])[None]
+    with torch.no_grad():
+        loss = float(opened(input_ids=tokens, labels=tokens).loss)
+    first = found[name][0]["script"]["losses"][0]
+    assert loss < first - 0.03, "it knows the text it was trained on"
 
 
 def test_the_shipped_text_has_the_same_tokens_in_a_script() -> None:

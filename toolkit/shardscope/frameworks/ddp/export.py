@@ -62,6 +62,10 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total
+
+    def save(self, folder):
+        if dist.get_rank() == 0:
+            self.model.module.save_pretrained(folder)
 '''
 
 NOTES = """Each rank makes the whole model in host memory, then moves it to its device. Weights are fresh

@@ -78,6 +78,18 @@ class Training:
         return total
 '''
 
+SAVE = '''
+    def save(self, folder):
+        """Gathered tensor by tensor, in the first rank's host memory, in the type that forward reads."""
+        weights = {}
+        for name, parameter in self.engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if dist.get_rank() == 0:
+                    weights[name] = parameter.detach().cpu().clone()
+        if dist.get_rank() == 0:
+            self.engine.module.save_pretrained(folder, state_dict=weights)
+'''
+
 OPTIMIZER = '''
 def build_optimizer(parameters, rate, device, offloads):
     """The plan's optimizer; DeepSpeed's own Adam where its state lives on the host.
@@ -130,7 +142,8 @@ def script(plan: Plan) -> Exported | Absent:
             "from torch.utils", export_experts.IMPORTS.lstrip("\n") + "from torch.utils"
         )
     else:
-        part += zero(spread=False, by_hand=False)
+        # Of tensor-parallel parts no rank has whole matrices, and DeepSpeed joins them at serving only.
+        part += zero(spread=False, by_hand=False) + (SAVE if degrees.tp == 1 else "")
     makes = {name: make for name, make in OPTIMIZERS.items() if name != "adamw_foreach"}
     optimizer = OPTIMIZER.replace("@@GROUPS@@", CUT_GROUPS).replace(
         "@@MAKE@@", makes.get(recipe.optimizer, "")

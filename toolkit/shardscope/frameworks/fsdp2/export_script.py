@@ -31,6 +31,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 """
 
+MESH_IMPORT = "from torch.distributed.device_mesh"
+SAVE_IMPORT = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
+
 HEAD = '''
 MESH = @@MESH@@  # copies x shards x tensor-parallel parts
 RESHARD_AFTER_FORWARD = @@RESHARD@@
@@ -87,6 +90,13 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total
+
+    def save(self, folder):
+        """Gathered tensor by tensor, in the first rank's host memory."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model, options=options)
+        if dist.get_rank() == 0:
+            self.model.save_pretrained(folder, state_dict=weights)
 '''
 
 FILL = '''
@@ -254,6 +264,7 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
         imports = staged_imports(plan, IMPORTS)
         model = whole_model("own_layers")
     else:
+        imports = imports.replace(MESH_IMPORT, SAVE_IMPORT + MESH_IMPORT)
         cut = '        cut(model, mesh["tp"])\n' if is_cut else ""
         loss = CUT_LOSS if is_cut else PLAIN_LOSS
         if is_split:
