@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.folder import RunFolder
+from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.records import read_json
 
 if TYPE_CHECKING:
@@ -28,6 +28,18 @@ def asked_of(task: object) -> dict[str, Any] | None:
         for name, value in values.items()
         if value is None or isinstance(value, bool | int | float | Path)
     }
+
+
+def why_no_trace(name: str, status: str, asked: object) -> str:
+    """Why the run ``name`` has none; ``asked`` as its folder keeps it, if it does."""
+    if isinstance(asked, Mapping) and asked.get("profile") is True:
+        how = f"{status} before" if status in FINAL else "has not come to"
+        return f"The run {name} {how} the steps that are profiled: steady ones, of a short run the last."
+    return (
+        f"The run {name} recorded no trace: profile=True was not set, or it ended before the steps that are "
+        "profiled. Nearest fix: ss.Pretrain(profile=True), or in a task of your own "
+        "`with ctx.profile(): ...`."
+    )
 
 
 def differences_of_tasks(first: Run, second: Run) -> list[Difference]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.runs.asked import why_no_trace
 from shardscope.runs.causes import all_failures
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
@@ -250,23 +251,10 @@ class Run:
     def trace(self) -> Any:
         """The :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""
         if not any(self._folder.traces.glob("*.json.gz")):
-            raise ValueError(self._why_no_trace())
+            raise ValueError(why_no_trace(self.name, self.status, self._description.get("asked")))
         from shardscope.trace import Trace
 
         return Trace.load(self._folder.traces)
-
-    def _why_no_trace(self) -> str:
-        asked = self._description.get("asked")
-        if isinstance(asked, dict) and asked.get("profile") is True:
-            status = self.status
-            how = "has not come to" if status not in FINAL else f"{status} before"
-            steady = "steady ones, of a short run the last"
-            return f"The run {self.name} {how} the steps that are profiled: {steady}."
-        return (
-            f"The run {self.name} recorded no trace: profile=True was not set, or it ended "
-            "before the steps that are profiled. Nearest fix: ss.Pretrain(profile=True), or in a task of "
-            "your own `with ctx.profile(): ...`."
-        )
 
     def stop(self, checkpoint: bool = False) -> None:
         """Ask the run to end and return at once; harmless when it has ended. ``run.wait()`` waits for it.
