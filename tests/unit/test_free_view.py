@@ -103,7 +103,7 @@ def test_the_launch_panel_says_what_outliving_the_kernel_means() -> None:
     assert not panel.outlive.value and "ends when this kernel does" in panel.outlive_words.value
     panel.outlive.value = True
     assert "goes on when this kernel ends" in panel.outlive_words.value
-    assert "Run.attach" in panel.outlive_words.value
+    assert "the Run tab of any Studio in this folder" in panel.outlive_words.value
 
 
 @pytest.mark.parametrize("outlive", [False, True])
