@@ -39,6 +39,17 @@ def bounded_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+def is_free(port: int) -> bool:
+    """Whether somebody could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 @pytest.fixture
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     yield
@@ -50,9 +61,9 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     assert not left, f"processes left: {left}"
     for file in tmp_path.rglob("ranks/rank-*.json"):
         port = json.loads(file.read_text()).get("port")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", int(port)))
+        while not is_free(int(port)) and time.monotonic() < deadline:
+            time.sleep(0.05)  # Of ranks that were killed the kernel still closes connections.
+        assert is_free(int(port)), f"port {port} is taken"
     assert not list(tmp_path.rglob("task.pkl")), "a task was left on disk"
     for file in tmp_path.rglob("supervisor.log"):
         run = Run.attach(file.parent)
