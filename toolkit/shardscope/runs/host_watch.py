@@ -79,14 +79,18 @@ def free_host_memory() -> tuple[int, int]:
 
 
 def used_bytes(folder: Path) -> int:
-    """What the cgroup in ``folder`` holds that cannot be given back at once; 0 where nothing tells."""
-    for used, idle in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+    """What the cgroup in ``folder`` holds that cannot be given back; 0 where nothing tells.
+
+    Pages of files can, as the kernel counts them for a whole machine (MemAvailable).
+    """
+    for used, prefix in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
         try:
             held = int((folder / used).read_text())
             stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(stat.get(f"{prefix}{which}_file", 0)) for which in ("inactive", "active"))
         except (OSError, ValueError):
             continue
-        return max(0, held - int(stat.get(idle, 0)))
+        return max(0, held - files)
     return 0
 
 
