@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from run_helpers import make_plan, processes_of
+from tests.soak.residue import is_free
 
 from shardscope.runs.folder import FINAL
 from shardscope.runs.run import Run
@@ -37,17 +37,6 @@ def bounded_time() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-def is_free(port: int) -> bool:
-    """Whether somebody could listen there now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 @pytest.fixture

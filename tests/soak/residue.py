@@ -68,7 +68,7 @@ class Before:
         for process in left_processes(self.mark, sessions, ours):
             yield f"a process: {_in_words(process)}"
         for port in ports:
-            if not _is_free(port):
+            if not is_free(port):
                 yield f"port {port} is taken"
         for number in _threads().keys() - self.threads:
             yield f"a thread: {_threads().get(number)}"
@@ -152,7 +152,8 @@ def _in_words(process: psutil.Process) -> str:
         return f"{process.pid}, which went just now"
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether somebody could listen there now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
