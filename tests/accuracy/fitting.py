@@ -35,6 +35,7 @@ BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
     ("matrices", "share"): (0.3, 0.95),
     ("matrices", "half_size"): (1.0, 600.0),
     ("matrices", "joules_per_flop"): (0.3e-12, 3e-12),
+    ("matrices", "slower_unaligned"): (0.01, 1.0),
     ("attention", "forward"): (0.1, 0.9),
     ("attention", "backward"): (0.1, 0.9),
     ("cudnn_attention", "forward"): (0.1, 0.9),

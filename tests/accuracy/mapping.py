@@ -21,6 +21,7 @@ from tests.accuracy.tidying import tidy
 from tests.accuracy.unmapped import UnmappedError
 
 import shardscope as ss
+from shardscope.timing.schedules import Schedule
 
 
 class Mapped(NamedTuple):
@@ -34,6 +35,8 @@ class Mapped(NamedTuple):
     """What the row leaves open and the plan had to say."""
     own_code: tuple[OwnCode, ...]
     """What ran that no plan says."""
+    schedule: Schedule | None = None
+    """A pipeline schedule that no engine of ours runs; None: the plan's own."""
 
 
 def mapped(row: Row) -> Mapped:

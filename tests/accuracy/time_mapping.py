@@ -22,6 +22,7 @@ from tests.accuracy.own_code import own_code
 from tests.accuracy.own_rows import planned
 from tests.accuracy.recipes import recipe
 from tests.accuracy.rows import Row, number, text
+from tests.accuracy.schedules import with_schedule
 from tests.accuracy.tidying import tidy
 from tests.accuracy.time_machines import timed_cluster
 from tests.accuracy.unmapped import UnmappedError
@@ -42,7 +43,7 @@ def _timed(row: Row) -> Mapped:
     if plan is not None:
         plan.step()
         return Mapped(row, plan, plan.layout.framework, (), ())
-    row = with_degrees(with_adapters(tidy(row)))
+    row, schedule, about_schedule = with_schedule(with_degrees(with_adapters(tidy(row))))
     kind = framework(row)
     row, left_out = _without_what_weighs_little(row, kind)
     row, options = megatron_options(row, kind)
@@ -59,6 +60,7 @@ def _timed(row: Row) -> Mapped:
     plan, about_plan = _plan(arch, machines, what, spread)
     checked_data_parallel(row, plan)
     assumed = (
+        *about_schedule,
         *left_out,
         *about_model,
         *about_machines,
@@ -69,7 +71,7 @@ def _timed(row: Row) -> Mapped:
         *about_type,
         *about_plan,
     )
-    return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe))
+    return Mapped(row, plan, kind.name, assumed, own_code(row, kind.name, plan.recipe), schedule)
 
 
 def _without_what_weighs_little(row: Row, kind: Framework) -> tuple[Row, list[str]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tests.accuracy.mapping import Mapped
 from tests.accuracy.rows import Row, source
+from tests.accuracy.schedules import under
 from tests.accuracy.scoring import percentile
 from tests.accuracy.time_mapping import timed
 from tests.accuracy.time_own_code import beside_seconds
@@ -114,7 +115,7 @@ def _scored(rows: Iterable[Row]) -> TimeScore:
     for found in configurations(rows):
         try:
             plan = timed(found.measured)
-            report = plan.plan.step()
+            report = under(plan.schedule, plan.plan, plan.plan.step())
         except UnmappedError as reason:
             unmapped.append((found.row, str(reason)))
             continue

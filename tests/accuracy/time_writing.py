@@ -26,15 +26,16 @@ from shardscope.timing.report import PARTS
 HEADING = "# How accurate the predicted step times are"
 _HOW = """\
 Grade A rows of others' published runs that say how fast they were, mapped to plans by what they say, each
-predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. What ran beside and no plan of ours
-says is added from its published code (`tests/accuracy/time_own_code.py`, nothing fitted): AutoGPTQ's
-unpacking in Qwen's 4-bit rows, and in Megatron-Bridge's recipes that take DeepEP or HybridEP tokens that
-cross to a node once. The tables by source and below have both; the last line has neither, for it is the
-product's, and the line above it says what both change. What is compared is the time of one step, from
-tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its
-own way. Errors are predicted over measured seconds, less one; medians and p90 are of absolute errors.
-NVIDIA's tables repeat configurations from release to release, whose figures differ by up to two thirds:
-such a configuration counts once, by the median of its figures.
+predicted by `plan.step()`; of nanotron's rows a fixed sample of 150. A zero-bubble schedule, which no engine
+of ours runs, counts by the bubble that `plan.step().explain("bubble")` tells of it. What ran beside and no
+plan of ours says is added from its published code (`tests/accuracy/time_own_code.py`, nothing fitted):
+AutoGPTQ's unpacking in Qwen's 4-bit rows, and in Megatron-Bridge's recipes that take DeepEP or HybridEP
+tokens that cross to a node once. The tables by source and below have both; the last line has neither, for it
+is the product's, and the line above it says what both change. What is compared is the time of one step, from
+tokens a second of one GPU where a row has them, never MFU or TFLOP/s, which every source counts in its own
+way. Errors are predicted over measured seconds, less one; medians and p90 are of absolute errors. NVIDIA's
+tables repeat configurations from release to release, whose figures differ by up to two thirds: such a
+configuration counts once, by the median of its figures.
 
 Constants (`catalog/efficiency.toml`) were fitted by `python -m tests.accuracy.fitting` on rows of role
 `calibration` alone, by GPU generation and never by model or source; `judge` rows are apart. Published figures

@@ -26,6 +26,7 @@ from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
 from shardscope.timing.calibration_store import FOLDER_VARIABLE
+from shardscope.timing.schedules import Schedule, bubbles
 
 
 def row(**fields: Any) -> dict[str, Any]:
@@ -130,6 +131,19 @@ def test_a_batch_that_is_not_whole_is_rounded_to_whole_micro_batches() -> None:
     found = timed(row(micro_batch=3, global_batch=32))
     assert found.plan.recipe.global_batch_size == 48
     assert any("rounded" in words for words in found.assumed)
+
+
+@pytest.mark.parametrize(("words", "schedule"), [("ZB-1p", "zb-h1"), ("ZB-2p", "zb-h2"), ("1F1B", None)])
+def test_a_zero_bubble_row_has_the_bubble_that_its_plan_tells(words: str, schedule: Schedule | None) -> None:
+    (row,) = [row for row in read(time_files()) if row["id"] == "zerobubble-0034"]
+    (one,) = score_time([row | {"framework": f"megatron + {words}"}]).scored
+    plan = one.mapped.plan
+    assert one.mapped.schedule == schedule
+    expected = plan.step().parts["bubble"] if schedule is None else bubbles(plan)[schedule]
+    assert one.report.parts["bubble"] == expected
+    others = {part: seconds for part, seconds in one.report.parts.items() if part != "bubble"}
+    assert others == {part: seconds for part, seconds in plan.step().parts.items() if part != "bubble"}
+    assert (plan.step().parts["bubble"] > expected) == (schedule is not None)
 
 
 def test_megatron_overlaps_on_hopper_and_not_on_the_a100_of_2021() -> None:

@@ -21,7 +21,7 @@ from tests.accuracy.time_writing import time_report
 
 # Source -> the median of absolute errors that was reached on its judge rows, in percent, and a little room.
 MEDIANS = {
-    "BLOOM": 11.0,
+    "BLOOM": 9.0,
     "FMS-acceleration": 6.0,
     "Korthikanti": 7.0,
     "skills/docs": 76.0,
@@ -36,7 +36,7 @@ MEDIANS = {
 }
 # Sources that sweep layouts, and the rank correlation that was reached over all their rows, less a little.
 RANKS = {
-    "BLOOM": 0.80,
+    "BLOOM": 0.90,
     "Korthikanti": 0.95,
     "Megatron-Bridge performance": 0.92,
     "dgxc-benchmarking": 0.97,
@@ -71,14 +71,15 @@ def test_every_source_has_a_level(score: TimeScore) -> None:
         assert [1 for name in MEDIANS if name in source] == [1], source
 
 
-def test_the_goals_are_reached_on_rows_that_nothing_was_fitted_on(score: TimeScore) -> None:
-    """That for the 90th percentile with what ran beside plans described; by the product alone nearly."""
-    judged = calibrated(score).only("judge")
-    for one, p90 in ((judged, 0.25), (judged.by_product, 0.28)):
-        found = summary(one.by_source)
-        assert found is not None
-        assert found[0] <= 0.08
-        assert found[1] <= p90
+def test_the_goals_are_reached(score: TimeScore) -> None:
+    """On rows that nothing was fitted on and on all, with what ran beside plans described and without."""
+    every = calibrated(score)
+    for one in (every, every.only("judge")):
+        for rows in (one, one.by_product):
+            found = summary(rows.by_source)
+            assert found is not None
+            assert found[0] <= 0.08
+            assert found[1] <= 0.25
 
 
 def test_most_rows_have_a_plan_and_none_makes_a_prediction_fail(score: TimeScore) -> None:

@@ -246,6 +246,30 @@ def test_a_width_that_tp_cuts_too_small() -> None:
     assert finding.plan is not None and 14_368 // finding.plan.degrees.tp % 8 == 0
 
 
+def test_a_width_that_is_slower_on_a100() -> None:
+    # BLOOM's team changed a hidden size of 14,400 for this: an eighth of it is no multiple of 64.
+    def plan_of_width(hidden_size: int, gpu: str = "a100-sxm-80gb") -> ss.Plan:
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": hidden_size // 32}
+        arch = replace(
+            ss.models["gpt2"],
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=8,
+            **heads,
+        )
+        recipe = ss.Recipe(seq_len=1024)
+        return ss.Plan(arch, ss.Cluster.parse(f"8x{gpu}"), recipe, ss.Layout.megatron(tp=8))
+
+    slow, even = plan_of_width(14_400), plan_of_width(14_336)
+    finding = one(slow, "width-off-128-bytes")
+    assert "7,200" in finding.why and "queries" in finding.why
+    assert found_in(even, "width-off-128-bytes") is None
+    each_flop = [plan.step().parts["matrices"] / plan.step().model_flops for plan in (slow, even)]
+    assert 1 + 0.8 * finding.number / 100 < each_flop[0] / each_flop[1] < 1 + 1.1 * finding.number / 100
+    assert found_in(plan_of_width(14_400, "h100-sxm-80gb"), "width-off-128-bytes") is None, "no run says so"
+    assert found_in(plan_of(), "width-off-128-bytes") is None
+
+
 def test_a_vocabulary_padded_much() -> None:
     arch = replace(ss.models["llama-2-7b"], vocab_size=33_000)
     layout = ss.Layout.megatron(tp=32)

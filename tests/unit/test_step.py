@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from planning import plans
 
 import shardscope as ss
-from shardscope.timing.rates import rates_of
 from shardscope.timing.report import PARTS, StepReport, seconds_words
 from shardscope.timing.schedules import bubbles
 from shardscope.timing.step import bubble_seconds, step
@@ -333,18 +332,6 @@ def test_a_gpu_whose_link_nobody_knows_is_refused_by_name(link: str | None) -> N
     assert replace(plan, cluster=named).step().seconds > 0
     alone = ss.Plan(ss.models["gpt2"], ss.Cluster.of(gpu, 1), ss.Recipe(seq_len=512), ss.Layout.ddp())
     assert alone.step().communication == ()
-
-
-def test_rates_are_read_from_the_catalogue_by_generation() -> None:
-    hopper, ampere = (rates_of(ss.Cluster.parse(name)) for name in ("h100-sxm-80gb", "a100-sxm-80gb"))
-    assert "hopper" in hopper.source
-    assert "ampere" in ampere.source
-    for rates in (hopper, ampere):
-        rate = rates.matrix("bf16")
-        assert rate.peak_flops is not None
-        assert 0.3 < rate.flops_per_second / rate.peak_flops < 1
-    # Twice as fast, and what it moves is two thirds as many bytes: its products must be larger.
-    assert hopper.matrix("fp8").balance == pytest.approx(4 / 3 * hopper.matrix("bf16").balance)
 
 
 def test_other_schedules_bubbles_are_told_beside_the_one_that_runs() -> None:

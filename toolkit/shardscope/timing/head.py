@@ -5,13 +5,15 @@ Numbers may be arrays of plans.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardscope.memory.arithmetic import ceil_div, smallest
+from shardscope.memory.arithmetic import ceil_div, looked_up, smallest
 from shardscope.memory.head import LOSS_CHUNK_TOKENS, loss_in_force
 from shardscope.memory.logits import logits_per_token
 from shardscope.memory.precision import FP32
 from shardscope.memory.stages import vocab_rows
+from shardscope.timing.products import unaligned
 
 if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
@@ -52,7 +54,9 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     hidden = arch.hidden_size
     # The weights are read again for each chunk.
     moved = chunks * rows * hidden + tokens * (rows + hidden)
-    product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved)
+    # With the rows that a framework pads the vocabulary by.
+    missed = tokens * looked_up(partial(unaligned, hidden), stage.head // hidden)
+    product = stage.is_last * work.half_rate.seconds(tokens * rows * hidden, moved, missed)
     each = logits_per_token(
         rows,
         modules.kernels,
@@ -63,12 +67,12 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     # Each tensor is written and read once.
     loss = stage.is_last * tokens * 2 * (each.forward + each.backward) / work.memory
     # A row a token is read and written; backward fills a gradient of all rows, and adds to the tokens' ones.
-    looked_up = 2 * tokens * hidden * modules.stream
+    read = 2 * tokens * hidden * modules.stream
     filled = trained * (2 * rows * hidden * modules.stream + 2 * tokens * hidden * FP32)
     return EndSeconds(
         forward=product,
         backward=(1 + trained) * product,
         again=(kind == "chunked") * product,
         loss=loss,
-        lookup=stage.is_first * (looked_up + filled) / work.memory,
+        lookup=stage.is_first * (read + filled) / work.memory,
     )

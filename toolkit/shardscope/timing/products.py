@@ -1,7 +1,8 @@
 """What the matrix products of one layer multiply and move on one rank, summed over its matrices.
 
 A product of m x k by k x n multiplies m k n pairs of numbers and moves m k + k n + m n. Of all matrices of a
-layer, with m tokens, that is m W and W + m E, where W are their weights and E the sum of k + n.
+layer, with m tokens, that is m W and W + m E, where W are their weights and E the sum of k + n. Where k or n
+is no multiple of :data:`ALIGNED` matrix units are slower, by how much is the machine's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     from shardscope.timing.rates import MatrixRate
 
 
+ALIGNED = 64
+"""Numbers of two bytes in 128 bytes: multiples of it are "most efficient" on A100 and later (NVIDIA's Matrix
+Multiplication Background user guide, table 1)."""
+
+
+def unaligned(rows: int, columns: int) -> int:
+    """Weights of one matrix if either edge on the rank misses the multiple, else 0."""
+    return rows * columns if rows % ALIGNED or columns % ALIGNED else 0
+
+
 class Products(NamedTuple):
     """Matrices that the same tokens meet."""
 
@@ -27,12 +38,15 @@ class Products(NamedTuple):
     """Their numbers."""
     edges: Any
     """Rows and columns of all of them."""
+    unaligned: Any = 0
+    """Their numbers in matrices of which an edge misses the multiple."""
     num_copies: Any = 1
     """Experts that share the tokens out."""
 
     def seconds(self, tokens: Any, rate: MatrixRate) -> Any:
         """One product with each for ``tokens`` tokens, of all copies together."""
-        return rate.seconds(tokens * self.weights, self.num_copies * self.weights + tokens * self.edges)
+        moved = self.num_copies * self.weights + tokens * self.edges
+        return rate.seconds(tokens * self.weights, moved, tokens * self.unaligned)
 
 
 class LayerProducts(NamedTuple):
@@ -40,29 +54,32 @@ class LayerProducts(NamedTuple):
 
     weights: Any
     edges: Any
+    unaligned: Any
     last_weights: Any
     """The last product's, where nothing behind it saves a tensor: recomputation may stop before it."""
     last_edges: Any
+    last_unaligned: Any
     expert_weights: Any
     """One routed expert's."""
     expert_edges: Any
+    expert_unaligned: Any
     num_experts: Any
     """Routed experts on the rank."""
 
     @property
     def dense(self) -> Products:
         """All but routed experts."""
-        return Products(self.weights, self.edges)
+        return Products(self.weights, self.edges, self.unaligned)
 
     @property
     def last(self) -> Products:
         """The last product."""
-        return Products(self.last_weights, self.last_edges)
+        return Products(self.last_weights, self.last_edges, self.last_unaligned)
 
     @property
     def experts(self) -> Products:
         """Routed experts."""
-        return Products(self.expert_weights, self.expert_edges, self.num_experts)
+        return Products(self.expert_weights, self.expert_edges, self.expert_unaligned, self.num_experts)
 
 
 def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: Any) -> LayerProducts:
@@ -73,19 +90,36 @@ def layer_products(arch: Architecture, moe: bool, tp: Any, ep: Any, expert_tp: A
 
 @lru_cache(maxsize=4096)
 def _layer_products(arch: Architecture, moe: bool, tp: int, ep: int, expert_tp: int) -> LayerProducts:
-    weights = edges = last_weights = last_edges = expert_weights = expert_edges = num_experts = 0
+    dense = last = expert = _Edges()
+    num_experts = 0
     down = names_of(arch).down
     for group, name, _, rows, columns in rank_shapes(arch, moe, tp, ep):
         if group == "experts" or columns == 1:
             continue
-        weights, edges = weights + rows * columns, edges + rows + columns
+        dense = dense.joined(rows, columns)
         if down in name and not moe and arch.norms_per_layer <= 2:
-            last_weights, last_edges = rows * columns, rows + columns
+            last = _Edges().joined(rows, columns)
     for group, _, copies, rows, columns in rank_shapes(arch, moe, expert_tp, ep):
         if group == "experts" and rows > 1:
-            expert_weights, expert_edges = expert_weights + rows * columns, expert_edges + rows + columns
+            expert = expert.joined(rows, columns)
             num_experts = copies
-    return LayerProducts(weights, edges, last_weights, last_edges, expert_weights, expert_edges, num_experts)
+    return LayerProducts(*dense, *last, *expert, num_experts)
+
+
+class _Edges(NamedTuple):
+    """Sums over matrices."""
+
+    weights: int = 0
+    edges: int = 0
+    unaligned: int = 0
+
+    def joined(self, rows: int, columns: int) -> _Edges:
+        """With one matrix more."""
+        return _Edges(
+            self.weights + rows * columns,
+            self.edges + rows + columns,
+            self.unaligned + unaligned(rows, columns),
+        )
 
 
 def adapter_products(arch: Architecture, moe: bool, recipe: Recipe, tp: Any) -> Products:

@@ -33,15 +33,18 @@ class MatrixRate(NamedTuple):
     """The datasheet's; None: not known (a measured machine)."""
     balance: float = 0.0
     """Where that is this, memory takes as long to move what is multiplied; 0: measured with the rest."""
+    slower_unaligned: float = 0.0
+    """How much longer a product takes of which an edge is no multiple of 128 bytes, as a share."""
 
-    def seconds(self, multiplied: Any, moved: Any) -> Any:
+    def seconds(self, multiplied: Any, moved: Any, unaligned: Any = 0) -> Any:
         """Seconds of products that multiply ``multiplied`` pairs of numbers and move ``moved`` numbers.
 
-        Of one m x k by k x n that is m k n and m k + k n + m n. No product is faster than memory moves it
-        (the roofline of Williams et al. 2009); of several, memory is asked for all of them together. Arrays
-        give arrays.
+        Of one m x k by k x n that is m k n and m k + k n + m n. ``unaligned`` of the pairs are in products
+        that miss the matrix units' multiple. No product is faster than memory moves it (the roofline of
+        Williams et al. 2009); of several, memory is asked for all of them together. Arrays give arrays.
         """
-        return 2 * largest(multiplied + self.half_size * moved, self.balance * moved) / self.flops_per_second
+        counted = multiplied + self.half_size * moved + self.slower_unaligned * unaligned
+        return 2 * largest(counted, self.balance * moved) / self.flops_per_second
 
 
 class AttentionRate(NamedTuple):
@@ -179,13 +182,13 @@ def rates_of(cluster: Cluster) -> Rates:
     products = _of(table["matrices"], generation)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
     memory = bandwidth and bandwidth * _of(table["memory"], generation)["share"]
-    known = generation if generation in table["matrices"] else "generations without figures of their own"
+    known = generation if _own(table["matrices"], generation) else "generations without figures of their own"
     return Rates(
         matrices=MappingProxyType(
             {precision: _matrix(precision, gpu, products, memory) for precision in gpu.peak_flops}
         ),
         attention=_attention(gpu.peak_flops, _of(table["attention"], generation)),
-        cudnn_attention=_attention(gpu.peak_flops, table["cudnn_attention"].get(generation)),
+        cudnn_attention=_attention(gpu.peak_flops, _own(table["cudnn_attention"], generation)),
         memory_bytes_per_second=memory,
         kernel_seconds=_of(table["launch"], generation)["seconds_per_kernel"],
         operators=MappingProxyType(
@@ -239,7 +242,7 @@ def _matrix(precision: str, gpu: Gpu, fitted: Mapping[str, Any], memory: float |
     if "joules_per_flop" in fitted and gpu.tdp_watts and half_peak:
         reached = min(reached, gpu.tdp_watts / fitted["joules_per_flop"] * peak / half_peak)
     balance = _MOVED_BYTES[precision] * reached / 2 / memory if memory else 0.0
-    return MatrixRate(reached, fitted["half_size"], peak, balance)
+    return MatrixRate(reached, fitted["half_size"], peak, balance, fitted.get("slower_unaligned", 0.0))
 
 
 def _link(link: Link, reached: Mapping[str, Any]) -> LinkRate:
@@ -264,5 +267,10 @@ def _attention(peaks: Mapping[str, float], reached: Mapping[str, Any] | None) ->
 
 
 def _of(table: Mapping[str, Any], generation: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = table.get(generation, table["default"])
+    found: Mapping[str, Any] = _own(table, generation) or table["default"]
     return found
+
+
+def _own(table: Mapping[str, Any], generation: str) -> Mapping[str, Any] | None:
+    """What is known of the generation, or of the one that it refines: "blackwell" of "blackwell-ultra"."""
+    return table.get(generation) or table.get(generation.split("-")[0])

@@ -35,7 +35,7 @@ def copies(gpu: Gpu) -> int:
     Data-centre Blackwell multiplies in any order and has no need of transposes (``pytorch/utils.py``,
     ``is_non_tn_fp8_gemm_supported``: compute capability 10, not 12, which is that of RTX cards).
     """
-    return 1 if gpu.architecture == "blackwell" and not gpu.name.startswith("rtx") else 2
+    return 1 if (gpu.architecture or "").startswith("blackwell") and not gpu.name.startswith("rtx") else 2
 
 
 def gradient_copies(plan: Plan) -> int:

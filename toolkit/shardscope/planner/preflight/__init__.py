@@ -44,6 +44,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     precision.rounded_reductions,
     precision.lost_updates,
     widths.misses_matrix_units,
+    widths.slower_off_cache_lines,
     widths.padded_vocabulary,
     checkpoints.tied_checkpoints,
     checkpoints.resumed,

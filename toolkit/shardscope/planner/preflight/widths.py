@@ -12,6 +12,9 @@ from shardscope.memory.precision import FP32, HALF
 from shardscope.planner.preflight.case import Case, changed_plan, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
+from shardscope.timing.calibration import rates_for
+from shardscope.timing.layers import PEAKS
+from shardscope.timing.products import ALIGNED
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -19,9 +22,6 @@ if TYPE_CHECKING:
 ALIGNED_BYTES = 16
 """Matrix units take rows in multiples of 16 bytes: "most efficient with multiples of 8" in half precision,
 of 4 in TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
-PADDED_VOCABULARY = 64
-"""Rows of a padded embedding come in multiples of this: 128 bytes, what A100 and later like best (the same
-table)."""
 PADDED_MUCH = 0.05
 """Rows that are padding, as a share of the vocabulary, from which on it is worth a look: below, it is lost in
 the step's noise."""
@@ -51,6 +51,50 @@ def misses_matrix_units(case: Case) -> Iterator[Finding]:
         change=words,
         plan=mended,
     )
+
+
+def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
+    """Widths that matrix units take, but slower on this GPU than their neighbours: off 128 bytes."""
+    plan = case.plan
+    slower = _slower_unaligned(case)
+    missed = [name for name in _weight_widths(plan) if _weight_widths(plan)[name] % ALIGNED]
+    if not slower or not missed:
+        return
+    name = missed[0]
+    others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
+    smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
+    aligned = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
+    mended = fastest(variant for variant in aligned if case.gain(variant) > 0)
+    yield Finding(
+        name="width-off-128-bytes",
+        severity="hint",
+        why=f"The {name} on one rank is {_weight_widths(plan)[name]:,}{others}: no multiple of {ALIGNED} "
+        f"numbers, which are 128 bytes. Products with it took {percent(slower)} longer in published runs on "
+        "this generation, and so they do in this prediction.",
+        number=100 * slower,
+        change=f"tp={mended.plan.degrees.tp} instead of {plan.degrees.tp}"
+        if mended
+        else f"A model of which the {name} is a multiple of {ALIGNED} x tp",
+        plan=mended.plan if mended else None,
+    )
+
+
+def _slower_unaligned(case: Case) -> float:
+    if case.step is None or not case.plan.on_gpu:
+        return 0.0
+    rates = rates_for(case.plan.cluster)
+    return rates.matrix(PEAKS[case.plan.recipe.precision]).slower_unaligned
+
+
+def _weight_widths(plan: Plan) -> dict[str, int]:
+    """Edges of weights that matrix units take, but for the vocabulary, whose product is one of many."""
+    found = widths_on_a_rank(plan)
+    multiple = ALIGNED_BYTES // BYTES.get(plan.recipe.precision, HALF)
+    return {
+        name: width
+        for name, width in found.items()
+        if name not in (TOKENS, "vocabulary") and not width % multiple
+    }
 
 
 TOKENS = "number of tokens in a micro-batch"
@@ -112,7 +156,7 @@ def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
         words = f"seq_len={length} instead of {plan.recipe.seq_len}"
         return words, changed_plan(plan, recipe={"seq_len": length})
     if name == "vocabulary":
-        step = PADDED_VOCABULARY * plan.degrees.tp
+        step = ALIGNED * plan.degrees.tp
         rows = -(-plan.architecture.vocab_size // step) * step
         return f"Pad the vocabulary to {rows:,} tokens", _with_vocabulary(plan, rows)
     for tp in reversed(divisors(plan.degrees.tp)[:-1]):
