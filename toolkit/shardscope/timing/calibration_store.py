@@ -109,11 +109,13 @@ def stored_rates(cluster: Cluster) -> Rates | None:
     Raises as :func:`stored` does.
     """
     folder = _calibrations(os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_DATA_HOME"))
+    every = _stamp(folder)
+    if every is None:
+        return None
     gpu = cluster.gpu.name
-    file = f"{folder}/{_file_name(machine_name(), gpu)}"
-    own = _stamp(file)
+    own = _stamp(f"{folder}/{_file_name(machine_name(), gpu)}")
     # Those of other hosts in the same folder count only where this one has none.
-    others = None if own or gpu == "cpu" else _stamp(folder)
+    others = None if own or gpu == "cpu" else every
     if own is None and others is None:
         return None
     return _rates(cluster, folder, own, others, host_cores())

@@ -6,6 +6,8 @@ src/graph/tuning.cc (ncclTopoTuneModel). Numbers may be arrays of plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,8 +73,17 @@ def one_call(
     return (ranks > 1) * each
 
 
-remembered = remembering(one_call)
-"""The same: the plans of a search, of a picker or of a ladder of repairs have most calls in common."""
+@lru_cache(maxsize=64)
+def calls_on(rates: Rates, gpus_per_node: int) -> Callable[[Collective, Any, Any, Any, Any], Any]:
+    """:func:`one_call` on this machine, with what it answered before.
+
+    The plans of a search, of a picker or of a ladder of repairs have most calls in common.
+    """
+
+    def one(collective: Collective, num_bytes: Any, ranks: Any, stride: Any, messages: Any) -> Any:
+        return one_call(collective, num_bytes, ranks, stride, messages, gpus_per_node, rates)
+
+    return remembering(one)
 
 
 def bounding_link(transfer: Transfer, gpus_per_node: int, rates: Rates) -> LinkRate:

@@ -13,7 +13,7 @@ from shardscope.memory.arithmetic import by_value, ceil_div, largest, looked_up,
 from shardscope.memory.modules.attention import in_plain_math, is_eager
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.precision import FP32
-from shardscope.timing.collectives import remembered
+from shardscope.timing.collectives import calls_on
 from shardscope.timing.products import (
     LayerProducts,
     adapter_products,
@@ -64,8 +64,10 @@ class Operators(NamedTuple):
 class LayerSeconds(NamedTuple):
     """One layer, one micro-batch."""
 
-    forward: Operators
-    backward: Operators
+    both: Operators
+    """Forward and backward."""
+    forward: Any
+    forward_attention: Any
     again: Any
     """What backward computes once more before it begins."""
     dropped_bytes: Any
@@ -78,8 +80,9 @@ class LayerWork:
     def __init__(self, plan: Plan, modules: Modules, rates: Rates, model: TimingModel) -> None:
         self.plan, self.modules, self.rates, self.model = plan, modules, rates, model
         self.overlap = model.overlap(plan)
+        self.calls = calls_on(rates, plan.cluster.gpus_per_node)
         recipe, degrees = plan.recipe, plan.degrees
-        self.arch, self.gpus_per_node = plan.architecture, plan.cluster.gpus_per_node
+        self.arch = plan.architecture
         self.tokens: Any = by_value(recipe.micro_batch_size * ceil_div(recipe.seq_len, degrees.cp))
         self.cut: Any = where(plan.layout.splits_sequence, degrees.tp, 1)
         self.expert_tp: Any = getattr(plan.layout, "expert_tp", degrees.tp)
@@ -92,7 +95,7 @@ class LayerWork:
     def call_seconds(self, transfer: Transfer) -> Any:
         """One call of ``transfer``, as if nothing else ran; stages have many of them in common."""
         _, collective, num_bytes, ranks, stride, _, messages, _, _ = transfer
-        return remembered(collective, num_bytes, ranks, stride, messages, self.gpus_per_node, self.rates)
+        return self.calls(collective, num_bytes, ranks, stride, messages)
 
     def layer(self, moe: bool) -> LayerSeconds:
         """One layer, dense or with routed experts; the same on every stage."""
@@ -134,7 +137,9 @@ class LayerWork:
             + moe * passes.kernels_experts_backward
             + num_adapters * _ADAPTER_KERNELS[1],
         )
-        return LayerSeconds(forward, backward, self._again(products, forward), saved)
+        both = Operators(*(there + back for there, back in zip(forward, backward, strict=True)))
+        again = self._again(products, forward)
+        return LayerSeconds(both, forward.seconds, forward.attention, again, saved)
 
     def _matrices(self, moe: bool, products: LayerProducts) -> Any:
         found = products.dense.seconds(self.tokens, self.rate)

@@ -9,7 +9,7 @@ import numpy as np
 from shardscope.memory.activations import modules_of
 from shardscope.memory.column import total
 from shardscope.timing.calibration import rates_for
-from shardscope.timing.stages import ONCE, stage_seconds
+from shardscope.timing.stages import FLOWING, ONCE, stage_seconds
 from shardscope.timing.step import ALIKE, bubble_seconds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     """
     found = stage_seconds(plans, stage, modules_of(plans), rates_for(plans.cluster))
     parts = found.parts
-    through = total([seconds for part, seconds in parts.items() if part not in ONCE])
+    through = total([parts[part] for part in FLOWING])
     busy = table.rows.spread(total([through, *(parts[part] for part in ONCE)]))
     flowing = table.rows.spread(through)
     most = np.maximum.reduceat(busy, table.starts)

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from shardscope.timing.report import Part
     from shardscope.timing.traffic import Beneath, Transfer
 
+_NOTHING: dict[Part, Any] = {part: 0.0 for part in PARTS if part != "bubble"}
 ONCE: tuple[Part, ...] = ("gradients", "gathers", "optimizer", "offload")
 """Parts that a pipeline's first and last micro-batches do not wait for."""
+FLOWING = tuple(part for part in _NOTHING if part not in ONCE)
+"""Those that pass from stage to stage with each micro-batch."""
 
 
 class Told(NamedTuple):
@@ -43,6 +46,8 @@ class StageSeconds(NamedTuple):
     """Exposed seconds of every part but the bubble."""
     find_told: Callable[[], list[Told]]
     """Its collectives, one by one."""
+    find_hidden: Callable[[], dict[Part, Any]]
+    """Seconds of them beneath arithmetic, part by part."""
     hidden_offload: Any
     """Seconds of the host's and the drives' links beneath arithmetic."""
 
@@ -53,8 +58,9 @@ class StageSeconds(NamedTuple):
 
     @property
     def flowing(self) -> Any:
-        """What of it passes from stage to stage, micro-batch by micro-batch."""
-        return sum(found for part, found in self.parts.items() if part not in ONCE)
+        """What of it passes on, micro-batch by micro-batch."""
+        parts = self.parts
+        return sum([parts[part] for part in FLOWING])
 
 
 class _Cover(NamedTuple):
@@ -91,14 +97,14 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
     micro_batches = plan.num_micro_batches
     parts, cover, dropped = _arithmetic(work, stage, micro_batches)
     traffic = work.model.state_traffic(plan, stage)
-    transfers = [
-        transfer
-        for transfer in (*parallel_transfers(work, stage), *traffic.transfers)
-        if not (transfer.ranks.__class__ is int and transfer.ranks == 1)
-        and not (transfer.times.__class__ is int and transfer.times == 0)
-    ]
-    took = [transfer.times * work.call_seconds(transfer) for transfer in transfers]
-    shares, exposed = _exposed(transfers, took, cover, micro_batches)
+    transfers: list[Transfer] = []
+    took: list[Any] = []
+    for transfer in (*parallel_transfers(work, stage), *traffic.transfers):
+        ranks, times = transfer.ranks, transfer.times
+        if not (ranks.__class__ is int and ranks == 1) and not (times.__class__ is int and times == 0):
+            transfers.append(transfer)
+            took.append(times * work.call_seconds(transfer))
+    exposed, free, shares = _exposed(transfers, took, cover, micro_batches)
     for part, seconds in exposed.items():
         parts[part] = parts[part] + seconds
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
@@ -106,36 +112,39 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
     parts["optimizer"] = update_seconds(plan, stage, traffic.updated, traffic.main_copies, rates)
     host = host_seconds(plan, traffic, dropped, cover.forward, cover.backward, rates)
     parts["offload"] = host.exposed
-    return StageSeconds(parts, lambda: _told(transfers, took, shares), host.hidden)
+    return StageSeconds(
+        parts, lambda: _told(transfers, took, shares), lambda: _hidden(free, shares), host.hidden
+    )
 
 
 def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict[Part, Any], _Cover, Any]:
     """All parts, those of arithmetic filled; what covers collectives; bytes of activations that leave."""
     recipe = work.plan.recipe
-    found: dict[Part, Any] = dict.fromkeys(PARTS, 0.0)
-    del found["bubble"]
     forward: Any = 0.0
+    matrices: Any = 0.0
+    attention: Any = 0.0
+    elementwise: Any = 0.0
     again: Any = 0.0
     dropped: Any = 0.0
     attention_forward: Any = 0.0
-    operators: tuple[Part, ...] = ("matrices", "attention", "elementwise")
+    leaves = recipe.recompute == "offload"
     for moe, layers in layers_by_kind(work.arch, stage):
         each = work.layer(moe)
-        for part in operators:
-            found[part] = found[part] + layers * (getattr(each.forward, part) + getattr(each.backward, part))
+        matrices = matrices + layers * each.both.matrices
+        attention = attention + layers * each.both.attention
+        elementwise = elementwise + layers * each.both.elementwise
         chosen = ceil_div(layers, recipe.recompute_interval)
         again = again + chosen * each.again
-        dropped = dropped + (recipe.recompute == "offload") * chosen * each.dropped_bytes
-        forward = forward + layers * each.forward.seconds
-        attention_forward = attention_forward + layers * each.forward.attention
+        dropped = dropped + leaves * chosen * each.dropped_bytes
+        forward = forward + layers * each.forward
+        attention_forward = attention_forward + layers * each.forward_attention
     end = ends(work, stage)
-    found["matrices"] = found["matrices"] + end.forward + end.backward
-    found["elementwise"] = found["elementwise"] + end.lookup
-    found["loss"] = end.loss + 0.0
-    found["recomputation"] = again + end.again
-    whole = sum(found.values())
+    matrices = matrices + end.forward + end.backward
+    elementwise = elementwise + end.lookup
+    loss = end.loss + 0.0
+    again = again + end.again
     forward = forward + end.forward
-    backward = whole - forward
+    backward = matrices + attention + elementwise + loss + again - forward
     cover = _Cover()
     if work.plan.on_gpu:
         cover = _Cover(
@@ -144,16 +153,23 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
             # Of interleaved chunks all have gone backward once when the last micro-batch has.
             backward,
             forward,
-            micro_batches * found["attention"],
+            micro_batches * attention,
             micro_batches * attention_forward,
         )
-    return {part: micro_batches * one for part, one in found.items()}, cover, micro_batches * dropped
+    found = _NOTHING | {
+        "matrices": micro_batches * matrices,
+        "attention": micro_batches * attention,
+        "elementwise": micro_batches * elementwise,
+        "loss": micro_batches * loss,
+        "recomputation": micro_batches * again,
+    }
+    return found, cover, micro_batches * dropped
 
 
 def _exposed(
     transfers: list[Transfer], took: list[Any], cover: _Cover, micro_batches: Any
-) -> tuple[dict[Beneath, Any], dict[Part, Any]]:
-    """Of what arithmetic could cover the share that it does, and what is left of each part's collectives.
+) -> tuple[dict[Part, Any], dict[tuple[Part, Beneath], Any], dict[Beneath, Any]]:
+    """What is left of each part's collectives, what arithmetic could cover of them, and the share it does.
 
     What runs beneath the same arithmetic shares it, each by its own length: of a layer's next gather and the
     last one's reduction in FSDP2's backward, say. A share that nothing covers is left of each.
@@ -172,7 +188,14 @@ def _exposed(
     shares = _shares(sums, cover, micro_batches)
     for (part, beneath), one in free.items():
         seconds[part] = seconds[part] - one * shares[beneath]
-    return shares, seconds
+    return seconds, free, shares
+
+
+def _hidden(free: dict[tuple[Part, Beneath], Any], shares: dict[Beneath, Any]) -> dict[Part, Any]:
+    found: dict[Part, Any] = {}
+    for (part, beneath), one in free.items():
+        found[part] = found.get(part, 0.0) + one * shares[beneath]
+    return found
 
 
 def _free(transfer: Transfer, took: Any) -> Any:

@@ -55,8 +55,10 @@ def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
     shapes = model.shapes(plan)
     work = work_of(plan, modules_of(plan), rates)
     kinds = [seconds_of(work, model.stage(plan, shape)) for shape in shapes.kinds]
-    most = max(one.busy for one in kinds)
-    return Pipeline(kinds, shapes.kind_of, next(one for one in kinds if one.busy >= ALIKE * most))
+    busy = [one.busy for one in kinds]
+    most = ALIKE * max(busy)
+    slowest = next(one for one, seconds in zip(kinds, busy, strict=True) if seconds >= most)
+    return Pipeline(kinds, shapes.kind_of, slowest)
 
 
 def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
@@ -88,15 +90,12 @@ def bubble_seconds(all_stages: Any, slowest: Any, vpp: Any, micro_batches: Any) 
 def _report(plan: Plan, rates: Rates, parts: dict[Part, float], slowest: StageSeconds) -> StepReport:
     recipe, gpu = plan.recipe, plan.cluster.gpu
     tokens = recipe.global_batch_size * recipe.seq_len
-    hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    collectives = slowest.find_told()
-    for one in collectives:
-        hidden[one.transfer.part] += one.hidden
+    hidden: dict[Part, float] = dict.fromkeys(PARTS, 0.0) | slowest.find_hidden()
     hidden["offload"] = slowest.hidden_offload
     return StepReport(
         parts=MappingProxyType(parts),
         hidden=MappingProxyType(hidden),
-        find_communication=lambda: _communication(plan, rates, collectives),
+        find_communication=lambda: _communication(plan, rates, slowest.find_told()),
         num_gpus=plan.world_size,
         num_tokens=tokens,
         model_flops=model_flops_per_token(plan, causal=True) * tokens,

@@ -8,7 +8,7 @@ from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 from shardscope.frameworks.megatron.replicas import replicas_of
 from shardscope.memory.arithmetic import ceil_div, largest, where
 from shardscope.memory.precision import FP32, widths
-from shardscope.timing.traffic import Beneath, Overlap, StateTraffic, Transfer
+from shardscope.timing.traffic import Beneath, Collective, Overlap, StateTraffic, Transfer
 
 if TYPE_CHECKING:
     from shardscope.memory.stages import Stage
@@ -51,14 +51,13 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         buckets = 1
         if layout.overlap_grad_reduce:
             buckets = largest(1, ceil_div(weights, largest(BUCKET_WEIGHTS, 1_000_000 * replicas.dense)))
-        reduced = Transfer("gradients", "all_reduce", weights * width, ranks, stride, 1, buckets, beneath)
-        if not layout.distributed_optimizer:
-            transfers.append(reduced)
-            continue
-        gather = Transfer("gathers", "all_gather", weights * half, ranks, stride, 1, buckets)
-        if layout.overlap_param_gather:
-            gather = gather._replace(beneath="first_forward")
-        transfers += [reduced._replace(collective="reduce_scatter"), gather]
+        shards: bool = layout.distributed_optimizer
+        how: Collective = "reduce_scatter" if shards else "all_reduce"
+        transfers.append(Transfer("gradients", how, weights * width, ranks, stride, 1, buckets, beneath))
+        if shards:
+            meets: Beneath = "first_forward" if layout.overlap_param_gather else "nothing"
+            gathered = Transfer("gathers", "all_gather", weights * half, ranks, stride, 1, buckets, meets)
+            transfers.append(gathered)
     updated = dense + experts
     if layout.distributed_optimizer:
         updated = dense / replicas.dense + experts / replicas.experts
