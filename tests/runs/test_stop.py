@@ -55,15 +55,19 @@ def begun(run: Run) -> bool:
     return {m["rank"] for m in run.metrics()} == {0, 1}
 
 
-def test_fault_02_03_stop_mid_step_and_twice(plan: Any, tmp_path: Path) -> None:
+def test_fault_02_03_stop_mid_step_and_twice(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = launch(plan, tasks.Log(10_000, 0.5), folder=tmp_path)
     seconds_until(lambda: begun(run))
     seconds_until(lambda: run.status == "running", 5)
-    run.stop()
+    assert not run.looks_for_stop, "this task never looks"
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/my first.ipynb")
+    run.press("Stop")
     run.stop()
     assert seconds_until(lambda: run.status == "stopped", 5) < 5
     assert seconds_until(lambda: not processes_of(tmp_path), 1) < 1
-    assert run.reason == "run.stop() was called" and run.error is None
+    assert run.reason == "Stop was pressed in my first.ipynb" and run.error is None
     run.stop()
     assert run.status == "stopped"
 
@@ -80,6 +84,7 @@ def test_fault_01_stop_during_start_up(delay: float, plan: Any, tmp_path: Path) 
 def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.steps_until_stop, folder=tmp_path)
     seconds_until(lambda: len(run.metrics()) > 40)
+    assert run.looks_for_stop and not run.trains_the_plan
     with (run.folder / "control.jsonl").open("ab") as control:
         control.write(b"no json\n[1]\n\xff\xfe\n{}\n")
     run.send("profile", steps=3)
@@ -87,7 +92,10 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
     assert run.wait(10) == "stopped", run.error
     assert len({m["last_step"] for m in run.metrics() if "last_step" in m}) == 1
     assert [m["command"] for m in run.metrics() if "command" in m] == ["profile", "profile"]
-    assert "checkpoint" in run.reason
+    assert run.reason == "run.stop(checkpoint=True) was called: the ranks ended by themselves"
+    assert [change["reason"] for change in run.history if change["status"] == "stopping"] == [
+        "run.stop(checkpoint=True) was called: the ranks end by themselves when they look"
+    ]
     assert "malformed" in (run.folder / "supervisor.log").read_text()
 
 

@@ -191,7 +191,18 @@ def test_saving_first_is_offered_where_a_task_can_and_a_plain_stop_stays_possibl
     assert until(lambda: view.status == "stopping")
     assert view.save_button.disabled and not view.stop_button.disabled
     view.stop_button.click()
-    assert until(lambda: view.status == "stopped") and run.asked == [True, False]
+    assert until(lambda: view.status == "stopped") and run.asked == ["Save and stop", "Stop"]
+
+
+def test_saving_first_is_offered_of_a_function_once_its_ranks_have_looked() -> None:
+    run = FakeRun([record(loss=1.0)])
+    view = RunView(run)
+    assert until(lambda: view.status == "running")
+    assert view.save_button.layout.display == "none"
+    run.has_looked = True
+    assert until(lambda: view.save_button.layout.display == "")
+    assert "ctx.should_stop" in view.save_button.tooltip and not view.save_button.disabled
+    run.status = "finished"
 
 
 def test_logs_are_searched_while_the_run_goes_on_and_afterwards() -> None:

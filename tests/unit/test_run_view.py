@@ -46,6 +46,7 @@ class FakeRun:
     name, reason, error, note = "fake", "because", None, ""
     world_size = 2
     trains_the_plan = False
+    has_looked = False
     num_steps: int | None = None
     prediction: Expected | None = None
     history: tuple[dict[str, Any], ...] = ()
@@ -54,7 +55,7 @@ class FakeRun:
         self.records = records
         self.samples: list[dict[str, Any]] = []
         self.recorded: dict[int, Any] = {}
-        self.asked: list[bool] = []
+        self.asked: list[str] = []
         self.status = "running"
         self.folder = Path(tempfile.mkdtemp(dir=HOME.name))
         (self.folder / "logs").mkdir()
@@ -76,9 +77,13 @@ class FakeRun:
     def what_it_was(self) -> dict[int, Any]:
         return self.recorded
 
-    def stop(self, checkpoint: bool = False) -> None:
-        self.asked.append(checkpoint)
-        self.status = "stopping" if checkpoint else "stopped"
+    @property
+    def looks_for_stop(self) -> bool:
+        return self.trains_the_plan or self.has_looked
+
+    def press(self, button: str) -> None:
+        self.asked.append(button)
+        self.status = "stopping" if button == "Save and stop" else "stopped"
 
 
 def until(holds: Callable[[], bool], seconds: float = 10) -> bool:

@@ -15,6 +15,7 @@ import shardscope as ss
 from shardscope.runs.expected import Expected
 from shardscope.runs.follow import Follow
 from shardscope.runs.pace import Pace
+from shardscope.runs.stopping import Button
 from shardscope_widgets import run_words, shared
 from shardscope_widgets.number_words import short
 from shardscope_widgets.run_figure import RunFigure
@@ -33,6 +34,8 @@ SHARE_OF_KERNEL = 0.1
 """Of a processor's time that a view may take for drawing: charts of many ranks are drawn less often."""
 MOST_SECONDS = 2.0
 """Between two drawings, whatever one takes."""
+SAVES = "Finish the step, save a checkpoint, end this run"
+LOOKS = "Ask the task, which looks at ctx.should_stop, to end by itself; what it saves is its own code's"
 ENDED = ("finished", "stopped", "failed", "lost")
 
 
@@ -62,12 +65,12 @@ class RunView(View):
         self.save_button = shared.button(
             "Save and stop",
             "ss-ghost",
-            tooltip="Finish the step, save a checkpoint, end this run",
+            tooltip=SAVES,
             layout=widgets.Layout(display="none"),
         )
-        self.save_button.on_click(lambda _: self._stop(checkpoint=True))
+        self.save_button.on_click(lambda _: self._press("Save and stop"))
         self.stop_button = shared.button("Stop", "ss-ghost", tooltip="End this run", disabled=True)
-        self.stop_button.on_click(lambda _: self._stop(checkpoint=False))
+        self.stop_button.on_click(lambda _: self._press("Stop"))
         self.progress = shared.html()
         self.facts = shared.html()
         # Made with the first run: a FigureWidget sends 5 MB of front end, which planning alone does not need.
@@ -116,7 +119,7 @@ class RunView(View):
             self.memory.start(run)
             self.logs.start(run)
             self._of_a_run.layout.display = ""
-            self.save_button.layout.display = "" if run.trains_the_plan else "none"
+            self._offer_saving(run)
             for part in (self.error, self.what, self.table, self.progress, self.facts):
                 part.value = ""
             self._watch_from_now()
@@ -148,6 +151,11 @@ class RunView(View):
             self._say_numbers(run, has_ended)
             return more or follow.is_behind
 
+    def _offer_saving(self, run: ss.Run) -> None:
+        """Of a task of one's own it is known only once its ranks have looked whether a stop was asked."""
+        self.save_button.tooltip = SAVES if run.trains_the_plan else LOOKS
+        self.save_button.layout.display = "" if run.looks_for_stop else "none"
+
     def _take(self, new: list[dict[str, Any]]) -> None:
         self._pace.add(new)
         for record in new:
@@ -177,6 +185,7 @@ class RunView(View):
             if cards and cards[-1]["time"] != self._card_time:
                 self._card_time = cards[-1]["time"]
                 self.figure.show_cards(cards, cards[0]["time"])
+        self._offer_saving(run)
         engine = self.memory.refresh(run, self._latest)
         self.what.value = _what_it_was(engine)
 
@@ -237,15 +246,15 @@ class RunView(View):
             if self.figure is not None:
                 self.figure.fit(self._sheet.width)
 
-    def _stop(self, *, checkpoint: bool) -> None:
+    def _press(self, button: Button) -> None:
         if self.run is None:
             return
         # After one that saves first, a plain one is still possible: saving may take long.
-        self._stop_asked |= not checkpoint
+        self._stop_asked |= button == "Stop"
         self.save_button.disabled = True
         self.stop_button.disabled = self._stop_asked
         try:
-            self.run.stop(checkpoint=checkpoint)
+            self.run.press(button)
         except OSError as error:
             self._stop_asked = False
             self.error.value = _alert(str(error))

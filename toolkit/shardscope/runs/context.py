@@ -16,6 +16,7 @@ from shardscope.runs.commands import CommandFeed, Store
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.profiling import Profile
 from shardscope.runs.records import encode, write_json
+from shardscope.runs.stopping import note_that_it_looks
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ class Context:
         self._pending: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
         self._recorded: dict[str, Any] = {}
         self._stop_asked = False
+        self._has_looked = False
         self._last_step = -1
         self._events: int | None = None
         self._line_is_broken = False
@@ -121,8 +123,7 @@ class Context:
     @property
     def should_stop(self) -> bool:
         """Whether a stop was asked. Look once per step on *every* rank: all see it at the same look."""
-        self._take_commands()
-        return self._stop_asked
+        return self._look_for_stop()
 
     def commands(self) -> list[dict[str, Any]]:
         """Commands other than stop that came since the last call, such as ``{"command": "profile", ...}``.
@@ -130,14 +131,12 @@ class Context:
         Like ``should_stop``, a look at the control file: every rank must make the same looks in the same
         order. The latest 1000 are kept.
         """
-        return self.look()[1]
+        self._take_commands()
+        return self._taken()
 
     def look(self) -> tuple[bool, list[dict[str, Any]]]:
         """``should_stop`` and ``commands()`` in one look: each look is a round trip to the ranks' store."""
-        self._take_commands()
-        taken = list(self._pending)
-        self._pending.clear()
-        return self._stop_asked, taken
+        return self._look_for_stop(), self._taken()
 
     def record(self, name: str, mapping: Mapping[str, Any]) -> None:
         """Keep what an engine really made (shards, stage, groups) for ``run.what_it_was()``."""
@@ -155,6 +154,19 @@ class Context:
         if self._events is not None:
             os.close(self._events)
             self._events = None
+
+    def _look_for_stop(self) -> bool:
+        self._take_commands()
+        if not self._has_looked:
+            self._has_looked = True
+            with contextlib.suppress(OSError):  # A full disk: then nobody offers to stop it so.
+                note_that_it_looks(self._folder, self.rank)
+        return self._stop_asked
+
+    def _taken(self) -> list[dict[str, Any]]:
+        taken = list(self._pending)
+        self._pending.clear()
+        return taken
 
     def _take_commands(self) -> None:
         for command in self._feed.poll():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.asked import why_no_trace
 from shardscope.runs.causes import all_failures
+from shardscope.runs.description import read_description
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
 from shardscope.runs.log_search import ANSI
@@ -26,6 +27,7 @@ from shardscope.runs.records import (
     write_json,
 )
 from shardscope.runs.redaction import redact
+from shardscope.runs.stopping import Button, every_rank_looks, notebook
 from shardscope.runs.story import tell
 from shardscope.validation import flag, real_number, refuse, whole_number
 
@@ -44,8 +46,6 @@ START_GRACE_SECONDS = 30.0
 """How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
 """How long the heartbeat of a supervisor on another machine may stand still before the run counts as lost."""
-MAX_WORLD_SIZE = 16_384
-"""Ranks that a handle follows; a run.json with more is damaged."""
 
 
 class Run:
@@ -57,12 +57,13 @@ class Run:
         self._lock = threading.Lock()
         self._statuses = LineTail(folder.status)
         self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
-        self._description = _read_description(folder)
+        self._description = read_description(folder)
         self._world_size: int = self._description["world_size"]
         self._events = [LineTail(folder.events(rank)) for rank in range(self._world_size)]
         self._metrics: list[dict[str, Any]] = []
         self._memory = LoggedMemory(folder, self._world_size)
         self._heartbeat = (0.0, time.monotonic())
+        self._looks_for_stop = False
 
     @classmethod
     def attach(cls, folder: str | os.PathLike[str]) -> Run:
@@ -171,6 +172,12 @@ class Run:
         return self._description.get("trains_the_plan") is True
 
     @property
+    def looks_for_stop(self) -> bool:
+        """Whether ``stop(checkpoint=True)`` is heard: its task is made so, or has looked on every rank."""
+        self._looks_for_stop |= self.trains_the_plan or every_rank_looks(self._folder, self._world_size)
+        return self._looks_for_stop
+
+    @property
     def note(self) -> str:
         """What whoever launched it says of it to people who watch it; may be set. Raises ``OSError``."""
         return str((read_json(self._folder.note) or {}).get("note", ""))
@@ -267,7 +274,15 @@ class Run:
             task = str(self._description.get("task")).rpartition(".")[2]
             never = f"False, for a {task} does not look whether a stop was asked: saving is its own code's"
             refuse("run.stop checkpoint", True, never, "run.stop()")
-        self.send("stop", checkpoint=checkpoint)
+        self._ask_to_stop(checkpoint=checkpoint)
+
+    def press(self, button: Button) -> None:
+        """The same for a person who pressed it: that is what the run then says of its end."""
+        self._ask_to_stop(checkpoint=button == "Save and stop", button=button)
+
+    def _ask_to_stop(self, **arguments: Any) -> None:
+        where = notebook()
+        self.send("stop", **arguments, **({} if where is None else {"notebook": where}))
 
     def send(self, command: str, **arguments: Any) -> None:
         """Append a command for the supervisor or for ``ctx.commands()``; harmless when the run has ended."""
@@ -381,20 +396,3 @@ def _runs_in(parent: Path) -> tuple[list[Run], list[str]]:
             damaged.append(f"{file.parent.name} (damaged)")
     found.sort(key=lambda run: (run._description["created"], run.name))
     return found, sorted(damaged)
-
-
-def _read_description(folder: RunFolder) -> dict[str, Any]:
-    """``run.json``, with the values a handle relies on checked. Raises ``ValueError`` in words."""
-    # Not read before it is known to be a file: opening a pipe would wait for ever.
-    record = read_json(folder.run_json) if folder.run_json.is_file() else None
-    if record is None:
-        raise ValueError(
-            f"{folder.run_json} is damaged: it is no JSON object. "
-            "Nearest fix: attach another run, or restore the file."
-        )
-    try:
-        world_size = whole_number("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
-        created = real_number("created", record.get("created", 0), low=0, high=1e12)
-    except ValueError as error:
-        raise ValueError(f"{folder.run_json} is damaged: {error}") from error
-    return {**record, "world_size": world_size, "created": created}

@@ -24,6 +24,7 @@ from shardscope.runs.causes import Failure, all_failures, describe_exit, died_un
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder, Status
 from shardscope.runs.records import LineTail, delete_halves, open_log, read_json, write_json
+from shardscope.runs.stopping import who_asked
 from shardscope.runs.story import Story, tell
 
 POLL_SECONDS = 0.05
@@ -137,15 +138,15 @@ class Supervisor:
         malformed = self.control.num_malformed
         for command in self.control.read():
             if command.get("command") == "stop":
-                self._stop(checkpoint=command.get("checkpoint") is True)
+                self._stop(who_asked(command), checkpoint=command.get("checkpoint") is True)
             elif not isinstance(command.get("command"), str):
                 self.control.num_malformed += 1
         if self.control.num_malformed > malformed:
             self._say(f"ignored {self.control.num_malformed - malformed} malformed lines of control.jsonl")
 
-    def _stop(self, *, checkpoint: bool) -> None:
+    def _stop(self, asked: str, *, checkpoint: bool) -> None:
         if not checkpoint:
-            self._terminate("run.stop() was called")
+            self._terminate(asked)
         elif (
             self.description.get("saves_when_asked") is False
         ):  # Run.stop() refuses it; others write here too.
@@ -154,8 +155,10 @@ class Supervisor:
             # The ranks read the same file and agree on the step after which they leave.
             self.phase, self.asked_to_save = "checkpoint", time.monotonic()
             self.deadline = self._save_until(self.asked_to_save)
-            self.stop_reason = "run.stop(checkpoint=True) was called"
-            words = f"{self.stop_reason}: the ranks finish their step and save"
+            self.stop_reason = asked
+            trains = self.description.get("trains_the_plan") is True
+            end = "finish their step and save" if trains else "end by themselves when they look"
+            words = f"{asked}: the ranks {end}"
             if self.beside.hangs:
                 words += f", if they can: they seem to hang, and have {HANG_GRACE_SECONDS:.0f} s"
             self._set_status("stopping", words)

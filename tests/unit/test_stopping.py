@@ -1,0 +1,47 @@
+"""Who asked a run to stop, and whether it is known that its ranks look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import read_json, write_json
+from shardscope.runs.stopping import every_rank_looks, note_that_it_looks, notebook, who_asked
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ({}, "run.stop() was called"),
+        ({"checkpoint": True}, "run.stop(checkpoint=True) was called"),
+        ({"button": "Stop", "notebook": "a.ipynb"}, "Stop was pressed in a.ipynb"),
+        ({"button": "Save and stop", "checkpoint": True}, "Save and stop was pressed"),
+        ({"button": ["odd"], "notebook": 3}, "Stop was pressed"),
+        ({"notebook": "a\n\x1b" + 200 * "x"}, "run.stop() was called in a" + 99 * "x"),
+    ],
+)
+def test_who_asked_is_told(command: dict[str, Any], words: str) -> None:
+    assert who_asked(command) == words
+
+
+def test_the_notebook_is_the_one_that_jupyter_started_the_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    assert notebook() is None
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/00_studio.ipynb")
+    assert notebook() == "00_studio.ipynb"
+    monkeypatch.setenv("JPY_SESSION_NAME", "console-1-5f0c")
+    assert notebook() is None
+
+
+def test_a_task_looks_once_it_has_looked_on_every_rank(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for rank in (0, 1):
+        write_json(folder.rank(rank), {"pid": 100 + rank})
+        assert not every_rank_looks(folder, 2)
+        note_that_it_looks(folder, rank)
+    assert every_rank_looks(folder, 2)
+    assert (read_json(folder.rank(1)) or {})["pid"] == 101, "what else is recorded of it stays"
