@@ -121,8 +121,36 @@ def test_a_collective_of_forward_and_backward_is_one_row() -> None:
     report = plan.step()
     kinds = {(call.part, call.collective, call.ranks, call.link) for call in report.communication}
     assert 0 < len(kinds) < len(report.communication)
+    assert {(call.part, call.collective, call.ranks, call.link) for call in report.sent} == kinds
     rows = table(shown_step(plan)).partition("What is sent")[2].partition("<tbody>")[2]
-    assert rows.count("<tr>") == len(kinds)
+    assert rows.count("<tr>") == len(kinds) + len(report.staged)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ss.Layout.fsdp2(), ss.Layout.ddp(), ss.Layout.zero(stage=3)],
+    ids=lambda layout: layout.framework,
+)
+def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layout) -> None:
+    """What is sent, copies included, adds up to the part's row; its words name the same numbers."""
+    plan = plan_of(layout=layout)
+    shown = shown_step(plan)
+    report, scale = plan.step(), shown.scale
+    parts, _, sent = table(shown).partition("What is sent")
+    told = {}
+    for row in re.findall(r"<tr>(<td>.*?)</tr>", sent):
+        part, _, _, _, moved, _, exposed = re.findall(r"<td[^>]*>(.*?)</td>", row)
+        told.setdefault(part, []).append(float(exposed))
+        assert moved == "–" or f"of {moved} GiB" in report.explain(part)
+    assert told.keys() >= {"gradients"}
+    for part, numbers in told.items():
+        row = re.search(rf"<span>{part}</span><em>([\d.]+)</em>", parts)
+        assert row and float(row[1]) == pytest.approx(sum(numbers), rel=0.02)
+        assert report.parts[part] == pytest.approx(
+            report.staged.get(part, 0)
+            + sum(call.exposed_seconds for call in report.communication if call.part == part)
+        )
+    assert report.staged and scale.unit in sent
 
 
 def test_what_is_not_known_is_a_dash_that_says_why() -> None:

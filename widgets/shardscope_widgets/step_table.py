@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 
 from shardscope.memory.words import gib
-from shardscope.timing.report import PARTS, Communication, StepReport
+from shardscope.timing.report import PARTS, StepReport
 from shardscope_widgets.number_words import Scale, dollars, short, three
 from shardscope_widgets.step_rows import ShownStep, residual_words
 from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
@@ -130,33 +130,38 @@ def swatch(name: str) -> str:
 
 
 def _collectives(report: StepReport, scale: Scale) -> str:
-    """What is sent, over which link, and how much of it the step waits for."""
-    if not report.communication:
+    """What is sent, over which link, and how much of it the step waits for; and the copies made for it."""
+    if not report.sent:
         return ""
-    # The gathers of forward and of backward are calls of one kind.
-    calls: dict[tuple[str, str, int, str], Communication] = {}
-    for call in report.communication:
-        kind = (call.part, call.collective, call.ranks, call.link)
-        calls[kind] = _together(calls[kind], call) if kind in calls else call
-    rows = "".join(
-        f"<tr><td>{escape(call.part.replace('_', ' '))}</td>"
-        f"<td class='ss-text'>{escape(call.collective.replace('_', '-'))}</td><td>{call.ranks:,}</td>"
-        f"<td class='ss-text'>{escape(title(call.link))}</td><td>{gib(call.num_bytes)}</td>"
-        f"<td>{scale.show(call.seconds)}</td><td>{scale.show(call.exposed_seconds)}</td></tr>"
-        for call in calls.values()
-    )
+    rows = [
+        _sent_row(
+            call.part,
+            call.collective.replace("_", "-"),
+            (f"{call.ranks:,}", title(call.link), gib(call.num_bytes)),
+            (scale.show(call.seconds), scale.show(call.exposed_seconds)),
+        )
+        for call in report.sent
+    ]
+    for part, seconds in report.staged.items():
+        copied = _sent_row(part, "copies", ("–", "its own memory", "–"), 2 * (scale.show(seconds),))
+        last = max(index for index, call in enumerate(report.sent) if call.part == part)
+        rows[last] += copied
     return (
-        "<h2>What is sent <span class='ss-hint'>in one step, by one rank</span></h2>"
+        "<h2>What is sent <span class='ss-hint'>in one step, by one rank, with the copies made for it; "
+        "what is exposed adds up to the parts above</span></h2>"
         "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th>for</th>"
         "<th class='ss-text'>collective</th><th>ranks</th><th class='ss-text'>over</th><th>GiB</th>"
-        f"<th>takes, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead><tbody>{rows}</tbody>"
-        "</table></div>"
+        f"<th>takes, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
-def _together(one: Communication, other: Communication) -> Communication:
-    return one._replace(
-        num_bytes=one.num_bytes + other.num_bytes,
-        seconds=one.seconds + other.seconds,
-        hidden_seconds=one.hidden_seconds + other.hidden_seconds,
+def _sent_row(part: str, what: str, how: tuple[str, str, str], times: tuple[str, ...]) -> str:
+    ranks, over, moved = how
+    return (
+        f"<tr><td>{escape(part.replace('_', ' '))}</td><td class='ss-text'>{escape(what)}</td>"
+        f"<td>{ranks}</td>"
+        f"<td class='ss-text'>{escape(over)}</td><td>{moved}</td>"
+        + "".join(f"<td>{time}</td>" for time in times)
+        + "</tr>"
     )

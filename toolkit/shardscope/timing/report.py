@@ -8,6 +8,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from shardscope.memory.words import gib
 from shardscope.validation import one_of, real_number
 
 if TYPE_CHECKING:
@@ -61,11 +62,19 @@ class Communication(NamedTuple):
         return self.seconds - self.hidden_seconds
 
     def told(self) -> str:
-        """``all gather of 12.3 GB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it hidden``."""
+        """``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it hidden``."""
         hidden = f", {seconds_words(self.hidden_seconds)} of it hidden" if self.hidden_seconds else ""
-        called, moved = self.collective.replace("_", " "), f"{self.num_bytes / 1e9:,.3g} GB"
+        called, moved = self.collective.replace("_", "-"), f"{gib(self.num_bytes)} GiB"
         took = f"{seconds_words(self.seconds)}{hidden}"
         return f"{called} of {moved} among {self.ranks:,} ranks over {self.link}: {took}"
+
+    def and_also(self, other: Communication) -> Communication:
+        """Both as one: the gathers of forward and of backward, say."""
+        return self._replace(
+            num_bytes=self.num_bytes + other.num_bytes,
+            seconds=self.seconds + other.seconds,
+            hidden_seconds=self.hidden_seconds + other.hidden_seconds,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +118,28 @@ class StepReport:
     def communication(self) -> tuple[Communication, ...]:
         """Every kind of collective of the step."""
         return self.find_communication()
+
+    @cached_property
+    def sent(self) -> tuple[Communication, ...]:
+        """:attr:`communication`, with what goes the same way in forward and in backward as one."""
+        kinds: dict[tuple[str, str, int, str], Communication] = {}
+        for call in self.communication:
+            kind = (call.part, call.collective, call.ranks, call.link)
+            kinds[kind] = kinds[kind].and_also(call) if kind in kinds else call
+        return tuple(kinds.values())
+
+    @cached_property
+    def staged(self) -> dict[Part, float]:
+        """Seconds of the parts that send something which go to copies in a rank's own memory.
+
+        A part's exposed seconds are these and the exposed ones of what it sends.
+        """
+        exposed = dict.fromkeys((call.part for call in self.sent), 0.0)
+        for call in self.sent:
+            exposed[call.part] += call.exposed_seconds
+        left = {part: self.parts[part] - seconds for part, seconds in exposed.items()}
+        # What is left of sums of floats is no copy.
+        return {part: seconds for part, seconds in left.items() if seconds > 1e-9 * self.parts[part]}
 
     @cached_property
     def residual(self) -> Residual | None:
@@ -188,8 +219,10 @@ class StepReport:
         exposed, hidden = self.parts[part], self.hidden[part]
         beneath = f", {seconds_words(hidden)} more beneath arithmetic" if hidden else ""
         words = f" = {self.words(part)}" if self.words else ""
-        calls = "".join(f"; {one.told()}" for one in self.communication if one.part == part)
-        return f"{name}, {seconds_words(exposed)}{beneath}{words}{calls}"
+        calls = "".join(f"; {one.told()}" for one in self.sent if one.part == part)
+        copies = self.staged.get(part)
+        staged = f"; staged in its own memory: {seconds_words(copies)}" if copies else ""
+        return f"{name}, {seconds_words(exposed)}{beneath}{words}{calls}{staged}"
 
     def to_frame(self) -> pd.DataFrame:
         """One row a part: exposed and hidden seconds, and the share of the step."""
