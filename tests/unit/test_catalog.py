@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardscope.architecture import MODEL_TYPES, Architecture
-from shardscope.catalog import entries, gpus, links, models
+from shardscope.catalog import entries, gpus, links, model_names, models
 from shardscope.cluster import Gpu, Link
+from shardscope.plan import Plan
 
 GPU_NAMES = {
     "a100-sxm-40gb",
@@ -92,6 +93,37 @@ def test_a_misspelt_name_gets_its_nearest(mapping: Any, bad: str, near: str) -> 
         mapping[bad]
     known = caught.value.args[0].partition("known: ")[2].split(", ")
     assert known == sorted(mapping), "in an order that a person can search"
+
+
+def test_a_model_is_found_by_the_repository_that_it_was_read_from() -> None:
+    """As its entry spells it, and in any other case; none stands for two models, none is a name itself."""
+    names = model_names()
+    read = [name for name, entry in entries("models").items() if "huggingface.co" in entry["source"]]
+    assert sorted(names.repositories.values()) == sorted(read) and len(read) > 80
+    assert len({repository.lower() for repository in names.repositories}) == len(read)
+    assert names.repositories["meta-llama/Llama-3.1-8B"] == "llama-3.1-8b"
+    for repository, name in names.repositories.items():
+        for text in (repository, repository.lower(), repository.upper(), name.upper()):
+            assert names.find(text) == name
+    assert models["openai-community/gpt2"] is models["gpt2"] and "Qwen/Qwen2.5-7B" in models
+    assert "Qwen/Qwen2.5-7B" not in list(models) and "openai-community" not in models
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("somebody/llama-3.1-8B", "llama-3.1-8b"),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", "qwen2.5-7b"),
+        ("mistralai/mixtral8x7b-v0.1", "mixtral-8x7b"),
+    ],
+)
+def test_another_repository_is_told_the_nearest_model(text: str, near: str) -> None:
+    assert text not in models
+    with pytest.raises(KeyError, match=rf"no model '{text}'.*nearest: '{re.escape(near)}'"):
+        models[text]
+    with pytest.raises(ValueError, match=rf'Nearest fix: ss\.models\["{re.escape(near)}"\]'):
+        Plan(text, None, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [None, 7, [], ("a",)])

@@ -251,8 +251,22 @@ def test_one_is_said_as_one() -> None:
 
 def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
-    studio.architecture.name.value = "meta-llama/Llama-3.1-8B"
-    assert "path of a config.json that exists" in studio.architecture.rows["model"].error.value
+    studio.architecture.name.value = "Mistralai/mistral-7b-instruct"
+    said = studio.architecture.rows["model"].error.value
+    assert "path of a config.json that exists" in said and "mistral-7b." in said
+
+
+def test_a_model_of_the_catalogue_has_the_hubs_name_as_well(
+    studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studio.architecture.name.value = "Qwen/Qwen2.5-7B"
+    assert studio.plan.architecture == ss.models["qwen2.5-7b"]
+    assert "Qwen2.5 7B" in words(studio.headline.value)
+    monkeypatch.chdir(tmp_path)
+    Path("qwen").mkdir()
+    Path("qwen/qwen3-8b").write_text("no json")
+    studio.architecture.name.value = "qwen/qwen3-8b"
+    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].error.value, "what lies here counts"
 
 
 def test_a_replaced_trace_is_let_go_of(studio: Studio) -> None:
@@ -465,9 +479,15 @@ def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
     assert studio.plan.findings() == [] and "Checks" not in studio.tabs.badges
     studio.architecture.name.value = "llama-3.1-70b"
     found = studio.plan.findings()
-    assert found and studio.tabs.badges["Checks"] == [str(len(found)), summary(found)]
+    assert studio.tabs.badges["Checks"] == [str(len(found)), summary(found), "danger"]
     studio.tabs.value = "Checks"
     assert studio.checks.list.value.count("<li ") == len(found)
+    studio.architecture.name.value = "llama-3.2-1b"
+    assert {finding.severity for finding in studio.plan.findings()} == {"hint"}
+    assert studio.tabs.badges["Checks"][2] == "hint", "nothing red for what is a hint"
+    studio._found = (studio.plan, [*studio.findings, *found])
+    studio._on_pause()
+    assert studio.tabs.badges["Checks"][2] == "danger", "the worst counts, wherever it stands"
     studio.architecture.name.value = "llama-3.1-8b"
     assert "Checks" not in studio.tabs.badges and "Nothing to mend" in studio.checks.list.value
 

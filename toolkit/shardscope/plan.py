@@ -54,7 +54,7 @@ class Plan(JsonNoun):
         ):
             value = getattr(self, field)
             if not isinstance(value, noun):
-                refuse(f"Plan.{field}", value, f"a {noun.__name__}", _how_to_make[noun])
+                refuse(f"Plan.{field}", value, f"a {noun.__name__}", _how_to_make(noun, value))
         settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
         object.__setattr__(self, "layout", settled)
         check_supported(self)
@@ -221,7 +221,8 @@ class Plan(JsonNoun):
         made = {}
         for name, noun in _nouns.items():
             if not isinstance(data.get(name), Mapping):
-                refuse(f"Plan.{name}", data.get(name), f"the fields of a {noun.__name__}", _how_to_make[noun])
+                value = data.get(name)
+                refuse(f"Plan.{name}", value, f"the fields of a {noun.__name__}", _how_to_make(noun, value))
             made[name] = noun.from_dict(data[name])
         return cls(**made)
 
@@ -244,9 +245,16 @@ _nouns: dict[str, type[Any]] = {
     "layout": Layout,
 }
 
-_how_to_make: dict[type, str] = {
-    Architecture: 'ss.models["llama-3.1-8b"]',
-    Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',
-    Recipe: "ss.Recipe()",
-    Layout: "ss.Layout.fsdp2()",
-}
+
+def _how_to_make(noun: type, value: object) -> str:
+    """A line that makes one; of a model's name, the model that is called so or nearly so."""
+    if noun is Architecture and isinstance(value, str):
+        from shardscope.catalog import model_names  # Only where it is asked for.
+
+        return f'ss.models["{model_names().find(value) or model_names().nearest(value)}"]'
+    return {
+        Architecture: 'ss.models["llama-3.1-8b"]',
+        Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',
+        Recipe: "ss.Recipe()",
+        Layout: "ss.Layout.fsdp2()",
+    }[noun]

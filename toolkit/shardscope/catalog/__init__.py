@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any, Generic, TypeVar
 
 from shardscope.architecture import Architecture
+from shardscope.catalog.model_names import ModelNames
 from shardscope.cluster import Gpu, Link
 from shardscope.host import host_memory_bytes
 from shardscope.validation import nearest
@@ -23,7 +24,10 @@ NOT_FIELDS = frozenset({
 
 
 class Catalogue(Mapping[str, Noun], Generic[Noun]):
-    """A read-only mapping of names to nouns in the file's order; a missing name is told its nearest ones."""
+    """A read-only mapping of names to nouns in the file's order; a missing name is told its nearest ones.
+
+    A model is also found by the repository of the Hub that its config was read from, in whatever case.
+    """
 
     def __init__(self, kind: str, build: Callable[[str, dict[str, Any]], Noun]) -> None:
         self._kind = kind
@@ -31,13 +35,19 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 
     def __getitem__(self, name: str) -> Noun:
         known = entries(self._kind)
-        if not isinstance(name, str) or name not in known:
-            close = nearest(name, list(known))
+        found = self._find(name)
+        if found is None:
+            close = model_names().nearest(name) if self._kind == "models" else nearest(name, list(known))
             raise KeyError(
                 f"no {self._kind[:-1]} {name!r} in the catalogue; nearest: {close!r}; "
                 f"known: {', '.join(sorted(known))}"
             )
-        return _cpu() if self._kind == "gpus" and name == "cpu" else self._build(name)  # type: ignore[return-value]
+        return _cpu() if self._kind == "gpus" and found == "cpu" else self._build(found)  # type: ignore[return-value]
+
+    def _find(self, name: object) -> str | None:
+        if self._kind == "models":
+            return model_names().find(name)
+        return name if isinstance(name, str) and name in entries(self._kind) else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(entries(self._kind))
@@ -46,7 +56,7 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
         return len(entries(self._kind))
 
     def __contains__(self, name: object) -> bool:
-        return name in entries(self._kind)
+        return self._find(name) is not None
 
     def __repr__(self) -> str:
         return f"<{self._kind} of Shardscope's catalogue: {', '.join(self)}>"
@@ -56,6 +66,12 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 def entries(kind: str) -> dict[str, dict[str, Any]]:
     """The tables of ``kind``.toml ("models", "gpus", "links") as written; not to be changed."""
     return tomllib.loads(resources.files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
+
+
+@cache
+def model_names() -> ModelNames:
+    """What the catalogue's models are called, here and on the Hub."""
+    return ModelNames(entries("models"))
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -86,7 +102,7 @@ def _link(name: str, entry: dict[str, Any]) -> Link:
 
 
 models: Mapping[str, Architecture] = Catalogue("models", _model)
-"""Catalogue names -> Architecture."""
+"""Catalogue names, or the Hub's repositories they were read from -> Architecture; nothing is downloaded."""
 
 gpus: Mapping[str, Gpu] = Catalogue("gpus", _gpu)
 """Catalogue names -> Gpu; "cpu" is this host, whose memory is read when asked for."""

@@ -1,14 +1,14 @@
-"""Which model: a catalogue name, a size, or a config.json."""
+"""Which model: a name of the catalogue or the Hub, a size, or a config.json."""
 
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.catalog import model_names
 from shardscope.validation import FieldError
 from shardscope_widgets import shared
 from shardscope_widgets.pickers.base import Picker, Row
@@ -28,7 +28,7 @@ class ArchitecturePicker(Picker):
             options=list(ss.models),
             continuous_update=False,
             placeholder="name, size (7b) or config.json",
-            tooltip="Model: a name of the catalogue, a size such as 7b, or the path of a config.json",
+            tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a config.json",
         )
         self.hint = shared.html("", "ss-hint")
         self._taken: dict[str, ss.Architecture] = {}
@@ -39,20 +39,22 @@ class ArchitecturePicker(Picker):
     def make(self) -> ss.Architecture:
         """The architecture that the text names."""
         text = self.name.value.strip()
-        if text in ss.models:
+        # "meta-llama/Llama-3.1-8B" may be a folder here as well, and then is what is in there.
+        if text in ss.models and not ("/" in text and _exists(text)):
             return ss.models[text]
         if text in self._taken:
             return self._taken[text]
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
-        # Only what lies on this machine: a hub id would make the kernel wait for the network.
+        # Only what lies on this machine: any other hub id would make the kernel wait for the network.
         if text and _exists(text):
             return ss.Architecture.from_hf(Path(text))
         raise FieldError(
             "model",
             text,
-            "a name of the catalogue, a size such as 7b, or the path of a config.json that exists",
-            next(iter(get_close_matches(text.lower(), list(ss.models), n=1, cutoff=0.5)), "7b"),
+            "a name of the catalogue or the Hub's name for one of its models, a size such as 7b, or the path "
+            "of a config.json that exists",
+            model_names().nearest(text) if text else "7b",
         )
 
     def take(self, architecture: ss.Architecture) -> None:
