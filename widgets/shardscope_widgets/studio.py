@@ -21,7 +21,7 @@ from shardscope.planner.preflight import Finding
 from shardscope.planner.room import fits
 from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope_widgets import shared
-from shardscope_widgets.checks_view import ChecksView, summary
+from shardscope_widgets.checks_view import ChecksView, summary, worst_first
 from shardscope_widgets.export_panel import ExportPanel
 from shardscope_widgets.later import Later
 from shardscope_widgets.launch_panel import LaunchPanel
@@ -255,7 +255,8 @@ class Studio(View):
 
     def _on_pause(self) -> None:
         self._offer_repairs()
-        self.tabs.mark("Checks", len(self.findings), summary(self.findings))
+        worst = worst_first(self.findings)[0].severity if self.findings else ""
+        self.tabs.mark("Checks", len(self.findings), summary(self.findings), worst)
 
     def _show_error(self, error: ValueError) -> None:
         # What is no FieldError begins with its field as well: "Architecture.model_type is ...".

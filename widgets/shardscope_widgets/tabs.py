@@ -21,7 +21,9 @@ class Tabs(anywidget.AnyWidget):
     names = traitlets.List(traitlets.Unicode()).tag(sync=True)
     value = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode(help="What the page asked for last, if it may not.").tag(sync=True)
-    badges = traitlets.Dict(help="Name -> the number beside it, and what it counts.").tag(sync=True)
+    badges = traitlets.Dict(help="Name -> number beside it, what it counts, how bad.").tag(
+        sync=True
+    )
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names=list(names), value=names[0], layout=shared.layout())
@@ -42,7 +44,10 @@ class Tabs(anywidget.AnyWidget):
             raise traitlets.TraitError(f"{proposal['value']!r} is no tab; there are {', '.join(self.names)}")
         return proposal["value"]
 
-    def mark(self, name: str, count: int, words: str) -> None:
-        """Put ``count`` beside a name, and what it counts into its tooltip; 0 takes it away."""
+    def mark(self, name: str, count: int, words: str, severity: str) -> None:
+        """Put ``count`` beside a name, and what it counts into its tooltip; 0 takes it away.
+
+        ``severity``, of the worst that is counted, gives its colour.
+        """
         others = {key: value for key, value in self.badges.items() if key != name}
-        self.badges = {**others, name: [str(count), words]} if count else others
+        self.badges = {**others, name: [str(count), words, severity]} if count else others

@@ -16,9 +16,10 @@ function render({ model, el }) {
         tab.setAttribute("aria-selected", String(name === chosen));
         tab.tabIndex = name === chosen ? 0 : -1;
         tab.append(name);
-        const [count, words] = badges[name] ?? [];
+        const [count, words, severity] = badges[name] ?? [];
         if (count) {
           const badge = document.createElement("sup");
+          badge.className = `ss-is-${severity}`;
           badge.textContent = count;
           badge.setAttribute("aria-label", words);
           tab.title = words;
