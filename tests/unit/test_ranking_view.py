@@ -287,7 +287,8 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
         return found
 
     monkeypatch.setattr(ss, "search", answered)
-    page = PlansPage(on_apply=lambda _: None)
+    applied: list[ss.Plan] = []
+    page = PlansPage(on_apply=applied.append)
     page.mode.value = "search"
     assert not asked, "nothing is known yet to ask about"
     page.offer(plan_of())
@@ -300,9 +301,15 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     assert len(asked) == 1 and "ss-old" in page.ranking._dom_classes
     assert not marked(page.ranking), "another question's plan has no place in this chart"
     assert "Llama 3.1 8B on 8 GPUs, before something was changed" in page._about.value
+    assert "Search again to apply one" in page._about.value
+    act = f"apply:{found.order[0]}"
+    page.ranking.table.press(act)
+    assert not applied and page.ranking.room.disabled, "what looks as if it cannot be pressed cannot"
     page.search.button.click()
     assert until(lambda: len(asked) == 2 and not page.search.is_busy)
     assert asked[-1].seq_len == 2048 and "ss-old" not in page.ranking._dom_classes
+    page.ranking.table.press(act)
+    assert len(applied) == 1 and not page.ranking.room.disabled and not page._about.value
 
 
 def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

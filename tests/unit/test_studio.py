@@ -284,9 +284,20 @@ def test_while_an_input_is_wrong_nothing_can_be_started(studio: Studio) -> None:
     studio.architecture.name.value = "nonsense"
     assert studio.launch_panel.button.disabled and "red" in studio.launch_panel.note.value
     assert "ss-stale" in studio._dom_classes
+    studio.tabs.value = "Checks"
+    assert studio.checks.list.frozen, "what is pale cannot be pressed, on a page that is first shown now too"
     studio.architecture.name.value = "llama-3.1-8b"
-    assert not studio.launch_panel.button.disabled
+    assert not studio.launch_panel.button.disabled and not studio.checks.list.frozen
     assert "ss-stale" not in studio._dom_classes
+
+
+def test_a_plan_that_is_applied_mends_every_wrong_input(studio: Studio) -> None:
+    plan = studio.plan
+    studio.architecture.name.value, studio.cluster.count.value = "nonsense", "many"
+    studio.recipe.seq_len.value = "-1"
+    assert len(set(errors(studio))) == 3
+    studio.apply(plan)
+    assert not errors(studio) and studio.plan == plan and studio.architecture.name.value == "llama-3.1-8b"
 
 
 @pytest.mark.parametrize("steps", ["abc", "0", "2.5", "-1", ""])

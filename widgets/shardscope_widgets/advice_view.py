@@ -44,6 +44,11 @@ class AdviceView(View):
         if not self.matrix.value:
             self.matrix.value = matrix(abilities())
 
+    def freeze(self, frozen: bool) -> None:
+        """Let nothing be pressed, and look so: what is shown is no answer to what is asked now."""
+        self.words.frozen = frozen
+        (self.add_class if frozen else self.remove_class)("ss-old")
+
     def _act(self, act: str) -> None:
         plan = self._plan_of(act)
         if plan is None:

@@ -56,6 +56,10 @@ class ChecksView(View):
         self.findings = worst_first(findings)
         self.list.value = in_html(self.findings)
 
+    def freeze(self, frozen: bool) -> None:
+        """Let nothing be pressed: what is shown is no answer to what is asked now."""
+        self.list.frozen = frozen
+
     def _act(self, act: str) -> None:
         # By name: the list may have changed since it was drawn where the click came from.
         found = next((finding for finding in self.findings if finding.name == act), None)

@@ -37,6 +37,7 @@ class Clickable(anywidget.AnyWidget):
     )
 
     error = traitlets.Unicode(help="What the page sent last, if it means nothing.").tag(sync=True)
+    frozen = traitlets.Bool(False, help="Whether nothing can be pressed, and looks so.").tag(sync=True)
 
     def __init__(self, on_act: Callable[[str], None], *classes: str) -> None:
         super().__init__(layout=shared.layout())
@@ -49,6 +50,8 @@ class Clickable(anywidget.AnyWidget):
     def press(self, act: str) -> None:
         """What a person's click on the element with this ``data-act`` does."""
         try:
+            if self.frozen:  # A click that was sent a moment before.
+                raise IgnoredError(act)
             self._on_act(act)
         except IgnoredError as ignored:
             self.error = str(ignored)

@@ -55,12 +55,13 @@ class PlansPage(widgets.VBox):
     """Advice and search for the plan that is offered. Nothing is asked anew while a person moves an input.
 
     The first look at a page asks its question; after that, what was answered for another question stays,
-    pale, until the button is pressed.
+    pale and not to be pressed, until the button is.
     """
 
     def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
         self._plan: ss.Plan | None = None
         self._answered: dict[str, Question] = {}
+        self._is_frozen = False
         self.mode = shared.segments([("what to start with", "advice"), ("every layout", "search")], "Plans")
         self.mode.observe(self._look, "value")
         self.ask = WorkPanel(
@@ -74,7 +75,7 @@ class PlansPage(widgets.VBox):
         self.advice = AdviceView(on_apply=on_apply)
         self.ranking = RankingView(on_apply=on_apply)
         self._panels = {"advice": self.ask, "search": self.search}
-        self._views: dict[str, widgets.VBox] = {"advice": self.advice, "search": self.ranking}
+        self._views: dict[str, AdviceView | RankingView] = {"advice": self.advice, "search": self.ranking}
         bar = widgets.HBox([self.mode, *self._panels.values()], layout=shared.layout())
         bar.add_class("ss-toolbar")
         self._about = shared.html("", "ss-hint")
@@ -89,6 +90,11 @@ class PlansPage(widgets.VBox):
         self._plan = plan
         self._mark()
         self._look()
+
+    def freeze(self, frozen: bool) -> None:
+        """While an input is wrong: nobody asked for what is shown."""
+        self._is_frozen = frozen
+        self._say_whose()
 
     def _look(self, change: object = None) -> None:
         """Show the chosen page, and ask its question if nobody has yet."""
@@ -107,9 +113,13 @@ class PlansPage(widgets.VBox):
         mode = self.mode.value
         answered = self._answered.get(mode)
         is_old = answered is not None and self._plan is not None and answered != Question.of(self._plan)
-        view = self._views[mode]
-        (view.add_class if is_old else view.remove_class)("ss-old")
-        self._about.value = f"This was found for {answered}, before something was changed." if is_old else ""
+        self._views[mode].freeze(is_old or self._is_frozen)
+        again = self._panels[mode].button.description
+        self._about.value = (
+            f"This was found for {answered}, before something was changed. {again} to apply one of its plans."
+            if is_old
+            else ""
+        )
 
     def _ask(self) -> None:
         plan = self._plan

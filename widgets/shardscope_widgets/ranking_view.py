@@ -69,6 +69,11 @@ class RankingView(View):
             self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
             self._mark_again()
 
+    def freeze(self, frozen: bool) -> None:
+        """Let nothing be pressed, and look so: what is shown is no answer to what is asked now."""
+        self.table.frozen = self.room.disabled = frozen
+        (self.add_class if frozen else self.remove_class)("ss-old")
+
     def mark(self, plan: ss.Plan | None) -> None:
         """Say which plan is applied: its row and its place in the chart are marked. None: none of these."""
         with self._lock:

@@ -184,9 +184,9 @@ class Studio(View):
         """Set the inputs to what ``plan`` trains, on what, and how: all changes go through them."""
         self._planning = True
         try:
-            if plan.cluster != self.plan.cluster:
+            if plan.cluster != self.plan.cluster or self.cluster.is_wrong:
                 self.cluster.fill(plan.cluster)
-            if plan.architecture != self.plan.architecture:
+            if plan.architecture != self.plan.architecture or self.architecture.is_wrong:
                 self.architecture.take(plan.architecture)
             # What this framework has and the last one had not must be on offer before it is chosen.
             self.recipe.offer(plan.layout)
@@ -203,6 +203,9 @@ class Studio(View):
         (self.add_class if wrong else self.remove_class)("ss-stale")
         self.launch_panel.blocked = "Mend the input marked in red first." if wrong else ""
         self.export_panel.is_blocked = wrong
+        for page in ("plans", "checks"):
+            if page in vars(self):
+                getattr(self, page).freeze(wrong)
 
     @traitlets.observe("plan")
     def _draw(self, change: object) -> None:
@@ -275,6 +278,7 @@ class Studio(View):
             self.living.look(self.run)
         self._draw_shown()
         self._offer_repairs()
+        self._show_staleness()
 
     def _watch(self, run: ss.Run) -> None:
         """Show a run that was launched elsewhere; its Stop works as in the notebook that it came from."""

@@ -21,9 +21,7 @@ class Tabs(anywidget.AnyWidget):
     names = traitlets.List(traitlets.Unicode()).tag(sync=True)
     value = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode(help="What the page asked for last, if it may not.").tag(sync=True)
-    badges = traitlets.Dict(help="Name -> number beside it, what it counts, how bad.").tag(
-        sync=True
-    )
+    badges = traitlets.Dict(help="Name -> number beside it, what it counts, how bad.").tag(sync=True)
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names=list(names), value=names[0], layout=shared.layout())

@@ -1,11 +1,14 @@
 // HTML that Python writes and a person presses: tables whose rows, headings and buttons do something.
 
 /** Write the HTML anew; what had the keyboard keeps it, and what was opened stays open.
- * @param {HTMLElement} el @param {string} html @param {string} error what is said below it, if anything */
-function write(el, html, error) {
+ * @param {HTMLElement} el @param {string} html @param {string} error what is said below it, if anything
+ * @param {boolean} frozen whether nothing of it can be pressed */
+function write(el, html, error, frozen) {
   const focused = el.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
   const open = new Set([...el.querySelectorAll("details[open][data-key]")].map((row) => row.dataset.key));
   el.innerHTML = html;
+  el.classList.toggle("ss-frozen", frozen);
+  if (frozen) for (const button of el.querySelectorAll("button[data-act]")) button.disabled = true;
   if (error) {
     const said = document.createElement("p");
     said.className = "ss-error";
@@ -20,19 +23,20 @@ function write(el, html, error) {
 
 function render({ model, el }) {
   const ended = new AbortController();
-  const draw = () => write(el, model.get("value"), model.get("error"));
+  const draw = () => write(el, model.get("value"), model.get("error"), model.get("frozen"));
   const press = ({ target }) => {
+    if (model.get("frozen")) return;
     // A selection that ends on a row is no press.
     if (String(getSelection()) !== "" && !target.closest("button")) return;
     const pressed = target.closest("[data-act]");
     if (pressed && el.contains(pressed)) model.send({ act: pressed.dataset.act });
   };
   el.addEventListener("click", press, { signal: ended.signal });
-  model.on("change:value change:error", draw);
+  model.on("change:value change:error change:frozen", draw);
   draw();
   return () => {
     ended.abort();
-    model.off("change:value change:error", draw);
+    model.off("change:value change:error change:frozen", draw);
   };
 }
 export default { render };
