@@ -25,6 +25,7 @@ def test_every_claim_has_numbers_a_verdict_and_a_reason(checked: Claims) -> None
     for claim in checked:
         assert claim.verdict in get_args(Verdict)
         assert claim.numbers and claim.said and claim.why.endswith(".")
+        assert "*" not in claim.said + claim.why, "plain text, which nobody renders"
         assert len({number.what for number in claim.numbers}) == len(claim.numbers)
 
 
