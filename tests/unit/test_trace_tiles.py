@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardscope.trace import Trace
+from shardscope.trace.nesting import union_ns
 from shardscope.trace.tiles import COLUMNS, COMMUNICATION, MUTED, Tiler
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
@@ -108,10 +109,49 @@ def test_an_empty_trace_gives_empty_tiles(tmp_path: Path) -> None:
 def test_totals_add_up_inside_the_stretch(tmp_path: Path) -> None:
     tiler = made(tmp_path, [("a", 0, 10), ("b", 20, 30), ("a", 60, 10)])
     assert tiler.totals(0, 70_000) == [
-        {"name": "b", "slices": 1, "seconds": 30e-6},
-        {"name": "a", "slices": 2, "seconds": 20e-6},
+        {"name": "b", "slices": 1, "self_seconds": 30e-6, "total_seconds": 30e-6},
+        {"name": "a", "slices": 2, "self_seconds": 20e-6, "total_seconds": 20e-6},
     ]
-    assert tiler.totals(5_000, 15_000)[0] == {"name": "a", "slices": 1, "seconds": 5e-6}
+    part = {"name": "a", "slices": 1, "self_seconds": 5e-6, "total_seconds": 5e-6}
+    assert tiler.totals(5_000, 15_000)[0] == part
+
+
+def seconds(tiler: Tiler, t0_us: float = 0, t1_us: float = 200) -> dict[str, tuple[int, int]]:
+    """Name -> microseconds of its own, and with what it called."""
+    rows = tiler.totals(t0_us * 1e3, t1_us * 1e3)
+    return {
+        row["name"]: (round(row["self_seconds"] * 1e6), round(row["total_seconds"] * 1e6)) for row in rows
+    }
+
+
+def test_a_callers_own_time_is_told_apart_from_what_it_called(tmp_path: Path) -> None:
+    tiler = made(tmp_path, [("step", 0, 100), ("linear", 10, 60), ("addmm", 20, 40), ("linear", 80, 10)])
+    assert seconds(tiler) == {"addmm": (40, 40), "linear": (30, 70), "step": (30, 100)}
+    assert seconds(tiler, 50, 100) == {"step": (20, 50), "linear": (20, 30), "addmm": (10, 10)}
+
+
+def test_a_call_inside_of_one_of_its_own_name_counts_once(tmp_path: Path) -> None:
+    tiler = made(tmp_path, [("module", 0, 100), ("call", 5, 90), ("module", 10, 80), ("mm", 20, 50)])
+    assert seconds(tiler) == {"mm": (50, 50), "module": (40, 100), "call": (10, 90)}
+
+
+def test_what_outlives_its_starter_takes_nothing_from_it(tmp_path: Path) -> None:
+    tiler = made(tmp_path, [("starter", 0, 10), ("sent", 5, 100), ("inside", 6, 2)])
+    assert seconds(tiler) == {"sent": (98, 100), "starter": (10, 10), "inside": (2, 2)}
+
+
+def test_times_of_their_own_add_up_to_the_busy_time(tiler: Tiler) -> None:
+    """Of a real recording: what each track was busy, counted without rows or names."""
+    trace = tiler.trace
+    busy = sum(
+        union_ns(trace.start_ns[mine], tiler.end_ns[mine])
+        for track in range(len(trace.tracks))
+        for mine in [np.flatnonzero(trace.track_index == track)]
+    )
+    rows = tiler.totals(0, trace.duration_ns_total, limit=10**6)
+    assert sum(row["self_seconds"] for row in rows) == pytest.approx(busy / 1e9, rel=1e-9)
+    assert sum(row["total_seconds"] for row in rows) > 1.5 * busy / 1e9, "which do not add up"
+    assert all(row["self_seconds"] <= row["total_seconds"] for row in rows)
 
 
 def test_colours_follow_meaning(tiler: Tiler) -> None:

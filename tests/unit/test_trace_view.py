@@ -69,7 +69,7 @@ def test_names_and_totals_are_answered(view: TraceView) -> None:
     assert view.sent[-1][0]["names"] == view.trace.names[:2]
     tell(view, {"type": "totals", "id": 3, "t0_ns": 0, "t1_ns": view._span_ns})
     rows = view.sent[-1][0]["rows"]
-    assert rows and rows[0]["seconds"] >= rows[-1]["seconds"]
+    assert rows and rows[0]["self_seconds"] >= rows[-1]["self_seconds"]
 
 
 def test_selection_reads_back_and_clears(view: TraceView) -> None:

@@ -49,3 +49,32 @@ def union_ns(start_ns: Int64s, end_ns: Int64s) -> int:
     reach = np.maximum.accumulate(end)
     before = np.concatenate((start[:1], reach[:-1]))
     return int(np.maximum(reach - np.maximum(start, before), 0).sum())
+
+
+def parents_of(
+    start_ns: Int64s, end_ns: Int64s, row_bounds: Int64s, is_first_row: npt.NDArray[np.bool_]
+) -> Int64s:
+    """The slice that each slice is directly inside of, one row above it on its track; -1 where there is none.
+
+    Slices are sorted by row and start; row r has those from ``row_bounds[r]`` to ``row_bounds[r + 1]``, and
+    ``is_first_row[r]`` says that a track begins there. A slice that outlives the one above it has no parent.
+    """
+    parents = np.full(len(start_ns), -1, dtype=np.int64)
+    for row in np.flatnonzero(~is_first_row).tolist():
+        above, here, after = row_bounds[row - 1 : row + 2].tolist()
+        found = above + np.searchsorted(start_ns[above:here], start_ns[here:after], side="right") - 1
+        around = (found >= above) & (end_ns[np.maximum(found, above)] >= end_ns[here:after])
+        parents[here:after] = np.where(around, found, -1)
+    return parents
+
+
+def inside_its_own_name(parents: Int64s, names: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Which slices are, at whatever distance, inside one of the same name: their time is in that one's."""
+    inside = np.zeros(len(parents), dtype=bool)
+    slices = np.flatnonzero(parents >= 0)
+    around = parents[slices]
+    while len(slices):
+        inside[slices] |= names[around] == names[slices]
+        going_on = (parents[around] >= 0) & ~inside[slices]
+        slices, around = slices[going_on], parents[around[going_on]]
+    return inside

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardscope.trace.nesting import inside_its_own_name, parents_of
 from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
 from shardscope.trace.table import Table
 
@@ -128,22 +130,45 @@ class Tiler:
         )
 
     def totals(self, t0_ns: float, t1_ns: float, limit: int = 12) -> Table:
-        """The names with most time between two times, over all ranks: name, slices, seconds inside.
+        """The names with most time of their own between two times, over all ranks: name, slices, seconds.
 
-        A caller's time includes what it called.
+        ``self_seconds`` are without what is called directly inside: over all names they add up to the time
+        that tracks are busy. ``total_seconds`` are with it, calls inside of one of their own name once.
         """
         index = self._visible(t0_ns, t1_ns)
         inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
+        called = self._parents[index] >= 0
+        by_caller = np.bincount(
+            self._parents[index[called]], weights=inside[called], minlength=len(self.trace)
+        )
         names = self.trace.name_index[index]
         size = len(self.trace.names)
-        seconds = np.bincount(names, weights=inside, minlength=size) / 1e9
+        own = np.bincount(names, weights=inside - by_caller[index], minlength=size) / 1e9
+        outer = ~self._is_counted[index]
+        total = np.bincount(names[outer], weights=inside[outer], minlength=size) / 1e9
         slices = np.bincount(names, minlength=size)
-        order = np.argsort(-seconds, kind="stable")[:limit]
+        order = np.lexsort((-total, -own))[:limit]
         return Table(
-            {"name": self.trace.names[i], "slices": int(slices[i]), "seconds": float(seconds[i])}
+            {
+                "name": self.trace.names[i],
+                "slices": int(slices[i]),
+                "self_seconds": float(own[i]),
+                "total_seconds": float(total[i]),
+            }
             for i in order.tolist()
             if slices[i]
         )
+
+    @cached_property
+    def _parents(self) -> npt.NDArray[np.int64]:
+        is_first_row = np.zeros(self.num_rows, dtype=bool)
+        is_first_row[self.first_row_of_track[:-1]] = True
+        return parents_of(self.trace.start_ns, self.end_ns, self.row_bounds, is_first_row)
+
+    @cached_property
+    def _is_counted(self) -> npt.NDArray[np.bool_]:
+        """Slices whose time is in that of one of the same name around them."""
+        return inside_its_own_name(self._parents, self.trace.name_index)
 
     def _visible(self, t0_ns: float, t1_ns: float) -> npt.NDArray[np.int64]:
         """Slices that touch the stretch, in store order: within a row both starts and ends ascend."""

@@ -11,6 +11,9 @@ function element(tag, className, text = "") {
 const HINT =
   "Click a slice for its details, a rank to fold or unfold it. Wheel or W/S zooms, drag or A/D pans, 0 shows all, / searches.";
 
+const TOTALS =
+  "Self is without the calls inside, total with them: only self adds up. Over all ranks, threads and streams.";
+
 /** The static parts, in reading order. @param {HTMLElement} root @param {Scene} scene */
 function buildPage(root, scene) {
   const bar = element("div", "ss-trace-bar");
@@ -65,8 +68,15 @@ function fillTotals(table, rows) {
     row.title = cells[0];
     return row;
   };
-  const body = rows.map((row) => [row.name, row.slices.toLocaleString("en"), shownTime(row.seconds * 1e9)]);
-  table.replaceChildren(line("th", ["Name", "Slices", "Total"]), ...body.map((cells) => line("td", cells)));
+  const time = (/** @type {number} */ seconds) => shownTime(Math.round(seconds * 1e9));
+  const body = rows.map((row) => [
+    row.name,
+    row.slices.toLocaleString("en"),
+    time(row.self_seconds),
+    time(row.total_seconds),
+  ]);
+  const head = line("th", ["Name", "Slices", "Self", "Total"]);
+  table.replaceChildren(element("caption", "", TOTALS), head, ...body.map((cells) => line("td", cells)));
 }
 
 /** @param {HTMLElement} box @param {any} slice the `selected` trait */
