@@ -239,6 +239,30 @@ def test_commands_on_several_nodes(tmp_path: Path) -> None:
         words_of(tmp_path, "accelerate_launch.sh", **where)
 
 
+@pytest.mark.parametrize("layout", [ss.Layout.fsdp2(), ss.Layout.megatron(tp=2)], ids=["fsdp2", "megatron"])
+def test_what_starts_a_file_starts_it(layout: Any, tmp_path: Path) -> None:
+    """As it is told: typed in the folder, with every ``<...>`` filled in, and FILES.md tells it too."""
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), layout)
+    plan.export(tmp_path)
+    words_of(tmp_path, "torchrun.sh", HEAD_NODE="a", MEGATRON_LM="b")  # makes the fakes that it calls
+    started = {file.name: file for file in contents(plan) if file.start}
+    assert {"torchrun.sh", "job.sbatch"} <= set(started) and "train.py" not in started
+    for file in started.values():
+        assert f"- `{file.name}`: {file.what}: `{file.start}`" in (tmp_path / "FILES.md").read_text()
+        assert file.start.count("<...>") == len(file.asks)
+        if file.is_command:
+            line = file.start.replace("<...>", "train.py")
+            done = subprocess.run(
+                ["bash", "-c", line],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+                env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+            )
+            assert done.returncode == 0 and "train.py" in done.stdout, done.stderr
+
+
 def test_a_job_on_gpus_asks_for_the_whole_node() -> None:
     """Slurm's usual default would be one CPU for all ranks."""
     job = texts(small(ss.Layout.zero(offload_optimizer="cpu"), "2x8xh100-sxm-80gb"))["job.sbatch"]

@@ -612,11 +612,16 @@ def test_the_plans_files_are_a_click_away(
 
     said = press()
     (folder,) = (tmp_path / "exports").iterdir()
-    assert said == f"{len(list(folder.iterdir()))} files in exports/{folder.name}, FILES.md first"
+    listed = panel.words.value
+    assert said.startswith(f"{len(list(folder.iterdir()))} files in exports/{folder.name} ")
+    assert all(f"<dt><code>{file.name}</code>" in listed for file in folder.iterdir())
+    copied = [unescape(text) for text in re.findall(r"data-copy='([^']*)'", listed)]
+    assert copied[0] == f"cd {folder} && ./torchrun.sh" and f"cd {folder} && sbatch job.sbatch" in copied
     assert ss.Plan.from_json((folder / "plan.json").read_text()) == studio.plan
     assert "fsdp2" in folder.name and "h100" in folder.name
 
     studio.recipe.seq_len.value = "2048"
+    assert not words(panel.words.value), "no list of another plan's files"
     press()
     assert len(list((tmp_path / "exports").iterdir())) == 2, "another plan has a folder of its own"
     studio.recipe.seq_len.value = "4096"

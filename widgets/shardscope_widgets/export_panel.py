@@ -7,6 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import shardscope as ss
+from shardscope.export.files import Exported, contents
+from shardscope_widgets.clickable import Clickable, IgnoredError
+from shardscope_widgets.export_files import listed
 from shardscope_widgets.work_panel import Progress, WorkPanel
 
 FOLDER = "exports"
@@ -18,16 +21,16 @@ TOOLTIP = (
 
 
 class ExportPanel(WorkPanel):
-    """Offers ``plan.export`` for the plan that was shown last; says where its files are."""
+    """Offers ``plan.export`` for the plan that was shown last; lists its files, and how they are started."""
 
     def __init__(self) -> None:
         self._plan: ss.Plan | None = None
         self.is_blocked = False
         """While an input is wrong: nobody asked for the last plan's files."""
-        super().__init__("Write files to train it elsewhere", TOOLTIP, self._export)
+        super().__init__("Write files to train it elsewhere", TOOLTIP, self._export, Clickable(_press))
 
     def offer(self, plan: ss.Plan) -> None:
-        """Write ``plan`` when the button is pressed; words of another plan's files go."""
+        """Write ``plan`` when the button is pressed; the list of another plan's files goes."""
         self._plan = plan
         if not self.is_busy:
             self.say("")
@@ -39,11 +42,19 @@ class ExportPanel(WorkPanel):
             return
         folder = Path(FOLDER) / folder_name(plan)
 
-        def work(progress: Progress) -> list[Path]:
+        def work(progress: Progress) -> list[Exported]:
             progress("writing", 0.5)
-            return plan.export(folder)
+            plan.export(folder)
+            return contents(plan)
 
-        self.start(work, lambda _: None, lambda files, _: f"{len(files)} files in {folder}, FILES.md first")
+        def show(files: list[Exported]) -> None:
+            self.words.value = listed(files, folder)
+
+        self.start(work, show, lambda *_: None)
+
+
+def _press(act: str) -> None:
+    raise IgnoredError(act)  # What is pressed there is copied by the page itself.
 
 
 def folder_name(plan: ss.Plan) -> str:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import ipywidgets as widgets
 
 from shardscope_widgets import shared
+from shardscope_widgets.clickable import Clickable
 
 SHOWN_WORDS = 300
 LEAST_SECONDS_BETWEEN_WORDS = 0.1
@@ -27,7 +28,9 @@ class CancelledError(Exception):
 class WorkPanel(widgets.HBox):
     """Does one piece of work at a time, in a thread: the kernel stays free, and so does the notebook."""
 
-    def __init__(self, label: str, tooltip: str, on_press: Callable[[], None]) -> None:
+    def __init__(
+        self, label: str, tooltip: str, on_press: Callable[[], None], words: Clickable | None = None
+    ) -> None:
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
         self.button = shared.button(label, "ss-ghost", "ss-small", tooltip=tooltip)
@@ -37,8 +40,10 @@ class WorkPanel(widgets.HBox):
         )
         self.cancel = shared.button("Cancel", "ss-link", layout=widgets.Layout(display="none"))
         self.cancel.on_click(lambda _: self._cancel.set())
-        self.words = shared.html("", "ss-hint", "ss-words")
+        self.words = words or shared.html()
         """Stands apart, where the view puts it: these words can be long."""
+        for name in ("ss-hint", "ss-words"):
+            self.words.add_class(name)
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
 
@@ -51,12 +56,13 @@ class WorkPanel(widgets.HBox):
         self,
         work: Callable[[Progress], Answer],
         on_done: Callable[[Answer], None],
-        done_words: Callable[[Answer, float], str],
+        done_words: Callable[[Answer, float], str | None],
     ) -> None:
         """Do ``work`` unless other work is under way; ``on_done`` gets what it returns, in the same thread.
 
         ``work`` is given ``progress(words, fraction)``, which raises :class:`CancelledError` once somebody
-        pressed Cancel. ``done_words`` says, of the answer and its seconds, what stands beside the button.
+        pressed Cancel. ``done_words`` says, of the answer and its seconds, what stands beside the button, or
+        None where ``on_done`` wrote that itself.
         """
         if self.is_busy:
             return
@@ -71,7 +77,7 @@ class WorkPanel(widgets.HBox):
         self,
         work: Callable[[Progress], Answer],
         on_done: Callable[[Answer], None],
-        done_words: Callable[[Answer, float], str],
+        done_words: Callable[[Answer, float], str | None],
     ) -> None:
         started = time.monotonic()
         told = -1.0
@@ -90,7 +96,9 @@ class WorkPanel(widgets.HBox):
             answer = work(progress)
             seconds = time.monotonic() - started
             on_done(answer)
-            self.say(done_words(answer, seconds))
+            done = done_words(answer, seconds)
+            if done is not None:
+                self.say(done)
         except CancelledError:
             self.say("cancelled")
         except Exception as error:  # a notebook shows nobody what is raised in a thread

@@ -31,7 +31,7 @@ def commands(plan: Plan, program: str, *, needs: str = "", environment: str = ""
         ),
         Exported(
             name="job.sbatch",
-            what="the same under Slurm: sbatch job.sbatch, from this folder",
+            what="the same under Slurm",
             text=_sbatch(plan, program, needs, environment),
         ),
     ]

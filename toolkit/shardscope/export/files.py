@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,8 @@ from shardscope.validation import refuse
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
+_ASKED = re.compile(r"\$\{(\w+):\?([^}]*)\}")
+"""What a shell refuses to go on without, and the words with which it does."""
 PLAN_FILE = "plan.json"
 LIST_FILE = "FILES.md"
 
@@ -28,6 +31,21 @@ class Exported:
     text: str
     is_command: bool = False
     """Whether it is a script that a shell runs."""
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What its shell asks of whoever starts it: variables by name, arguments by number, and for what."""
+        return [found for found in _ASKED.findall(self.text) if not found[0].startswith("SLURM_")]
+
+    @property
+    def start(self) -> str:
+        """What starts it in its folder, ``<...>`` for what is asked; empty: something else reads it."""
+        sbatch = self.name.endswith(".sbatch")
+        if not (self.is_command or sbatch):
+            return ""
+        before = [f"{name}=<...>" for name, _ in self.asks if not name.isdigit()]
+        after = ["<...>" for name, _ in self.asks if name.isdigit()]
+        return " ".join([*before, f"sbatch {self.name}" if sbatch else f"./{self.name}", *after])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +102,15 @@ def described(plan: Plan) -> str:
 
 def _listed(plan: Plan, files: Sequence[Exported], absent: Sequence[Absent]) -> str:
     lines = [f"# {described(plan)}", "", "Written by Shardscope.", ""]
-    lines += [f"- `{file.name}`: {file.what}" for file in files]
+    lines += [f"- `{file.name}`: {file.what}{_how_to_start(file)}" for file in files]
     if absent:
         lines += ["", "There is none of these:", ""]
         lines += [f"- `{file.name}`: {file.why}" for file in absent]
     return "\n".join(lines) + "\n"
+
+
+def _how_to_start(file: Exported) -> str:
+    return f": `{file.start}`" if file.start else ""
 
 
 def _is_as_left(home: Path, file: Exported) -> bool:

@@ -21,10 +21,38 @@ function write(el, html, error, frozen) {
   [...el.querySelectorAll("[data-act]")].find((other) => other.dataset.act === focused)?.focus();
 }
 
+/** Copy what a button carries, and say on it that this was done.
+ * @param {HTMLElement} button */
+async function copy(button) {
+  const text = button.dataset.copy;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // A page that came over http from another machine has no clipboard of its own.
+    const field = document.createElement("textarea");
+    field.value = text;
+    button.after(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+    button.focus();
+  }
+  const before = button.textContent;
+  if (button.dataset.copied) return;
+  button.dataset.copied = "yes";
+  button.textContent = "Copied";
+  setTimeout(() => {
+    button.textContent = before;
+    delete button.dataset.copied;
+  }, 2000);
+}
+
 function render({ model, el }) {
   const ended = new AbortController();
   const draw = () => write(el, model.get("value"), model.get("error"), model.get("frozen"));
   const press = ({ target }) => {
+    const copied = target.closest("[data-copy]");
+    if (copied) return void copy(copied);
     if (model.get("frozen")) return;
     // A selection that ends on a row is no press.
     if (String(getSelection()) !== "" && !target.closest("button")) return;

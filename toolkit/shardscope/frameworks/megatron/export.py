@@ -68,7 +68,6 @@ def _beside(plan: Plan, plain: Exported | Absent, environment: str) -> list[Expo
     found = commands(plan, plain.name, environment=environment)
     text = plain.text.replace("./torchrun.sh", "./train.sh")
     own = [replace(file, name=named[file.name], what=f"{file.what}, for {plain.name}") for file in found]
-    own[1] = replace(own[1], what=f"the same under Slurm: sbatch {own[1].name}, from this folder")
     return [*own, replace(plain, text=text)]
 
 

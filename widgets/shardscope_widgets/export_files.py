@@ -1,0 +1,41 @@
+"""The files of an export as a list: what each is for, and the command that starts it, ready to be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from shlex import quote
+
+from shardscope.export.files import Exported
+
+
+def listed(files: Sequence[Exported], folder: Path) -> str:
+    """The list as HTML, what can be started as it is first; ``folder`` is where they lie, as it was named."""
+    rows = "".join(_row(file, folder) for file in sorted(files, key=_place))
+    return (
+        f"<div class='ss-files'><div class='ss-hint'>{len(files)} files in "
+        f"<code>{escape(str(folder))}</code></div><dl>{rows}</dl></div>"
+    )
+
+
+def _place(file: Exported) -> tuple[bool, int]:
+    return not file.start, len(file.asks)
+
+
+def _row(file: Exported, folder: Path) -> str:
+    return f"<dt><code>{escape(file.name)}</code></dt><dd>{escape(file.what)}{_command(file, folder)}</dd>"
+
+
+def _command(file: Exported, folder: Path) -> str:
+    if not file.start:
+        return ""
+    # Copied whole: a terminal may stand anywhere.
+    whole = escape(f"cd {quote(str(folder.absolute()))} && {file.start}", quote=True)
+    told = escape(f"Copy the command that starts {file.name}", quote=True)
+    asked = [f"{'<...>' if name.isdigit() else name}: {words}" for name, words in file.asks]
+    return (
+        f"<div class='ss-command'><code title='{whole}'>{escape(file.start)}</code><button type='button' "
+        f"class='ss-act' data-copy='{whole}' aria-label='{told}'>Copy</button></div>"
+        + "".join(f"<div>{escape(words)}</div>" for words in asked)
+    )
