@@ -146,8 +146,27 @@ def test_a_pair_names_its_differences() -> None:
     assert "B instead of A : micro batch size 1 → 2; recompute none → full" in text
     side = "less" if after.memory().peak_bytes < before.memory().peak_bytes else "more"
     assert f"GiB {side} at the peak" in text
+    assert text.startswith("A : Llama 3.1 8B on 8 × H100 SXM 80 GB with FSDP2 , full training"), (
+        "which is which"
+    )
     view.keep.click()
     assert list(drawn(view)) == ["predicted"]
+
+
+def test_whose_a_rehearsal_is_stands_at_it() -> None:
+    """In the chart, in the table and beside the course: of A and of B alike."""
+    before, after = plan_of(), plan_of(recompute="full")
+    view = MemoryView(before, after)
+    for plan in (before, after):
+        view.add(plan, replace(plan.memory(), tier="rehearsed"))
+    assert list(drawn(view)) == ["A", "A rehearsed", "B", "B rehearsed"]
+    assert "GiB A A rehearsed B B rehearsed" in words(view.table.value)
+    assert sum(drawn(view)["A rehearsed"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
+    view.mode.value = "step"
+    notes = [note.text for note in view.figure.layout.annotations]
+    assert "– – B rehearsed" in notes and "– · A" in notes
+    view.keep.click()
+    assert "– – rehearsed" in [note.text for note in view.figure.layout.annotations]
 
 
 def test_another_framework_is_one_difference() -> None:

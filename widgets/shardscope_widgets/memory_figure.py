@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope_widgets.figures import Chart, survive_reload
-from shardscope_widgets.memory_rows import Bar, Shown, bars_of
+from shardscope_widgets.memory_rows import TIERS, Bar, Shown, bars_of, whose
 from shardscope_widgets.theme import BESIDE_COLOURS, COMPONENT_COLOURS
 
 GIB = 2**30
@@ -123,11 +123,11 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
         courses: list[dict[str, Any]] = [{"visible": False}] * (len(COMPONENTS) + len(OTHER_COURSES))
         figure.redraw([*_bars(rows), *courses], {**layout, **_bars_layout(rows)})
     else:
-        others = {**shown.reports, **({"A": shown.kept.memory()} if shown.kept else {})}
+        others = {**shown.reports, **({"A": shown.kept_reports["predicted"]} if shown.kept else {})}
         lines = _lines(others)
         bars: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
         courses = [*_areas(shown.report), *lines]
-        figure.redraw([*bars, *courses], {**layout, **_course_layout(shown.report, lines)})
+        figure.redraw([*bars, *courses], {**layout, **_course_layout(shown, lines)})
 
 
 def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
@@ -182,12 +182,15 @@ def _lines(reports: Mapping[str, MemoryReport]) -> list[dict[str, Any]]:
     return lines
 
 
-def _course_layout(report: MemoryReport, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _course_layout(shown: Shown, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    report = shown.report
     capacity = report.usable_bytes / GIB
     _, course = _course(report)
     predicted = [sum(components.values()) / GIB for components in course]
     highest = max(capacity, *predicted, *(height for line in lines for height in line["y"]))
-    notes = _line_notes([name for name, line in zip(OTHER_COURSES, lines, strict=True) if line["visible"]])
+    names = [name for name, line in zip(OTHER_COURSES, lines, strict=True) if line["visible"]]
+    # Of two plans, the tiers beside the areas are those of the areas' own.
+    notes = _line_notes({name: whose("B", name) if shown.kept and name in TIERS else name for name in names})
     return {
         "yaxis2.range": [0, highest * 1.12],
         "shapes": [_capacity_across(capacity), *_phase_lines()],
@@ -265,14 +268,14 @@ def _course_note(capacity: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _line_notes(names: list[str]) -> list[dict[str, Any]]:
+def _line_notes(names: Mapping[str, str]) -> list[dict[str, Any]]:
     """What each kind of line is, from the bottom of the right edge upwards."""
     signs = dict(zip(OTHER_COURSES, ("– –", "· · ·", "– ·"), strict=True))
     place = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": 0, "yref": "y2"}
     look = {"yanchor": "bottom", "showarrow": False, "font": {"size": 12}}
     return [
-        {**place, **look, "yshift": 16 * row, "text": f"{signs[name]} {name}"}
-        for row, name in enumerate(reversed(names))
+        {**place, **look, "yshift": 16 * row, "text": f"{signs[name]} {label}"}
+        for row, (name, label) in enumerate(reversed(names.items()))
     ]
 
 

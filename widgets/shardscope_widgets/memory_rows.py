@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from html import escape
 from textwrap import wrap
+from types import MappingProxyType
 from typing import NamedTuple
 
 import shardscope as ss
@@ -44,6 +45,16 @@ class Shown(NamedTuple):
     reports: Mapping[str, MemoryReport]
     """Tier -> report; ``predicted`` is always there."""
     kept: ss.Plan | None = None
+    kept_reports: Mapping[str, MemoryReport] = MappingProxyType({})
+    """The kept plan's, by tier; of none where there is no such plan."""
+
+    @property
+    def columns(self) -> dict[str, MemoryReport]:
+        """Each report under its name: its tier, and of two plans A and B whose it is."""
+        if self.kept is None:
+            return {tier: self.reports[tier] for tier in TIERS if tier in self.reports}
+        pair = (("A", self.kept_reports), ("B", self.reports))
+        return {whose(plan, tier): found[tier] for plan, found in pair for tier in TIERS if tier in found}
 
     @property
     def report(self) -> MemoryReport:
@@ -51,28 +62,31 @@ class Shown(NamedTuple):
         return self.reports["predicted"]
 
 
+def whose(plan: str, tier: str) -> str:
+    """``A`` for what is predicted of it, ``A rehearsed`` and ``A measured``."""
+    return plan if tier == "predicted" else f"{plan} {tier}"
+
+
 def bars_of(shown: Shown) -> list[Bar]:
     """Every row, from top to bottom; the GPUs' first, then the host's and the NVMe's."""
     if shown.kept is not None:
-        kept = shown.kept.memory()
-        rows = [_bar("A", kept.worst_stage, kept), *_tier_bars(shown, "B", waiting=False)]
+        rows = [_bar(label, report.worst_stage, report) for label, report in shown.columns.items()]
     elif len(shown.report.by_stage) == 1:
-        rows = _tier_bars(shown, "predicted", waiting=True)
+        rows = _tier_bars(shown)
     else:
         rows = _stage_bars(shown)
     return [*rows, *_offload_bars(shown)]
 
 
-def _tier_bars(shown: Shown, predicted_label: str, waiting: bool) -> list[Bar]:
+def _tier_bars(shown: Shown) -> list[Bar]:
     """The worst rank in each tier; a tier that is not there yet keeps its place."""
     rows = []
     for tier in TIERS:
         report = shown.reports.get(tier)
-        label = predicted_label if tier == "predicted" else tier
         if report is not None:
-            rows.append(_bar(label, report.worst_stage, report))
-        elif waiting:
-            rows.append(Bar(label, {}, shown.report.usable_bytes, note=WAITING[tier]))
+            rows.append(_bar(tier, report.worst_stage, report))
+        else:
+            rows.append(Bar(tier, {}, shown.report.usable_bytes, note=WAITING[tier]))
     return rows
 
 

@@ -9,9 +9,9 @@ from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope.planner.differences import differences
 from shardscope.planner.room import beside_the_card
-from shardscope_widgets.memory_rows import TIERS, Shown, shown_stages
+from shardscope_widgets.memory_rows import Shown, shown_stages
 from shardscope_widgets.theme import BESIDE_COLOURS, COMPONENT_COLOURS
-from shardscope_widgets.words import device_count
+from shardscope_widgets.words import device_count, sentence
 
 
 def caption(shown: Shown) -> str:
@@ -44,17 +44,18 @@ def _moment(report: MemoryReport) -> str:
 
 
 def _pair(shown: Shown) -> str:
-    """What B changes of A, and what that does to the peak."""
+    """Which plan A is, what B changes of it, and what that does to the peak."""
     if shown.kept is None:
         return ""
+    which = f"<b>A</b>: {sentence(shown.kept)}"
     changes = [str(difference) for difference in differences(shown.kept, shown.plan)]
     if not changes:
-        return "<b>B is A as yet</b>: change anything to see the difference"
+        return f"{which}<br><b>B is A as yet</b>: change anything to see the difference"
     before, after = shown.kept.memory().peak_bytes, shown.report.peak_bytes
     effect = "the same peak"
     if before != after:
         effect = f"{gib(abs(after - before))} GiB {'less' if after < before else 'more'} at the peak"
-    return f"<b>B instead of A</b>: {escape('; '.join(changes))} · {effect}"
+    return f"{which}<br><b>B instead of A</b>: {escape('; '.join(changes))} · {effect}"
 
 
 def _offloaded(shown: Shown) -> str:
@@ -79,7 +80,7 @@ def _measured(shown: Shown) -> str:
 
 def table(shown: Shown) -> str:
     """Every component with its bytes in each tier; opening a row explains it."""
-    columns = _columns(shown)
+    columns = shown.columns
     one = len(columns) == 1
     unit = " GiB" if one else ""
     named = [name for name in (*COMPONENTS, "other") if name in COMPONENTS or _anywhere(name, columns)]
@@ -103,15 +104,6 @@ def table(shown: Shown) -> str:
         f"{head}<div class='ss-legend ss-tiers' style='--ss-columns:{len(columns)}'>"
         f"<div class='ss-titles'><i></i><span>GiB</span>{titles}</div>{''.join(rows)}</div>"
     )
-
-
-def _columns(shown: Shown) -> dict[str, MemoryReport]:
-    found = {} if shown.kept is None else {"A": shown.kept.memory()}
-    for tier in TIERS:
-        if tier in shown.reports:
-            label = "B" if shown.kept is not None and tier == "predicted" else tier
-            found[label] = shown.reports[tier]
-    return found
 
 
 def _anywhere(name: str, columns: Mapping[str, MemoryReport]) -> bool:

@@ -76,9 +76,15 @@ class MemoryView(View):
         """What is drawn: the plan, its reports by tier, and the plan kept as A."""
         if self.plan is None or self.report is None:
             return None
-        plan = self.plan
-        reports = {report.tier: report for known, report in self._remembered if known == plan}
-        return Shown(plan, {"predicted": self.report, **reports}, self._kept)
+        plan, kept = self.plan, self._kept
+        reports = {"predicted": self.report, **self._seen(plan)}
+        if kept is None:
+            return Shown(plan, reports)
+        return Shown(plan, reports, kept, {"predicted": kept.memory(), **self._seen(kept)})
+
+    def _seen(self, plan: ss.Plan) -> dict[str, MemoryReport]:
+        """What was rehearsed and measured of a plan, by tier."""
+        return {report.tier: report for known, report in self._remembered if known == plan}
 
     def _keep_or_let_go(self, _: object) -> None:
         self.compare(self.plan if self._kept is None else None)
