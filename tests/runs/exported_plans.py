@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
+from finetuned_models import MODELS
 from tests.needs import THOROUGH
 from two_ranks import tiny_llama, tiny_plan
 
@@ -19,6 +21,22 @@ def llama(*, layers: int = 2, tied: bool = False) -> ss.Architecture:
 def mixtral() -> ss.Architecture:
     experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     return replace(tiny_llama(), model_type="mixtral", mixture_of_experts=experts)
+
+
+def gpt2() -> ss.Architecture:
+    """Learned positions, norms with biases, GELU, and a head that is the embedding."""
+    fields: dict[str, Any] = {
+        "num_key_value_heads": 4,
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "position_embedding": "learned",
+        "tie_word_embeddings": True,
+    }
+    return replace(biased(), model_type="gpt2", **fields)
+
+
+def biased() -> ss.Architecture:
+    return replace(tiny_llama(), attention_bias=True, attention_output_bias=True, mlp_bias=True)
 
 
 DRAWN = "fsdp2 pp drawn"
@@ -71,6 +89,37 @@ TWO |= {
     "megatron dp bf16": {"precision": "bf16-mixed", "recompute": "full"},
     "megatron ep": {"layout": {"ep": 2}, "architecture": mixtral()},
 }
+ADAPTERS = {"lora_rank": 4, "lora_targets": ("q_proj", "o_proj", "down_proj")}
+CHUNKS = {"loss": "chunked", "micro_batch_size": 18}
+"""More tokens than a chunk of the loss has."""
+TWO |= {
+    "ddp lion in chunks": {"optimizer": "lion", **CHUNKS, "num_micro_batches": 2},
+    "fsdp2 lion": {"optimizer": "lion"},
+    "fsdp2 lora in chunks bf16": {"method": "lora", "lora_rank": 4, "precision": "bf16-mixed", **CHUNKS},
+    "zero-2 in chunks": {"layout": {"stage": 2}, **CHUNKS},
+    "ddp chunks of granite": {"architecture": replace(tiny_llama(), model_type="granite"), **CHUNKS},
+    "ddp offload": {"recompute": "offload", "precision": "bf16-mixed", "num_micro_batches": 2},
+    "fsdp2 offload": {"recompute": "offload", "recompute_interval": 2},
+    "ddp qlora bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
+    "ddp qlora of gpt2": {"method": "qlora", "precision": "fp32", "lora_rank": 4, "architecture": gpt2()},
+    "ddp int8 bf16": {"method": "lora", "quantization": "int8", "precision": "bf16", **ADAPTERS},
+    "fsdp2 qlora bf16": {"method": "qlora", "precision": "bf16-mixed", "num_micro_batches": 2, **ADAPTERS},
+    "fsdp2 nf4": {"method": "lora", "quantization": "nf4", "precision": "fp32", **ADAPTERS},
+    "megatron gpt2 tp": {"layout": {"tp": 2}, "architecture": gpt2(), "num_micro_batches": 2},
+    "megatron gpt2 pp": {"layout": {"pp": 2}, "architecture": gpt2(), "num_micro_batches": 2},
+    "megatron biases": {"layout": {"tp": 2}, "architecture": biased()},
+}
+STORED = {
+    "ddp from gpt2": "gpt2",
+    "fsdp2 tp from qwen3": "tied",
+    "zero-3 from mixtral": "mixtral",
+    "megatron from gpt2": "gpt2",
+}
+"""Those that begin from a model's files, and which of ``finetuned_models``."""
+TWO |= {
+    name: {"architecture": ss.Architecture.from_hf(MODELS[model]), "layout": layout}
+    for (name, model), layout in zip(STORED.items(), ({}, {"tp": 2}, {"stage": 3}, {"tp": 2}), strict=True)
+}
 FOUR: dict[str, dict[str, Any]] = {
     "fsdp2 pp over hsdp": {"layout": {"pp": 2, "replicate": 2, "shard": 1}},
     "fsdp2 cp over hsdp": {"layout": {"cp": 2, "replicate": 2, "shard": 1}},
@@ -95,6 +144,15 @@ FOUR: dict[str, dict[str, Any]] = {
 MORE = {
     *("ddp bf16", "ddp selective", "ddp lora", "fsdp2 hsdp", "fsdp2 vpp bf16", "zero-1 pp bf16", "zero-0 ep"),
     *("fsdp2 cp tied bf16", "fsdp2 cp over hsdp"),
+    *("fsdp2 lion", "zero-2 in chunks", "ddp chunks of granite", "ddp offload", "fsdp2 offload"),
+    *("fsdp2 lora in chunks bf16", "ddp qlora bf16", "ddp qlora of gpt2", "ddp int8 bf16", "fsdp2 nf4"),
+    *(
+        "megatron gpt2 pp",
+        "megatron biases",
+        "fsdp2 tp from qwen3",
+        "zero-3 from mixtral",
+        "megatron from gpt2",
+    ),
     *FOUR,
 }
 """Others of their kind run in every test."""
@@ -107,4 +165,12 @@ def plan_of(name: str) -> ss.Plan:
 
 def names(num_ranks: int) -> list[str]:
     """Those that run in this test."""
-    return [name for name in (TWO if num_ranks == 2 else FOUR) if THOROUGH or name not in MORE]
+    table = TWO if num_ranks == 2 else FOUR
+    here = [name for name in table if THOROUGH or name not in MORE]
+    packs = importlib.util.find_spec("bitsandbytes") is not None
+    return [name for name in here if packs or not is_packed(name)]
+
+
+def is_packed(name: str) -> bool:
+    """Whether its base is in few bits, bitsandbytes'."""
+    return plan_of(name).recipe.base_quantization is not None

@@ -294,13 +294,14 @@ def test_plain_scripts_are_python_without_shardscope(plan: ss.Plan) -> None:
         assert "`train.py`: " in texts(plan)["FILES.md"]
         return
     assert "@@" not in script
-    imported = {
-        getattr(node, "module", None) or node.names[0].name
-        for node in ast.walk(ast.parse(script))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    }
+    tree = ast.parse(script)
+    statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {getattr(node, "module", None) or node.names[0].name for node in statements}
     assert "torch" in imported
     assert not any(name.startswith("shardscope") for name in imported)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bound = {alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names}
+    assert bound <= used
 
 
 @pytest.mark.parametrize(
@@ -310,8 +311,8 @@ def test_plain_scripts_are_python_without_shardscope(plan: ss.Plan) -> None:
 def test_every_script_decays_the_same_weights(layout: Any) -> None:
     torch = needs("torch")
     tree = ast.parse(texts(small(layout))["train.py"])
-    (made,) = (node for node in tree.body if getattr(node, "name", None) == "build_optimizer")
-    words = ast.unparse(made)
+    made = [node for node in tree.body if getattr(node, "name", None) in ("build_optimizer", "num_axes")]
+    words = "\n".join(map(ast.unparse, made))
     assert words.count("weight_decay") == 2
     matrix, vector, frozen = (torch.nn.Parameter(torch.zeros(size)) for size in ((2, 3), (3,), (3, 3)))
     frozen.requires_grad_(False)
@@ -342,9 +343,19 @@ def test_what_there_is_none_of_says_why() -> None:
     assert "accelerate launch starts one process" in texts(small(ss.Layout.ddp()))["FILES.md"]
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
     assert "pp=2" in texts(pipeline)["FILES.md"]
-    chunked = texts(small(ss.Layout.ddp(), loss="chunked"))
-    assert "train.py" not in chunked
-    assert "Recipe.loss is 'chunked'" in chunked["FILES.md"]
+    none = {
+        "Recipe.optimizer is 'muon', and a plain script has": small(ss.Layout.ddp(), optimizer="muon"),
+        "Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
+        "Recipe.loss is 'fused'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="fused"),
+        "Recipe.loss is 'chunked'; allowed: 'full' in stage 3": small(ss.Layout.zero(3), loss="chunked"),
+        "Recipe.loss is 'chunked'; allowed: None, 'full' with pp > 1": small(
+            ss.Layout.fsdp2(pp=2), loss="chunked"
+        ),
+    }
+    for why, plan in none.items():
+        files = texts(plan)
+        assert "train.py" not in files
+        assert why in files["FILES.md"]
 
 
 def test_without_transformers_there_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "mixtral": {"mixture_of_experts": EXPERTS},
     "qwen3_moe": {"qk_norm": True, "mixture_of_experts": EXPERTS},
+    "gpt2": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "position_embedding": "learned",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
@@ -53,37 +65,88 @@ def script_of(family: str, layout: str, **degrees: int) -> dict[str, Any]:
     recipe = ss.Recipe(seq_len=32, global_batch_size=4)
     plan = ss.Plan(arch, ss.Cluster.parse("2xcpu"), recipe, getattr(ss.Layout, layout)(**degrees))
     (text,) = (file.text for file in contents(plan) if file.name == "train.py")
-    wanted = ("MODEL_CONFIG", "SEQ_LEN", "SAME", "LLAMA3_SCALING", "value_of", "check_source", "check_split")
+    wanted = ("MODEL_CONFIG", "SEQ_LEN", "SAME", "ALWAYS", "LLAMA3_SCALING")
+    wanted += ("value_of", "check_source", "check_split")
     found: dict[str, Any] = {"AutoConfig": AutoConfig}
     for node in ast.parse(text).body:
         names = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
         if {getattr(node, "name", ""), *names} & set(wanted):
             exec(ast.unparse(node), found)
-    # Called before anything is made of the model that was read.
-    assert text.count("check_source(source.config)") == (layout == "megatron")
-    assert text.count("check_split(model.config)") == (layout == "fsdp2")
+    # Called before a weight is read.
+    read = "        config = AutoConfig.from_pretrained(name, **ALWAYS)\n        check_source(config)\n"
+    assert text.count("AutoConfig.from_pretrained(") == text.count(read) == 1
+    assert text.index(read) < text.index("AutoModelForCausalLM.from_pretrained(")
+    assert text.count("check_split(model.config)") == (degrees.get("cp", 1) > 1)
     return found
 
 
 def checked(found: dict[str, Any], **other: Any) -> None:
     """What the script does with a checkpoint of the plan's sizes but ``other``."""
     config = found["AutoConfig"].for_model(**{**found["MODEL_CONFIG"], **other})
-    (found.get("check_source") or found["check_split"])(config)
+    found.get("check_split", found["check_source"])(config)
 
 
+LAYOUTS = ("ddp", "fsdp2", "zero", "megatron")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_of_the_planned_sizes_goes_in(family: str) -> None:
+def test_a_checkpoint_of_the_planned_sizes_goes_in(family: str, layout: str) -> None:
     """Bases of angles and epsilons are its own, and so is what only generation asks for."""
-    found = script_of(family, "megatron")
+    found = script_of(family, layout)
     checked(found)
+    if family == "gpt2":
+        checked(found, n_inner=None, layer_norm_epsilon=1e-4)
+        return
     own = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "bos_token_id": 1, "max_position_embeddings": 128}
     checked(found, **own)
     checked(found, rope_parameters=LLAMA3)
 
 
-OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "deeper": ("llama", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and the plan's 2"),
+SIZED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deeper": (
+        "llama",
+        {"num_hidden_layers": 3},
+        "--model: its num_hidden_layers is 3, and the plan's 2: take",
+    ),
     "of more tokens": ("llama", {"vocab_size": 250}, "vocab_size is 250, and the plan's 200"),
+    "with a head of its own": ("qwen2", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    "of another family": ("llama", {"model_type": "mistral"}, "model_type is 'mistral'"),
+    "that asks more experts": ("mixtral", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and"),
+    "of wider layers inside": ("gpt2", {"n_inner": 96}, "n_inner is 96, and the plan's 128"),
+    "of fewer positions": (
+        "gpt2",
+        {"max_position_embeddings": 32},
+        "max_position_embeddings is 32, and the plan's 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", SIZED)
+def test_every_script_stops_at_a_checkpoint_of_other_sizes(what: str, layout: str) -> None:
+    family, other, words = SIZED[what]
+    with pytest.raises(SystemExit, match=words):
+        checked(script_of(family, layout), **other)
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.2, "output_router_logits": True}),
+    ],
+)
+def test_what_a_checkpoint_says_of_noise_is_not_trained_with(
+    family: str, own: dict[str, Any], tmp_path: Path
+) -> None:
+    found = script_of(family, "ddp")
+    found["AutoConfig"].for_model(**{**found["MODEL_CONFIG"], **own}).save_pretrained(tmp_path)
+    read = found["AutoConfig"].from_pretrained(tmp_path, **found["ALWAYS"])
+    assert {name: getattr(read, name) for name in own} == {name: 0 * value for name, value in own.items()}
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "with another activation": ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', and the plan's"),
     "of more, narrower heads": (
         "llama",
@@ -91,7 +154,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "num_attention_heads is 8, and the plan's 4",
     ),
     "with biases": ("llama", {"attention_bias": True}, "attention_bias is True, and the plan's False"),
-    "of another family": ("llama", {"model_type": "mistral"}, "model_type is 'mistral'"),
     "with yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "Megatron-core has"),
     "with other low frequencies": (
         "llama",
@@ -104,8 +166,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "Megatron-core has default rotary angles, or llama3's",
     ),
     "with a window": ("mistral", {"sliding_window": 16}, "attends to 16 tokens, and all 32 would be"),
-    "that asks more experts": ("mixtral", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and"),
-    "whose routers have noise": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    "whose scores are divided by layers": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx is True, and the plan's False",
+    ),
+    "with GPT-2's layers and another activation": (
+        "gpt2",
+        {"activation_function": "relu"},
+        "activation_function is 'relu', and the plan's 'gelu_new'",
+    ),
 }
 
 

@@ -14,15 +14,8 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 IMPORTS = """
-import os
-import time
 from contextlib import nullcontext
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 """
 
 PART = '''

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 IMPORTS = """
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 """
+CLIP_IMPORT = "from deepspeed.moe.utils import is_moe_param\n"
 
 EXPERTS = '''
 EP = @@EP@@  # ranks that share out the experts of each layer

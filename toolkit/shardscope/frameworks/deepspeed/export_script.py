@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.files import Absent, Exported
-from shardscope.export.script import GROUPS, OPTIMIZERS, SCRIPT_FILE, plain_script, whole_model
+from shardscope.export.model import whole_model
+from shardscope.export.optimizer import GROUPS, OPTIMIZERS
+from shardscope.export.script import SCRIPT_FILE, plain_script
 from shardscope.export.stages import stage_constants
 from shardscope.frameworks.deepspeed import export_experts, export_stages
-from shardscope.frameworks.deepspeed.limits import check_degrees, check_whole
+from shardscope.frameworks.deepspeed.limits import OPTIMIZERS as TRAINED_OPTIMIZERS
+from shardscope.frameworks.deepspeed.limits import check_degrees, check_loss, check_whole
 from shardscope.memory.building import is_drawn_in_parts
 
 if TYPE_CHECKING:
@@ -16,17 +20,10 @@ if TYPE_CHECKING:
 
 IMPORTS = """
 import json
-import os
 import sys
-import time
-from pathlib import Path
-
 import deepspeed
-import torch
-import torch.distributed as dist
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers.integrations import HfDeepSpeedConfig
 """
+TOLD_IMPORT = "from transformers.integrations import HfDeepSpeedConfig\n"
 
 HEAD = '''
 CONFIG = json.loads((Path(__file__).parent / "ds_config.json").read_text())
@@ -94,7 +91,7 @@ OPTIMIZER = '''
 def build_optimizer(parameters, rate, device, offloads):
     """The plan's optimizer; DeepSpeed's own Adam where its state lives on the host.
 
-    Vectors (norms, biases) are not decayed; ds_shape is a tensor's shape before stage 3 cut it."""
+    Vectors (norms, biases) are not decayed."""
 @@GROUPS@@
 @@APART@@    if offloads:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -102,10 +99,14 @@ def build_optimizer(parameters, rate, device, offloads):
         return DeepSpeedCPUAdam(groups, lr=rate, betas=(0.9, 0.95))
     return @@MAKE@@
 
+
+def num_axes(parameter):
+    """Of the tensor, of which stage 3 has left one axis."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
 '''
 
-CUT_GROUPS = GROUPS.replace("parameter.ndim", 'len(getattr(parameter, "ds_shape", parameter.shape))')
-"""Stage 3 has cut each tensor into one axis by then; ``ds_shape`` is what it was."""
+CUT_GROUPS = GROUPS.replace("parameter.ndim", "num_axes(parameter)")
 
 NOTES = """Stage, offloading, batches and precision are read from ds_config.json. With stage 3 each tensor
 of a large model is cut as it is made. What the plan does not hold (rotary base, epsilons) is its
@@ -120,6 +121,7 @@ def script(plan: Plan) -> Exported | Absent:
         check_degrees(plan)
         if layout.stage == 0:
             check_whole(plan)
+        check_loss(plan)
     except ValueError as refusal:
         return Absent(name=SCRIPT_FILE, why=str(refusal))
     if layout.offload_optimizer and recipe.optimizer != "adamw":
@@ -127,30 +129,29 @@ def script(plan: Plan) -> Exported | Absent:
         return Absent(name=SCRIPT_FILE, why=why)
     # Without ZeRO around it, the optimizer is torch's own, and a norm is one rank's.
     by_hand = layout.stage == 0 and recipe.precision == "fp32"
-    part, imports, model = HEAD, IMPORTS, None
+    part, imports, layers = HEAD, IMPORTS, "decoder_layers"
     if degrees.pp > 1:
         part = stage_constants(plan) + HEAD + export_stages.training(plan, by_hand=by_hand)
-        imports = "\nimport copy" + IMPORTS.replace(
-            "from torch.utils", export_stages.IMPORTS + "from torch.utils"
-        )
-        model = whole_model("own_layers")
+        imports += export_stages.IMPORTS
+        layers = "own_layers"
     elif degrees.ep > 1:
         part += export_experts.EXPERTS.replace("@@EP@@", repr(degrees.ep)) + zero(
             spread=True, by_hand=by_hand
         )
-        imports = IMPORTS.replace(
-            "from torch.utils", export_experts.IMPORTS.lstrip("\n") + "from torch.utils"
-        )
+        imports += TOLD_IMPORT + export_experts.IMPORTS + (export_experts.CLIP_IMPORT if by_hand else "")
     else:
         # Of tensor-parallel parts no rank has whole matrices, and DeepSpeed joins them at serving only.
+        imports += TOLD_IMPORT
         part += zero(spread=False, by_hand=False) + (SAVE if degrees.tp == 1 else "")
-    makes = {name: make for name, make in OPTIMIZERS.items() if name != "adamw_foreach"}
+    makes = {name: make for name, make in OPTIMIZERS.items() if name in TRAINED_OPTIMIZERS}
     optimizer = OPTIMIZER.replace("@@GROUPS@@", CUT_GROUPS).replace(
         "@@MAKE@@", makes.get(recipe.optimizer, "")
     )
     part += optimizer.replace("@@APART@@", export_experts.APART if degrees.ep > 1 else "")
     is_small = not is_drawn_in_parts(plan)
-    return plain_script(plan, part.replace("@@IS_SMALL@@", repr(is_small)), imports, NOTES, makes, model)
+    part = part.replace("@@IS_SMALL@@", repr(is_small))
+    model = partial(whole_model, layers=layers)
+    return plain_script(plan, part, imports, NOTES, optimizers=tuple(makes), make_model=model)
 
 
 def zero(*, spread: bool, by_hand: bool) -> str:

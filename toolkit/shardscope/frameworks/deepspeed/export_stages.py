@@ -9,7 +9,7 @@ from shardscope.export.stages import stages
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-IMPORTS = "from deepspeed.pipe import LayerSpec, PipelineModule\n"
+IMPORTS = "import copy\nfrom deepspeed.pipe import LayerSpec, PipelineModule\n"
 
 TRAINING = '''
 class Pipeline(PipelineModule):

@@ -41,6 +41,18 @@ def check_plan(plan: Plan) -> None:
     if layout.stage == 0:
         check_whole(plan)
     check_recipe(plan.recipe, {**TRAINED, "optimizer": OPTIMIZERS})
+    check_loss(plan)
+    if not plan.on_gpu:
+        check_predicted(layout, "on CPU ranks: DeepSpeed quantises in CUDA kernels (QuantizerBuilder)")
+    if "nvme" in (layout.offload_optimizer, layout.offload_params):
+        _check_nvme()
+    if layout.offload_optimizer and plan.recipe.optimizer == "adamw":
+        _check_compiler("cpu_adam", "Layout.offload_optimizer", layout.offload_optimizer)
+
+
+def check_loss(plan: Plan) -> None:
+    """Raise ``ValueError`` for a loss that a stage does not run."""
+    layout: Any = plan.layout
     if loss_in_force(plan) == "chunked" and layout.stage == 3:
         refuse(
             "Recipe.loss",
@@ -49,12 +61,6 @@ def check_plan(plan: Plan) -> None:
             "head's does not. fsdp2 runs it",
             "loss='full'",
         )
-    if not plan.on_gpu:
-        check_predicted(layout, "on CPU ranks: DeepSpeed quantises in CUDA kernels (QuantizerBuilder)")
-    if "nvme" in (layout.offload_optimizer, layout.offload_params):
-        _check_nvme()
-    if layout.offload_optimizer and plan.recipe.optimizer == "adamw":
-        _check_compiler("cpu_adam", "Layout.offload_optimizer", layout.offload_optimizer)
 
 
 def check_degrees(plan: Plan) -> None:

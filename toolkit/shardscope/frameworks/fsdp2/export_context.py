@@ -112,7 +112,7 @@ for kernel in (KERNEL, KERNEL_BACKWARD):
 
 def context_imports(plan: Plan) -> str:
     """Import statements beside those of every script of FSDP2."""
-    return IMPORTS if plan.on_gpu else CPU_IMPORTS.rstrip("\n") + IMPORTS
+    return IMPORTS if plan.on_gpu else CPU_IMPORTS + IMPORTS
 
 
 def ring_of(plan: Plan) -> str:

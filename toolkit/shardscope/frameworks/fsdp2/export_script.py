@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.files import Absent, Exported
-from shardscope.export.script import SCRIPT_FILE, plain_script, whole_model
+from shardscope.export.model import whole_model
+from shardscope.export.script import SCRIPT_FILE, plain_script
 from shardscope.export.stages import stage_constants
 from shardscope.frameworks.fsdp2 import export_context
 from shardscope.frameworks.fsdp2.export_stages import staged_imports, training
-from shardscope.frameworks.fsdp2.limits import check_context, check_parallel, check_pipeline
+from shardscope.frameworks.fsdp2.limits import check_context, check_parallel, check_parts, check_pipeline
 from shardscope.frameworks.fsdp2.projections import COLUMNS, HEAD_NORMS, ROWS
 from shardscope.memory.building import is_drawn_in_parts
 
@@ -17,21 +19,13 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 IMPORTS = """
-import os
-import time
 import zlib
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 """
 
-MESH_IMPORT = "from torch.distributed.device_mesh"
 SAVE_IMPORT = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
 
 HEAD = '''
@@ -93,7 +87,7 @@ class Training:
 
     def save(self, folder):
         """Gathered tensor by tensor, in the first rank's host memory."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True@@FROZEN@@)
         weights = get_model_state_dict(self.model, options=options)
         if dist.get_rank() == 0:
             self.model.save_pretrained(folder, state_dict=weights)
@@ -256,25 +250,27 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
             check_parallel(plan)
         if is_staged:
             check_pipeline(plan)
+        check_parts(plan)
     except ValueError as refusal:
         return Absent(name=SCRIPT_FILE, why=str(refusal))
-    part, imports, model = HEAD, IMPORTS, None
+    part, imports, layers = HEAD, IMPORTS, "decoder_layers"
     if is_staged:
         part = stage_constants(plan) + part + training(plan)
-        imports = staged_imports(plan, IMPORTS)
-        model = whole_model("own_layers")
+        imports += staged_imports(plan)
+        layers = "own_layers"
     else:
-        imports = imports.replace(MESH_IMPORT, SAVE_IMPORT + MESH_IMPORT)
         cut = '        cut(model, mesh["tp"])\n' if is_cut else ""
         loss = CUT_LOSS if is_cut else PLAIN_LOSS
         if is_split:
             cut, loss = export_context.SET_UP, export_context.LOSS
             part += export_context.ring_of(plan)
-            imports = imports.rstrip("\n") + export_context.context_imports(plan)
+            imports += export_context.context_imports(plan)
+        imports += SAVE_IMPORT
         part += TRAINING.replace("@@CUT@@", cut).replace("@@LOSS@@", loss)
+        part = part.replace("@@FROZEN@@", ", ignore_frozen_params=True" if plan.recipe.has_adapters else "")
     part += FILL
     if is_cut:
-        part, imports = part + CUT, imports.rstrip("\n") + CUT_IMPORTS
+        part, imports = part + CUT, imports + CUT_IMPORTS
     for place, text in (OF_STAGE if is_staged else OF_WHOLE).items():
         part = part.replace(place, text)
     for name, value in {
@@ -287,4 +283,5 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
         "HEAD_NORMS": HEAD_NORMS,
     }.items():
         part = part.replace(f"@@{name}@@", repr(value))
-    return plain_script(plan, part, imports, NOTES, model=model)
+    model = partial(whole_model, layers=layers, shards=True)
+    return plain_script(plan, part, imports, NOTES, make_model=model)

@@ -115,6 +115,11 @@ TIED = '''
 '''
 COUNTED = " if STAGE == 0 or parameter is not self.tied"
 
+MANY = """\
+[
+                @@MADE@@
+                for chunk, number in zip(self.model, numbers)
+            ]"""
 SCALER = "torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=COMPUTE == torch.float16)"
 OF_STAGES = "StagesScaler(device, self.stages)"
 STAGES_SCALER = '''
@@ -156,12 +161,12 @@ def schedule_of(plan: Plan) -> str:
     return f"Schedule{many}{layout.pipeline_schedule}"
 
 
-def staged_imports(plan: Plan, imports: str) -> str:
-    """``imports`` of a script of whole models, and what stages need."""
-    names = ["PipelineStage", schedule_of(plan)]
-    found = f"from torch.distributed.pipelining import {', '.join(names)}\n"
-    after = "from torch.distributed.tensor import " + ("DTensor, " if plan.degrees.tp > 1 else "")
-    return "\nimport copy" + imports.replace("from torch.distributed.tensor import ", found + after)
+def staged_imports(plan: Plan) -> str:
+    """What stages import beside whole models."""
+    tensor = "from torch.distributed.tensor import DTensor\n" if plan.degrees.tp > 1 else ""
+    return (
+        f"import copy\nfrom torch.distributed.pipelining import PipelineStage, {schedule_of(plan)}\n{tensor}"
+    )
 
 
 def training(plan: Plan) -> str:
@@ -169,7 +174,7 @@ def training(plan: Plan) -> str:
     degrees, is_cut = plan.degrees, plan.degrees.tp > 1
     tied, fp16 = plan.architecture.tie_word_embeddings, plan.recipe.precision == "fp16-mixed"
     made = "self.stage(chunk, number, device, model.config.hidden_size)"
-    listed = f"[{made} for chunk, number in zip(self.model, numbers)]"
+    listed = MANY.replace("@@MADE@@", made)
     parts = {
         "MESH_ARGUMENT": ', mesh["tp"]' if is_cut else "",
         "CUT": '            cut(chunk.model, mesh["tp"])\n' if is_cut else "",

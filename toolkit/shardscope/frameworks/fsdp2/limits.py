@@ -52,10 +52,8 @@ def check_plan(plan: Plan) -> None:
         check_parallel(plan)
     if degrees.pp > 1:
         check_pipeline(plan)
-    in_parts = degrees.tp > 1 or degrees.pp > 1 or degrees.cp > 1
-    if in_parts:
-        _check_parts(plan)
-    check_recipe(plan.recipe, PART_TRAINED if in_parts else WHOLE_TRAINED)
+    check_parts(plan)
+    check_recipe(plan.recipe, PART_TRAINED if _cut(plan) else WHOLE_TRAINED)
     check_compiler(plan)
 
 
@@ -93,10 +91,15 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from (one for one in said.values() if isinstance(one, Mapping))
 
 
-def _check_parts(plan: Plan) -> None:
+def _cut(plan: Plan) -> list[str]:
+    """The degrees by which the model or its sequences are in parts."""
+    return [name for name in ("tp", "pp", "cp") if getattr(plan.degrees, name) > 1]
+
+
+def check_parts(plan: Plan) -> None:
     """Raise ``ValueError`` for what is trained of a recipe, but not where something is in parts."""
-    cut = [name for name in ("tp", "pp", "cp") if getattr(plan.degrees, name) > 1]
-    for field, values in PART_TRAINED.items():
+    cut = _cut(plan)
+    for field, values in PART_TRAINED.items() if cut else ():
         value = getattr(plan.recipe, field)
         if value not in values and value in WHOLE_TRAINED[field]:
             refuse(

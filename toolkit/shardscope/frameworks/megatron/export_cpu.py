@@ -50,13 +50,14 @@ def cuda_means_cpu():
 @@MORE@@    CudaMeansCpu().__enter__()
 '''
 
-IMPORTS = (
-    "from megatron.core.distributed import param_and_grad_buffer",
-    "from megatron.core.tensor_parallel import random",
-    "from torch.overrides import TorchFunctionMode",
-)
-STAGE_IMPORTS = ("from megatron.core.pipeline_parallel import p2p_communication",)
-EXPERT_IMPORTS = ("from megatron.core.transformer.moe import moe_utils, token_dispatcher",)
+IMPORTS = """
+from contextlib import nullcontext
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.tensor_parallel import random
+from torch.overrides import TorchFunctionMode
+"""
+STAGE_IMPORTS = "from megatron.core.pipeline_parallel import p2p_communication\n"
+EXPERT_IMPORTS = "from megatron.core.transformer.moe import moe_utils, token_dispatcher\n"
 
 STAGES = """\
     send = p2p_communication._p2p_ops
@@ -83,11 +84,7 @@ def on_cpu(plan: Plan) -> str:
     return MODE.replace("@@MORE@@", more)
 
 
-def cpu_imports(plan: Plan, imports: str) -> str:
-    """``imports`` of a script for GPUs, and what that needs."""
-    more = {*IMPORTS, *(STAGE_IMPORTS if plan.degrees.pp > 1 else ())}
-    more |= {*(EXPERT_IMPORTS if plan.architecture.mixture_of_experts is not None else ())}
-    standard, others = imports.strip("\n").split("\n\n")
-    plain = [line for line in others.splitlines() if line.startswith("import")]
-    named = sorted({line for line in others.splitlines() if line.startswith("from")} | more)
-    return "\n".join((standard, "from contextlib import nullcontext", "", *plain, *named)) + "\n"
+def cpu_imports(plan: Plan) -> str:
+    """What that imports."""
+    found = IMPORTS + (STAGE_IMPORTS if plan.degrees.pp > 1 else "")
+    return found + (EXPERT_IMPORTS if plan.architecture.mixture_of_experts is not None else "")
