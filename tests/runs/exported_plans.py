@@ -114,11 +114,27 @@ STORED = {
     "fsdp2 tp from qwen3": "tied",
     "zero-3 from mixtral": "mixtral",
     "megatron from gpt2": "gpt2",
+    "ddp qlora from llama bf16": "llama",
+    "ddp int8 from llama bf16": "llama",
+    "fsdp2 qlora from llama bf16": "llama",
+    "fsdp2 lora from llama": "llama",
+    "zero-3 lora from gpt2": "gpt2",
 }
 """Those that begin from a model's files, and which of ``finetuned_models``."""
 TWO |= {
-    name: {"architecture": ss.Architecture.from_hf(MODELS[model]), "layout": layout}
-    for (name, model), layout in zip(STORED.items(), ({}, {"tp": 2}, {"stage": 3}, {"tp": 2}), strict=True)
+    "ddp from gpt2": {},
+    "fsdp2 tp from qwen3": {"layout": {"tp": 2}},
+    "zero-3 from mixtral": {"layout": {"stage": 3}},
+    "megatron from gpt2": {"layout": {"tp": 2}},
+    "ddp qlora from llama bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
+    "ddp int8 from llama bf16": TWO["ddp int8 bf16"],
+    "fsdp2 qlora from llama bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
+    "fsdp2 lora from llama": {"method": "lora", "lora_rank": 4},
+    "zero-3 lora from gpt2": {"layout": {"stage": 3}, "method": "lora", "lora_rank": 4},
+}
+TWO |= {
+    name: {**TWO[name], "architecture": ss.Architecture.from_hf(MODELS[model])}
+    for name, model in STORED.items()
 }
 FOUR: dict[str, dict[str, Any]] = {
     "fsdp2 pp over hsdp": {"layout": {"pp": 2, "replicate": 2, "shard": 1}},
@@ -146,13 +162,9 @@ MORE = {
     *("fsdp2 cp tied bf16", "fsdp2 cp over hsdp"),
     *("fsdp2 lion", "zero-2 in chunks", "ddp chunks of granite", "ddp offload", "fsdp2 offload"),
     *("fsdp2 lora in chunks bf16", "ddp qlora bf16", "ddp qlora of gpt2", "ddp int8 bf16", "fsdp2 nf4"),
-    *(
-        "megatron gpt2 pp",
-        "megatron biases",
-        "fsdp2 tp from qwen3",
-        "zero-3 from mixtral",
-        "megatron from gpt2",
-    ),
+    *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1"),
+    *("fsdp2 tp from qwen3", "zero-3 from mixtral", "megatron from gpt2", "zero-3 lora from gpt2"),
+    *("ddp qlora from llama bf16", "ddp int8 from llama bf16", "fsdp2 lora from llama"),
     *FOUR,
 }
 """Others of their kind run in every test."""

@@ -52,6 +52,19 @@ def with_adapters(model):
     return model
 '''
 
+DRAWN_ADAPTERS = '''
+
+@torch.no_grad()
+def draw_adapters(model):
+    """Each from its own name: they begin the same however many ranks there are, and whatever was read."""
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            first = torch.empty(parameter.shape, dtype=parameter.dtype)
+            bound = parameter.shape[-1] ** -0.5  # kaiming_uniform_(a=sqrt(5)), as peft's own
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.copy_(first.uniform_(-bound, bound, generator=generator))
+'''
+
 LAYERS = '''
 
 def decoder_layers(model):
@@ -166,8 +179,8 @@ def whole_model(plan: Plan, layers: str = "decoder_layers", *, shards: bool = Fa
         imports += "from transformers.modeling_outputs import CausalLMOutput\n"
     if recipe.has_adapters:
         constants += f"LORA = {_lora(plan)}  # arguments of peft.LoraConfig\n"
-        steps += "    model = with_adapters(model)\n"
-        imports += "from peft import LoraConfig, get_peft_model\n"
+        steps += "    model = with_adapters(model)\n    if name:\n        draw_adapters(model)\n"
+        imports += "import zlib\nfrom peft import LoraConfig, get_peft_model\n"
         if recipe.base_quantization:
             packed = few_bits.base_of(plan, attention, shards=shards)
             constants += packed.constants
@@ -176,6 +189,7 @@ def whole_model(plan: Plan, layers: str = "decoder_layers", *, shards: bool = Fa
             read, fresh = packed.read, packed.fresh
         else:
             functions += ADAPTERS
+        functions += DRAWN_ADAPTERS
     if recipe.recompute != "none":
         every = f"[::{recipe.recompute_interval}]" if recipe.recompute_interval > 1 else ""
         step = STEP_OF_LAYERS.replace("@@LAYERS@@", layers).replace("@@EVERY@@", every)
