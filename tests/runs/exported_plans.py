@@ -162,9 +162,10 @@ MORE = {
     *("fsdp2 cp tied bf16", "fsdp2 cp over hsdp"),
     *("fsdp2 lion", "zero-2 in chunks", "ddp chunks of granite", "ddp offload", "fsdp2 offload"),
     *("fsdp2 lora in chunks bf16", "ddp qlora bf16", "ddp qlora of gpt2", "ddp int8 bf16", "fsdp2 nf4"),
-    *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1"),
+    *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1", "ddp"),
     *("fsdp2 tp from qwen3", "zero-3 from mixtral", "megatron from gpt2", "zero-3 lora from gpt2"),
     *("ddp qlora from llama bf16", "ddp int8 from llama bf16", "fsdp2 lora from llama"),
+    "fsdp2 lora",
     *FOUR,
 }
 """Others of their kind run in every test."""

@@ -57,6 +57,10 @@ def own_layers(model):
     return [layer for chunk in chunks[STAGE::PP] for layer in chunk]
 '''
 
+UNTIED = """\
+        weights.pop("lm_head.weight", None)  # it is the embedding
+"""
+"""Before weights of stages are saved, of which the first and the last have a copy."""
 LEAVES = """\
         return found.logits if self.is_last else found.last_hidden_state
 """

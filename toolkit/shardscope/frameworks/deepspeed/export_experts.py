@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-IMPORTS = """
+from shardscope.export.saving import IMPORTS as SAVE_IMPORTS
+
+IMPORTS = f"""{SAVE_IMPORTS}
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 """
@@ -64,6 +66,23 @@ def spread_experts(model):
     for layer in model.model.layers:
         layer.mlp = Experts(layer.mlp)
     return model
+'''
+
+SAVE = '''
+    def save(self, folder):
+        """Experts are gathered from the ranks that have them, in the type that forward reads."""
+        model, is_first = self.engine.module, dist.get_rank() == 0
+        weights = {name: one for name, one in model.state_dict().items() if ".moe." not in name}
+        for number, layer in enumerate(model.model.layers):
+            there, own = f"model.layers.{number}.mlp", layer.mlp.moe.deepspeed_moe
+            weights[f"{there}.gate.weight"] = own.gate.wg.weight.detach().to(PARAMETERS)
+            for name in ("gate_up_proj", "down_proj"):
+                mine = torch.stack([getattr(one, name).detach() for one in own.experts.deepspeed_experts])
+                parts = [torch.empty_like(mine) for _ in range(EP)]
+                dist.all_gather(parts, mine, group=own.ep_group)
+                weights[f"{there}.experts.{name}"] = torch.cat(parts).cpu() if is_first else None
+        weights = {name: one.to("cpu", copy=True) for name, one in weights.items() if is_first}
+        save_part(folder, model.config, weights, 0, 1)
 '''
 
 APART = """\

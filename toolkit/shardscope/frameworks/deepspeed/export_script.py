@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.export.files import Absent, Exported
 from shardscope.export.model import whole_model
 from shardscope.export.optimizer import GROUPS, OPTIMIZERS
+from shardscope.export.saving import SAVE_PART
 from shardscope.export.script import SCRIPT_FILE, plain_script
 from shardscope.export.stages import stage_constants
 from shardscope.frameworks.deepspeed import export_experts, export_stages
@@ -62,7 +63,7 @@ class Training:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(half)
             deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG, dtype=half)
-@@HOOK@@        made = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+@@SHAPES@@@@HOOK@@        made = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
         self.engine, self.optimizer = made[:2]
 
     def step(self, micro_batches):
@@ -83,6 +84,26 @@ SAVE = '''
             with deepspeed.zero.GatheredParameters([parameter]):
                 if dist.get_rank() == 0:
                     weights[name] = parameter.detach().cpu().clone()
+        if dist.get_rank() == 0:
+            self.engine.module.save_pretrained(folder, state_dict=weights)
+'''
+
+JOIN_IMPORTS = "from deepspeed.utils import groups\n"
+SHAPES = """\
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+"""
+SAVE_CUT = '''
+    def save(self, folder):
+        """Parts are joined tensor by tensor, in the first rank's host memory, as forward reads them."""
+        weights, group = {}, groups.get_tensor_model_parallel_group()
+        for name, parameter in self.engine.module.named_parameters():
+            mine, whole = parameter.detach().contiguous(), self.shapes[name]
+            for axis in [axis for axis, size in enumerate(mine.shape) if size != whole[axis]]:
+                parts = [torch.empty_like(mine) for _ in range(TOGETHER)]
+                dist.all_gather(parts, mine, group=group)
+                mine = torch.cat(parts, dim=axis)
+            if dist.get_rank() == 0:
+                weights[name] = mine.cpu().clone()
         if dist.get_rank() == 0:
             self.engine.module.save_pretrained(folder, state_dict=weights)
 '''
@@ -135,14 +156,14 @@ def script(plan: Plan) -> Exported | Absent:
         imports += export_stages.IMPORTS
         layers = "own_layers"
     elif degrees.ep > 1:
-        part += export_experts.EXPERTS.replace("@@EP@@", repr(degrees.ep)) + zero(
-            spread=True, by_hand=by_hand
-        )
+        part += export_experts.EXPERTS.replace("@@EP@@", repr(degrees.ep))
+        part += zero(export_experts.SAVE, spread=True, by_hand=by_hand) + SAVE_PART
+        part = part.replace("@@SHAPES@@", "")
         imports += TOLD_IMPORT + export_experts.IMPORTS + (export_experts.CLIP_IMPORT if by_hand else "")
     else:
-        # Of tensor-parallel parts no rank has whole matrices, and DeepSpeed joins them at serving only.
-        imports += TOLD_IMPORT
-        part += zero(spread=False, by_hand=False) + (SAVE if degrees.tp == 1 else "")
+        imports += TOLD_IMPORT + (JOIN_IMPORTS if degrees.tp > 1 else "")
+        part += zero(SAVE_CUT if degrees.tp > 1 else SAVE, spread=False, by_hand=False)
+        part = part.replace("@@SHAPES@@", SHAPES if degrees.tp > 1 else "")
     makes = {name: make for name, make in OPTIMIZERS.items() if name in TRAINED_OPTIMIZERS}
     optimizer = OPTIMIZER.replace("@@GROUPS@@", CUT_GROUPS).replace(
         "@@MAKE@@", makes.get(recipe.optimizer, "")
@@ -154,12 +175,11 @@ def script(plan: Plan) -> Exported | Absent:
     return plain_script(plan, part, imports, NOTES, optimizers=tuple(makes), make_model=model)
 
 
-def zero(*, spread: bool, by_hand: bool) -> str:
+def zero(save: str, *, spread: bool, by_hand: bool) -> str:
     """``Training`` of whole models, experts spread or not; gradients clipped by hand, or by DeepSpeed."""
     text = TRAINING.replace(
         "@@SPREAD@@", "spread_experts(build_model(name))" if spread else "build_model(name)"
     )
     text = text.replace("@@CLIPPING@@", "0.0" if by_hand else "MAX_GRAD_NORM")
-    return text.replace("@@HOOK@@", export_experts.HOOK if by_hand else "") + (
-        export_experts.CLIP if by_hand else ""
-    )
+    text = text.replace("@@HOOK@@", export_experts.HOOK if by_hand else "")
+    return text + save + (export_experts.CLIP if by_hand else "")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardscope.export.stages import stages
+from shardscope.export.saving import IMPORTS as SAVE_IMPORTS
+from shardscope.export.saving import SAVE_PART
+from shardscope.export.stages import UNTIED, stages
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-IMPORTS = "import copy\nfrom deepspeed.pipe import LayerSpec, PipelineModule\n"
+IMPORTS = f"import copy\nfrom deepspeed.pipe import LayerSpec, PipelineModule\n{SAVE_IMPORTS}"
 
-TRAINING = '''
+TRAINING = (
+    '''
 class Pipeline(PipelineModule):
     """A stage is one layer: the cut is the plan's, and angles and mask are made once for each."""
 
@@ -32,7 +35,8 @@ class Training:
     """DeepSpeed's 1F1B: ``train_batch`` takes all micro-batches of a step, and the step."""
 
     def __init__(self, name, device, rate):
-        model = Pipeline(build_model(name)).train()
+        source = build_model(name)
+        self.config, model = source.config, Pipeline(source).train()
         CONFIG["gradient_clipping"] = @@CLIPPING@@
         offloads = "offload_optimizer" in CONFIG["zero_optimization"]
         optimizer = build_optimizer(model.parameters(), rate, device, offloads)
@@ -41,7 +45,16 @@ class Training:
 
     def step(self, micro_batches):
         return self.engine.train_batch(iter([(micro, micro) for micro in micro_batches])).item()
+
+    def save(self, folder):
+        """The first rank of each stage has its layers, in the type that forward reads."""
+        is_first = dist.get_rank() % (WORLD_SIZE // PP) == 0
+        own = self.engine.module.stage.model.state_dict() if is_first else {}
+        weights = {name: one.to("cpu", copy=True) for name, one in own.items()}
+@@UNTIED@@        save_part(folder, self.config, weights, STAGE, PP)
 '''
+    + SAVE_PART
+)
 
 TIED = '''
     def _index_tied_modules(self):
@@ -85,7 +98,8 @@ def clip(model):
 
 def training(plan: Plan, *, by_hand: bool) -> str:
     """The classes ``Stage``, ``Pipeline`` and ``Training``; gradients clipped by hand, or by DeepSpeed."""
-    text = TRAINING.replace("@@TIED@@", TIED if plan.architecture.tie_word_embeddings else "")
+    tied = plan.architecture.tie_word_embeddings
+    text = TRAINING.replace("@@TIED@@", TIED if tied else "").replace("@@UNTIED@@", UNTIED if tied else "")
     text = text.replace("@@CLIPPING@@", "0.0" if by_hand else "MAX_GRAD_NORM")
     text = text.replace("@@HOOK@@", HOOK if by_hand else "")
     return stages(plan) + text + (CLIP if by_hand else "")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.stages import stages
+from shardscope.export.saving import IMPORTS as SAVE_IMPORTS
+from shardscope.export.saving import SAVE_PART
+from shardscope.export.stages import UNTIED, stages
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -15,9 +17,10 @@ class Training:
 
     def __init__(self, name, device, rate):
         mesh = init_device_mesh(device.type, (PP, *MESH), mesh_dim_names=("pp", "replicate", "shard", "tp"))
-        self.stages = mesh["pp"].get_group()
+        self.stages, self.device = mesh["pp"].get_group(), device
         whole = name or IS_SMALL
         model = build_model(name) if whole else without_memory(lambda: build_model(name))
+        self.config = model.config
         options = {
             "mesh": mesh["replicate", "shard"] if MESH[0] > 1 else mesh["shard"],
             "mp_policy": MixedPrecisionPolicy(
@@ -85,6 +88,16 @@ class Training:
         squares = norm**2
         dist.all_reduce(squares, group=self.stages)
         torch.nn.utils.clip_grads_with_norm_(parameters, MAX_GRAD_NORM, squares.sqrt())
+
+    def save(self, folder):
+        """Each stage gathers its layers tensor by tensor, in the host memory of its first rank."""
+        weights = {}
+        for name, own in [item for chunk in self.model for item in chunk.model.state_dict().items()]:
+            own = own.to(self.device)
+            whole = own.full_tensor() if hasattr(own, "full_tensor") else own
+            if dist.get_rank() % (WORLD_SIZE // PP) == 0:
+                weights[name] = whole.to("cpu", copy=True)
+@@UNTIED@@        save_part(folder, self.config, weights, STAGE, PP)
 '''
 
 PLAIN_RUN = """\
@@ -164,9 +177,8 @@ def schedule_of(plan: Plan) -> str:
 def staged_imports(plan: Plan) -> str:
     """What stages import beside whole models."""
     tensor = "from torch.distributed.tensor import DTensor\n" if plan.degrees.tp > 1 else ""
-    return (
-        f"import copy\nfrom torch.distributed.pipelining import PipelineStage, {schedule_of(plan)}\n{tensor}"
-    )
+    pipelining = f"from torch.distributed.pipelining import PipelineStage, {schedule_of(plan)}\n"
+    return f"import copy\n{pipelining}{tensor}{SAVE_IMPORTS}"
 
 
 def training(plan: Plan) -> str:
@@ -181,6 +193,7 @@ def training(plan: Plan) -> str:
         "TIE": TIE if tied else "",
         "SUM_TIED": SUM_TIED if tied else "",
         "COUNTED": COUNTED if tied else "",
+        "UNTIED": UNTIED if tied else "",
         "SCALER": OF_STAGES if fp16 else SCALER,
         "SCHEDULE": schedule_of(plan),
         "STAGES": listed if degrees.vpp > 1 else made.replace("chunk, number", "self.model[0], STAGE"),
@@ -195,4 +208,4 @@ def training(plan: Plan) -> str:
         stage = stages(plan, enters=ENTERS, leaves=CUT_LEAVES)
         for plain, cut in WITH_MESH.items():
             stage = stage.replace(plain, cut)
-    return stage + text + (TIED if tied else "") + (STAGES_SCALER if fp16 else "")
+    return stage + text + (TIED if tied else "") + (STAGES_SCALER if fp16 else "") + SAVE_PART
