@@ -138,8 +138,8 @@ def test_on_cpu_ranks_offloading_moves_nothing() -> None:
 
 @needs_deepspeed
 def test_what_fake_tensors_cannot_do_is_refused_with_the_reason() -> None:
-    plan = Plan(ss.models["mixtral-8x7b"], EIGHT, ss.Recipe(global_batch_size=64), ss.Layout.zero(1, ep=2))
-    with pytest.raises(ValueError, match=r"Layout\.ep is 2.*MoE"):
+    plan = replace(small(ss.Layout.zero(3)), recipe=ss.Recipe(global_batch_size=8, loss="chunked"))
+    with pytest.raises(ValueError, match=r"Recipe\.loss is 'chunked'.*its own module"):
         played(plan)
 
 

@@ -57,8 +57,11 @@ def fake_tensors(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     tracker = Tracker(logit_widths, host_apart=host_apart)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    # Copied with a tensor (copy.deepcopy), the mode would be a second one, whose views share no storage.
+    mode.__deepcopy__ = lambda _: mode
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
+        mode,
         converting_by_replacing(),
         _transformers_as_on_real_tensors(),
         _shapes_of_dtensors_unseen(tracker),

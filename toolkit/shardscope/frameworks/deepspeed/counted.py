@@ -89,7 +89,7 @@ class Counted(NamedTuple):
     experts_piece: int
     """The same of routed experts, where they are a group of their own."""
     group: int
-    """What is updated at once: all in stages 1 and 2, a sub-group in stage 3."""
+    """What is updated at once: all in stages 1 and 2, but experts for themselves; in stage 3 a sub-group."""
     widest: int
     """The largest tensor of all."""
     rest: int
@@ -198,7 +198,7 @@ def _counted(
     experts = partition(tensors.experts, expert_replicas(ranks, ep), kind.half)
     whole = tensors.trained.total + tensors.experts.total
     part, kept = dense.part + experts.part, dense.whole + experts.whole
-    group, frozen = part, tensors.frozen.total
+    group, frozen = max(dense.part, experts.part), tensors.frozen.total
     rest = forward = 0
     in_forward: tuple[tuple[int, int], ...] = ((0, 0),)
     if kind.stage == 3:

@@ -73,8 +73,13 @@ class MoeBlock(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, hidden) to the same shape."""
-        output: torch.Tensor = self.moe(hidden_states)[0]
-        return output
+        try:
+            output: torch.Tensor = self.moe(hidden_states)[0]
+            return output
+        finally:
+            # No loss here asks how even the load is. Kept, it would keep the graph of its making: of a layer
+            # that is computed again, which ends by an exception, all that is saved, until the next step.
+            self.moe.deepspeed_moe.l_aux = None
 
 
 def spread_experts(model: torch.nn.Module, *, ep: int, ep_rank: int) -> None:

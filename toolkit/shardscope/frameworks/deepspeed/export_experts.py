@@ -58,7 +58,11 @@ class Experts(torch.nn.Module):
                 expert.down_proj.copy_(down)
 
     def forward(self, hidden_states):
-        return self.moe(hidden_states)[0]
+        try:
+            return self.moe(hidden_states)[0]
+        finally:
+            # A loss of its own that nothing here adds; kept, it would keep a recomputed layer's graph.
+            self.moe.deepspeed_moe.l_aux = None
 
 
 def spread_experts(model):

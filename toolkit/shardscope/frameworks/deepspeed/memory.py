@@ -196,8 +196,8 @@ def _flat(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
     alone = (plan.degrees.ep == 1) * in_one
     update = largest(
         FP64 * c.experts_piece,
-        working(half, c.part, c.piece),
-        FP32 * c.part + flat_working(plan.recipe.optimizer, c.part) - half * c.kept * alone,
+        working(half, c.group, c.piece),
+        FP32 * c.group + flat_working(plan.recipe.optimizer, c.group) - half * c.kept * alone,
     )
     held = where(waits, c.trained, c.kept)
     always = n.accumulates & waits

@@ -34,7 +34,8 @@ class Pieces(NamedTuple):
     part: int
     """Weights that this rank updates."""
     group: int
-    """Those that are updated at once: all in stages 1 and 2, a sub-group in stage 3."""
+    """Those that are updated at once: all in stages 1 and 2, but experts for themselves; in stage 3 a
+    sub-group."""
     kept: int
     """Gradients that it keeps: whole tensors in stages 1 and 2."""
     largest: int
@@ -133,10 +134,9 @@ def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     layout: Any = plan.layout
     if layout.stage == 3:
         moved, host = state, p.moments + 2 * FP32 * p.part
-        updating = p.group
     else:
         moved = _optimizer(plan, state, p)
-        host, updating = moved.host_bytes, p.part
+        host = moved.host_bytes
 
     def words() -> str:
         return f"{gib(host)} GiB in the rank's own memory: what offload_optimizer keeps on a host"
@@ -144,8 +144,8 @@ def _beside(plan: Plan, state: TrainingState, p: Pieces) -> TrainingState:
     working = no_bytes("this optimizer step updates in place")
     if plan.recipe.optimizer == "adamw":
         working = Term(
-            2 * FP32 * updating,
-            lambda: f"{updating:,} × {2 * FP32} bytes · torch's own AdamW: a root, divided",
+            2 * FP32 * p.group,
+            lambda: f"{p.group:,} × {2 * FP32} bytes · torch's own AdamW: a root, divided",
         )
     return moved._replace(optimizer=Term(host, words), optimizer_working=working, host_bytes=0)
 

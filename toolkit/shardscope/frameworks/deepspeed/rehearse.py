@@ -16,7 +16,7 @@ import torch
 
 from shardscope.frameworks.deepspeed.fake_device import import_deepspeed
 from shardscope.frameworks.deepspeed.fake_files import FakeFiles, fake_files
-from shardscope.frameworks.deepspeed.limits import check_pipeline
+from shardscope.frameworks.deepspeed.limits import check_experts, check_pipeline
 from shardscope.frameworks.deepspeed.rehearse_engine import (
     NUM_STEPS,
     config_of,
@@ -61,15 +61,12 @@ def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what DeepSpeed's engine alone does not play on fake tensors."""
     layout: Any = plan.layout
     if layout.ep > 1:
-        why = (
-            "1 in a rehearsal: DeepSpeed's own MoE layers read off numbers how many tokens an expert gets "
-            "(MOELayer.forward)"
-        )
-        refuse("Layout.ep", layout.ep, why, "ep=1")
+        check_experts(plan)
     if layout.pp > 1:
         check_pipeline(plan)
-    if layout.pp > 1 and layout.tp > 1:
-        why = "1 with pp > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no stages"
+    if layout.tp > 1 and (layout.pp > 1 or layout.ep > 1):
+        field, what = ("pp", "stages") if layout.pp > 1 else ("ep", "experts of DeepSpeed's")
+        why = f"1 with {field} > 1 in a rehearsal: AutoTP cuts whole models of transformers, and no {what}"
         refuse("Layout.tp", layout.tp, why, "tp=1")
     check_predicted(layout, "to be rehearsed: DeepSpeed quantises in CUDA kernels")
     if layout.tp > 1 and plan.architecture.model_type not in AUTOTP_FAMILIES:
@@ -132,6 +129,8 @@ def _play(
             label_state(tracker, engine, optimizer)
     what = type(optimizer).__name__
     note = f"DeepSpeed {deepspeed.__version__}'s {what}"
+    if plan.degrees.ep > 1:
+        note += "; each expert gets as many tokens as another"
     if plan.num_micro_batches > num_micro_batches:
         note += f"; {num_micro_batches} of {plan.num_micro_batches} micro-batches, the others are alike"
     stage = tracker.stage(0, plan.architecture.num_hidden_layers, note=note)

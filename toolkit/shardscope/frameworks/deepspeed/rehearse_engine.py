@@ -10,6 +10,7 @@ import torch
 
 from shardscope.frameworks.deepspeed.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.fake_device import FakeDevice
+from shardscope.frameworks.deepspeed.rehearse_experts import in_groups_of_experts, routed, spread
 from shardscope.frameworks.deepspeed.rehearse_labels import labelled
 from shardscope.memory.arithmetic import ceil_div
 from shardscope.memory.head import loss_in_force
@@ -48,6 +49,7 @@ def stage_world(plan: Plan, deepspeed: Any, rank: int) -> Iterator[tuple[Tracker
         ) as tracker,
         device.numbers(),
         labelled(tracker, plan),
+        routed(plan),
     ):
         yield tracker, device.name
 
@@ -77,10 +79,17 @@ def initialised(
     if plan.recipe.optimizer in _CLIENTS:
         with quantile_maps() if plan.recipe.optimizer == "adamw_8bit" else contextlib.nullcontext():
             client = build_optimizer(plan.recipe.optimizer, trained)
+        if plan.degrees.ep > 1:
+            from shardscope.frameworks.deepspeed.experts_module import expert_groups
+
+            expert_groups(client)
     else:
         config["optimizer"] = _optimizer(plan)
+    groups = _in_groups(trained)
+    if plan.degrees.ep > 1:
+        groups = in_groups_of_experts(groups)
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=_in_groups(trained), optimizer=client, config=config
+        model=model, model_parameters=groups, optimizer=client, config=config
     )
     return engine, optimizer
 
@@ -126,7 +135,7 @@ def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracke
     cuts = config["zero_optimization"]["stage"] == 3
     # transformers' modules of experts do not come up inside zero.Init: theirs are made whole and cut then.
     inside = cuts and arch.mixture_of_experts is None
-    apart = (cuts and not inside) or plan.degrees.tp > 1
+    apart = (cuts and not inside) or plan.degrees.tp > 1 or plan.degrees.ep > 1
     with (
         deepspeed.zero.Init(config_dict_or_path=config) if inside else contextlib.nullcontext(),
         # AutoTP moves to the device what it has cut, of a model that was made on the host.
@@ -140,6 +149,8 @@ def model_of(plan: Plan, deepspeed: Any, config: dict[str, Any], tracker: Tracke
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     made = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     assert made == arch.num_parameters, (made, arch.num_parameters)
+    if plan.degrees.ep > 1:
+        spread(plan, model, tracker)
     if plan.recipe.method != "full":
         model = add_adapters(model, plan.architecture, plan.recipe)
     apply_recompute(model, plan.recipe.recompute, plan.recipe.recompute_interval)
