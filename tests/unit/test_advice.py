@@ -185,6 +185,12 @@ def test_cpu_ranks_are_ranks_and_their_time_is_not_made_up() -> None:
 # ------------------------------------------------------------------------------------- nothing fits
 
 
+def test_a_node_that_no_part_divides_is_advised_on_too() -> None:
+    found = recommend(ss.models["gpt2"], ss.Cluster.parse("13xh100-sxm-80gb"), ss.Recipe(seq_len=1024))
+    assert found.plan is None
+    assert any("a global batch of 65" in words for _, words in found.alternatives)
+
+
 def test_nothing_fits_is_advice() -> None:
     cluster = replace(ss.Cluster.parse("2xt4-16gb"), host_memory_bytes=2**36, nvme_bytes=2**37)
     found = recommend(ss.models["llama-3.1-70b"], cluster, ss.Recipe(precision="fp16-mixed"))

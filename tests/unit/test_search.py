@@ -243,8 +243,28 @@ def test_nothing_fits_and_what_is_nearest_is_told() -> None:
     plan = found.plan(nearest.index)
     assert nearest.lacks["GPU memory"] == plan.memory().peak_bytes - NODE.usable_bytes_per_gpu
     assert {miss.framework for miss in found.misses} == {"ddp", "fsdp2", "deepspeed", "megatron"}
-    assert len(found.to_frame()) == found.num_evaluated
     assert len(found.pareto()) == 0
+    table = found.to_frame()
+    assert len(table) == found.num_evaluated
+    # The table comes in the order of what is missing, wherever that is, and says where.
+    share = table["missing_share"].to_numpy()
+    assert (share > 0).all() and (share[1:] >= share[:-1]).all()
+    needed = table.loc[nearest.index, ["peak_bytes", "host_bytes", "nvme_bytes", "making_bytes"]]
+    assert needed["peak_bytes"] == plan.memory().peak_bytes and (needed > 0).sum() >= 1
+
+
+def test_what_lacks_host_memory_is_not_the_nearest_for_its_small_peak() -> None:
+    found = ss.search(ss.models["llama-3.1-405b"], NODE, ss.Recipe(global_batch_size=8), ("deepspeed",))
+    table = found.to_frame(3)
+    assert next(iter(table.index)) == found.misses[0].index
+    short = table["host_bytes"].iloc[0] / NODE.host_memory_bytes - 1
+    assert table["missing_share"].iloc[0] >= min(short, 1e-9)
+
+
+def test_a_link_that_nobody_named_is_refused_by_name() -> None:
+    gpu = replace(NODE.gpu, name="mine", link=None)
+    with pytest.raises(ValueError, match=r"Gpu\.link is None.*Nearest fix: link='pcie-4-x16'"):
+        ss.search(LLAMA, ss.Cluster.of(gpu, 8), ss.Recipe())
 
 
 def test_a_batch_that_no_layout_divides_is_said() -> None:
@@ -253,8 +273,14 @@ def test_a_batch_that_no_layout_divides_is_said() -> None:
     assert "Recipe.global_batch_size" in found.refused["ddp"]
     assert found.misses == ()
     assert len(found.to_frame()) == 0
-    with pytest.raises(ValueError, match=r"Recipe\.global_batch_size"):
+    assert found.even is not None and found.even.best.recipe.global_batch_size == 7
+    with pytest.raises(ValueError, match=r"With a global batch of 7, .*: DDP.* tokens/s a GPU"):
         _ = found.best
+    larger = ss.search(
+        ss.models["llama-3.1-405b"], found.cluster, ss.Recipe(global_batch_size=8), frameworks=["ddp"]
+    )
+    with pytest.raises(ValueError, match=r"With a global batch of 7, .*DDP.*lacks .* GiB of GPU memory"):
+        _ = larger.best
 
 
 def test_a_framework_without_such_layers_is_said() -> None:

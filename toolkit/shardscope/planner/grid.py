@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Columns = dict[str, "NDArray[np.int64]"]
 """Whole numbers by name, one of each for every row."""
 
+DEGREES = ("data_parallel", "replicate", "tp", "pp", "vpp", "cp", "ep")
 MICRO_BATCH_SIZE = "micro_batch_size"
 DATA_PARALLEL = "data_parallel"
 PER_STEP = "sequences_at_once"

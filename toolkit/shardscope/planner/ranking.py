@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.memory.words import gib
-from shardscope.planner.grid import MICRO_BATCH_SIZE
+from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
+from shardscope.planner.misses import Miss, nearest, why_none
 from shardscope.timing.report import HOUR_SECONDS
 
 if TYPE_CHECKING:
@@ -25,26 +26,9 @@ if TYPE_CHECKING:
     from shardscope.planner.room_many import Needs
     from shardscope.recipe import Recipe
 
-MISSES = 5
-"""Nearest misses that are told."""
 AS_FAST = 1.01
 """Plans whose step takes up to so many times that of the fastest count as equally fast: the median error of a
 predicted step is 6 %, so that less than a sixth of it says nothing of which is faster."""
-_DEGREES = ("data_parallel", "replicate", "tp", "pp", "vpp", "cp", "ep")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Miss:
-    """A plan that lacks the least."""
-
-    index: int
-    """Its row; :meth:`Ranking.plan` makes it."""
-    framework: str
-    lacks: Mapping[str, int]
-    """Bytes that are missing: of "GPU memory" on the worst rank, of "host memory", "NVMe" and "host memory
-    while the model is made" on the node that needs most."""
-    words: str
-    """The plan and what it lacks, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +63,9 @@ class Ranking:
     """Frameworks of which no plan was evaluated, and why."""
     candidates: tuple[Candidates, ...]
     """Whose rows the columns are, one after the other."""
+
+    even: Ranking | None = None
+    """Where the global batch leaves no plan to evaluate: what the nearest one does that divides evenly."""
 
     @property
     def num_evaluated(self) -> int:
@@ -119,7 +106,7 @@ class Ranking:
     def feasible(self) -> NDArray[np.bool_]:
         """Whether it fits: the cards with the headroom asked for, its nodes' host memory and NVMe."""
         found = np.ones(self.num_evaluated, bool)
-        for short in self._lacks.values():
+        for short in self.lacks.values():
             found &= short <= 0
         return found
 
@@ -178,7 +165,7 @@ class Ranking:
         Raises ``ValueError`` naming the nearest misses where none fits.
         """
         if not len(self.order):
-            raise ValueError(self._why_none())
+            raise ValueError(why_none(self))
         return self.plan(int(self.order[0]))
 
     def plan(self, index: int) -> Plan:
@@ -200,27 +187,15 @@ class Ranking:
     @cached_property
     def misses(self) -> tuple[Miss, ...]:
         """The plans nearest to fitting that do not, each of another layout's framework first."""
-        lacks, rooms = self._lacks, self._rooms
-        rows = np.flatnonzero(~self.feasible)
-        if not len(rows):
-            return ()
-        over = np.max([np.maximum(0, lacks[name][rows]) / max(1, rooms[name]) for name in lacks], axis=0)
-        seconds, owners = self.step_seconds[rows], self._owners(rows)
-        names = [found.layout.framework for found in self.candidates]
-        # Of each framework the nearest, and then whatever is nearest of all.
-        firsts = []
-        for name in dict.fromkeys(names):
-            places = np.flatnonzero(np.array([name == own for own in names])[owners])
-            if len(places):
-                places = places[over[places] == over[places].min()]
-                firsts.append(int(places[np.argmin(seconds[places])]))
-        firsts.sort(key=lambda place: float(over[place]))
-        near = np.flatnonzero(
-            over <= np.partition(over, min(MISSES, len(rows)) - 1)[min(MISSES, len(rows)) - 1]
-        )
-        near = near[np.lexsort((seconds[near], over[near]))]
-        chosen = rows[list(dict.fromkeys([*firsts, *near.tolist()]))[:MISSES]].tolist()
-        return tuple(self._miss(row) for row in chosen)
+        return nearest(self)
+
+    @cached_property
+    def missing_share(self) -> NDArray[np.float64]:
+        """The most that a plan lacks of any place, as a share of what there is of it; 0: it fits."""
+        found = np.zeros(self.num_evaluated)
+        for name, short in self.lacks.items():
+            found = np.maximum(found, short / max(1, self.rooms[name]))
+        return found
 
     def to_frame(self, limit: int | None = None) -> pd.DataFrame:
         """A row for each plan, ``limit`` at most: feasible ones as in :attr:`order`, then the nearest."""
@@ -229,18 +204,22 @@ class Ranking:
         rows = self.order[:limit]
         if limit is None or len(rows) < limit:
             others = np.flatnonzero(~self.feasible)
-            others = others[np.lexsort((self.step_seconds[others], self.peak_bytes[others]))]
+            others = others[np.lexsort((self.step_seconds[others], self.missing_share[others]))]
             rows = np.concatenate([rows, others])[:limit]
         found: dict[str, Any] = {
             "framework": self.framework[rows],
             "layout": self.options(rows),
             "recompute": self.recompute[rows],
             MICRO_BATCH_SIZE: self.column(MICRO_BATCH_SIZE)[rows],
-            **{name: self.column(name)[rows] for name in _DEGREES},
+            **{name: self.column(name)[rows] for name in DEGREES},
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu[rows],
             "step_seconds": self.step_seconds[rows],
             "peak_bytes": self.peak_bytes[rows],
             "headroom_bytes": self.headroom_bytes[rows],
+            "host_bytes": self.host_bytes[rows],
+            "nvme_bytes": self.nvme_bytes[rows],
+            "making_bytes": self.making_bytes[rows],
+            "missing_share": self.missing_share[rows],
             "feasible": self.feasible[rows],
             "is_room_known": self.is_room_known[rows],
         }
@@ -265,7 +244,7 @@ class Ranking:
 
     def options(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
         """What the layouts of some rows choose beside their degrees, in words."""
-        return np.array([_options(found.layout) for found in self.candidates], str)[self._owners(rows)]
+        return np.array([_options(found.layout) for found in self.candidates], str)[self.owners(rows)]
 
     @cached_property
     def _by_speed(self) -> NDArray[np.int64]:
@@ -279,14 +258,14 @@ class Ranking:
 
     def _num_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Degrees of some rows that are above 1; copies that only follow from the GPUs are none."""
-        above = [self.column(name)[rows] > 1 for name in _DEGREES if name != "data_parallel"]
+        above = [self.column(name)[rows] > 1 for name in DEGREES if name != "data_parallel"]
         found: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
         return found
 
     def _num_turned_on(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """What a person has to set and understand: degrees above 1, offload and recomputation."""
         extras = [_num_extras(found) for found in self.candidates]
-        beside: NDArray[np.int64] = np.array(extras, np.int64)[self._owners(rows)]
+        beside: NDArray[np.int64] = np.array(extras, np.int64)[self.owners(rows)]
         return self._num_above_one(rows) + beside
 
     @cached_property
@@ -299,7 +278,8 @@ class Ranking:
         return [0, *np.cumsum(sizes[:-1], dtype=int).tolist()] if sizes else []
 
     @cached_property
-    def _rooms(self) -> dict[str, int]:
+    def rooms(self) -> dict[str, int]:
+        """Bytes that plans may take of each place whose size the cluster says."""
         cluster = self.cluster
         found = {
             "GPU memory": cluster.usable_bytes_per_gpu - self.headroom_wanted_bytes,
@@ -310,7 +290,7 @@ class Ranking:
         return {name: room for name, room in found.items() if room is not None}
 
     @cached_property
-    def _lacks(self) -> dict[str, NDArray[np.int64]]:
+    def lacks(self) -> dict[str, NDArray[np.int64]]:
         """Bytes that are missing in each place whose size is known; 0 or less: none."""
         needed = {
             "GPU memory": self.peak_bytes,
@@ -318,42 +298,20 @@ class Ranking:
             "NVMe": self.nvme_bytes,
             "host memory while the model is made": self.making_bytes,
         }
-        return {name: needed[name] - room for name, room in self._rooms.items()}
+        return {name: needed[name] - room for name, room in self.rooms.items()}
 
     @cached_property
     def _open(self) -> dict[str, NDArray[np.int64]]:
         """What plans need in a step of the places whose size the cluster does not say."""
         needed = {"host memory": self.host_bytes, "NVMe": self.nvme_bytes}
-        return {name: num_bytes for name, num_bytes in needed.items() if name not in self._rooms}
+        return {name: num_bytes for name, num_bytes in needed.items() if name not in self.rooms}
 
-    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Whose rows they are, by place in :attr:`candidates`."""
         return np.searchsorted(np.array(self._starts), rows, side="right") - 1
 
     def _repeated(self, values: list[str]) -> NDArray[np.str_]:
         return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
-
-    def _miss(self, row: int) -> Miss:
-        lacks = {name: int(short[row]) for name, short in self._lacks.items() if short[row] > 0}
-        numbers = ", ".join(
-            f"{name.replace('_', ' ')} {int(self.column(name)[row])}"
-            for name in (*_DEGREES, MICRO_BATCH_SIZE)
-            if self.column(name)[row] > 1
-        )
-        what = f"{self.options(np.array([row]))[0]}, recompute {self.recompute[row]}" + (
-            f", {numbers}" if numbers else ""
-        )
-        missing = " and ".join(f"{gib(short)} GiB of {name}" for name, short in lacks.items())
-        words = f"{what}: lacks {missing}"
-        return Miss(index=int(row), framework=str(self.framework[row]), lacks=lacks, words=words)
-
-    def _why_none(self) -> str:
-        refused = [f"{name}: {why}" for name, why in self.refused.items()]
-        told = [*(miss.words for miss in self.misses), *refused]
-        return (
-            f"No plan of {self.num_evaluated:,} for {self.architecture.name} fits {self.cluster}. "
-            f"Nearest misses: {'; '.join(told) or 'none, for no layout runs this recipe here'}."
-        )
 
     def __repr__(self) -> str:
         unsaid = f" {self.unsaid}" if self.unsaid else ""
@@ -369,7 +327,7 @@ def _options(layout: Any) -> str:
     changed = [
         f"{name}={getattr(layout, name)}"
         for name in layout.choices
-        if name not in _DEGREES and getattr(layout, name) != getattr(plain, name)
+        if name not in DEGREES and getattr(layout, name) != getattr(plain, name)
     ]
     return f"{layout.title}{' (' if changed else ''}{', '.join(changed)}{')' if changed else ''}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardscope.support import check_sequence, check_targets
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.many import step_seconds
+from shardscope.timing.rates import check_links
 from shardscope.validation import FieldError, one_of, refuse, whole_number
 
 if TYPE_CHECKING:
@@ -57,8 +59,9 @@ def search(
     is not in it.
 
     ``progress(words, fraction)`` is called as it goes on and ends the search by raising. A plan counts as
-    feasible if ``headroom_bytes`` of each card stay free. Raises ``ValueError`` for a figure of the GPU that
-    is not known, and for a recipe that no framework could run.
+    feasible if ``headroom_bytes`` of each card stay free. Where no layout divides the global batch,
+    ``Ranking.even`` is the same search with the nearest batch of which each GPU has an equal part. Raises
+    ``ValueError`` for a figure of the GPU that is not known, and for a recipe that no framework could run.
     """
     start = time.perf_counter()
     whole_number("headroom_bytes", headroom_bytes, low=0, high=2**50)
@@ -68,6 +71,7 @@ def search(
     rates = rates_for(cluster)
     rates.matrix(PEAKS[recipe.precision])
     rates.memory()
+    check_links(cluster, rates)
     refused: dict[str, str] = {}
     asked: list[Candidates] = []
     for name in names:
@@ -109,7 +113,19 @@ def search(
         refused={name: why for name, why in refused.items() if name not in told},
         candidates=tuple(answered),
         seconds=time.perf_counter() - start,
+        even=None if asked else _with_even_batch(arch, cluster, recipe, names, headroom_bytes),
     )
+
+
+def _with_even_batch(
+    arch: Architecture, cluster: Cluster, recipe: Recipe, frameworks: list[str], headroom_bytes: int
+) -> Ranking | None:
+    at_once = cluster.num_gpus * recipe.micro_batch_size
+    if recipe.global_batch_size % at_once == 0:
+        return None
+    batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
+    even = replace(recipe, global_batch_size=batch)
+    return search(arch, cluster, even, frameworks, headroom_bytes=headroom_bytes)
 
 
 def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:

@@ -113,12 +113,14 @@ def split_inside_a_node(path: Path) -> None:
     size, current = path.bench.architecture.num_parameters, path.current
     is_tight = current is not None and (not path.is_settled or current.report.is_tight)
     is_middling = TIGHT_FROM <= size <= LARGE_FROM
-    if path.bench.cluster.gpus_per_node == 1 or not (current is None or (is_middling and is_tight)):
+    rung = rungs.split_inside_a_node(path.bench.cluster)
+    # Of one GPU, or of a prime number of them that is too large, no part comes out even.
+    if not rung.layouts or not (current is None or (is_middling and is_tight)):
         return
     middling = f"{words.billions(size)} and tight: with" if is_middling else "With"
     path.try_rung(
         "split",
-        rungs.split_inside_a_node(path.bench.cluster),
+        rung,
         f"{middling} matrices or sequences split over some GPUs of a node?",
         "FSDP2 with tensor or context parallelism: a GPU then has a part of each layer, or of each "
         "sequence's activations. Every layer waits for a transfer, so it comes after sharding.",
