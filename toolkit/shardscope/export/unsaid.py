@@ -8,9 +8,15 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.text import uncommented
+from shardscope.recipe import Recipe
+from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.export.documents import Document, Keys
+    from shardscope.layout import Layout
     from shardscope.plan import Plan
+
+    Says = dict[str, tuple[Keys, Any]]
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
 """Fields of a recipe that every run needs, whatever their default here."""
@@ -60,3 +66,21 @@ def stated(text: str, name: str) -> dict[str, Any]:
                 "mend it, or delete it and give recipe=."
             ) from error
     return found
+
+
+def noted(document: Document, text: str, layout: type[Layout]) -> tuple[Says, Says]:
+    """Fields of recipe and of ``layout`` that an export named in its comment, with their place in it.
+
+    Raises ``ValueError`` for a field that neither has.
+    """
+    of_recipe = {field.name for field in fields(Recipe)}
+    known = of_recipe | {field.name for field in fields(layout)}
+    recipe_says: Says = {}
+    layout_says: Says = {}
+    for name, value in stated(text, document.name).items():
+        if name not in known:
+            where = f"{document.name}, its comment of what is not said here: this field"
+            refuse(where, name, ", ".join(sorted(known)), "leave it out")
+        says = recipe_says if name in of_recipe else layout_says
+        says[name] = (("# Not said here", name), value)
+    return recipe_says, layout_says

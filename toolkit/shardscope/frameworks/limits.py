@@ -148,7 +148,7 @@ def check_recipe(recipe: Recipe, trained: Mapping[str, tuple[object, ...]] = TRA
             refuse(
                 f"Recipe.{field}",
                 value,
-                f"{_listed(values)} to train: others can be planned, and no engine here runs them yet",
+                f"{_listed(values)} to train so: others can be planned, and this engine does not run them",
                 f"{field}={values[0]!r}",
             )
     check_adapters(recipe)

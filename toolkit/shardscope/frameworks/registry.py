@@ -11,6 +11,7 @@ from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.megatron.layout import MegatronLayout
+from shardscope.validation import FieldError
 
 if TYPE_CHECKING:
     from shardscope.frameworks.habits import Habits
@@ -123,9 +124,14 @@ frameworks: dict[str, Framework] = {
 
 def check_trained(plan: Plan) -> None:
     """Raise ``ValueError`` if no engine here trains ``plan``, naming what does train. Imports no torch."""
+    from shardscope.frameworks.instead import fix_with_others
+
     framework = frameworks[plan.layout.framework]
     limits: Any = import_module(f"shardscope.frameworks.{framework.name}.limits")
-    limits.check_plan(plan)
+    try:
+        limits.check_plan(plan)
+    except FieldError as refusal:
+        raise refusal.with_fix(fix_with_others(refusal.fix, plan)) from None
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, Keys, read_json, read_yaml, text_of
-from shardscope.export.unsaid import stated
+from shardscope.export.unsaid import noted
 from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed import read as deepspeed
@@ -125,10 +125,9 @@ def read(
     if kind == "DEEPSPEED":
         path = _deepspeed_file(document, Path(file).expanduser())
         return deepspeed.read(path, architecture, cluster, recipe) if path else _inline(document, rest)
-    noted = _noted(document, file, Fsdp2Layout if kind == "FSDP" else DdpLayout)
+    recipe_noted, layout_noted = noted(document, text_of(file), Fsdp2Layout if kind == "FSDP" else DdpLayout)
     if rest.is_recipe_open:
-        of_recipe = {name: value for name, value in noted.items() if name in RECIPE}
-        rest = replace(rest, recipe=changed(rest.recipe, document, of_recipe))
+        rest = replace(rest, recipe=changed(rest.recipe, document, recipe_noted))
     said: dict[str, tuple[Keys, Any]] = {
         "precision": (("mixed_precision",), _precision(document, rest.recipe))
     }
@@ -136,7 +135,7 @@ def read(
         return planned(rest, document, changed(rest.recipe, document, said), said, DdpLayout)
     start, layout_says = _fsdp(document, rest)
     if rest.layout is None:
-        layout_says = {**{name: said for name, said in noted.items() if name not in RECIPE}, **layout_says}
+        layout_says = {**layout_noted, **layout_says}
     said |= _recomputation(document, rest.recipe)
     values = {field: value for field, (_, value) in layout_says.items()}
     return planned(
@@ -146,17 +145,6 @@ def read(
         {**said, **layout_says},
         lambda: replace(start, **values),
     )
-
-
-def _noted(document: Document, file: str | Path, layout: type) -> dict[str, tuple[Keys, Any]]:
-    """Field -> (place, value) of recipe and layout that an export named in its comment, having no key."""
-    known = RECIPE | {field.name for field in fields(layout)}
-    found = stated(text_of(file), document.name)
-    for name in found:
-        if name not in known:
-            where = f"{document.name}, its comment of what is not said here: this field"
-            refuse(where, name, ", ".join(sorted(known)), "leave it out")
-    return {name: (("# Not said here", name), value) for name, value in found.items()}
 
 
 def _check_ranks(document: Document, rest: Rest) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, Keys, text_of
+from shardscope.export.unsaid import noted
 from shardscope.frameworks.megatron.arguments import (
     BACKENDS,
     OPTIMIZERS,
@@ -102,6 +103,9 @@ def read(
             document.refuse((flag,), f"nothing: {why}", "leave it out")
     rest = rest_of(file, architecture, cluster, recipe)
     rest = replace(rest, architecture=_architecture(document, rest))
+    recipe_noted, layout_noted = noted(document, text_of(file) if file else "", MegatronLayout)
+    if rest.is_recipe_open:
+        rest = replace(rest, recipe=changed(rest.recipe, document, recipe_noted))
     before = rest.layout if isinstance(rest.layout, MegatronLayout) else None
     rest = replace(rest, recipe=_without_switches(document, rest))
     recipe_says = _recipe(document, rest)
@@ -110,7 +114,7 @@ def read(
         where = document.name
         allowed = "a number: Megatron-LM's default depends on the cluster"
         refuse(f"{where}, --global-batch-size", None, allowed, "--global-batch-size 64")
-    says = _layout(document, made, before)
+    says = ({} if rest.layout else layout_noted) | _layout(document, made, before)
     if document.get(CHUNK) is not None:
         says["vpp"] = ((CHUNK,), chunks(document, rest.the_architecture(document.name), says["pp"][1]))
     values = {name: value for name, (_, value) in says.items()}

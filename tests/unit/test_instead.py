@@ -1,0 +1,29 @@
+"""A refusal to train names the frameworks that do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.frameworks.instead import others_that_train
+from shardscope.frameworks.registry import why_not_trained
+
+CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "named"),
+    [
+        (ss.Layout.zero(), {"optimizer": "lion"}, "or DDP or FSDP2, which train it"),
+        (ss.Layout.megatron(cp=2), {}, "cp=1, or FSDP2, which trains it"),
+        (ss.Layout.ddp(), {"attention": "sdpa"}, "attention=None."),
+    ],
+)
+def test_what_does_train_is_named(layout: Any, recipe: dict[str, Any], named: str) -> None:
+    plan = ss.Plan(ss.models["llama-3.1-8b"], CLUSTER, ss.Recipe(**recipe), layout)
+    told = why_not_trained(plan)
+    assert told is not None and named in told
+    for other in others_that_train(plan):
+        assert why_not_trained(ss.Plan(plan.architecture, CLUSTER, plan.recipe, other)) is None
