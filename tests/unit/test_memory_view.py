@@ -13,8 +13,10 @@ import pytest
 import shardscope as ss
 from shardscope.planner.differences import differences
 from shardscope.planner.repairs import in_words
+from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.measured import measured_memory
 from shardscope_widgets import MemoryView, Studio
+from shardscope_widgets.work_panel import Takes, about
 
 GIB = 2**30
 
@@ -279,6 +281,8 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     view = MemoryView(plan_of())
     panel = view.rehearse
     assert panel.layout.display == ""
+    expected = expected_seconds(view.plan)
+    assert about(expected) == "about 40 s" and f"takes {about(expected)} on an idle" in panel.words.value
     panel.button.click()
     assert until(lambda: panel.progress.value == 0.5)
     assert panel.button.disabled and panel.cancel.layout.display == ""
@@ -286,6 +290,27 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     goes_on.set()
     assert until(lambda: not panel.button.disabled)
     assert "rehearsed" in drawn(view)
+    view.show(plan_of(seq_len=2048))
+    assert "takes about 5 s" in panel.words.value, "as quick as the last one was here"
+
+
+def test_what_is_done_says_how_long_the_rest_takes() -> None:
+    takes = Takes(40)
+    assert takes.words(4, 0.1) == "4 s of about 40 s", "it was only starting"
+    assert takes.words(30, 0.3) == "30 s of about 2 minutes"
+    assert takes.words(60, 0.3) == "60 s of about 2 minutes", "in the midst of a part nothing new is known"
+    assert takes.words(70, 0.9) == "70 s of about 80 s"
+    assert takes.words(90, 0.9) == "90 s", "it took longer, and nobody knows how much"
+    assert Takes(None).words(12, 0.9) == "12 s"
+
+
+def test_a_rehearsal_of_more_layers_and_micro_batches_is_expected_to_take_longer() -> None:
+    def seconds(**recipe: Any) -> float:
+        return expected_seconds(plan_of(**recipe))
+
+    assert seconds(global_batch_size=8) < seconds(global_batch_size=16) < seconds(global_batch_size=24)
+    assert seconds(global_batch_size=24) == seconds(global_batch_size=64), "more of them are not played"
+    assert expected_seconds(plan_of("llama-3.1-70b")) > seconds()
 
 
 def test_a_rehearsal_can_be_cancelled_and_may_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
-from shardscope_widgets.work_panel import Progress, WorkPanel
+from shardscope.rehearsal.extent import expected_seconds
+from shardscope_widgets.work_panel import Progress, WorkPanel, about
 
 TIMEOUT_SECONDS = 600.0
 
@@ -17,6 +18,8 @@ class RehearsePanel(WorkPanel):
     def __init__(self, on_report: Callable[[ss.Plan, MemoryReport], None]) -> None:
         self._on_report = on_report
         self._plan: ss.Plan | None = None
+        self._pace = 1.0
+        """What the last rehearsal took here, of what was expected of it."""
         super().__init__(
             "Rehearse on fake tensors",
             "Run the framework's own code at true sizes: no GPU and no memory are needed",
@@ -27,9 +30,12 @@ class RehearsePanel(WorkPanel):
 
     def offer(self, plan: ss.Plan) -> None:
         """Say what pressing the button would rehearse."""
-        if plan != self._plan and not self.is_busy:
-            self.words.value = ""
-        self._plan = plan
+        changed, self._plan = plan != self._plan, plan
+        if changed and not self.is_busy:
+            self.say(f"A rehearsal takes {about(self._expected(plan))} on an idle machine.")
+
+    def _expected(self, plan: ss.Plan) -> float:
+        return expected_seconds(plan) * self._pace
 
     def _rehearse(self) -> None:
         plan = self._plan
@@ -39,8 +45,8 @@ class RehearsePanel(WorkPanel):
         def work(progress: Progress) -> MemoryReport:
             return plan.rehearse(progress=progress, timeout=TIMEOUT_SECONDS)
 
-        self.start(
-            work,
-            lambda report: self._on_report(plan, report),
-            lambda _, seconds: f"rehearsed in {seconds:.0f} s",
-        )
+        def done(_: MemoryReport, seconds: float) -> str:
+            self._pace = seconds / expected_seconds(plan)
+            return f"rehearsed in {seconds:.0f} s"
+
+        self.start(work, lambda report: self._on_report(plan, report), done, self._expected(plan))

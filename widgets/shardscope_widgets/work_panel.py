@@ -14,6 +14,8 @@ from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable
 
 SHOWN_WORDS = 300
+TELLING_FRACTION = 0.3
+"""From here on, what is done says how long the rest takes; before, it was starting."""
 LEAST_SECONDS_BETWEEN_WORDS = 0.1
 """A browser that gets a thousand messages shows the last of them long after it was true."""
 
@@ -23,6 +25,30 @@ Progress = Callable[[str, float], None]
 
 class CancelledError(Exception):
     """Somebody pressed Cancel."""
+
+
+class Takes:
+    """How long work takes: as it was expected, and once a part of it is done, as that part says."""
+
+    def __init__(self, expected_seconds: float | None) -> None:
+        self._whole = expected_seconds
+        self._is_told = expected_seconds is not None
+        self._fraction = 0.0
+
+    def words(self, seconds: float, fraction: float) -> str:
+        """``12 s of about 40 s``; of work that was not expected to take any time, only the first half."""
+        # Only as a part ends: in the midst of one, nobody knows how far it is.
+        if self._is_told and fraction >= TELLING_FRACTION and fraction > self._fraction:
+            self._fraction, self._whole = fraction, seconds / fraction
+        whole = self._whole
+        return f"{seconds:.0f} s" + (f" of {about(whole)}" if whole is not None and seconds < whole else "")
+
+
+def about(seconds: float) -> str:
+    """``about 40 s``, ``about 3 minutes``."""
+    return (
+        f"about {max(5, 5 * round(seconds / 5))} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
+    )
 
 
 class WorkPanel(widgets.HBox):
@@ -57,19 +83,24 @@ class WorkPanel(widgets.HBox):
         work: Callable[[Progress], Answer],
         on_done: Callable[[Answer], None],
         done_words: Callable[[Answer, float], str | None],
+        expected_seconds: float | None = None,
     ) -> None:
         """Do ``work`` unless other work is under way; ``on_done`` gets what it returns, in the same thread.
 
         ``work`` is given ``progress(words, fraction)``, which raises :class:`CancelledError` once somebody
         pressed Cancel. ``done_words`` says, of the answer and its seconds, what stands beside the button, or
-        None where ``on_done`` wrote that itself.
+        None where ``on_done`` wrote that itself. ``expected_seconds`` stand beside those that have passed,
+        until the work's own progress says more.
         """
         if self.is_busy:
             return
         self._cancel.clear()
         self._show_busy(True)
         self._thread = threading.Thread(
-            target=self._do, args=(work, on_done, done_words), daemon=True, name="shardscope-work"
+            target=self._do,
+            args=(work, on_done, done_words, expected_seconds),
+            daemon=True,
+            name="shardscope-work",
         )
         self._thread.start()
 
@@ -78,9 +109,11 @@ class WorkPanel(widgets.HBox):
         work: Callable[[Progress], Answer],
         on_done: Callable[[Answer], None],
         done_words: Callable[[Answer, float], str | None],
+        expected_seconds: float | None,
     ) -> None:
         started = time.monotonic()
         told = -1.0
+        takes = Takes(expected_seconds)
 
         def progress(words: str, fraction: float) -> None:
             nonlocal told
@@ -90,7 +123,7 @@ class WorkPanel(widgets.HBox):
             if now - told >= LEAST_SECONDS_BETWEEN_WORDS:
                 told = now
                 self.progress.value = fraction
-                self.say(f"{words} · {now - started:.0f} s")
+                self.say(f"{words} · {takes.words(now - started, fraction)}")
 
         try:
             answer = work(progress)

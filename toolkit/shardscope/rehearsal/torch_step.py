@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardscope.memory.report import Phase
+from shardscope.rehearsal.extent import MAX_MICRO_BATCHES, NUM_STEPS
 from shardscope.rehearsal.low_bits import low_bit_operators, packed_weights, quantile_maps, updates_on_fakes
 from shardscope.rehearsal.result import RehearsedStage
 from shardscope.training import gradients, optimizers
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from shardscope.training.torch_engine import TorchEngine
 
 NoteProgress = Callable[[str, float], None]
-NUM_STEPS = 2
-"""The first step makes the optimizer's state; the second is what all others are like."""
-MAX_MICRO_BATCHES = 3
-"""The first leaves gradients, the second adds to them, the last reduces them; more repeat the second."""
 
 
 class FakeContext:

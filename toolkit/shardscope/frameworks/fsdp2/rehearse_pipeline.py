@@ -13,7 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from shardscope.rehearsal.torch_step import NUM_STEPS, finish_step, prepare
+from shardscope.rehearsal.extent import NUM_STEPS
+from shardscope.rehearsal.torch_step import finish_step, prepare
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
