@@ -614,7 +614,7 @@ def test_the_plans_files_are_a_click_away(
     (folder,) = (tmp_path / "exports").iterdir()
     listed = panel.words.value
     assert said.startswith(f"{len(list(folder.iterdir()))} files in exports/{folder.name} ")
-    assert all(f"<dt><code>{file.name}</code>" in listed for file in folder.iterdir())
+    assert all(f"<li><code>{file.name}</code>" in listed for file in folder.iterdir())
     copied = [unescape(text) for text in re.findall(r"data-copy='([^']*)'", listed)]
     assert copied[0] == f"cd {folder} && ./torchrun.sh" and f"cd {folder} && sbatch job.sbatch" in copied
     assert ss.Plan.from_json((folder / "plan.json").read_text()) == studio.plan

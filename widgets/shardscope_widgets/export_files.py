@@ -15,7 +15,7 @@ def listed(files: Sequence[Exported], folder: Path) -> str:
     rows = "".join(_row(file, folder) for file in sorted(files, key=_place))
     return (
         f"<div class='ss-files'><div class='ss-hint'>{len(files)} files in "
-        f"<code>{escape(str(folder))}</code></div><dl>{rows}</dl></div>"
+        f"<code>{escape(str(folder))}</code></div><ul>{rows}</ul></div>"
     )
 
 
@@ -24,7 +24,7 @@ def _place(file: Exported) -> tuple[bool, int]:
 
 
 def _row(file: Exported, folder: Path) -> str:
-    return f"<dt><code>{escape(file.name)}</code></dt><dd>{escape(file.what)}{_command(file, folder)}</dd>"
+    return f"<li><code>{escape(file.name)}</code><div>{escape(file.what)}{_command(file, folder)}</div></li>"
 
 
 def _command(file: Exported, folder: Path) -> str:

@@ -81,7 +81,14 @@ def _layout() -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
         "hoverlabel": {"align": "left"},
-        "xaxis": {"ticksuffix": " GiB", "zeroline": False, "fixedrange": True, "nticks": 7, "anchor": "y"},
+        "xaxis": {
+            "ticksuffix": " GiB",
+            "showticksuffix": "last",
+            "zeroline": False,
+            "fixedrange": True,
+            "nticks": 7,
+            "anchor": "y",
+        },
         "yaxis": {
             "fixedrange": True,
             "showgrid": False,

@@ -64,7 +64,14 @@ def _layout() -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
         "hoverlabel": {"align": "left"},
-        "xaxis": {"zeroline": False, "fixedrange": True, "tickformat": ",~r"},
+        "xaxis": {
+            "zeroline": False,
+            "fixedrange": True,
+            "tickformat": ",~r",
+            "showticksuffix": "last",
+            "nticks": 4,
+            "tickangle": 0,
+        },
         "yaxis": {
             "fixedrange": True,
             "showgrid": False,
