@@ -15,7 +15,7 @@ from shardscope.planner.differences import differences
 from shardscope.planner.repairs import in_words
 from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.measured import measured_memory
-from shardscope_widgets import MemoryView, Studio
+from shardscope_widgets import MemoryView, Studio, memory_view
 from shardscope_widgets.work_panel import Takes, about
 
 GIB = 2**30
@@ -292,6 +292,34 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     assert "rehearsed" in drawn(view)
     view.show(plan_of(seq_len=2048))
     assert "takes about 5 s" in panel.words.value, "as quick as the last one was here"
+
+
+def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rehearsal's thread draws the old plan; meanwhile a person asks for another: that one stays."""
+    old, new = plan_of(), plan_of(seq_len=2048)
+    view = MemoryView(old)
+    is_drawing, goes_on, real = threading.Event(), threading.Event(), memory_view.draw
+
+    def slow(figure: Any, shown: Any, mode: Any) -> None:
+        if threading.current_thread().name == "rehearsal":
+            is_drawing.set()
+            goes_on.wait(1)
+        real(figure, shown, mode)
+
+    monkeypatch.setattr(memory_view, "draw", slow)
+    ends = threading.Thread(target=view.add, args=(old, as_tier(old, "rehearsed")), name="rehearsal")
+    ends.start()
+    assert is_drawing.wait(10)
+    asks = threading.Thread(target=view.show, args=(new,))
+    asks.start()
+    asks.join(0.3)  # Long enough, were it not made to wait.
+    goes_on.set()
+    for thread in (ends, asks):
+        thread.join(10)
+    assert sum(drawn(view)["predicted"].values()) == pytest.approx(new.memory().peak_bytes / GIB)
+    assert list(drawn(view)) == ["predicted"], "the rehearsal was the old plan's"
 
 
 def test_what_is_done_says_how_long_the_rest_takes() -> None:

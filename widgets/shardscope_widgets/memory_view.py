@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import ipywidgets as widgets
 
 import shardscope as ss
@@ -29,6 +31,9 @@ class MemoryView(View):
         self.plan: ss.Plan | None = None
         self._kept: ss.Plan | None = None
         self._remembered: list[tuple[ss.Plan, MemoryReport]] = []
+        # A rehearsal or a run ends in a thread of its own, while a person may move an input: who draws last
+        # draws what is the case then.
+        self._lock = threading.RLock()
         self.mode = shared.segments([("at the peak", "peak"), ("over one step", "step")], "Memory")
         self.mode.observe(self._draw, "value")
         self.keep = shared.button(
@@ -52,24 +57,29 @@ class MemoryView(View):
 
     def show(self, plan: ss.Plan, report: MemoryReport | None = None) -> None:
         """Draw a plan's memory; ``report`` saves asking the plan again."""
-        self.plan = plan
-        self.report = report or plan.memory()
-        self.rehearse.offer(plan)
-        self._draw()
+        report = report or plan.memory()
+        with self._lock:
+            self.plan, self.report = plan, report
+            self.rehearse.offer(plan)
+            self._draw()
 
     def compare(self, kept: ss.Plan | None) -> None:
         """Keep a plan as A beside what is shown (B); None lets go of it."""
-        self._kept = kept
-        self.keep.description = "Keep as A" if kept is None else "Let go of A"
-        self._draw()
+        with self._lock:
+            self._kept = kept
+            self.keep.description = "Keep as A" if kept is None else "Let go of A"
+            self._draw()
 
     def add(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Remember a rehearsed or measured report; it is shown whenever its plan is."""
-        others = [
-            (known, old) for known, old in self._remembered if not (known == plan and old.tier == report.tier)
-        ]
-        self._remembered = [*others, (plan, report)][-MAX_REMEMBERED:]
-        self._draw()
+        with self._lock:
+            others = [
+                (known, old)
+                for known, old in self._remembered
+                if not (known == plan and old.tier == report.tier)
+            ]
+            self._remembered = [*others, (plan, report)][-MAX_REMEMBERED:]
+            self._draw()
 
     @property
     def shown(self) -> Shown | None:
@@ -90,9 +100,10 @@ class MemoryView(View):
         self.compare(self.plan if self._kept is None else None)
 
     def _draw(self, change: object = None) -> None:
-        shown = self.shown
-        if shown is None:
-            return
-        draw(self.figure, shown, self.mode.value)
-        self.caption.value = caption(shown)
-        self.table.value = table(shown)
+        with self._lock:
+            shown = self.shown
+            if shown is None:
+                return
+            draw(self.figure, shown, self.mode.value)
+            self.caption.value = caption(shown)
+            self.table.value = table(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from html import escape
 
@@ -37,6 +38,8 @@ class StepView(View):
         self._on_calibrate = on_calibrate
         self.shown: ShownStep | None = None
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
+        # A run or a calibration ends in a thread of its own, while a person may move an input.
+        self._lock = threading.RLock()
         self.figure = empty_figure()
         self.caption = shared.html("", "ss-hint")
         self.figures = shared.html()
@@ -61,25 +64,28 @@ class StepView(View):
 
     def show(self, plan: ss.Plan) -> None:
         """Draw a plan's step; where it cannot be predicted, say why."""
-        self.calibrate.offer(plan)
-        measured = next((step for known, step in self._measured if known == plan), None)
-        self.shown = shown_step(plan, measured)
-        draw(self.figure, self.shown)
-        self.caption.value = caption(self.shown)
-        self.figures.value = figures(self.shown)
-        self.table.value = table(self.shown)
-        self._show_budget()
+        with self._lock:
+            self.calibrate.offer(plan)
+            measured = next((step for known, step in self._measured if known == plan), None)
+            self.shown = shown_step(plan, measured)
+            draw(self.figure, self.shown)
+            self.caption.value = caption(self.shown)
+            self.figures.value = figures(self.shown)
+            self.table.value = table(self.shown)
+            self._show_budget()
 
     def add(self, plan: ss.Plan, measured: RunSteps) -> None:
         """Remember steps that a run of ``plan`` measured; they are shown whenever that plan is."""
-        others = [(known, step) for known, step in self._measured if known != plan]
-        self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
-        if self.shown is not None and self.shown.plan == plan:
-            self.show(plan)
+        with self._lock:
+            others = [(known, step) for known, step in self._measured if known != plan]
+            self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
+            if self.shown is not None and self.shown.plan == plan:
+                self.show(plan)
 
     def _calibrated(self) -> None:
-        if self.shown is not None:
-            self.show(self.shown.plan)
+        with self._lock:
+            if self.shown is not None:
+                self.show(self.shown.plan)
         self._on_calibrate()
 
     def _show_budget(self, change: object = None) -> None:
