@@ -55,6 +55,7 @@ def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_noteb
         nothing_sticks_out(other)
         other.get_by_role("button", name="Stop", exact=True).click()
         other.wait_for_selector(".ss-status[data-status=stopped]", timeout=RUN_ENDS)
+        assert f"Stop was pressed in {OTHER}" in other.locator(".ss-run-top").inner_text()
         other.close()
     finally:
         ss.Run.attach(lab.folder / "runs" / name).stop()  # Nobody else would, were the test to fail.

@@ -38,6 +38,7 @@ def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any,
     screenshot(page, "run_under_way")
     page.get_by_role("button", name="Stop", exact=True).click()
     page.wait_for_selector(".ss-status[data-status=stopped]")
+    assert f"Stop was pressed in {NOTEBOOK}" in page.locator(".ss-run-top").inner_text()
     assert nothing_left_of(lab.folder / "runs"), "a stopped run left processes behind"
 
     start_a_run(page, steps=24)

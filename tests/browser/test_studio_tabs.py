@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from served import Lab
 from test_main_job import NOTEBOOK, SCREENSHOTS, fill, use_theme
 
-WIDTHS = (1180, 760, 320)
+WIDTHS = (1180, 760, 582, 400, 320)
+"""582: in a window of 700 pixels, beside JupyterLab's own."""
 ASKED = 120_000
 """A search or advice on a busy machine, in milliseconds."""
 
@@ -21,6 +23,13 @@ STICKING_OUT = """() => {
         .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
         .map(each => each.className || each.tagName);
 }"""
+
+
+# Words of inputs and beside them that end in "…" for want of room.
+CUT_OFF = """() => [...document.querySelectorAll('.ss-studio .ss-row *')]
+    .filter(each => each.checkVisibility() && getComputedStyle(each).textOverflow === 'ellipsis'
+        && each.scrollWidth > each.clientWidth + 1)
+    .map(each => each.innerText)"""
 
 
 @pytest.fixture
@@ -44,11 +53,14 @@ def test_fault_46_48_time_plans_and_checks(page: Any) -> None:
     a_budget_is_typed(page)
     checks_are_counted_and_one_is_mended(page)
     advice_is_applied(page)
+    an_answer_to_another_question_cannot_be_pressed(page)
     a_row_of_the_search_is_applied(page)
     tabs_are_moved_through_by_keyboard(page)
+    files_are_listed_and_a_command_is_copied(page)
     for theme, light in (("Light", "true"), ("Dark", "false")):
         use_theme(page, f"JupyterLab {theme}", light=light)
-        nothing_sticks_out(page, theme.lower())
+        # A theme changes no widths: the dark one is for the pictures.
+        nothing_sticks_out(page, theme.lower(), WIDTHS if theme == "Light" else (1180, 400))
 
 
 def the_head_and_the_time_follow_the_model(page: Any) -> None:
@@ -95,6 +107,7 @@ def checks_are_counted_and_one_is_mended(page: Any) -> None:
     counted = "count => document.querySelectorAll('.ss-findings li').length === count"
     page.wait_for_function(counted, arg=found)
     assert "danger" in page.locator(".ss-findings li").first.inner_text()
+    assert count.get_attribute("class") == "ss-is-danger"
     page.locator(".ss-findings button").first.click()
     page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
     page.wait_for_function(
@@ -109,6 +122,29 @@ def advice_is_applied(page: Any) -> None:
     page.locator(".ss-matrix tbody tr").nth(10).wait_for()
     page.get_by_role("button", name="Apply this plan").click()
     page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('FSDP2')")
+
+
+def an_answer_to_another_question_cannot_be_pressed(page: Any) -> None:
+    """It looks so, and is so, until the question is the old one again."""
+    button = page.get_by_role("button", name="Apply this plan")
+    fill(page, "Sequence", "2048")
+    page.locator(".ss-advice.ss-old").wait_for()
+    page.wait_for_function("() => document.querySelector('.ss-advised button').disabled")
+    assert "Ask again to apply" in page.locator(".ss-plans").inner_text()
+    fill(page, "Sequence", "4096")
+    page.locator(".ss-advice.ss-old").wait_for(state="detached")
+    assert button.is_enabled()
+
+
+def files_are_listed_and_a_command_is_copied(page: Any) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Write files to train it elsewhere").click()
+    page.locator(".ss-files li", has_text="train.py").first.wait_for(timeout=ASKED)
+    button = page.get_by_role("button", name="Copy the command that starts").first
+    button.click()
+    page.locator(".ss-command button", has_text="Copied").wait_for()
+    copied = page.evaluate("() => navigator.clipboard.readText()")
+    assert re.match(r"cd /\S+/exports/\S+ && (\w+=<\.\.\.> )*\./\w+\.sh", copied)
 
 
 def a_row_of_the_search_is_applied(page: Any) -> None:
@@ -142,14 +178,19 @@ def tabs_are_moved_through_by_keyboard(page: Any) -> None:
     page.locator(".ss-tabs [aria-selected=true]", has_text="Memory").wait_for()
 
 
-def nothing_sticks_out(page: Any, theme: str) -> None:
+def nothing_sticks_out(page: Any, theme: str, widths: tuple[int, ...]) -> None:
     """At each width, on each page; the pictures are for people."""
     for tab in ("Time", "Plans", "Checks"):
         show(page, tab)
-        for width in WIDTHS:
+        for width in widths:
             page.evaluate("w => { document.querySelector('.ss-studio').style.width = w + 'px'; }", width)
-            page.wait_for_timeout(700)
+            page.wait_for_timeout(500)
+            for _ in range(40):  # A chart takes its new width when the page comes to it, which may be busy.
+                if page.evaluate(STICKING_OUT) == []:
+                    break
+                page.wait_for_timeout(500)
             assert page.evaluate(STICKING_OUT) == [], (tab, width)
+            assert page.evaluate(CUT_OFF) == [], (tab, width)
             SCREENSHOTS.mkdir(parents=True, exist_ok=True)
             picture = SCREENSHOTS / f"{tab.lower()}_{width}_{theme}.png"
             page.locator(".ss-studio").screenshot(path=str(picture))
