@@ -30,7 +30,9 @@ from shardscope.frameworks.deepspeed.process_groups import connect  # noqa: E402
 from shardscope.frameworks.megatron.engine_model import leave_model_parallel  # noqa: E402
 from shardscope.frameworks.registry import engine_for  # noqa: E402
 from shardscope.memory import building  # noqa: E402
+from shardscope.memory.lora import adapter_parameters  # noqa: E402
 from shardscope.training.gradients import local  # noqa: E402
+from shardscope.training.model import build_model  # noqa: E402
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noqa: E402
 
 NUM_STEPS = 5
@@ -226,12 +228,10 @@ def test_the_exported_script_makes_what_the_plan_says(
         return
     assert made["packed"] == []
     whole = arch.num_parameters
-    adapters = made["trained"] if plan.recipe.method == "lora" else 0
-    if adapters:
-        targets = ("q_proj", "k_proj", "v_proj", "o_proj")
-        layers = range(arch.num_hidden_layers)
-        shapes = [shape for index in layers for shape in arch.layer_linears(index)]
-        assert adapters == 4 * sum(sum(shape) for target, shape in shapes if target in targets)
+    adapters = adapter_parameters(arch, plan.recipe) if plan.recipe.has_adapters else 0
+    in_stage_3 = plan.layout.framework == "deepspeed" and made["stage"] == 3
+    if adapters and not in_stage_3:  # which leaves nothing of a parameter to count
+        assert made["trained"] == adapters
     has_parts = plan.layout.framework == "deepspeed" and degrees.tp > 1
     if plan.layout.framework == "megatron" or has_parts:
         for rank in found[name]:
@@ -260,7 +260,7 @@ def test_the_exported_script_makes_what_the_plan_says(
         elif degrees.pp == 1 and not has_parts:
             # Stage 3 keeps a part of each tensor, rounded up.
             held = whole // 2 if plan.layout.stage == 3 else whole
-            assert held <= made["held"] <= held + 1000
+            assert held <= made["held"] <= held + adapters + 1000
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -268,9 +268,6 @@ def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[d
     if is_packed(name):
         skip_without("bitsandbytes")
     plan, saved = plan_of(name), Path(found[name][0]["script"]["saved"])
-    if plan.layout.framework == "megatron":
-        assert not saved.exists()
-        return
     if plan.recipe.has_adapters:
         assert (saved / "adapter_model.safetensors").is_file()
         return
@@ -285,10 +282,11 @@ def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[d
         return  # a fine-tune's rate moves little in so few steps
     # Trained: fresh matrices have the same spread, and nobody's norms are one any more.
     tokens = torch.tensor(found[name][0]["script"]["tokens"])[None]
+    torch.manual_seed(0)
+    fresh = build_model(plan.architecture)
     with torch.no_grad():
-        loss = float(opened(input_ids=tokens, labels=tokens).loss)
-    first = found[name][0]["script"]["losses"][0]
-    assert loss < first - 0.03, "it knows the text it was trained on"
+        loss, first = (float(model(input_ids=tokens, labels=tokens).loss) for model in (opened, fresh))
+    assert loss < first - 0.02, "it knows the text it was trained on"
 
 
 def test_the_shipped_text_has_the_same_tokens_in_a_script() -> None:

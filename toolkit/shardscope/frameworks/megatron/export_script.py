@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.files import Absent, Exported
+from shardscope.export.saving import IMPORTS as SAVE_IMPORTS
+from shardscope.export.saving import SAVE_PART
 from shardscope.export.script import SCRIPT_FILE, plain_script
+from shardscope.export.stages import UNTIED
 from shardscope.frameworks.megatron.export_cpu import cpu_imports, on_cpu
 from shardscope.frameworks.megatron.export_model import core_model
 from shardscope.frameworks.megatron.limits import check_trainable
@@ -25,7 +28,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 """
 
-TRAINING = '''
+TRAINING = (
+    '''
 def connect(device):
     """Meet the other ranks."""
 @@ON_CPU@@    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -64,6 +68,7 @@ class Training:
             chunk = chunk.to(device).train()
             wrapped = DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
             self.chunks.append(wrapped)
+        self.said = source.config
         del source
         self.model = torch.nn.ModuleList(self.chunks)
         self.optimizer = get_megatron_optimizer(
@@ -119,13 +124,29 @@ class Training:
         )
         self.optimizer.step()
         return total.item() * PP  # the last stage's, of PP that have a share
+
+    def save(self, folder):
+        """Each pipeline stage's layers, joined, in the type of the chunks; its first rank writes them."""
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        is_first = data_rank == parallel_state.get_tensor_model_parallel_rank() == 0
+        weights = {}
+        for chunk in self.chunks:
+@@GATHERED@@            for name, whole in taken(chunk.module, self.said):
+                if is_first:
+                    weights[name] = whole.to("cpu", copy=True)
+@@UNTIED@@        save_part(folder, self.said, weights, parallel_state.get_pipeline_model_parallel_rank(), PP)
 '''
+    + SAVE_PART
+)
 
 SYNC = """\
         syncs = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = syncs if VPP > 1 else syncs[0]
         if VPP > 1:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
+"""
+GATHERED = """\
+            chunk.start_param_sync(force_sync=True)  # what the next forward would gather
 """
 GATHER = """\
         if VPP > 1:
@@ -155,13 +176,15 @@ def script(plan: Plan) -> Exported | Absent:
         "SHARDED": repr(layout.distributed_optimizer),
         "OVERLAP": repr(layout.overlap_grad_reduce),
         "GATHER": repr(layout.overlap_param_gather),
+        "GATHERED": GATHERED if layout.overlap_param_gather else "",
         "OPTIMIZER": repr(OPTIMIZERS[plan.recipe.optimizer]),
         "SYNC": overlaps,
+        "UNTIED": UNTIED if plan.architecture.tie_word_embeddings else "",
     }
     training = ("" if plan.on_gpu else on_cpu(plan)) + TRAINING
     for name, value in parts.items():
         training = training.replace(f"@@{name}@@", value)
-    imports = IMPORTS if plan.on_gpu else IMPORTS + cpu_imports(plan)
+    imports = IMPORTS + SAVE_IMPORTS + ("" if plan.on_gpu else cpu_imports(plan))
     return plain_script(plan, training, imports, NOTES, optimizers=tuple(OPTIMIZERS), make_model=core_model)
 
 
