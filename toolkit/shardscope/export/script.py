@@ -77,8 +77,9 @@ def plain_script(
     """The script, with the framework's own part and imports in it; or why there is none.
 
     ``framework`` defines ``connect(device)`` and a class ``Training`` with ``step(micro_batches)``, which
-    gives the ranks' shares of the loss: their mean is the step's. ``make_model`` says how the model is made,
-    ``optimizers`` which of a recipe there are; ``framework`` may have a ``build_optimizer`` of its own.
+    gives the ranks' shares of the loss, whose mean is the step's, and ``save(folder)``. ``make_model`` says
+    how the model is made, ``optimizers`` which of a recipe there are; ``framework`` may have a
+    ``build_optimizer`` of its own.
     """
     why = why_none(plan, optimizers)
     if why is not None:
