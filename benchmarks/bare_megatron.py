@@ -116,7 +116,6 @@ def main(job):
         use_gloo_process_groups=False,
     )
     positions = torch.arange(job["seq_len"]).expand(job["rows"], -1)
-    ends = []
     for step in range(job["num_steps"]):
         cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * step / job["num_steps"])) / 2
         for group in optimizer.param_groups:
@@ -131,11 +130,12 @@ def main(job):
         loss.backward()
         finalize_model_grads([ddp])
         optimizer.step()
-        ends.append(time.time())
+        if rank == 0:
+            print(json.dumps({"time": time.time()}), flush=True)
     mean = loss.detach()
     dist.all_reduce(mean)
     if rank == 0:
-        print(json.dumps({"ends": ends, "last_loss": mean.item() / world_size}))
+        print(json.dumps({"loss": mean.item() / world_size}), flush=True)
 
 
 dist.init_process_group("gloo")

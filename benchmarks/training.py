@@ -1,23 +1,27 @@
 """What launching and training through Shardscope costs against a bare torchrun script of the same job.
 
-Both sides train with AdamW; ours asks torch for its fused kernel, the script takes torch's default, as such
-scripts do.
+Both sides are started, and then take turns of a few steps, one held while the other trains: of a machine that
+others use, both have the same. Beside the time of a step stands what it took of all cores, of the job's every
+process, which others disturb less.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import shardscope as ss
+from benchmarks.side import TIMEOUT_SECONDS, Side, Turn
+from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.processes import free_port, num_cores
+from shardscope.runs.records import read_json, read_lines
 from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER
 
 LAYOUTS = {
@@ -29,24 +33,25 @@ LAYOUTS = {
 """Each framework's plainest: of DeepSpeed ZeRO-3, of Megatron-core the distributed optimizer."""
 NUM_RANKS = 2
 WARM_STEPS = 5
-"""Steps left out of the steady time: first allocations, DDP's bucket order."""
+"""Steps before the first turn: first allocations, DDP's bucket order, those whose memory is watched."""
+TURN_STEPS = 2
+LATE_STEPS = 3
+"""Steps that a turn may take beyond these: that in which the side was held, and what ends before it is."""
+CHECKED_STEPS = 20
+"""After which both sides have the same loss if they are one job; later roundings tell them apart."""
 LEARNING_RATE = 1e-3
-TIMEOUT_SECONDS = 600
 SAME_LOSS = 1e-3
-"""Both ran the same job if their last losses differ by less."""
+"""Both are the same job if their losses differ by less then."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One run of one side."""
+class Comparison:
+    """Of (Shardscope, bare), started once each."""
 
-    first_step_seconds: float
+    first_step_seconds: tuple[float, float]
     """From asking for the run to the end of rank 0's first step."""
-    step_seconds: float
-    """Median time from the end of one step to the end of the next, everything between included."""
-    fastest_step_seconds: float
-    """The shortest of them: on a busy machine the one that others disturbed least."""
-    last_loss: float
+    turns: list[tuple[Turn, Turn]]
+    """Turns that followed one another."""
 
 
 def make_plan(framework: str) -> ss.Plan:
@@ -57,20 +62,33 @@ def make_plan(framework: str) -> ss.Plan:
     )
 
 
-def run_shardscope(plan: ss.Plan, num_steps: int, folder: Path) -> Timing:
-    """One launched run. Raises ``RuntimeError`` if it does not finish."""
+@contextlib.contextmanager
+def shardscope_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Side, Path]]:
+    """A launched run, and rank 0's metrics; ended if it has not by itself."""
     task = ss.Pretrain(num_steps=num_steps, learning_rate=LEARNING_RATE, warmup_steps=0)
-    start = time.time()
     run = ss.launch(plan, task, folder=folder)
-    if run.wait(timeout=TIMEOUT_SECONDS) != "finished":
-        run.stop()
-        raise RuntimeError(f"the run is {run.status}: {run.reason}\n{run.error}")
-    own = [line for line in run.metrics() if line["rank"] == 0]
-    return _timing(start, [line["time"] for line in own], own[-1]["loss"])
+    files = RunFolder(run.folder)
+
+    def why() -> str:
+        return f"the run is {run.status}: {run.reason}\n{run.error}"
+
+    while (supervisor := (read_json(files.supervisor) or {}).get("pid")) is None:
+        if run.status in FINAL:
+            raise RuntimeError(why())
+        time.sleep(0.01)
+    side = Side(supervisor, files.events(0), is_over=lambda: run.status in FINAL, why=why)
+    try:
+        yield side, files.events(0)
+    finally:
+        side.go()
+        if run.status not in FINAL:
+            run.stop()
+        run.wait(timeout=TIMEOUT_SECONDS)
 
 
-def run_bare(plan: ss.Plan, num_steps: int, folder: Path) -> Timing:
-    """One torchrun of the bare script, in the environment that Shardscope gives its ranks."""
+@contextlib.contextmanager
+def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Side, Path]]:
+    """One torchrun of the bare script, in the environment that Shardscope gives ranks, and what it says."""
     arch, recipe = plan.architecture, plan.recipe
     kept = (
         "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
@@ -86,64 +104,84 @@ def run_bare(plan: ss.Plan, num_steps: int, folder: Path) -> Timing:
         "num_steps": num_steps,
         "learning_rate": LEARNING_RATE,
     }
-    job_file = folder / "job.json"
+    job_file, said, errors = folder / "job.json", folder / "bare.out", folder / "bare.err"
     job_file.write_text(json.dumps(job))
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // NUM_RANKS)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    start = time.time()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={NUM_RANKS}",
-            "--master-addr=127.0.0.1",
-            f"--master-port={free_port()}",
-            str(Path(__file__).parent / f"bare_{plan.layout.framework}.py"),
-            str(job_file),
-        ],
-        env=environment,
-        check=False,  # Its last words are worth more than its exit code.
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
+    with said.open("wb") as output, errors.open("wb") as error:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc-per-node={NUM_RANKS}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={free_port()}",
+                str(Path(__file__).parent / f"bare_{plan.layout.framework}.py"),
+                str(job_file),
+            ],
+            env=environment,
+            stdout=output,
+            stderr=error,
+        )
+    side = Side(
+        process.pid,
+        said,
+        is_over=lambda: process.poll() is not None,
+        why=lambda: f"the bare script ended with {process.returncode}:\n{errors.read_text(errors='replace')}",
     )
-    if done.returncode:
-        raise RuntimeError(f"the bare script failed:\n{done.stderr}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    return _timing(start, said["ends"], said["last_loss"])
+    try:
+        yield side, said
+    finally:
+        side.go()
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks.
+        process.wait()
 
 
-def run_pairs(framework: str, num_pairs: int, num_steps: int, folder: Path) -> list[tuple[Timing, Timing]]:
-    """(Shardscope, bare) run after one another, ``num_pairs`` times; a first of each warms the disk cache.
+Start = Callable[[ss.Plan, int, Path], contextlib.AbstractContextManager[tuple[Side, Path]]]
+SIDES: tuple[Start, Start] = (shardscope_side, bare_side)
 
-    Every second pair goes bare first, so that a machine that slows down favours neither.
-    Raises ``RuntimeError`` if the two sides did not train the same thing.
+
+def compare(framework: str, num_starts: int, num_turns: int, folder: Path) -> list[Comparison]:
+    """Start both sides ``num_starts`` times; each time they take ``num_turns`` turns.
+
+    Before, each runs to its end once, which warms the disk cache too. Who goes first changes from turn to
+    turn and from start to start. Raises ``RuntimeError`` if a side fails, or if they do not train the same
+    thing.
     """
     plan = make_plan(framework)
-    run_bare(plan, WARM_STEPS + 1, folder)
-    run_shardscope(plan, WARM_STEPS + 1, folder)
-    pairs = []
-    for number in range(num_pairs):
-        if number % 2:
-            bare = run_bare(plan, num_steps, folder)
-            own = run_shardscope(plan, num_steps, folder)
-        else:
-            own = run_shardscope(plan, num_steps, folder)
-            bare = run_bare(plan, num_steps, folder)
-        if abs(own.last_loss - bare.last_loss) > SAME_LOSS:
-            raise RuntimeError(f"not the same job: last loss {own.last_loss} here, {bare.last_loss} bare")
-        pairs.append((own, bare))
-    return pairs
+    own, bare = (_last_loss(start, plan, folder) for start in SIDES)
+    if abs(own - bare) > SAME_LOSS:
+        raise RuntimeError(f"not the same job: a loss of {own} here, of {bare} bare")
+    return [_compare(plan, number % 2 == 1, num_turns, folder) for number in range(num_starts)]
 
 
-def _timing(start: float, ends: list[float], last_loss: float) -> Timing:
-    steady = [later - earlier for earlier, later in itertools.pairwise(ends)][WARM_STEPS - 1 :]
-    return Timing(
-        first_step_seconds=ends[0] - start,
-        step_seconds=median(steady),
-        fastest_step_seconds=min(steady),
-        last_loss=last_loss,
-    )
+def _last_loss(start: Start, plan: ss.Plan, folder: Path) -> float:
+    with start(plan, CHECKED_STEPS, folder) as (side, said):
+        side.wait_for(CHECKED_STEPS)
+        side.wait_for_end()
+        loss: float = read_lines(said)[-1]["loss"]
+        return loss
+
+
+def _compare(plan: ss.Plan, bare_first: bool, num_turns: int, folder: Path) -> Comparison:
+    num_steps = WARM_STEPS + (num_turns + 1) * (TURN_STEPS + LATE_STEPS)
+    order = (1, 0) if bare_first else (0, 1)
+    sides: dict[int, Side] = {}
+    first_step: dict[int, float] = {}
+    with contextlib.ExitStack() as stack:
+        for number in order:
+            asked = time.time()
+            sides[number], _ = stack.enter_context(SIDES[number](plan, num_steps, folder))
+            sides[number].wait_for(WARM_STEPS)
+            sides[number].share_as_one()
+            sides[number].hold()
+            first_step[number] = sides[number].ends[0] - asked
+        turns = []
+        for turn in range(num_turns):
+            taken = {number: sides[number].take_turn(TURN_STEPS) for number in order[:: 1 - 2 * (turn % 2)]}
+            turns.append((taken[0], taken[1]))
+    return Comparison(first_step_seconds=(first_step[0], first_step[1]), turns=turns)
