@@ -86,7 +86,8 @@ class TorchEngine(MicroBatchEngine):
     def make(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None) -> list[Parameter]:
         self._module = self.wrap(build_model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # Taken now: while a layer runs, a framework may have put gathered parameters in their place.
+        # Taken now: while a layer runs, a framework may have put gathered parameters in their place. And
+        # walking all modules takes as long as what a step asks of their parameters.
         self._parameters = list(self.model.parameters())
         self._scales = quantized.scales(self.model)
         self.optimizer = self.optimizer_over(trained, self.model, build_optimizer)
@@ -103,7 +104,7 @@ class TorchEngine(MicroBatchEngine):
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients held now."""
-        return accounting.gradient_bytes(self.model)
+        return accounting.tensor_bytes(p.grad for p in self._parameters if p.grad is not None)
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         kind = self.autocast_dtype
@@ -131,11 +132,11 @@ class TorchEngine(MicroBatchEngine):
 
     def clip_gradients(self) -> torch.Tensor:
         """Scale gradients down to ``max_grad_norm``; the whole model's norm before that, on the device."""
-        return gradients.clip(self.model.parameters(), self.ctx.device, self.shard_group, self.max_grad_norm)
+        return gradients.clip(self._parameters, self.ctx.device, self.shard_group, self.max_grad_norm)
 
     def _accounted(self) -> dict[str, int]:
         return {
-            "parameters": accounting.tensor_bytes([*self.model.parameters(), *self._scales]),
+            "parameters": accounting.tensor_bytes([*self._parameters, *self._scales]),
             "gradients": self.gradient_bytes(),
             "optimizer": accounting.optimizer_bytes(self.optimizer),
         }

@@ -31,6 +31,9 @@ class DdpEngine(TorchEngine):
     def wrap(self, build_model: BuildModel) -> torch.nn.Module:
         self.model = self.build_on_host(build_model).to(self.ctx.device)
         device = self.ctx.device
+        # What trains now has a place in them, whatever is frozen later.
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self._bucket_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return DistributedDataParallel(
             self.model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -89,7 +92,7 @@ class DdpEngine(TorchEngine):
     @property
     def bucket_bytes(self) -> int:
         """The reducer's buckets, which are as large as all gradients together."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        return self._bucket_bytes
 
 
 def _initial_bucket_bytes(module: DistributedDataParallel) -> list[int]:

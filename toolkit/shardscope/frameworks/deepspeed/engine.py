@@ -152,12 +152,12 @@ class DeepSpeedEngine(MicroBatchEngine):
     @contextmanager
     def accounted_update(self) -> Iterator[None]:
         """Around DeepSpeed's own update: the norm, and the bytes before and after."""
-        before = self._accounted()
+        gradients_held = accounting.tensor_bytes(self.held_tensors().gradients)
         # Plain fp32: DeepSpeed keeps no norm, and clips what is reduced by now as torch does.
         norm = self.clip() if self.zero is self.optimizer else None
         yield
         after = self._accounted()
-        self.held_at_update = {**after, "gradients": before["gradients"]}
+        self.held_at_update = {**after, "gradients": gradients_held}
         self.peak_accounted_bytes = max(self.peak_accounted_bytes, sum(self.held_at_update.values()))
         self.held_after_step = after
         if norm is None:

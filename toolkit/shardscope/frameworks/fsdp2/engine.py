@@ -238,7 +238,7 @@ class Fsdp2Engine(TorchEngine):
 
     def clip_gradients(self) -> torch.Tensor:
         return gradients.clip(
-            self.model.parameters(),
+            self._parameters,
             self.ctx.device,
             self.shard_group,
             self.max_grad_norm,
