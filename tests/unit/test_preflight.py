@@ -366,7 +366,7 @@ def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
     [
         (ss.Layout.zero(stage=3), 16),
         (ss.Layout.zero(stage=1, tp=2), 8),
-        (ss.Layout.megatron(tp=4, pp=2), 4),
+        (ss.Layout.megatron(tp=4, pp=2), None),
         (ss.Layout.megatron(), None),
         (ss.Layout.fsdp2(), None),
         (ss.Layout.ddp(), None),

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.detection import gpus_now
+from shardscope.frameworks.registry import check_trained
+from shardscope.planner.preflight.script import names_engine
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
@@ -51,7 +53,9 @@ def launch(
 
     The run lives in ``folder/name``; ``folder`` defaults to ``./runs`` and ``name`` to the time. A name that
     an ended run has gets a number. The run ends with this process, unless ``outlive_kernel``. A task with a
-    method ``check(plan)`` may refuse the plan by a ``ValueError``.
+    method ``check(plan)`` may refuse the plan by a ``ValueError``, one with ``check_launch(plan, folder,
+    name)`` what it would find there. A function whose source names its context's ``engine`` is refused where
+    no engine here trains the plan.
 
     Raises ``ValueError`` for an argument of another kind, a plan this machine cannot run, a task that cannot
     be pickled (naming what in it), or the name of a run that is alive; ``TooLittleFreeError``, one of its
@@ -66,8 +70,7 @@ def launch(
     parent, name = checked_path("launch.folder", "runs" if folder is None else folder), _checked_name(name)
     _check_extra()
     device = _check_machine(plan)
-    if callable(check := getattr(task, "check", None)):
-        check(plan)
+    _check_together(plan, task, parent, name)
     cards = gpus_now()[: plan.world_size] if device == "cuda" else []
     needs_peak = _trains(task) and not force
     against = [check_free_host(plan, needs_peak=needs_peak)] if device == "cpu" else []
@@ -103,6 +106,17 @@ def _check_task(task: object) -> None:
         refuse("launch.task", task, allowed, f"{task.__name__}(...)")
     if not callable(task):
         refuse("launch.task", task, allowed, "def task(ctx): ...")
+
+
+def _check_together(plan: Plan, task: object, parent: Path, name: str | None) -> None:
+    """Refuse a plan that the task could not run: found out now, not on ranks that have to come up first."""
+    check = getattr(task, "check", None)
+    if callable(check):
+        check(plan)
+    elif names_engine(task):
+        check_trained(plan)
+    if callable(check_launch := getattr(task, "check_launch", None)):
+        check_launch(plan, parent, name)
 
 
 def _against(plan: Plan, cards: Sequence[GpuNow], parent: Path, *, needs_peak: bool) -> list[str]:

@@ -49,16 +49,23 @@ def checkpoint_in(path: Path) -> Path | None:
 
 
 def earlier_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of this run or, if it has none, of the latest run launched by its name.
-
-    ``launch(..., name="a")`` makes the folder ``a``, and ``a-2`` once there is one: both were launched by
-    the name ``a``.
-    """
+    """The newest whole checkpoint of this run or, if it has none, of the latest run launched by its name."""
     own = newest_checkpoint(folder)
     name = (read_json(RunFolder(folder).run_json) or {}).get("asked_name")
     if own is not None or not isinstance(name, str):
         return own
-    runs = [(_created(path), path) for path in Path(folder).parent.iterdir() if _was_asked(path, name)]
+    return checkpoint_by_name(Path(folder).parent, name)
+
+
+def checkpoint_by_name(parent: Path, name: str) -> Path | None:
+    """The newest whole checkpoint of the latest run in ``parent`` that was launched by ``name`` and has one.
+
+    ``launch(..., name="a")`` makes the folder ``a``, and ``a-2`` once there is one: both were launched by
+    the name ``a``.
+    """
+    if not parent.is_dir():
+        return None
+    runs = [(_created(path), path) for path in parent.iterdir() if _was_asked(path, name)]
     found = (newest_checkpoint(path) for _, path in sorted(runs, reverse=True))
     return next((path for path in found if path is not None), None)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.frameworks.registry import check_trained
-from shardscope.training.checkpoint_folders import checkpoint_in, earlier_checkpoint
+from shardscope.training.checkpoint_folders import checkpoint_by_name, checkpoint_in, earlier_checkpoint
 from shardscope.training.resume import check_loads
 from shardscope.training.tokenizer import SHIPPED_TEXT
 from shardscope.validation import flag, real_number, refuse, whole_number
@@ -210,6 +210,15 @@ class TextTask(ABC):
         self.check_model(plan)
         if plan.recipe.seq_len < 2:
             refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", "seq_len=2")
+
+    def check_launch(self, plan: Plan, folder: Path, name: str | None) -> None:
+        """Raise ``ValueError`` if a run of ``name`` in ``folder`` could not go on from what ``resume`` finds
+        there now."""
+        if self.resume is not True or name is None:
+            return
+        found = checkpoint_by_name(folder, name)
+        if found is not None:
+            check_loads(found, plan, self._field("resume"))
 
     def _check_text(self) -> None:
         if self.text is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.habits import TORCH_CHECKPOINT, CheckpointFormat, ReduceType
+from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_checkpoint
 from shardscope.memory.precision import FP32, widths
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def padded_vocab_size(plan: Plan) -> int:
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
     """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
-    return TORCH_CHECKPOINT
+    return torch_checkpoint(plan)
 
 
 def in_script(script: Script) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardscope.frameworks.habits import CheckpointFormat, ReduceType
+from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -38,14 +38,16 @@ def padded_vocab_size(plan: Plan) -> int:
 def checkpoint(plan: Plan) -> CheckpointFormat:
     """Partitions as they are: "The checkpoint being loaded used a DP world size of ..." (engine.py, 0.19).
 
-    Without ZeRO every rank has the whole optimizer, and only the files of tp and pp ranks are apart.
+    A file for each rank, whose name and content tell its stage and its place: the engine
+    (``checkpointing.py``) reads them in no other.
     """
     layout: Any = plan.layout
-    names = (*(("data_parallel",) if layout.stage else ()), "tp", "pp")
+    stage = Tie(value=layout.stage, words=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
     return CheckpointFormat(
-        name="DeepSpeed's ZeRO checkpoint" if layout.stage else "DeepSpeed's checkpoint",
-        tied_to=tuple(name for name in names if getattr(plan.degrees, name) > 1),
-        remedy="Convert it with DeepSpeed's ds_to_universal.py and load with load_universal",
+        name="DeepSpeed's ZeRO checkpoint",
+        ties={**tied_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage},
+        remedy="Convert it with DeepSpeed's ds_to_universal.py, which a script of one's own loads with "
+        "load_universal",
         source="deepspeed/runtime/engine.py, 0.19: ZeRORuntimeException",
     )
 

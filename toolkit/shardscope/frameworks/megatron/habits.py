@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.habits import CheckpointFormat, ReduceType
+from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie
 from shardscope.frameworks.megatron import core_config
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
@@ -42,16 +42,22 @@ def padded_vocab_size(plan: Plan) -> int:
 
 
 def checkpoint(plan: Plan) -> CheckpointFormat:
-    """``torch_dist``: weights reshard freely, the distributed optimizer over data-parallel ranks only.
+    """``torch_dist`` over any degrees: the engine asks for "fully_reshardable" (``checkpointing.py``).
 
-    Its format is "dp_reshardable" unless asked for "fully_reshardable" (distrib_optimizer.py, core 0.16).
+    Megatron-LM's own loop does so by --dist-ckpt-optim-fully-reshardable; without it the distributed
+    optimizer reshards over data-parallel ranks only ("dp_reshardable"). That optimizer and the one that every
+    rank has whole call their state by other names.
     """
     assert isinstance(plan.layout, MegatronLayout)
-    tied = ("tp", "pp", "ep") if plan.layout.distributed_optimizer else ()
+    is_shared_out = plan.layout.distributed_optimizer
+    optimizer = Tie(
+        value=is_shared_out,
+        words="the distributed optimizer" if is_shared_out else "an optimizer whole on every rank",
+        layout={"distributed_optimizer": is_shared_out},
+    )
     return CheckpointFormat(
         name="Megatron's torch_dist checkpoint",
-        tied_to=tuple(name for name in tied if getattr(plan.degrees, name) > 1),
-        remedy="Save with --dist-ckpt-optim-fully-reshardable",
+        ties={"distributed_optimizer": optimizer},
         source="megatron/core/optimizer/distrib_optimizer.py, core 0.16: sharded_state_dict",
     )
 

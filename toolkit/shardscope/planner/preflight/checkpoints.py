@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
+from shardscope.memory.words import count
 from shardscope.planner.preflight.case import Case, changed_plan
 from shardscope.planner.preflight.finding import Finding
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
-DEGREE_WORDS = {
-    "data_parallel": "data-parallel ranks",
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline stages",
-    "ep": "expert-parallel ranks",
-}
-
 
 def tied_checkpoints(case: Case) -> Iterator[Finding]:
     """A format whose optimizer loads over as many ranks only as saved it."""
     plan = case.plan
-    saved = frameworks[plan.layout.framework].habits().checkpoint(plan)
-    if not saved.tied_to:
+    saved = _format_of(plan)
+    tied = [tie for tie in saved.ties.values() if tie.num_ranks > 1]
+    if not tied:
         return
-    ranks = [(getattr(plan.degrees, name), DEGREE_WORDS[name]) for name in saved.tied_to]
-    told = " and ".join(f"{number} {words}" for number, words in ranks)
+    told = " and ".join(tie.words for tie in tied)
     yield Finding(
         name="checkpoint-tied-to-ranks",
         severity="hint",
         why=f"{saved.name} loads with its optimizer over exactly {told} ({saved.source}): on other numbers "
         "of GPUs a run cannot go on from it as it is.",
-        number=float(ranks[0][0]),
+        number=float(tied[0].num_ranks),
         change=saved.remedy,
     )
 
@@ -53,12 +48,12 @@ def resumed(case: Case) -> Iterator[Finding]:
     yield from _other_format(before, now)
     yield from _other_model(before, now)
     yield from _other_weights(before, now)
+    yield from _other_optimizer(before, now)
     yield from _other_batch(before, now, Path(path))
 
 
 def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
-    saved = frameworks[before.layout.framework].habits().checkpoint(before)
-    read = frameworks[now.layout.framework].habits().checkpoint(now)
+    saved, read = _format_of(before), _format_of(now)
     if saved.name != read.name:
         yield Finding(
             name="checkpoint-of-another-format",
@@ -69,17 +64,64 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
             change=f"Go on with {before.layout.title}, or convert it",
         )
         return
-    for name in saved.tied_to:
-        was, wanted = getattr(before.degrees, name), getattr(now.degrees, name)
-        if was != wanted:
-            yield Finding(
-                name="checkpoint-of-other-ranks",
-                severity="danger",
-                why=f"The checkpoint was saved over {was} {DEGREE_WORDS[name]}, and this plan has {wanted}: "
-                f"{saved.name} does not load so ({saved.source}).",
-                number=float(was),
-                change=saved.remedy,
-            )
+    others = _apart(saved, read)
+    if not others:
+        return
+    was, wanted = (" and ".join(tie.words for tie in side) for side in zip(*others, strict=True))
+    mended, change = _as_before(before, now, [tie for tie, _ in others])
+    yield Finding(
+        name="checkpoint-of-other-ranks",
+        severity="danger",
+        why=f"The checkpoint was saved with {was}, and this plan has {wanted}: "
+        f"{saved.name} does not load so ({saved.source}).",
+        number=float(others[0][0].num_ranks),
+        change="; or ".join(filter(None, (change, saved.remedy))),
+        plan=mended,
+    )
+
+
+def _format_of(plan: Plan) -> CheckpointFormat:
+    return frameworks[plan.layout.framework].habits().checkpoint(plan)
+
+
+def _apart(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, Tie]]:
+    """What must be the same and is not: as it was saved, and as it would be read."""
+    return [(tie, read.ties[name]) for name, tie in saved.ties.items() if read.ties[name].value != tie.value]
+
+
+def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | None, str]:
+    """``now`` with ``ties`` as they were, where its layout's fields can; and that in words."""
+    fields = {name: value for tie in ties for name, value in tie.layout.items()}
+    told = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    has_them = bool(fields) and fields.keys() <= now.layout.__dataclass_fields__.keys()
+    mended = changed_plan(now, layout=fields) if has_them else None
+    if mended is not None and not _apart(_format_of(before), _format_of(mended)):
+        return mended, f"{told}, as before"
+    if type(before.layout) is not type(now.layout):
+        return None, f"{before.layout.title} with {told}, as before"
+    # Fields alone do not make it: there are fewer ranks, or more.
+    ranks = count(before.world_size, "rank")
+    return None, f"{', '.join(filter(None, (ranks, told)))}, as before"
+
+
+def _other_optimizer(before: Plan, now: Plan) -> Iterator[Finding]:
+    was, wanted = before.recipe.optimizer, now.recipe.optimizer
+    if _state_of(was) == _state_of(wanted):
+        return
+    yield Finding(
+        name="checkpoint-of-another-optimizer",
+        severity="danger",
+        why=f"The checkpoint holds what optimizer={was!r} keeps, and this plan's is {wanted!r}, which keeps "
+        "something else.",
+        number=None,
+        change=f"optimizer={was!r}, as before",
+        plan=changed_plan(now, recipe={"optimizer": was}),
+    )
+
+
+def _state_of(optimizer: str) -> str:
+    """What it keeps, by name: as many weights at a time as it likes, AdamW keeps the same of each."""
+    return optimizer.removesuffix("_foreach")
 
 
 def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -108,9 +109,27 @@ def source_of(task: object) -> str | None:
     if callable(read := getattr(task, "source_text", None)):
         text: str | None = read()
         return text
-    if not inspect.isfunction(task):
+    while isinstance(task, functools.partial):
+        task = task.func
+    if not inspect.isfunction(task) and not inspect.ismethod(task):
         return None
     try:
         return inspect.getsource(task)
     except (OSError, TypeError):
         return None
+
+
+def names_engine(task: object) -> bool:
+    """Whether a person's function reads ``engine`` off something that it was given, as ``ctx.engine``.
+
+    What functions that it calls do is not looked at, nor a function without a source.
+    """
+    source = source_of(task)
+    if source is None or "engine" not in source:
+        return False
+    script = Script(source=source)
+    given = {node.arg for node in script.walk(ast.arg) if isinstance(node, ast.arg)} - {"self"}
+    read = (node for node in script.walk(ast.Attribute) if isinstance(node, ast.Attribute))
+    return any(
+        node.attr == "engine" and isinstance(node.value, ast.Name) and node.value.id in given for node in read
+    )

@@ -1,0 +1,223 @@
+"""What ranks would find out is found out before any of them starts: checkpoints, and functions' engines."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs_installed
+
+from shardscope import Architecture, Cluster, Layout, Plan, Pretrain, Recipe
+from shardscope.planner.preflight.script import names_engine
+from shardscope.runs.launch import launch
+
+L = Layout
+TINY = Architecture.of_size("2m")
+
+
+def plan_of(ranks: int, layout: Layout, **recipe: Any) -> Plan:
+    fields = {"seq_len": 64, "global_batch_size": 4, "precision": "fp32", **recipe}
+    return Plan(TINY, Cluster.parse(f"{ranks}xcpu"), Recipe(**fields), layout)
+
+
+def saved(folder: Path, plan: Plan, asked_name: str | None = None) -> Path:
+    """A checkpoint as a run of ``plan`` leaves it, as far as a kernel reads it."""
+    path = folder / "checkpoints" / "step-000002"
+    path.mkdir(parents=True)
+    described = {"plan": json.loads(plan.to_json()), "asked_name": asked_name, "created": 1.0}
+    (folder / "run.json").write_text(json.dumps(described))
+    (path / "position.json").write_text(json.dumps({"num_steps_done": 2}))
+    return path
+
+
+LOADS = {
+    "megatron tp 2 to 1": (plan_of(2, L.megatron(tp=2)), plan_of(2, L.megatron())),
+    "megatron pp 2 to 1": (plan_of(2, L.megatron(pp=2)), plan_of(2, L.megatron())),
+    "megatron pp 1 to tp 2": (plan_of(2, L.megatron()), plan_of(2, L.megatron(tp=2))),
+    "megatron to fewer ranks": (plan_of(2, L.megatron(tp=2)), plan_of(1, L.megatron())),
+    "fsdp2 to fewer ranks": (plan_of(2, L.fsdp2()), plan_of(1, L.ddp())),
+    "fsdp2 stages to others": (plan_of(2, L.fsdp2(pp=2)), plan_of(4, L.fsdp2(pp=2))),
+    "the same Adam, many tensors at once": (
+        plan_of(2, L.ddp()),
+        plan_of(2, L.ddp(), optimizer="adamw_foreach"),
+    ),
+    "another precision": (plan_of(2, L.ddp()), plan_of(2, L.ddp(), precision="bf16")),
+    "zero as it was": (plan_of(2, L.zero(stage=2)), plan_of(2, L.zero(stage=2))),
+}
+REFUSED = {
+    "zero-3 to more ranks": (
+        plan_of(1, L.zero()),
+        plan_of(2, L.zero()),
+        "saved with 1 data-parallel rank, and this plan has 2 data-parallel ranks",
+        "1 rank, as before",
+        None,
+    ),
+    "zero-3 to fewer ranks": (
+        plan_of(2, L.zero()),
+        plan_of(1, L.zero()),
+        "saved with 2 data-parallel ranks, and this plan has 1 data-parallel rank",
+        "2 ranks, as before",
+        None,
+    ),
+    "zero-2 to zero-3": (
+        plan_of(2, L.zero(stage=2)),
+        plan_of(2, L.zero(stage=3)),
+        "saved with ZeRO stage 2, and this plan has ZeRO stage 3",
+        "stage=2, as before",
+        {"stage": 2},
+    ),
+    "zero-0 to fewer ranks": (
+        plan_of(2, L.zero(stage=0)),
+        plan_of(1, L.zero(stage=0)),
+        "saved with 2 data-parallel ranks",
+        "2 ranks, as before",
+        None,
+    ),
+    "zero-1 without stages": (
+        plan_of(2, L.zero(stage=1, pp=2)),
+        plan_of(2, L.zero(stage=1)),
+        "saved with 1 data-parallel rank and 2 pipeline stages, and this plan has 2 data-parallel ranks and "
+        "1 pipeline stage",
+        "pp=2, as before",
+        {"pp": 2},
+    ),
+    "megatron's optimizer whole on every rank": (
+        plan_of(2, L.megatron(tp=2)),
+        plan_of(2, L.megatron(distributed_optimizer=False)),
+        "saved with the distributed optimizer, and this plan has an optimizer whole on every rank",
+        "distributed_optimizer=True, as before",
+        {"distributed_optimizer": True},
+    ),
+    "fsdp2 without stages": (
+        plan_of(2, L.fsdp2(pp=2)),
+        plan_of(2, L.fsdp2()),
+        "saved with pipeline stages, and this plan has no pipeline stages",
+        "pp=2, as before",
+        {"pp": 2},
+    ),
+    "fsdp2 with stages": (
+        plan_of(2, L.ddp()),
+        plan_of(2, L.fsdp2(pp=2)),
+        "saved with no pipeline stages, and this plan has pipeline stages",
+        "pp=1, as before",
+        {"pp": 1},
+    ),
+    "a pipeline without stages in DDP": (
+        plan_of(2, L.fsdp2(pp=2)),
+        plan_of(2, L.ddp()),
+        "saved with pipeline stages, and this plan has no pipeline stages",
+        "FSDP2 with pp=2, as before",
+        None,
+    ),
+    "adamw to sgd": (
+        plan_of(2, L.ddp()),
+        plan_of(2, L.ddp(), optimizer="sgd"),
+        "holds what optimizer='adamw' keeps, and this plan's is 'sgd'",
+        "optimizer='adamw', as before",
+        {"optimizer": "adamw"},
+    ),
+    "lion to adamw": (
+        plan_of(2, L.fsdp2(), optimizer="lion"),
+        plan_of(2, L.fsdp2()),
+        "holds what optimizer='lion' keeps",
+        "optimizer='lion', as before",
+        {"optimizer": "lion"},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a checkpoint loads is no question of what is installed here."""
+    monkeypatch.setattr("shardscope.training.text_task.check_trained", lambda plan: None)
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_fault_31_what_the_engine_loads_is_not_refused(case: str, tmp_path: Path) -> None:
+    before, now = LOADS[case]
+    task = Pretrain(resume=saved(tmp_path, before))
+    task.check(now)
+    assert "checkpoint-tied-to-ranks" not in {
+        finding.name for finding in now.findings(task) if now.layout.framework != "deepspeed"
+    }
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_fault_31_what_it_does_not_load_is_refused_in_words(case: str, tmp_path: Path) -> None:
+    before, now, why, fix, fields = REFUSED[case]
+    path = saved(tmp_path, before)
+    task = Pretrain(resume=path)
+    with pytest.raises(ValueError, match=r"^Pretrain\.resume is ") as refused:
+        task.check(now)
+    assert why in str(refused.value) and f"Nearest fix: {fix}" in str(refused.value)
+    (danger,) = (found for found in now.findings(task) if found.severity == "danger" and why in found.why)
+    if fields is None:
+        assert danger.plan is None
+        return
+    assert danger.plan is not None
+    values = {**vars(danger.plan.layout), **vars(danger.plan.recipe)}
+    assert {name: values[name] for name in fields} == fields
+    task.check(danger.plan)
+
+
+@needs_installed("torch")
+@needs_installed("accelerate")
+def test_fault_31_resume_by_name_is_looked_at_before_ranks_start(tmp_path: Path) -> None:
+    saved(tmp_path / "a", plan_of(2, L.zero(stage=2)), asked_name="a")
+    with pytest.raises(ValueError, match=r"Pretrain\.resume is .*ZeRO stage 2.*Nearest fix: stage=2"):
+        launch(plan_of(2, L.zero(stage=3)), Pretrain(resume=True), name="a", folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "no run was made"
+    others = Pretrain(resume=True)
+    others.check_launch(plan_of(2, L.zero(stage=2)), tmp_path, "a")
+    others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path, "b")
+    others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path, None)
+    others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path / "nowhere", "a")
+
+
+# ---------------------------------------------------------------------------- functions of one's own
+
+
+def own_loop(ctx: Any) -> None:
+    ctx.engine.setup(lambda: None)
+
+
+def own_names(context: Any, engine: Any = None) -> None:
+    context.log(step=0, loss=0.0, engine=engine)
+
+
+def engine_of_a_car(ctx: Any) -> None:
+    class Car:
+        engine = "steam"
+
+    ctx.log(step=0, wheels=len(Car.engine))
+
+
+class Trainer:
+    engine = None
+
+    def run(self, ctx: Any) -> None:
+        ctx.log(step=0, loss=0.0 if self.engine is None else 1.0)
+
+    def train(self, ctx: Any) -> None:
+        engine = ctx.engine
+        engine.setup(self.run)
+
+
+def test_who_names_the_engine_of_its_context() -> None:
+    for task in (own_loop, Trainer().train, functools.partial(own_loop)):
+        assert names_engine(task)
+    for other in (own_names, engine_of_a_car, Trainer().run, print, Pretrain(), None):
+        assert not names_engine(other)
+
+
+@needs_installed("torch")
+@needs_installed("accelerate")
+@needs_installed("megatron")
+def test_a_function_on_an_engine_that_does_not_train_the_plan_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(2, L.megatron(cp=2))
+    with pytest.raises(ValueError, match=r"^Layout\.cp is 2; allowed: 1 to train .*Nearest fix: "):
+        launch(plan, own_loop, name="late", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == [], "no run was made"
