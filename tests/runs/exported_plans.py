@@ -95,6 +95,8 @@ CHUNKS = {"loss": "chunked", "micro_batch_size": 18}
 TWO |= {
     "ddp lion in chunks": {"optimizer": "lion", **CHUNKS, "num_micro_batches": 2},
     "fsdp2 lion": {"optimizer": "lion"},
+    "ddp muon": {"optimizer": "muon", "num_micro_batches": 2},
+    "ddp muon of adapters": {"optimizer": "muon", "method": "lora", "lora_rank": 4},
     "fsdp2 lora in chunks bf16": {"method": "lora", "lora_rank": 4, "precision": "bf16-mixed", **CHUNKS},
     "zero-2 in chunks": {"layout": {"stage": 2}, **CHUNKS},
     "ddp chunks of granite": {"architecture": replace(tiny_llama(), model_type="granite"), **CHUNKS},
@@ -160,6 +162,7 @@ FOUR: dict[str, dict[str, Any]] = {
 MORE = {
     *("ddp bf16", "ddp selective", "ddp lora", "fsdp2 hsdp", "fsdp2 vpp bf16", "zero-1 pp bf16", "zero-0 ep"),
     *("fsdp2 cp tied bf16", "fsdp2 cp over hsdp"),
+    *("ddp muon", "ddp muon of adapters"),
     *("fsdp2 lion", "zero-2 in chunks", "ddp chunks of granite", "ddp offload", "fsdp2 offload"),
     *("fsdp2 lora in chunks bf16", "ddp qlora bf16", "ddp qlora of gpt2", "ddp int8 bf16", "fsdp2 nf4"),
     *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1", "ddp"),

@@ -344,7 +344,10 @@ def test_what_there_is_none_of_says_why() -> None:
     pipeline = ss.Plan(SMALL, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(pp=2))
     assert "pp=2" in texts(pipeline)["FILES.md"]
     none = {
-        "Recipe.optimizer is 'muon', and a plain script has": small(ss.Layout.ddp(), optimizer="muon"),
+        "Recipe.optimizer is 'paged_adamw', and a plain script has": small(
+            ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="paged_adamw"
+        ),
+        "Recipe.kernels is 'compiled'": small(ss.Layout.ddp(), kernels="compiled"),
         "Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
         "Recipe.loss is 'fused'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="fused"),
         "Recipe.loss is 'chunked'; allowed: 'full' in stage 3": small(ss.Layout.zero(3), loss="chunked"),

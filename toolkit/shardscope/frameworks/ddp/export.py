@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.export.commands import started
 from shardscope.export.files import Absent, Exported
+from shardscope.export.optimizer import OPTIMIZERS
 from shardscope.export.script import plain_script
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.training_arguments import training_arguments
@@ -36,7 +37,7 @@ class Training:
         ids = [device] if device.type == "cuda" else None
         model = build_model(name).to(device).train()
         self.model = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        self.optimizer = build_optimizer(self.model.parameters(), rate, device)
+        self.optimizer = build_optimizer(@@OVER@@)
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=COMPUTE == torch.float16)
 
     def step(self, micro_batches):
@@ -69,7 +70,9 @@ def files(plan: Plan) -> list[Exported | Absent]:
     """What an export of a DDP plan writes beside its JSON."""
     one = plan.world_size == 1
     kind = "NO" if one else "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"
-    script = plain_script(plan, PART, IMPORTS, NOTES)
+    over = "model, rate" if plan.recipe.optimizer == "muon" else "self.model.parameters(), rate, device"
+    part = PART.replace("@@OVER@@", over)
+    script = plain_script(plan, part, IMPORTS, NOTES, optimizers=(*OPTIMIZERS, "muon"))
     launch: list[Exported | Absent] = [
         *launched(plan, kind, {}, notes=("Each process is one replica: DistributedDataParallel.",))
     ]
