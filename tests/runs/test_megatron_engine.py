@@ -5,6 +5,7 @@ One spawn of two ranks goes through all cases: what a case finds comes back by i
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -230,6 +231,35 @@ def freely(ctx: StandInContext) -> dict[str, Any]:
     return {"moved": moved, "norm": own.engine.grad_norm}
 
 
+CHAIN = ({"tp": 2}, {"pp": 2}, {})
+"""Degrees of three runs, each of which goes on from the checkpoint of the one before it."""
+
+
+def resumed_at_other_degrees(ctx: StandInContext) -> dict[str, list[float]]:
+    """Losses of six steps: straight, and in three tasks of two steps that go on from each other."""
+    from shardscope.training.pretrain import Pretrain
+
+    small = llama(vocab_size=2048, num_hidden_layers=2)
+
+    def losses(name: str, layout: dict[str, Any], stop: int | None, **fields: Any) -> list[float]:
+        own = fresh(ctx, plan(small, layout=layout))
+        own.folder, own.stop_at_look = ctx.folder / name, stop
+        own.folder.mkdir(exist_ok=True)
+        if ctx.rank == 0:
+            record = {"plan": json.loads(own.plan.to_json())}
+            (own.folder / "run.json").write_text(json.dumps(record))
+        Pretrain(num_steps=6, learning_rate=LEARNING_RATE, **fields)(own)
+        return [line["loss"] for line in own.lines]
+
+    straight = losses("straight", {}, None)
+    chained: list[float] = []
+    for number, layout in enumerate(CHAIN):
+        before = {"resume": ctx.folder / f"chain-{number - 1}"} if number else {}
+        # Asked to stop at its third look: two steps are done, and saved.
+        chained += losses(f"chain-{number}", layout, None if layout == {} else 3, **before)
+    return {"straight": straight, "chained": chained}
+
+
 def everything(ctx: StandInContext) -> dict[str, Any]:
     return {
         **{name: trained(ctx, case) for name, case in CASES.items()},
@@ -237,6 +267,7 @@ def everything(ctx: StandInContext) -> dict[str, Any]:
         "contradictions": contradictions(ctx),
         "freely": freely(ctx),
         "from files": beside_alone(ctx, "mixtral", Layout.megatron(ep=2)),
+        "resumed": resumed_at_other_degrees(ctx),
     }
 
 
@@ -255,6 +286,13 @@ def test_it_trains_what_transformers_trains(name: str, ranks: list[dict[str, Any
         assert found["norm"] == pytest.approx(expected["norm"], rel=10 * LOOSE.get(name, 1e-4))
         assert found["losses"] == ranks[0][name]["losses"]
     assert expected["losses"][0] > expected["losses"][-1]
+
+
+def test_fault_31_a_task_goes_on_at_other_degrees(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["resumed"]
+        assert len(found["straight"]) == 6
+        assert found["chained"] == pytest.approx(found["straight"], abs=1e-4)
 
 
 def test_it_begins_from_a_models_files(ranks: list[dict[str, Any]]) -> None:
