@@ -14,7 +14,15 @@ from tests.needs import needs
 import shardscope as ss
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.data import SHIPPED_TOKENS
-from shardscope.planner.preflight.learning_rate import REFERENCES, WARM_UP_STEPS, reference_for, scaled
+from shardscope.planner.preflight.learning_rate import WARM_UP_STEPS
+from shardscope.planner.preflight.usual_rates import (
+    REFERENCES,
+    reference_for,
+    scaled,
+    small_reference,
+    usual_rates,
+)
+from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
 
 
 def plan_of(model: str = "llama-2-7b", layout: ss.Layout | None = None, **recipe: Any) -> ss.Plan:
@@ -75,17 +83,113 @@ def test_a_rate_that_is_right_for_the_batch() -> None:
     assert found_in(plan, name) is None, "a plan alone has no learning rate"
     low = found_in(plan, name, ss.Pretrain(learning_rate=1e-6))
     assert low is not None and low.severity == "hint"
-    adapters = plan_of(global_batch_size=64, method="lora")
-    assert found_in(adapters, name, ss.Pretrain(learning_rate=1e-3)) is None
     sgd = plan_of(global_batch_size=64, optimizer="sgd")
     assert found_in(sgd, name, ss.Pretrain(learning_rate=1e-3)) is None
 
 
 def test_nothing_is_said_where_nobody_published_a_run_of_the_size() -> None:
     assert reference_for(2e6) is None and reference_for(3e12) is None
-    assert found_in(tiny(), "learning-rate-against-batch", ss.Pretrain(learning_rate=1.0)) is None
+    assert small_reference(300.0) is None and small_reference(1e9) is None
+    for optimizer in ("sgd", "adafactor"):
+        plan = plan_of(global_batch_size=64, optimizer=optimizer, layout=ss.Layout.ddp())
+        assert usual_rates(plan, begins_from_weights=False) is None
+        assert usual_rates(plan, begins_from_weights=True) is None
     for run in REFERENCES:
         assert reference_for(run.num_parameters) == run
+
+
+class Tuning:
+    """What the preflight asks of a ``Finetune``."""
+
+    weights, num_steps, warmup_steps = "folder", 100, None
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task", "source", "advised"),
+    [
+        ({}, Tuning(0.05), "Llama 2 Chat 7B", 2e-5),
+        ({"method": "lora"}, Tuning(0.05), "Schulman", 2e-4),
+        ({"method": "lora"}, ss.Pretrain(learning_rate=0.05), "Schulman", 2e-4),
+        ({"optimizer": "lion"}, ss.Pretrain(learning_rate=0.05), "Chen et al. 2023", 1e-5),
+        ({"optimizer": "muon"}, ss.Pretrain(learning_rate=0.05), "LLaMA 7B", 8e-5),
+        ({"optimizer": "adamw_8bit"}, ss.Pretrain(learning_rate=0.05), "LLaMA 7B", 8e-5),
+    ],
+)
+def test_every_rule_tells_of_a_rate_that_is_far_too_high(
+    recipe: dict[str, Any], task: Any, source: str, advised: float
+) -> None:
+    plan = plan_of(global_batch_size=64, seq_len=4096, layout=ss.Layout.ddp(), **recipe)
+    finding = found_in(plan, "learning-rate-against-batch", task)
+    assert finding is not None and finding.severity == "danger" and source in finding.why
+    assert finding.change == f"learning_rate={advised:g}"
+    if isinstance(task, ss.Pretrain):
+        assert isinstance(finding.task, ss.Pretrain) and finding.task.learning_rate == advised
+        assert found_in(plan, "learning-rate-against-batch", finding.task) is None
+
+
+def test_lions_rate_is_three_to_ten_times_smaller_than_adamws() -> None:
+    of = {name: usual_rates(plan_of(optimizer=name), begins_from_weights=False) for name in ("adamw", "lion")}
+    adamw, lion = of["adamw"], of["lion"]
+    assert adamw is not None and lion is not None and lion.rules == adamw.rules
+    assert lion.highest == pytest.approx(adamw.highest / 3) and lion.lowest == pytest.approx(
+        adamw.lowest / 10
+    )
+    assert adamw.rate / 10 < lion.rate < adamw.rate / 3
+
+
+def test_a_small_models_rate_is_kaplans() -> None:
+    found = found_in(tiny(), "learning-rate-against-batch", ss.Pretrain(learning_rate=0.05))
+    assert found is not None and found.severity == "danger" and "equation D.1" in found.why
+    # 0.003239 - 0.0001395 ln(1.46e6) = 0.00126
+    assert found.change == "learning_rate=0.001" and found.number == pytest.approx(0.05 / 0.0013)
+
+
+@pytest.mark.parametrize("size", ["2m", "30m", "125m", "350m", "1.3b", "7b", "13b", "70b", "175b", "405b"])
+@pytest.mark.parametrize("batch", [1, 64, 1024])
+def test_what_finetune_does_by_itself_is_nothing_to_warn_of(size: str, batch: int) -> None:
+    for method, rate in (("full", FULL_RATE), ("lora", ADAPTER_RATE)):
+        plan = ss.Plan(
+            ss.Architecture.of_size(size),
+            ss.Cluster.parse("1xh100-sxm-80gb"),
+            ss.Recipe(seq_len=2048, global_batch_size=batch, method=method),
+            ss.Layout.ddp(),
+        )
+        usual = usual_rates(plan, begins_from_weights=True)
+        if usual is not None and usual.run.name == "InstructGPT 175B" and batch == 1:
+            assert usual.highest < FULL_RATE, "its batch was small too, and its rate a quarter"
+            return
+        assert usual is None or usual.lowest <= rate <= usual.highest, (size, batch, method)
+
+
+def own_rate(ctx: Any) -> None:
+    from torch.optim import AdamW as Optimizer
+
+    Optimizer(ctx.parameters, lr=5.0)
+
+
+def computed_rate(ctx: Any) -> None:
+    from torch.optim import SGD, AdamW
+
+    AdamW(ctx.parameters, lr=5.0 * ctx.world_size)
+    SGD(ctx.parameters, lr=5.0)
+
+
+def low_rate(ctx: Any) -> None:
+    from torch.optim import AdamW
+
+    AdamW(ctx.parameters, 1e-7)
+
+
+def test_a_rate_in_a_function_of_ones_own() -> None:
+    name, plan = "learning-rate-against-batch", plan_of(global_batch_size=64, seq_len=4096)
+    found = found_in(plan, name, own_rate)
+    assert found is not None and found.severity == "danger" and found.line == 4 and "LLaMA 7B" in found.why
+    assert found.change == "lr=8e-05" and found.task is None
+    assert found_in(plan, name, computed_rate) is None, "no number that can be read, and nobody's SGD"
+    assert found_in(plan, name, low_rate) is None, "it may go on from weights"
 
 
 def test_a_short_warm_up() -> None:

@@ -34,16 +34,22 @@ NOTHING = "Nothing to mend: no check has anything against this plan."
 class ChecksView(View):
     """Findings, the worst first: how bad, why with the number behind it, and what mends it.
 
-    A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it.
+    A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it; a mended task goes to
+    ``on_apply_task`` and :attr:`task`.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
+    task = traitlets.Any(allow_none=True, default_value=None, help="The task that was applied last.")
 
     def __init__(
-        self, plan: ss.Plan | None = None, *, on_apply: Callable[[ss.Plan], None] | None = None
+        self,
+        plan: ss.Plan | None = None,
+        *,
+        on_apply: Callable[[ss.Plan], None] | None = None,
+        on_apply_task: Callable[[object], None] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
-        self._on_apply = on_apply
+        self._on_apply, self._on_apply_task = on_apply, on_apply_task
         self.list = Clickable(self._act)
         super().__init__([Sheet(), self.list], layout=shared.layout())
         for name in ("ss-root", "ss-view", "ss-checks"):
@@ -63,11 +69,21 @@ class ChecksView(View):
     def _act(self, act: str) -> None:
         # By name: the list may have changed since it was drawn where the click came from.
         found = next((finding for finding in self.findings if finding.name == act), None)
-        if found is None or found.plan is None:
+        if found is None or not _is_applied(found):
             raise IgnoredError(act)
-        self.plan = found.plan
-        if self._on_apply is not None:
-            self._on_apply(found.plan)
+        if found.plan is not None:
+            self.plan = found.plan
+            if self._on_apply is not None:
+                self._on_apply(found.plan)
+        if found.task is not None:
+            self.task = found.task
+            if self._on_apply_task is not None:
+                self._on_apply_task(found.task)
+
+
+def _is_applied(finding: Finding) -> bool:
+    """Whether a click can mend it."""
+    return finding.plan is not None or finding.task is not None
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -96,7 +112,7 @@ def _row(finding: Finding) -> str:
     title = " ".join(_SPELLED.get(word, word) for word in finding.name.split("-"))
     title = title[:1].upper() + title[1:]
     mend = f"<span>{escape(finding.change)}</span>"
-    if finding.plan is not None:
+    if _is_applied(finding):
         label = escape(f"Apply: {finding.change}", quote=True)
         mend += (
             f"<button type='button' class='ss-act' data-act='{escape(finding.name, quote=True)}'"

@@ -15,10 +15,11 @@ from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
+from shardscope.planner.preflight.usual_rates import usual_rates
 from shardscope.planner.room import shortages
 from shardscope_widgets import shared
 from shardscope_widgets.free_view import FreePlaces, first_look
-from shardscope_widgets.pickers.base import Row, typed_number
+from shardscope_widgets.pickers.base import Row, typed_number, typed_rate
 from shardscope_widgets.words import device_count
 
 REHEARSAL_RANKS = 2
@@ -43,7 +44,7 @@ class Offer:
 
 
 class LaunchPanel(widgets.VBox):
-    """Steps, whether to record a trace, and the button. ``offer`` says for which plan."""
+    """Steps, learning rate, whether to record a trace, and the button. ``offer`` says for which plan."""
 
     def __init__(self, machine: ss.Cluster) -> None:
         self.machine = machine
@@ -51,13 +52,18 @@ class LaunchPanel(widgets.VBox):
         self._busy = False
         self._blocked = ""
         self._question: widgets.Button | None = None
+        self._plan: ss.Plan | None = None
+        """What would train: the plan on offer, or one that cannot start here."""
         self.steps = shared.text(40, "Optimizer steps", "64px")
         self.profile = widgets.Checkbox(
             value=True,
-            description="record a trace",
+            description="trace",
             indent=False,
             layout=shared.filling(),
-            tooltip="Profile a few steady steps on every rank",
+            tooltip="Record a trace: profile a few steady steps on every rank",
+        )
+        self.rate = shared.text(
+            "", "Peak learning rate; empty: what models of this size and batch begin with", "64px"
         )
         self.outlive = widgets.Checkbox(
             value=False,
@@ -69,7 +75,9 @@ class LaunchPanel(widgets.VBox):
         self.outlive_words = shared.html("", "ss-hint")
         self.button = shared.button("Launch", "ss-button")
         self.note = shared.html("", "ss-hint")
-        self.steps_row = Row("Steps", self.steps, self.profile)
+        self.steps_row = Row("Steps, rate", self.steps, self.rate, self.profile)
+        self.inputs = (self.steps, self.rate, self.profile)
+        """What makes the task."""
         self.free = FreePlaces()
         super().__init__(
             [
@@ -83,8 +91,8 @@ class LaunchPanel(widgets.VBox):
             layout=shared.layout(),
         )
         self.add_class("ss-launch")
-        self.steps.observe(self._update, "value")
-        self.profile.observe(self._update, "value")
+        for control in self.inputs:
+            control.observe(self._update, "value")
         self.outlive.observe(self._say_what_outliving_means, "value")
         self._say_what_outliving_means()
         first_look(self.free)
@@ -94,6 +102,8 @@ class LaunchPanel(widgets.VBox):
         self.current = offer_for(plan, self.machine, report)
         self.button.description = self.current.label
         self.button.tooltip = REHEARSING if self.current.is_rehearsal else LAUNCHING
+        self._plan = self.current.plan or plan
+        self.rate.placeholder = f"{first_rate(self._plan):g}"
         self._update()
 
     @property
@@ -120,17 +130,22 @@ class LaunchPanel(widgets.VBox):
 
     def _update(self, change: object = None) -> None:
         """The button and the words under it, from what is offered and what stands against it."""
+        is_wrong = self._show_errors()
+        against = self.blocked or ("A run is under way: see the Run tab." if self.busy else "")
+        self.button.disabled = bool(against) or is_wrong or self.current.plan is None
+        self.say(against or self.current.note)
+
+    def _show_errors(self) -> bool:
+        """Whether an input makes no task; what is wrong stands under it."""
         self.steps_row.show_error("")
+        if self._plan is None:
+            return False
         try:
-            self.task()
+            self.task(self._plan)
         except ValueError as error:
             self.steps_row.show_error(str(error))
-            wrong_steps = True
-        else:
-            wrong_steps = False
-        against = self.blocked or ("A run is under way: see the Run tab." if self.busy else "")
-        self.button.disabled = bool(against) or wrong_steps or self.current.plan is None
-        self.say(against or self.current.note)
+            return True
+        return False
 
     def _say_what_outliving_means(self, change: object = None) -> None:
         self.outlive_words.value = escape(OUTLIVES if self.outlive.value else ENDS_WITH_KERNEL)
@@ -157,9 +172,27 @@ class LaunchPanel(widgets.VBox):
             self.children = [child for child in self.children if child is not question]
             question.close()
 
-    def task(self) -> ss.Pretrain:
-        """The task that the inputs describe. Raises ``ValueError``."""
-        return ss.Pretrain(num_steps=typed_number(self.steps.value), profile=self.profile.value)
+    def task(self, plan: ss.Plan) -> ss.Pretrain:
+        """The task that the inputs describe, of ``plan``. Raises ``ValueError``."""
+        typed = self.rate.value.strip()
+        return ss.Pretrain(
+            num_steps=typed_number(self.steps.value),
+            profile=self.profile.value,
+            learning_rate=typed_rate(typed) if typed else first_rate(plan),
+        )
+
+    def take(self, task: ss.Pretrain, plan: ss.Plan) -> None:
+        """Set the inputs to what makes ``task`` of ``plan``."""
+        self.steps.value = str(task.num_steps)
+        self.profile.value = task.profile
+        # What every size begins with stays so: a rehearsal's model is another.
+        self.rate.value = "" if task.learning_rate == first_rate(plan) else f"{task.learning_rate:g}"
+
+
+def first_rate(plan: ss.Plan) -> float:
+    """What ``plan``'s new weights begin with: Pretrain's own rate, or where that is far off its peers'."""
+    usual, own = usual_rates(plan, begins_from_weights=False), ss.Pretrain.learning_rate
+    return own if usual is None or usual.allows(own) else usual.advised
 
 
 def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer:

@@ -115,12 +115,15 @@ class Studio(View):
         for picker in self._pickers:
             picker.observe(self._replan, "value")
             picker.observe(self._show_staleness, "is_wrong")
+        for control in self.launch_panel.inputs:
+            control.observe(self._recheck, "value")
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(lambda _: self._launch(force=False))
         self._planning = False
         self._pause = Later(self._on_pause, PAUSE_SECONDS)
         self._report: MemoryReport | None = None
         self._found: tuple[ss.Plan, list[Finding]] | None = None
+        """The plan, and what was found of it, of the task and of earlier runs."""
         self._show_page()
         self._replan()
 
@@ -140,7 +143,7 @@ class Studio(View):
     @cached_property
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
-        return self._put("Checks", ChecksView(on_apply=self.apply))
+        return self._put("Checks", ChecksView(on_apply=self.apply, on_apply_task=self._apply_task))
 
     def _show_path(self, _: object) -> None:
         self.plans.mode.value = "advice"
@@ -251,10 +254,29 @@ class Studio(View):
 
     @property
     def findings(self) -> list[Finding]:
-        """What the preflight has against :attr:`plan`."""
+        """What the preflight has against :attr:`plan`, and against what Launch would train of it."""
         if self._found is None or self._found[0] is not self.plan:
-            self._found = (self.plan, list(self.plan.findings()))
+            try:
+                task = self.launch_panel.task(self.plan)
+            except ValueError:  # It stands at the input, and nothing can be launched.
+                task = None
+            self._found = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
         return self._found[1]
+
+    @cached_property
+    def _earlier_runs(self) -> list[ss.Run]:
+        """The runs in this folder, looked for anew when one of this Studio's ends."""
+        return list(ss.runs())
+
+    def _recheck(self, change: object = None) -> None:
+        """The task or the runs changed, and not the plan."""
+        self._found = None
+        self._drawn.pop("Checks", None)
+        self._draw_shown()
+        self._pause.ask()
+
+    def _apply_task(self, task: ss.Pretrain) -> None:
+        self.launch_panel.take(task, self.plan)
 
     def _on_pause(self) -> None:
         self._offer_repairs()
@@ -292,7 +314,7 @@ class Studio(View):
         offer = self.launch_panel.current
         if offer.plan is None:
             return
-        task = self.launch_panel.task()
+        task = self.launch_panel.task(offer.plan)
         self.launch_panel.busy = True
         try:
             with warnings.catch_warnings(record=True) as warned:
@@ -320,6 +342,8 @@ class Studio(View):
         self.launch_panel.busy = False
         self.launch_panel.offer(self.plan, self.plan.memory())
         self._keep_measured(run)
+        vars(self).pop("_earlier_runs", None)
+        self._recheck()
         try:
             self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
         except (ValueError, OSError) as error:

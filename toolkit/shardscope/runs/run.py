@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ class Run:
         """Number of ranks."""
         return self._world_size
 
-    @property
+    @cached_property
     def plan(self) -> Any:
         """The :class:`shardscope.Plan` that was launched."""
         import json

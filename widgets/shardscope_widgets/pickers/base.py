@@ -101,3 +101,11 @@ def typed_number(text: str) -> Any:
         return int(cleaned)
     except ValueError:
         return text
+
+
+def typed_rate(text: str) -> Any:
+    """What a person typed as a number if it is one ("3e-4"), else the text, for the noun to refuse."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

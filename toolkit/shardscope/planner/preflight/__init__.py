@@ -49,6 +49,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     checkpoints.tied_checkpoints,
     checkpoints.resumed,
     learning_rate.rate_against_batch,
+    learning_rate.rate_in_script,
     learning_rate.short_warm_up,
     data.same_windows,
     profile.never_profiled,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,6 +106,16 @@ def variants(plan: Plan, changes: Iterable[Change]) -> Iterator[Variant]:
 def fastest(found: Iterable[Variant]) -> Variant | None:
     """The variant with most tokens a second; None of none."""
     return max(found, key=lambda variant: variant.step.tokens_per_second, default=None)
+
+
+def changed_task(task: object, **fields: Any) -> object:
+    """``task`` with other fields; None where it has none such, or refuses them."""
+    if not is_dataclass(task) or isinstance(task, type):
+        return None
+    try:
+        return replace(task, **fields)
+    except (TypeError, ValueError):
+        return None
 
 
 def changed_plan(

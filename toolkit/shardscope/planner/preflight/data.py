@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardscope.planner.preflight.case import Case, changed_plan
+from shardscope.planner.preflight.case import Case, changed_plan, changed_task
 from shardscope.planner.preflight.finding import Finding
 from shardscope.training.tokenizer import SHIPPED_TEXT
 
@@ -41,13 +41,15 @@ def same_windows(case: Case) -> Iterator[Finding]:
         return
     epochs = getattr(case.task, "num_steps", 0) * batch / windows
     if epochs > MAX_EPOCHS:
+        fewer = max(1, MAX_EPOCHS * windows // batch)
         yield Finding(
             name="text-read-many-times",
             severity="hint",
             why=f"The run reads the text at least {epochs:.1f} times; beyond {MAX_EPOCHS} passes it teaches "
             "less and less (Muennighoff et al. 2023).",
             number=epochs,
-            change=f"num_steps={max(1, MAX_EPOCHS * windows // batch)}, or a longer text",
+            change=f"num_steps={fewer}, or a longer text",
+            task=changed_task(case.task, num_steps=fewer),
         )
 
 

@@ -29,5 +29,7 @@ class Finding:
     """What mends it, in words."""
     plan: Plan | None = None
     """The mended plan; None where the change is one of a task, a script or the machine."""
+    task: object = None
+    """The mended task (``Pretrain(...)`` with another field); None where the change is none of its fields."""
     line: int | None = None
     """The line of the script that it is about, from 1; None: about no script."""

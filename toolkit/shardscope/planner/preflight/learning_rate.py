@@ -2,100 +2,91 @@
 
 from __future__ import annotations
 
-import math
+import ast
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from shardscope.planner.preflight.case import Case
-from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.case import Case, changed_task
+from shardscope.planner.preflight.finding import Finding, Severity
+from shardscope.planner.preflight.script import Script, keywords, source_of
+from shardscope.planner.preflight.usual_rates import TOO_HIGH, Usual, usual_rates
 
-
-class Reference(NamedTuple):
-    """One published run with AdamW."""
-
-    name: str
-    num_parameters: float
-    batch_tokens: float
-    learning_rate: float
-    source: str
-
-
-GPT3 = "Brown et al. 2020, table 2.1"
-LLAMA = "Touvron et al. 2023, table 2"
-REFERENCES = (
-    Reference("GPT-3 125M", 125e6, 0.5e6, 6.0e-4, GPT3),
-    Reference("GPT-3 350M", 350e6, 0.5e6, 3.0e-4, GPT3),
-    Reference("GPT-3 760M", 760e6, 0.5e6, 2.5e-4, GPT3),
-    Reference("GPT-3 1.3B", 1.3e9, 1e6, 2.0e-4, GPT3),
-    Reference("GPT-3 2.7B", 2.7e9, 1e6, 1.6e-4, GPT3),
-    Reference("LLaMA 7B", 6.7e9, 4e6, 3.0e-4, LLAMA),
-    Reference("LLaMA 13B", 13.0e9, 4e6, 3.0e-4, LLAMA),
-    Reference("LLaMA 33B", 32.5e9, 4e6, 1.5e-4, LLAMA),
-    Reference("LLaMA 65B", 65.2e9, 4e6, 1.5e-4, LLAMA),
-    Reference("GPT-3 175B", 175e9, 3.2e6, 0.6e-4, GPT3),
-    Reference("Llama 3 405B", 405e9, 16e6, 0.8e-4, "Grattafiori et al. 2024, table 3 and section 3.4.1"),
-)
-NEAR = 3.0
-"""A run tells of models up to so many times larger or smaller; beyond, nothing is said."""
-TOO_HIGH, TOO_LOW = 3.0, 0.1
-"""Times the rules' own range. Published rates of one size differ by 2 to 3 (LLaMA 7B's and GPT-3 6.7B's)."""
 BETA_2 = 0.95
 """AdamW's as Pretrain sets it (``training/optimizers.py``)."""
 WARM_UP_STEPS = round(2 / (1 - BETA_2))
 """Steps of a linear warm-up without which AdamW's second moment is not settled: 2 / (1 - beta_2), Ma & Yarats
 2021 (arXiv:1910.04209)."""
-
-
-class Scaled(NamedTuple):
-    """A learning rate carried from one batch to another."""
-
-    linear: float
-    """In proportion (Goyal et al. 2017, section 2.1): SGD's rule."""
-    square_root: float
-    """By the square root (Malladi et al. 2022, arXiv:2205.10287): Adam's rule."""
-
-
-def scaled(learning_rate: float, from_batch: float, to_batch: float) -> Scaled:
-    """``learning_rate`` of a batch of ``from_batch`` for one of ``to_batch``, in the same unit."""
-    ratio = to_batch / from_batch
-    return Scaled(learning_rate * ratio, learning_rate * math.sqrt(ratio))
-
-
-def reference_for(num_parameters: float) -> Reference | None:
-    """The published run of the nearest size; None where none is near."""
-    best = min(REFERENCES, key=lambda run: abs(math.log(run.num_parameters / num_parameters)))
-    ratio = best.num_parameters / num_parameters
-    return best if 1 / NEAR <= ratio <= NEAR else None
+NAME = "learning-rate-against-batch"
+CALLED = {"AdamW": "adamw", "Adam": "adamw", "Lion": "lion"}
+"""Optimizers as a person's own code makes them, and whose rates are theirs. SGD's are nobody's here: no
+published run of a transformer of such a size has one to carry."""
 
 
 def rate_against_batch(case: Case) -> Iterator[Finding]:
-    """A task's learning rate far from what both rules make of a published run of this size.
-
-    Of runs from random weights: one that begins from a model's own takes smaller steps.
-    """
-    plan, rate = case.plan, getattr(case.task, "learning_rate", None)
-    recipe = plan.recipe
-    if getattr(case.task, "weights", None) is not None:
+    """A task's learning rate far from what the rules make of published runs of this size."""
+    rate = getattr(case.task, "learning_rate", None)
+    if not rate:
         return
-    if not rate or recipe.has_adapters or not recipe.optimizer.startswith(("adamw", "paged_adamw")):
+    begins_from_weights = getattr(case.task, "weights", None) is not None
+    usual = usual_rates(case.plan, begins_from_weights=begins_from_weights)
+    if usual is None or usual.allows(rate):
         return
-    run = reference_for(plan.architecture.num_parameters)
-    if run is None:
-        return
-    tokens = recipe.global_batch_size * recipe.seq_len
-    rules = scaled(run.learning_rate, run.batch_tokens, tokens)
-    if TOO_LOW * min(rules) <= rate <= TOO_HIGH * max(rules):
-        return
-    is_high = rate > max(rules)
     yield Finding(
-        name="learning-rate-against-batch",
-        severity="danger" if is_high else "hint",
-        why=f"{rate:g} is {rate / rules.square_root:.2g} times what {run.name} had ({run.learning_rate:g} at "
-        f"{run.batch_tokens / 1e6:g}M tokens a step: {run.source}), carried to {tokens / 1e6:.2g}M tokens: "
-        f"{rules.square_root:.2g} by the square-root rule, {rules.linear:.2g} by the linear one.",
-        number=rate / rules.square_root,
-        change=f"learning_rate={float(f'{rules.square_root:.1g}'):g}",
+        name=NAME,
+        severity=_severity(rate, usual),
+        why=_why(rate, usual),
+        number=rate / usual.rate,
+        change=f"learning_rate={usual.advised:g}",
+        task=changed_task(case.task, learning_rate=usual.advised),
     )
+
+
+def rate_in_script(case: Case) -> Iterator[Finding]:
+    """The same of an optimizer that a person's own code makes with a number for its rate.
+
+    Whether it trains new weights or goes on from others, the code need not say: what is too high for new ones
+    is too high for both, and nothing is too low.
+    """
+    source = source_of(case.task)
+    if source is None:
+        return
+    script = Script(source=source, plan=case.plan)
+    for name, optimizer in CALLED.items():
+        for call in script.calls(name):
+            given = keywords(call).get("lr", call.args[1] if len(call.args) > 1 else None)
+            if not isinstance(given, ast.Constant) or not isinstance(given.value, int | float):
+                continue
+            rate = float(given.value)
+            usual = usual_rates(case.plan, optimizer=optimizer, begins_from_weights=False)
+            if usual is None or rate <= usual.highest:
+                continue
+            yield Finding(
+                name=NAME,
+                severity=_severity(rate, usual),
+                why=f"Line {call.lineno}: for a model of the plan's size, {_why(rate, usual)}",
+                number=rate / usual.rate,
+                change=f"lr={usual.advised:g}",
+                line=call.lineno,
+            )
+            return
+
+
+def _severity(rate: float, usual: Usual) -> Severity:
+    if rate > TOO_HIGH * usual.highest:
+        return "danger"
+    return "warning" if rate > usual.highest else "hint"
+
+
+def _why(rate: float, usual: Usual) -> str:
+    run = usual.run
+    had = (
+        f"{run.name} had ({run.learning_rate:g} at {run.batch_tokens / 1e6:.2g}M tokens a step: {run.source})"
+    )
+    carried = (
+        f"carried to {usual.batch_tokens / 1e6:.2g}M tokens: {usual.rules.square_root:.2g} by the "
+        f"square-root rule, {usual.rules.linear:.2g} by the linear one"
+    )
+    told = "".join(f"; {words}" for words in usual.told)
+    return f"{rate:g} is {rate / usual.rate:.2g} times what {had}, {carried}{told}."
 
 
 def short_warm_up(case: Case) -> Iterator[Finding]:
@@ -107,11 +98,13 @@ def short_warm_up(case: Case) -> Iterator[Finding]:
     warm_up = task.warmup_steps
     if warm_up is None or warm_up >= min(WARM_UP_STEPS, steps // 10):
         return
+    better = min(WARM_UP_STEPS, steps // 10)
     yield Finding(
         name="short-warm-up",
         severity="warning",
         why=f"{warm_up} steps of warm-up: with beta_2 {BETA_2} AdamW's second moment settles over about "
         f"{WARM_UP_STEPS} (Ma & Yarats 2021), and a large batch needs them most (Goyal et al. 2017).",
         number=float(warm_up),
-        change=f"warmup_steps={min(WARM_UP_STEPS, steps // 10)}, or None",
+        change=f"warmup_steps={better}, or None",
+        task=changed_task(task, warmup_steps=better),
     )

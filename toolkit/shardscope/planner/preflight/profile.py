@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.case import Case, changed_task
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import source_of
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def never_profiled(case: Case) -> Iterator[Finding]:
     """No earlier run of this plan has a trace, and the task at hand records none."""
+    if _records(case.task):
+        return
     mine = [run for run in case.runs if _plan_of(run) == case.plan]
     if any(_has_trace(run) for run in mine) or (case.task is None and not mine):
-        return
-    if _records(case.task):
         return
     number = len(mine)
     before = f"{number} run{'s' if number > 1 else ''} of this plan and no trace" if mine else "No trace yet"
@@ -28,6 +28,7 @@ def never_profiled(case: Case) -> Iterator[Finding]:
         why=f"{before}: what the step waits for is predicted only, and nobody has seen it.",
         number=float(number),
         change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
+        task=changed_task(case.task, profile=True),
     )
 
 

@@ -1,0 +1,186 @@
+"""Learning rates of published runs, and the rules that carry one to another batch, method or optimizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+
+class Reference(NamedTuple):
+    """One published run with Adam or AdamW."""
+
+    name: str
+    num_parameters: float
+    batch_tokens: float
+    learning_rate: float
+    source: str
+
+
+GPT3 = "Brown et al. 2020, table 2.1"
+LLAMA = "Touvron et al. 2023, table 2"
+REFERENCES = (
+    Reference("GPT-3 125M", 125e6, 0.5e6, 6.0e-4, GPT3),
+    Reference("GPT-3 350M", 350e6, 0.5e6, 3.0e-4, GPT3),
+    Reference("GPT-3 760M", 760e6, 0.5e6, 2.5e-4, GPT3),
+    Reference("GPT-3 1.3B", 1.3e9, 1e6, 2.0e-4, GPT3),
+    Reference("GPT-3 2.7B", 2.7e9, 1e6, 1.6e-4, GPT3),
+    Reference("LLaMA 7B", 6.7e9, 4e6, 3.0e-4, LLAMA),
+    Reference("LLaMA 13B", 13.0e9, 4e6, 3.0e-4, LLAMA),
+    Reference("LLaMA 33B", 32.5e9, 4e6, 1.5e-4, LLAMA),
+    Reference("LLaMA 65B", 65.2e9, 4e6, 1.5e-4, LLAMA),
+    Reference("GPT-3 175B", 175e9, 3.2e6, 0.6e-4, GPT3),
+    Reference("Llama 3 405B", 405e9, 16e6, 0.8e-4, "Grattafiori et al. 2024, table 3 and section 3.4.1"),
+)
+"""Of new weights."""
+BERT = "Devlin et al. 2019, appendix A.3"
+INSTRUCT = "Ouyang et al. 2022, appendix C.1"
+CHAT = "Touvron et al. 2023, arXiv:2307.09288, section 3.1"
+FINE_TUNES = (
+    Reference("BERT base", 110e6, 32 * 512, 5e-5, BERT),
+    Reference("BERT large", 340e6, 32 * 512, 5e-5, BERT),
+    Reference("InstructGPT 1.3B", 1.3e9, 32 * 2048, 9.65e-6, INSTRUCT),
+    Reference("Llama 2 Chat 7B", 6.7e9, 64 * 4096, 2e-5, CHAT),
+    Reference("Llama 2 Chat 13B", 13.0e9, 64 * 4096, 2e-5, CHAT),
+    Reference("Llama 2 Chat 70B", 69e9, 64 * 4096, 2e-5, CHAT),
+    Reference("InstructGPT 175B", 175e9, 8 * 2048, 5.03e-6, INSTRUCT),
+)
+"""Of all of a model's own weights, trained further; of BERT the highest that is advised."""
+NEAR = 3.0
+"""A run tells of models up to so many times larger or smaller; beyond, nothing is said."""
+TOO_HIGH, TOO_LOW = 3.0, 0.1
+"""Times the rules' own range. Published rates of one size differ by 2 to 3 (LLaMA 7B's and GPT-3 6.7B's)."""
+SMALL_FROM = 768.0
+"""Weights beside embeddings of the smallest model of Kaplan et al. 2020, whose rule is used below GPT-3's."""
+SMALL_BATCH_TOKENS = 512 * 1024
+"""What its models were trained with."""
+ADAPTERS_TIMES, ADAPTERS_TIMES_SHORT = 10.0, 15.0
+"""LoRA's best rate is about ten times that of all weights, of short runs fifteen (Schulman et al. 2025, "LoRA
+Without Regret")."""
+ADAPTERS_TOLD = (
+    'adapters take about ten times that of all weights (Schulman et al. 2025, "LoRA Without Regret")'
+)
+LION_LESS = (10.0, 3.0)
+"""Lion's rate is three to ten times smaller than AdamW's (Chen et al. 2023, arXiv:2302.06675, section 5)."""
+LION_TOLD = "Lion's is three to ten times smaller than AdamW's (Chen et al. 2023, section 5)"
+
+
+class Scaled(NamedTuple):
+    """A learning rate carried from one batch to another."""
+
+    linear: float
+    """In proportion (Goyal et al. 2017, section 2.1): SGD's rule."""
+    square_root: float
+    """By the square root (Malladi et al. 2022, arXiv:2205.10287): Adam's rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usual:
+    """The learning rate that a plan's peers had, and how far from it one may be before it is worth a word."""
+
+    run: Reference
+    batch_tokens: float
+    rules: Scaled
+    """The reference's rate carried to the plan's batch, before :attr:`told`."""
+    rate: float
+    """What is advised: the square-root rule's, and no less than the reference's own where batches below it
+    are known to do well with that."""
+    lowest: float
+    highest: float
+    told: tuple[str, ...] = ()
+    """Rules beside those of the batch, each with its source."""
+
+    @property
+    def advised(self) -> float:
+        """:attr:`rate` to one digit: the rules know no more."""
+        return float(f"{self.rate:.1g}")
+
+    def allows(self, rate: float) -> bool:
+        """Whether ``rate`` is near enough to say nothing."""
+        return self.lowest <= rate <= self.highest
+
+
+def scaled(learning_rate: float, from_batch: float, to_batch: float) -> Scaled:
+    """``learning_rate`` of a batch of ``from_batch`` for one of ``to_batch``, in the same unit."""
+    ratio = to_batch / from_batch
+    return Scaled(learning_rate * ratio, learning_rate * math.sqrt(ratio))
+
+
+def reference_for(num_parameters: float, references: tuple[Reference, ...] = REFERENCES) -> Reference | None:
+    """The published run of the nearest size; None where none is near."""
+    best = min(references, key=lambda run: abs(math.log(run.num_parameters / num_parameters)))
+    ratio = best.num_parameters / num_parameters
+    return best if 1 / NEAR <= ratio <= NEAR else None
+
+
+def small_reference(num_weights: float) -> Reference | None:
+    """The rule of Kaplan et al. 2020 (arXiv:2001.08361, equation D.1) for ``num_weights`` beside embeddings.
+
+    It was fitted over 768 to 1.5e9; used only below what larger references tell of.
+    """
+    if not SMALL_FROM <= num_weights <= REFERENCES[0].num_parameters / NEAR:
+        return None
+    rate = 0.003239 - 0.0001395 * math.log(num_weights)
+    name = f"a model of {num_weights / 1e6:.2g}M weights beside embeddings"
+    return Reference(
+        name, num_weights, SMALL_BATCH_TOKENS, float(f"{rate:.2g}"), "Kaplan et al. 2020, equation D.1"
+    )
+
+
+def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None = None) -> Usual | None:
+    """What published runs of this size say of ``plan``'s learning rate; None where nothing is known.
+
+    ``begins_from_weights``: a model is trained further, which takes smaller steps. ``optimizer``: another
+    than the recipe's. Known are AdamW in all its forms, Muon whose updates have AdamW's size (Liu et al.
+    2025, arXiv:2502.16982), and Lion; of Adafactor, and of SGD on transformers, no such runs are.
+    """
+    recipe = plan.recipe
+    optimizer = optimizer or recipe.optimizer
+    if not optimizer.startswith(("adamw", "paged_adamw", "muon", "lion")):
+        return None
+    is_tuned = begins_from_weights or recipe.has_adapters
+    run, keeps_rate = _run(plan, is_tuned)
+    if run is None:
+        return None
+    tokens = float(recipe.global_batch_size * recipe.seq_len)
+    rules = scaled(run.learning_rate, run.batch_tokens, tokens)
+    least, advised, most = min(rules), rules.square_root, max(rules)
+    if keeps_rate:
+        own = run.learning_rate
+        least, advised, most = min(least, own), max(advised, own), max(most, own)
+    told: list[str] = []
+    if recipe.has_adapters:
+        least, advised, most = ADAPTERS_TIMES * least, ADAPTERS_TIMES * advised, ADAPTERS_TIMES_SHORT * most
+        told.append(ADAPTERS_TOLD)
+    if optimizer == "lion":
+        far, near = LION_LESS
+        least, advised, most = least / far, advised / math.sqrt(far * near), most / near
+        told.append(LION_TOLD)
+    return Usual(
+        run=run,
+        batch_tokens=tokens,
+        rules=rules,
+        rate=advised,
+        lowest=TOO_LOW * least,
+        highest=TOO_HIGH * most,
+        told=tuple(told),
+    )
+
+
+def _run(plan: Plan, is_tuned: bool) -> tuple[Reference | None, bool]:
+    """The run to compare with, and whether smaller batches keep its rate.
+
+    They do where rates are far below what diverges: fine-tunes with batches of 16 and of 128 sequences share
+    one (Dettmers et al. 2023, table 9), and small models train at 1e-3 with a few thousand tokens.
+    """
+    num_parameters = plan.architecture.num_parameters
+    if is_tuned:
+        return reference_for(num_parameters, FINE_TUNES), True
+    run = reference_for(num_parameters)
+    if run is not None:
+        return run, False
+    embedding = plan.architecture.parameter_groups.get("embedding", 0)
+    return small_reference(float(num_parameters - embedding)), True
