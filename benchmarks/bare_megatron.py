@@ -95,7 +95,7 @@ def main(job):
         sizes["vocab_size"],
         job["seq_len"],
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=sizes["tie_word_embeddings"],
     )
     model.load_state_dict(weights(sizes), strict=False)
     model.train()

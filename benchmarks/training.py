@@ -37,8 +37,9 @@ WARM_STEPS = 5
 TURN_STEPS = 2
 LATE_STEPS = 3
 """Steps that a turn may take beyond these: that in which the side was held, and what ends before it is."""
-CHECKED_STEPS = 20
-"""After which both sides have the same loss if they are one job; later roundings tell them apart."""
+CHECKED_STEPS = 5
+"""After so few both sides have the same loss if they are one job. Of many the last are small and alike: a
+head that was tied on one side only passed unseen."""
 LEARNING_RATE = 1e-3
 SAME_LOSS = 1e-3
 """Both are the same job if their losses differ by less then."""
