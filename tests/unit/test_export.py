@@ -328,6 +328,32 @@ def test_every_script_decays_the_same_weights(layout: Any) -> None:
     assert found == [([id(one) for one in matrices], 0.1), ([id(vector)], 0.0)]
 
 
+def constants_of(plan: ss.Plan) -> dict[str, str]:
+    """What the script's constants are, as Python text."""
+    assigned = (node for node in ast.parse(texts(plan)["train.py"]).body if isinstance(node, ast.Assign))
+    return {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in assigned}
+
+
+def test_scripts_have_the_rates_of_the_tasks() -> None:
+    full, lora = (constants_of(small(ss.Layout.ddp(), method=method)) for method in ("full", "lora"))
+    assert (full["FRESH_RATE"], full["MODEL_RATE"]) == ("0.001", "2e-05")
+    assert (lora["FRESH_RATE"], lora["MODEL_RATE"]) == ("0.001", "0.0002")
+
+
+def test_random_weights_too_many_to_pack_are_asked_for_in_words() -> None:
+    large = ss.Plan(
+        ss.models["llama-3.1-70b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(method="qlora"),
+        ss.Layout.fsdp2(),
+    )  # fmt: skip
+    for plan, packs in ((large, False), (small(ss.Layout.fsdp2(), method="qlora"), True)):
+        script = texts(plan)["train.py"]
+        assert ('raise SystemExit("--model: ' in script) is not packs
+        assert ("def in_few_bits(" in script) is packs
+        assert "quantization_config=BITS" in script
+        storage = "bnb_4bit_quant_storage=COMPUTE or PARAMETERS"
+        assert storage in script, "shards are cut in the type that they are gathered in"
+
+
 def test_a_name_is_no_place_to_fill() -> None:
     plan = replace(small(ss.Layout.fsdp2()), architecture=replace(SMALL, name="@@FRAMEWORK@@ @@X@@"))
     script = texts(plan)["train.py"]

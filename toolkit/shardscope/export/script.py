@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardscope.export.files import Absent, Exported, described
 from shardscope.export.imports import imports_of
-from shardscope.export.model import Model, whole_model
+from shardscope.export.model import LAYERS, Model, whole_model
 from shardscope.export.optimizer import OPTIMIZERS, optimizer_of
 from shardscope.export.source import model_config
 from shardscope.export.text import literal
@@ -113,6 +113,8 @@ def plain_script(
     }
     # In one pass: a name of the architecture may look like a place to be filled.
     text = re.sub("@@([A-Z_]+)@@", lambda place: parts[place[1]], text)
+    if text.count("decoder_layers(") == 1:
+        text = text.replace(LAYERS, "")  # nothing calls it
     return Exported(
         name=SCRIPT_FILE,
         what="a plain script that trains the plan",

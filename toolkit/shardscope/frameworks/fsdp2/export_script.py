@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.export.files import Absent, Exported
 from shardscope.export.model import whole_model
 from shardscope.export.script import SCRIPT_FILE, plain_script
-from shardscope.export.stages import stage_constants
+from shardscope.export.stages import UNTIED, stage_constants
 from shardscope.frameworks.fsdp2 import export_context
 from shardscope.frameworks.fsdp2.export_stages import staged_imports, training
 from shardscope.frameworks.fsdp2.limits import check_context, check_parallel, check_parts, check_pipeline
@@ -89,7 +89,7 @@ class Training:
         """Gathered tensor by tensor, in the first rank's host memory."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True@@FROZEN@@)
         weights = get_model_state_dict(self.model, options=options)
-        if dist.get_rank() == 0:
+@@UNTIED@@        if dist.get_rank() == 0:
             self.model.save_pretrained(folder, state_dict=weights)
 '''
 
@@ -268,6 +268,7 @@ def script(plan: Plan, reshard: bool | int) -> Exported | Absent:
         imports += SAVE_IMPORT
         part += TRAINING.replace("@@CUT@@", cut).replace("@@LOSS@@", loss)
         part = part.replace("@@FROZEN@@", ", ignore_frozen_params=True" if plan.recipe.has_adapters else "")
+        part = part.replace("@@UNTIED@@", UNTIED if plan.architecture.tie_word_embeddings else "")
     part += FILL
     if is_cut:
         part, imports = part + CUT, imports + CUT_IMPORTS
