@@ -45,6 +45,10 @@ LOADS = {
         plan_of(2, L.ddp(), optimizer="adamw_foreach"),
     ),
     "another precision": (plan_of(2, L.ddp()), plan_of(2, L.ddp(), precision="bf16")),
+    "zero in bf16 by either name": (
+        plan_of(2, L.zero(), precision="bf16"),
+        plan_of(2, L.zero(), precision="bf16-mixed"),
+    ),
     "zero as it was": (plan_of(2, L.zero(stage=2)), plan_of(2, L.zero(stage=2))),
 }
 REFUSED = {
@@ -75,6 +79,20 @@ REFUSED = {
         "saved with 2 data-parallel ranks",
         "2 ranks, as before",
         None,
+    ),
+    "zero-3 in another type": (
+        plan_of(2, L.zero()),
+        plan_of(2, L.zero(), precision="bf16-mixed"),
+        "saved with weights of fp32, and this plan has weights of bf16",
+        "precision='fp32', as before",
+        {"precision": "fp32"},
+    ),
+    "zero-2 to zero-1 in another type": (
+        plan_of(2, L.zero(stage=2), precision="fp16-mixed"),
+        plan_of(2, L.zero(stage=1)),
+        "saved with ZeRO stage 2 and weights of fp16, and this plan has ZeRO stage 1 and weights of fp32",
+        "stage=2, precision='fp16-mixed', as before",
+        {"stage": 2, "precision": "fp16-mixed"},
     ),
     "zero-1 without stages": (
         plan_of(2, L.zero(stage=1, pp=2)),

@@ -32,6 +32,8 @@ class Tie:
     """The same as people say it: "8 data-parallel ranks", "ZeRO stage 3"."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a layout that give a plan this value; empty where its cluster must."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The same of its recipe."""
     num_ranks: int = 1
     """Ranks that a run must have for it; 1 where it asks for none in particular."""
 

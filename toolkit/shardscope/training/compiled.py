@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from shardscope.training.recompute import decoder_layers
+from shardscope.training.recompute import decoder_layers, recomputing
 
 
 def compile_layers(model: torch.nn.Module, device_type: str) -> int:
@@ -25,11 +23,6 @@ def compile_layers(model: torch.nn.Module, device_type: str) -> int:
     for layer in layers:
         # Layers are alike, and share one graph as long as they share the code that is compiled.
         again = "forward" in vars(layer)
-        forward = types.MethodType(_again, layer) if again else layer.forward
+        forward = types.MethodType(recomputing, layer) if again else layer.forward
         layer.forward = torch.compile(forward, dynamic=False)
     return len(layers)
-
-
-def _again(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward, of which the graph keeps its input only."""
-    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)

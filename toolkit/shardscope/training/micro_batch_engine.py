@@ -25,7 +25,8 @@ from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeight
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.on_meta import build_on_meta
-from shardscope.training.recompute import apply_recompute
+from shardscope.training.precision_found import check_precision
+from shardscope.training.recompute import apply_recompute, check_recompute
 from shardscope.training.stored_weights import WithAdapters
 
 MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -90,6 +91,10 @@ class MicroBatchEngine(Engine):
         """What matrices are multiplied in."""
         return next(self.model.parameters()).dtype
 
+    def precision_found(self, trained: list[Parameter]) -> str:
+        """The recipe's name of what was made; ``RuntimeError`` if the recipe has another."""
+        return check_precision(self.recipe.precision, (p.dtype for p in trained), self.compute_dtype)
+
     # ---- Engine
 
     def setup(self, build_model: BuildModel, build_optimizer: BuildOptimizer | None = None) -> None:
@@ -116,8 +121,8 @@ class MicroBatchEngine(Engine):
             "device": str(self.ctx.device),
             "backend": backend,
             "world_size": dist.get_world_size(),
-            "precision": self.recipe.precision,
-            "recompute": self.recipe.recompute,
+            "precision": self.precision_found(trained),
+            **check_recompute(self.model, self.recipe.recompute, self.recipe.recompute_interval),
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
             "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),

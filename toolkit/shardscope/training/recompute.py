@@ -73,6 +73,41 @@ def apply_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -
     return len(layers)
 
 
+def check_recompute(model: torch.nn.Module, recompute: str, interval: int = 1) -> dict[str, Any]:
+    """What the decoder layers of ``model`` really do, for a run's record.
+
+    Raises ``RuntimeError`` unless it is what :func:`apply_recompute` makes of the same arguments.
+    """
+    found = [_done_by(layer) for layer in decoder_layers(model)]
+    planned = ["none" if number % interval else recompute for number in range(len(found))]
+    if found != planned:
+        often = "every layer" if interval == 1 else f"one of {interval} layers"
+        raise RuntimeError(
+            f"the plan says recompute={recompute!r} in {often}, and the layers do: {', '.join(found)}"
+        )
+    done = [kind for kind in found if kind != "none"]
+    return {"recompute": done[0] if done else "none", "num_recomputed_layers": len(done)}
+
+
+def _done_by(layer: torch.nn.Module) -> str:
+    """The choice that a layer's own ``forward`` is of."""
+    forward = vars(layer).get("forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    if getattr(forward, "__func__", None) is recomputing:
+        return "full"
+    call = getattr(forward, "func", None)
+    if call is _offloading:
+        return "offload"
+    if call is not checkpoint:
+        return "none"
+    return "selective" if "context_fn" in forward.keywords else "full"
+
+
+def recomputing(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The layer's forward, of which a compiled graph keeps its input only."""
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
+
+
 def _offloading(layer: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward``, with what it saves for backward in host memory, each storage once.
 

@@ -57,7 +57,7 @@ class DdpEngine(TorchEngine):
             "data_parallel": num_ranks,
             "num_buckets": len(buckets),
             "bucket_bytes": buckets,
-            "bucket_cap_bytes": BUCKET_CAP_MIB * 2**20,
+            "bucket_cap_bytes": int(module.bucket_bytes_cap),
             "gradient_as_bucket_view": bool(module.gradient_as_bucket_view),
             "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
         }

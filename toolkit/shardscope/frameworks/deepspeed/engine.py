@@ -24,6 +24,7 @@ from shardscope.training import accounting, gradients
 from shardscope.training.initial_weights import CPU
 from shardscope.training.micro_batch_engine import MIXED_TYPES, MicroBatchEngine
 from shardscope.training.on_meta import build_on_meta
+from shardscope.training.precision_found import check_copied
 from shardscope.training.pretrained import WholeTensors
 
 FIRST_LOSS_SCALE_POWER = 12
@@ -100,6 +101,9 @@ class DeepSpeedEngine(MicroBatchEngine):
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
         deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
+
+    def precision_found(self, trained: list[Parameter]) -> str:
+        return check_copied(self.recipe.precision, self.compute_dtype)
 
     def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
         """What DeepSpeed is given of the model that was built."""

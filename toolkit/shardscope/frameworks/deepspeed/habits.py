@@ -38,14 +38,17 @@ def padded_vocab_size(plan: Plan) -> int:
 def checkpoint(plan: Plan) -> CheckpointFormat:
     """Partitions as they are: "The checkpoint being loaded used a DP world size of ..." (engine.py, 0.19).
 
-    A file for each rank, whose name and content tell its stage and its place: the engine
+    A file for each rank, whose name and content tell its stage, its place and the type of weights: the engine
     (``checkpointing.py``) reads them in no other.
     """
     layout: Any = plan.layout
     stage = Tie(value=layout.stage, words=f"ZeRO stage {layout.stage}", layout={"stage": layout.stage})
+    precision = plan.recipe.precision
+    kind = {"fp32": "fp32", "fp16-mixed": "fp16"}.get(precision, "bf16")
+    weights = Tie(value=kind, words=f"weights of {kind}", recipe={"precision": precision})
     return CheckpointFormat(
         name="DeepSpeed's ZeRO checkpoint",
-        ties={**tied_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage},
+        ties={**tied_degrees(plan, ("data_parallel", "tp", "pp", "ep")), "stage": stage, "weights": weights},
         remedy="Convert it with DeepSpeed's ds_to_universal.py, which a script of one's own loads with "
         "load_universal",
         source="deepspeed/runtime/engine.py, 0.19: ZeRORuntimeException",

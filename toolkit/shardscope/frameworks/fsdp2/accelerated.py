@@ -126,17 +126,10 @@ def _mesh(plan: Plan) -> tuple[int, ...]:
 
 def _reshards(model: Any) -> Counter[bool]:
     """How many groups of parameters are resharded after forward, and how many are not."""
-    from torch.distributed.fsdp import FSDPModule
+    from shardscope.frameworks.fsdp2.found import groups_of
 
-    found: Counter[bool] = Counter()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            # A list since torch 2.13, one group before.
-            for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
-                if group:
-                    found[group.post_forward_mesh_info is not None] += 1
-    return found
+    groups = (group for module in model.modules() for group in groups_of(module))
+    return Counter(group.post_forward_mesh_info is not None for group in groups)
 
 
 def _said(value: object) -> str:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shardscope.frameworks.engine import BuildModel
 from shardscope.frameworks.fsdp2 import found
+from shardscope.frameworks.fsdp2.export import resharding
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
 from shardscope.frameworks.fsdp2.materialise import check_has_weights, materialise
 from shardscope.frameworks.fsdp2.tensor_parallel import parallelize
@@ -119,10 +119,7 @@ class Fsdp2Engine(TorchEngine):
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         }
         self._home = torch.device("cpu") if offload else self.ctx.device
-        reshard = self.plan.layout.reshard_after_forward
-        if not isinstance(reshard, bool) and reshard == self.num_shards:
-            # torch wants a smaller group than the whole one here; resharding to all ranks is what True means.
-            reshard = True
+        reshard = resharding(self.plan)
         if self.tp_mesh is not None:
             parallelize(model, self.tp_mesh)
         self._num_groups = 0
@@ -151,6 +148,7 @@ class Fsdp2Engine(TorchEngine):
         held, total = found.count_weights(
             parameters, self.shard_group, self.num_shards, holders, self.part_copies, device
         )
+        layers = [layer for unit in self.called for layer in decoder_layers(unit)]
         record: dict[str, Any] = {
             "mesh_shape": list(self.mesh.shape),
             "mesh_axes": list(self.mesh.mesh_dim_names),
@@ -162,8 +160,8 @@ class Fsdp2Engine(TorchEngine):
             "num_groups": self._num_groups,
             "placements": found.placements_of(parameters),
             "sharded_names": sorted(parameters),
-            "reshard_after_forward": self.plan.layout.reshard_after_forward,
-            "offload": self.plan.layout.offload,
+            "reshard_after_forward": found.check_resharding(layers, resharding(self.plan)),
+            "offload": found.check_home(self.called, parameters.values(), self.plan.layout.offload, device),
             "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }
@@ -188,12 +186,8 @@ class Fsdp2Engine(TorchEngine):
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
         """Each group's all-gather outputs: FSDP2 empties and fills the same storages again and again."""
         for module in (one for unit in self.called for one in unit.modules()):
-            if not isinstance(module, FSDPModule):
-                continue
-            state: Any = module._get_fsdp_state()
-            # A list since torch 2.13, one group before.
-            for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
-                for parameter in group.fsdp_params if group else ():
+            for group in found.groups_of(module):
+                for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 
     @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -42,6 +43,59 @@ def check_sharded(parameters: Mapping[str, torch.Tensor], planned: tuple[int, ..
         raise RuntimeError(
             f"the plan cuts matrices over tp={tp} ranks, and {len(uncut)} are whole: {', '.join(uncut[:3])}"
         )
+
+
+def groups_of(module: torch.nn.Module) -> Iterator[Any]:
+    """The groups of parameters that ``fully_shard`` gathers at once, of a module that it was called on."""
+    if isinstance(module, FSDPModule):
+        state: Any = module._get_fsdp_state()
+        # A list since torch 2.13, one group before.
+        groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+        yield from (group for group in groups if group)
+
+
+def check_resharding(layers: Sequence[torch.nn.Module], planned: bool | int) -> bool | int | None:
+    """What becomes of the gathered weights of ``layers`` after their forward; None without layers.
+
+    False: they stay; True: only this rank's shards do; a number: shards over so many ranks. Raises
+    ``RuntimeError`` unless all do as ``planned``.
+    """
+    found = {_resharded(group) for layer in layers for group in groups_of(layer)}
+    if found - {planned} or len(found) < bool(layers):
+        raise RuntimeError(
+            f"the plan says reshard_after_forward={planned}, and the layers have "
+            f"{' and '.join(sorted(map(str, found))) or 'no group of their own'}"
+        )
+    return planned if found else None
+
+
+def _resharded(group: Any) -> bool | int:
+    after = group.post_forward_mesh_info
+    if after is None or after is group.mesh_info:
+        return after is not None
+    return int(after.shard_mesh_size)
+
+
+def check_home(
+    units: Iterable[torch.nn.Module],
+    parameters: Iterable[torch.Tensor],
+    planned: str | None,
+    device: torch.device,
+) -> str | None:
+    """Where shards wait between their uses, as ``Layout.offload`` says it: "cpu", None for ``device``.
+
+    Raises ``RuntimeError`` if a group's policy, or where a shard really is, is not as ``planned``.
+    """
+    groups = [group for unit in units for module in unit.modules() for group in groups_of(module)]
+    policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+    if policies != {planned == "cpu"}:
+        shown = " and ".join(sorted("'cpu'" if policy else "None" for policy in policies))
+        raise RuntimeError(f"the plan says offload={planned!r}, and FSDP2 has {shown or 'no policy'}")
+    home = planned or device.type
+    homes = {local(parameter).device.type for parameter in parameters}
+    if homes != {home}:
+        raise RuntimeError(f"the plan keeps shards on {home}, and they are on {' and '.join(sorted(homes))}")
+    return planned
 
 
 def is_tp_cut(parameter: Any, tp: int) -> bool:

@@ -21,6 +21,7 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.training import accounting
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.on_meta import build_on_meta
+from shardscope.training.precision_found import check_copied
 from shardscope.training.stored_weights import TensorsByName
 from shardscope.validation import refuse
 
@@ -95,8 +96,7 @@ class MegatronEngine(Engine):
             "device": str(device),
             "backend": backend,
             "world_size": dist.get_world_size(),
-            "precision": recipe.precision,
-            "recompute": recipe.recompute,
+            "precision": check_copied(recipe.precision, trained[0].dtype),
             "num_trained_tensors": len(trained),
             "num_trained_parameters": sum(parameter.numel() for parameter in trained),
             "parameter_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),

@@ -39,6 +39,7 @@ def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) ->
     _compare(
         found,
         {
+            "recompute": plan.recipe.recompute,
             "sequence_parallel": layout.splits_sequence,
             "distributed_optimizer": layout.distributed_optimizer,
             "num_layers_here": plan.stage_layers[found["stage"]],
@@ -91,6 +92,7 @@ def _modules(chunks: list[Any]) -> dict[str, Any]:
         "num_layers_here": len(layers),
         "num_attention_heads_here": getattr(attention, "num_attention_heads_per_partition", None),
         "qkv_shape_here": None if product is None else list(product.weight.shape),
+        "recompute": chunks[0].module.decoder.config.recompute_granularity or "none",
         "sequence_parallel": bool(getattr(product, "sequence_parallel", False)),
         "num_experts_here": max(experts, default=0),
         "num_chunks": len(chunks),

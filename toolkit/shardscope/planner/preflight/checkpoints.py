@@ -90,11 +90,12 @@ def _apart(saved: CheckpointFormat, read: CheckpointFormat) -> list[tuple[Tie, T
 
 
 def _as_before(before: Plan, now: Plan, ties: Sequence[Tie]) -> tuple[Plan | None, str]:
-    """``now`` with ``ties`` as they were, where its layout's fields can; and that in words."""
-    fields = {name: value for tie in ties for name, value in tie.layout.items()}
-    told = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-    has_them = bool(fields) and fields.keys() <= now.layout.__dataclass_fields__.keys()
-    mended = changed_plan(now, layout=fields) if has_them else None
+    """``now`` with ``ties`` as they were, where its own fields can; and that in words."""
+    layout = {name: value for tie in ties for name, value in tie.layout.items()}
+    recipe = {name: value for tie in ties for name, value in tie.recipe.items()}
+    told = ", ".join(f"{name}={value!r}" for name, value in {**layout, **recipe}.items())
+    has_them = bool(told) and layout.keys() <= now.layout.__dataclass_fields__.keys()
+    mended = changed_plan(now, layout=layout, recipe=recipe) if has_them else None
     if mended is not None and not _apart(_format_of(before), _format_of(mended)):
         return mended, f"{told}, as before"
     if type(before.layout) is not type(now.layout):
