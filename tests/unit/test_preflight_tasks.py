@@ -249,6 +249,50 @@ def test_a_text_that_is_read_many_times() -> None:
     assert found_in(plan, "text-read-many-times", ss.Pretrain(num_steps=150)) is None
 
 
+def fast(seq_len: int) -> ss.Plan:
+    """Half a million tokens a step, over one node."""
+    return ss.Plan(
+        ss.models["gpt2"],
+        ss.Cluster.parse("8xb200-sxm-180gb"),
+        ss.Recipe(seq_len=seq_len, micro_batch_size=32768 // seq_len, global_batch_size=524_288 // seq_len),
+        ss.Layout.ddp(),
+    )
+
+
+def own_loader(ctx: Any) -> None:
+    ctx.log(loss=1.0)
+
+
+def test_a_node_that_must_be_fed_faster_than_usual_storage_reads() -> None:
+    plan = fast(256)
+    finding = found_in(plan, "data-loading", own_loader)
+    assert finding is not None and finding.severity == "warning"
+    samples = plan.recipe.global_batch_size / plan.step().seconds
+    assert finding.number == pytest.approx(samples) and samples > 3_000
+    assert f"{samples:,.0f} sequences a second" in finding.why
+    assert f"{samples * 256 * 4 / 1e6:,.1f} MB/s of tokens" in finding.why and "AWS gp3" in finding.why
+    alone = found_in(plan, "data-loading")
+    assert alone is not None and alone.severity == "hint"
+    assert found_in(plan, "data-loading", ss.Pretrain(num_steps=1)) is None, "it has its tokens in memory"
+    assert found_in(plan_of(), "data-loading", own_loader) is None
+
+
+def test_ranks_that_share_a_sequence_each_read_it() -> None:
+    """Two nodes of data-parallel ranks need half as much each; two tensor-parallel ranks the same again."""
+    tiny_step = ss.Recipe(seq_len=128, micro_batch_size=64, global_batch_size=1024)
+    samples = []
+    for cluster, layout in (
+        ("8xb200-sxm-180gb", ss.Layout.megatron()),
+        ("2x8xb200-sxm-180gb", ss.Layout.megatron()),
+        ("2x8xb200-sxm-180gb", ss.Layout.megatron(tp=2)),
+    ):
+        plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse(cluster), tiny_step, layout)
+        finding = found_in(plan, "data-loading", own_loader)
+        assert finding is not None and finding.number is not None
+        samples.append(finding.number * plan.step().seconds)
+    assert samples == pytest.approx([1024, 512, 1024])
+
+
 # --------------------------------------------------------------------------------------- checkpoint
 
 

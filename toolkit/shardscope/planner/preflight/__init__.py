@@ -9,6 +9,7 @@ from shardscope.planner.preflight import (
     checkpoints,
     data,
     learning_rate,
+    loading,
     pipeline,
     precision,
     profile,
@@ -52,6 +53,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     learning_rate.rate_in_script,
     learning_rate.short_warm_up,
     data.same_windows,
+    loading.starved,
     profile.never_profiled,
     scripts.in_task,
 )
