@@ -1,7 +1,8 @@
 """What of a layout Accelerate hands on to the framework that it starts: each field, and its own name for it.
 
 Accelerate trains nothing itself. One script, ``accelerator.prepare(...)`` and another configuration file make
-DDP, FSDP2, DeepSpeed or Megatron-LM of it; a field that is not listed here cannot be said in that file.
+DDP, FSDP2, DeepSpeed or Megatron-LM of it. DeepSpeed's own file carries the rest of its layout; whether a
+whole plan is carried, ``plugins.why_not_started`` says.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ CARRIED: Mapping[str, Mapping[str, str]] = MappingProxyType({
     "megatron": MappingProxyType({
         "tp": "MegatronLMPlugin.tp_degree",
         "pp": "MegatronLMPlugin.pp_degree",
-        "vpp": "MegatronLMPlugin.num_layers_per_virtual_pipeline_stage",
         "cp": "MegatronLMPlugin.context_parallel_size",
         "ep": "MegatronLMPlugin.expert_model_parallel_size",
         "etp": "MegatronLMPlugin.expert_tensor_parallel_size",

@@ -31,7 +31,10 @@ class Accelerated(Protocol):
     """What every framework's ``accelerated.py`` offers."""
 
     def check_plan(self, plan: Plan) -> None:
-        """Raise ``ValueError`` where Accelerate would make another run of ``plan``."""
+        """Raise ``ValueError`` where Accelerate, wherever it runs, would make another run of ``plan``."""
+
+    def check_installed(self, plan: Plan) -> None:
+        """Raise ``ValueError`` where this machine lacks what Accelerate calls for ``plan``."""
 
     def distributed_types(self, plan: Plan) -> tuple[str, ...]:
         """Names of ``accelerate.DistributedType`` that an ``Accelerator()`` of this plan may have."""
@@ -74,8 +77,10 @@ def environment_of(plan: Plan, folder: Path, inherited: Mapping[str, str]) -> di
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` for a plan that no script becomes, naming what runs it instead."""
-    accelerated(plan).check_plan(plan)
+    """Raise ``ValueError`` for a plan that no script becomes here, naming what runs it instead."""
+    framework = accelerated(plan)
+    framework.check_plan(plan)
+    framework.check_installed(plan)
     precision = plan.recipe.precision
     if precision == "fp16-mixed" and not plan.on_gpu:
         refuse(
@@ -92,6 +97,18 @@ def check_plan(plan: Plan) -> None:
             f"'bf16-mixed' or another until torchao, through which {TITLE} makes 8-bit products, is there",
             "pip install torchao",
         )
+
+
+def why_not_started(plan: Plan) -> str | None:
+    """Why Accelerate would make another run of ``plan``, in words; None where it starts this one.
+
+    The one answer for a Script, for advice and for exported files. What is not installed here is no reason.
+    """
+    try:
+        accelerated(plan).check_plan(plan)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
 
 
 def check_on_gpu(plan: Plan, plugin: str) -> None:

@@ -16,6 +16,10 @@ def check_plan(plan: Plan) -> None:
     """Every DDP plan is carried."""
 
 
+def check_installed(plan: Plan) -> None:
+    """Nothing beside what the engine needs."""
+
+
 def distributed_types(plan: Plan) -> tuple[str, ...]:
     """By device; one rank may also be no distributed run at all."""
     kind = "MULTI_GPU" if plan.on_gpu else "MULTI_CPU"

@@ -27,6 +27,10 @@ def check_plan(plan: Plan) -> None:
             refuse(f"Layout.{degree}", size, f"1 for a Script: Accelerate has no {what}", f"{degree}=1")
 
 
+def check_installed(plan: Plan) -> None:
+    """Nothing beside what the engine needs."""
+
+
 def distributed_types(plan: Plan) -> tuple[str, ...]:
     """One, whatever the stage."""
     return ("DEEPSPEED",)

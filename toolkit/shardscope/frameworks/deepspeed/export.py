@@ -10,6 +10,7 @@ from shardscope.export.commands import started
 from shardscope.export.files import PLAN_FILE, Absent, Exported, described
 from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
+from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.export_script import script
@@ -77,10 +78,9 @@ ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP in
 
 
 def _accelerate(plan: Plan) -> list[Exported | Absent]:
-    if not plan.on_gpu:
-        return [*none_of_it(ON_CPU)]
-    if plan.degrees.pp > 1:
-        return [*none_of_it(f"Accelerate has no pipeline engine, and the plan has pp={plan.degrees.pp}.")]
+    why = why_not_started(plan)
+    if why is not None:
+        return [*none_of_it(why)]
     layout: Any = plan.layout
     section: dict[str, Any] = {
         "deepspeed_config_file": CONFIG_FILE,

@@ -28,6 +28,10 @@ def check_plan(plan: Plan) -> None:
         )
 
 
+def check_installed(plan: Plan) -> None:
+    """Nothing beside what the engine needs."""
+
+
 def distributed_types(plan: Plan) -> tuple[str, ...]:
     """One, whatever the mesh."""
     return ("FSDP",)

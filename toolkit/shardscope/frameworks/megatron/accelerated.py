@@ -9,20 +9,25 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.accelerate.plugins import check_carried, check_on_gpu, contradicts
 from shardscope.validation import refuse
 
+MODELS = ("gpt2", "llama", "glm4_moe")
+"""Decoders whose configuration the plugin makes Megatron-LM's arguments of: it looks for these words in a
+``model_type`` (MODEL_CONFIGS_TO_MEGATRON_PARSERS in accelerate/utils/dataclasses.py, 1.15)."""
+
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ``ValueError`` on CPU ranks, without Megatron-LM, and for what Accelerate's plugin cannot say."""
+    """Raise ``ValueError`` on CPU ranks, and for models and options that Accelerate's plugin cannot say."""
     check_on_gpu(plan, "Megatron-LM plugin")
-    if not has_megatron_lm():
+    model_type = plan.architecture.model_type
+    if not any(known in model_type for known in MODELS):
         refuse(
-            "Layout.framework",
-            plan.layout.framework,
-            "'ddp', 'fsdp2' or 'deepspeed' for a Script here: Accelerate's plugin needs megatron.training of "
-            "Megatron-LM's repository, which the package megatron-core does not have",
-            "ss.launch(plan, ss.Pretrain()), whose engine needs megatron-core alone",
+            "Architecture.model_type",
+            model_type,
+            f"one of {', '.join(map(repr, MODELS))} for a Script: of others Accelerate's Megatron-LM plugin "
+            "makes no model",
+            "ss.launch(plan, ss.Pretrain()), whose engine does",
         )
     if plan.degrees.vpp > 1:
         refuse(
@@ -32,6 +37,18 @@ def check_plan(plan: Plan) -> None:
             "vpp=1",
         )
     check_carried(plan)
+
+
+def check_installed(plan: Plan) -> None:
+    """Raise ``ValueError`` without Megatron-LM's own training code."""
+    if not has_megatron_lm():
+        refuse(
+            "Layout.framework",
+            plan.layout.framework,
+            "'ddp', 'fsdp2' or 'deepspeed' for a Script here: Accelerate's plugin needs megatron.training of "
+            "Megatron-LM's repository, which the package megatron-core does not have",
+            "ss.launch(plan, ss.Pretrain()), whose engine needs megatron-core alone",
+        )
 
 
 def has_megatron_lm() -> bool:

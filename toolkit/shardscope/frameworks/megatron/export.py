@@ -9,6 +9,7 @@ from shardscope.export.commands import commands, started
 from shardscope.export.files import Absent, Exported, header
 from shardscope.export.unsaid import sentences, unsaid
 from shardscope.frameworks.accelerate.export import none_of_it
+from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.arguments import LAYOUT, RECIPE, megatron_arguments
 from shardscope.frameworks.megatron.export_script import script
@@ -37,7 +38,9 @@ def files(plan: Plan) -> list[Exported | Absent]:
     plain = script(plan)
     none: list[Exported | Absent] = [
         *none_of_it(
-            "Accelerate's Megatron-LM plugin builds models of its own and reads none of these flags."
+            why_not_started(plan)
+            or "Megatron-LM has arguments of its own here; ss.Script starts a script through Accelerate, "
+            "where Megatron-LM is installed."
         ),
         Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
+from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.advising import words
 from shardscope.planner.advising.bench import WORTH_A_SETTING
@@ -54,19 +55,17 @@ def one_script(path: Path) -> None:
     current = path.current
     if current is None:
         return
-    layout, plain = current.plan.layout, type(current.plan.layout)()
-    fields = CARRIED.get(layout.framework, {})
+    layout = current.plan.layout
     number = f"{TITLE} starts {', '.join(frameworks[name].title for name in CARRIED)}"
-    used = {name for name in plain.__dataclass_fields__ if getattr(layout, name) != getattr(plain, name)}
-    missing = sorted(used - fields.keys())
+    refusal = why_not_started(current.plan)
     knows = "accelerate" in path.familiar
-    if missing:
-        answer = f"{TITLE} cannot say {', '.join(missing)} of this plan to {layout.title}: start it directly."
+    if refusal is not None:
+        answer = f"{TITLE} does not start this plan; {layout.title} does, directly. {refusal}"
     elif knows:
         answer = f"The team runs {TITLE}: it starts this plan through {layout.title}."
     else:
         answer = f"If so, {TITLE} starts this plan through {layout.title}."
-    path.told("", question, answer, number, why, current, taken=knows and not missing)
+    path.told("", question, answer, number, why, current, taken=knows and refusal is None)
 
 
 def what_the_team_knows(path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Whether Accelerate starts a plan: a Script, the advice and the exported files give one answer."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.export.files import Exported
+from shardscope.frameworks.accelerate.plugins import why_not_started
+from shardscope.frameworks.megatron import accelerated as megatron
+from shardscope.planner.advising.last import one_script
+
+H100S = "2x8xh100-sxm-80gb"
+NVME = {"stage3_prefetch_bucket_size": 10**6, "offload_optimizer_buffer_count": 6}
+
+
+def script() -> None:
+    """Of somebody's own."""
+
+
+def planned(model: str, layout: ss.Layout) -> ss.Plan:
+    return ss.Plan(ss.models[model], ss.Cluster.parse(H100S), ss.Recipe(global_batch_size=64), layout)
+
+
+def exported(framework: str) -> Any:
+    """The framework's part of ``plan.export``."""
+    return import_module(f"shardscope.frameworks.{framework}.export")
+
+
+def advised(plan: ss.Plan) -> str:
+    """The advice's answer about ``plan``."""
+    told: list[str] = []
+    current = SimpleNamespace(plan=plan)
+    path: Any = SimpleNamespace(current=current, familiar=(), told=lambda *said, **_: told.append(said[2]))
+    one_script(path)
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "starts"),
+    [
+        ("mixtral-8x7b", ss.Layout.megatron(tp=4, pp=2, vpp=16), False),
+        ("llama-3.1-8b", ss.Layout.megatron(tp=4, pp=2, vpp=2), False),
+        ("llama-3.1-8b", ss.Layout.megatron(tp=4, pp=2), True),
+        ("llama-3.1-8b", ss.Layout.megatron(overlap_grad_reduce=True), False),
+        ("llama-3.1-8b", ss.Layout.zero(3, offload_optimizer="nvme", offload_params="nvme", **NVME), True),
+        ("llama-3.1-8b", ss.Layout.zero(3, zero_hpz_partition_size=8), True),
+        ("llama-3.1-8b", ss.Layout.zero(1, pp=2), False),
+        ("mixtral-8x7b", ss.Layout.zero(1, ep=4), False),
+        ("llama-3.1-8b", ss.Layout.fsdp2(pp=2), False),
+        ("llama-3.1-8b", ss.Layout.fsdp2(replicate=2), True),
+        ("gpt2", ss.Layout.ddp(), True),
+    ],
+)
+def test_scripts_advice_and_files_agree(
+    model: str, layout: ss.Layout, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model == "gpt2":
+        plan = ss.Plan(ss.models[model], ss.Cluster.parse(H100S), ss.Recipe(seq_len=1024), layout)
+    else:
+        plan = planned(model, layout)
+    monkeypatch.setattr(megatron, "has_megatron_lm", lambda: True)
+    assert (why_not_started(plan) is None) == starts
+    try:
+        ss.Script(script).check(plan)
+    except ValueError as refusal:
+        assert not starts and str(refusal) == why_not_started(plan)
+    else:
+        assert starts
+    assert (" starts this plan through " in advised(plan)) == starts
+    assert ("does not start this plan" in advised(plan)) != starts
+    (file,) = [f for f in exported(layout.framework).files(plan) if f.name == "accelerate_config.yaml"]
+    if layout.framework != "megatron":
+        assert isinstance(file, Exported) == starts
+    else:
+        assert not isinstance(file, Exported)
+        assert ("ss.Script starts" in file.why) == starts, "of what starts, the files are Megatron-LM's own"
+
+
+def test_what_is_not_installed_here_is_said_by_the_script_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "has_megatron_lm", lambda: False)
+    plan = planned("llama-3.1-8b", ss.Layout.megatron(tp=8))
+    assert why_not_started(plan) is None and " starts this plan through " in advised(plan)
+    with pytest.raises(ValueError, match=r"megatron\.training"):
+        ss.Script(script).check(plan)
