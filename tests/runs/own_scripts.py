@@ -54,7 +54,16 @@ def make_data():
 """
 
 
-def train_llama(architecture: Any, steps: int = 3, **accelerator_arguments: Any) -> None:
+def train_llama(
+    architecture: Any,
+    steps: int = 3,
+    *,
+    optimizer: str = "AdamW",
+    rows: int = 2,
+    recomputes: bool = False,
+    frozen: str = "",
+    **accelerator_arguments: Any,
+) -> None:
     """The same as a function: a model of transformers, labels that are its inputs."""
     import torch
     from accelerate import Accelerator
@@ -67,14 +76,18 @@ def train_llama(architecture: Any, steps: int = 3, **accelerator_arguments: Any)
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture.model_type, **config_values(architecture))
     model = AutoModelForCausalLM.from_config(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    if recomputes:
+        model.gradient_checkpointing_enable()
+    own = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 64, (32, 16), generator=torch.Generator().manual_seed(1))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens, batch_size=2))
+    model, own, loader = accelerator.prepare(model, own, DataLoader(tokens, batch_size=rows))
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward(model(input_ids=batch, labels=batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            own.step()
+            own.zero_grad()
         if number + 1 == steps:
             break
 

@@ -230,7 +230,7 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
     """Every case in one spawn of ranks; what each recorded."""
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="1")
     os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
-    ddp, arch = ctx.plan, tiny_llama()
+    ddp, arch = tiny_plan("ddp", 2, seq_len=16), tiny_llama()
     found: dict[str, Any] = {}
 
     def take(name: str, plan: ss.Plan, function: Any, *arguments: Any) -> None:
@@ -240,6 +240,10 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
     take("ddp", ddp, own_scripts.train_llama, arch)
     four = tiny_plan("ddp", 2, num_micro_batches=4)
     take("no accumulation", four, own_scripts.never_accumulates)
+    take("recomputes", tiny_plan("ddp", 2, seq_len=16, recompute="full"), recomputing, arch)
+    take("another recipe", tiny_plan("ddp", 2, recompute="full"), with_another_recipe, arch)
+    take("no adapters", tiny_plan("ddp", 2, seq_len=16, method="lora"), own_scripts.train_llama, arch)
+    take("some weights", ddp, some_weights, arch)
     take("no accelerator", ddp, own_scripts.has_no_accelerator)
     take("fails", ddp, own_scripts.fails_in_a_helper)
     take("other precision", ddp, in_bf16, arch)
@@ -264,6 +268,18 @@ def several_scripts(ctx: StandInContext) -> dict[str, Any]:
 
 def in_bf16(architecture: Any) -> None:
     own_scripts.train_llama(architecture, mixed_precision="bf16")
+
+
+def recomputing(architecture: Any) -> None:
+    own_scripts.train_llama(architecture, recomputes=True)
+
+
+def with_another_recipe(architecture: Any) -> None:
+    own_scripts.train_llama(architecture, optimizer="SGD", rows=8)
+
+
+def some_weights(architecture: Any) -> None:
+    own_scripts.train_llama(architecture, optimizer="Adam", recomputes=True, frozen="mlp")
 
 
 def brings_a_plugin(architecture: Any) -> None:
@@ -294,6 +310,25 @@ def test_ddp_is_what_it_became(became: list[dict[str, Any]]) -> None:
         assert engine["differs"] == []
         assert engine["parameter_bytes"] == engine["gradient_bytes"] == 4 * tiny_llama().num_parameters
         assert len(rank["ddp"]["lines"]) == 3
+        assert (engine["batch_shape"], engine["recomputes"]) == ([2, 16], False)
+
+
+def test_what_of_the_recipe_a_script_does_otherwise_is_told(became: list[dict[str, Any]]) -> None:
+    for rank in became:
+        told = {name: case["engine"].get("differs") for name, case in rank.items()}
+        assert not any(rank[name]["error"] for name in ("recomputes", "another recipe", "no adapters"))
+        assert told["recomputes"] == [] and rank["recomputes"]["engine"]["recomputes"]
+        assert told["another recipe"] == [
+            "micro-batches of 8 x 16 tokens, the plan's are 2 x 64",
+            "the optimizer SGD, the plan's is 'adamw'",
+            "no recomputation, the plan's is 'full'",
+        ]
+        assert "no recomputation" in rank["another recipe"]["engine"]["sentence"]
+        every = f"{tiny_llama().num_parameters:,}"
+        assert told["no adapters"] == [f"{every} of {every} parameters to train, the plan's method is 'lora'"]
+        some, recomputes = told["some weights"]
+        assert some.endswith(f" of {every} parameters to train, the plan's method is 'full'")
+        assert recomputes == "recomputation, the plan's is 'none'"
 
 
 def test_fsdp2_is_what_it_became(became: list[dict[str, Any]]) -> None:

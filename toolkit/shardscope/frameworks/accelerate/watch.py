@@ -15,9 +15,11 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from shardscope.frameworks.accelerate import beside
 from shardscope.frameworks.accelerate.carried import TITLE
 from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.accelerate.plugins import accelerated, contradicts
@@ -41,6 +43,7 @@ class Watch:
         """Optimizer steps that were taken."""
         self._models: list[Any] = []
         self._accumulates = False
+        self._recomputes = False
         self._losses: list[torch.Tensor] = []
         self._pending: tuple[int, torch.Tensor, dict[str, Any]] | None = None
         self._last_step: float | None = None
@@ -59,6 +62,9 @@ class Watch:
             _wrap(Accelerator, "log", self._logged),
             _wrap(AcceleratedOptimizer, "step", self._stepped),
             _wrap(DeepSpeedOptimizerWrapper, "step", self._stepped),
+            # What ``checkpoint`` calls, with and without a backward inside of the backward.
+            _wrap(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", self._recomputed),
+            _wrap(torch.utils.checkpoint.CheckpointFunction, "forward", self._recomputed),
         ]
         try:
             yield
@@ -126,6 +132,10 @@ class Watch:
             self._step_is_over(optimizer)
         return result
 
+    def _recomputed(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._recomputes = True
+        return original(*given, **named)
+
     def _logged(
         self, original: Callable[..., Any], accelerator: Any, values: Any, *given: Any, **named: Any
     ) -> Any:
@@ -190,6 +200,22 @@ class Watch:
         planned = self.plan.architecture.num_parameters
         if num_parameters != planned and not self.plan.recipe.has_adapters:
             self._differ(f"a model of {num_parameters:,} parameters, the plan's has {planned:,}")
+        self._differ(beside.of_trained(self.plan.recipe, _num_parameters(trained), num_parameters))
+        self._look_at_the_batch(model)
+
+    def _look_at_the_batch(self, model: Any) -> None:
+        """Of the first call that trains; Megatron's plugin makes its batches itself."""
+
+        def seen(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if not torch.is_grad_enabled():
+                return
+            hook.remove()
+            shape = beside.tokens_in(given, named)
+            if shape is not None:
+                self._add(batch_shape=list(shape))
+                self._differ(beside.of_batch(self.plan.recipe, shape, cut=self.plan.degrees.cp))
+
+        hook = model.register_forward_pre_hook(seen, with_kwargs=True)
 
     def _check_types(self, trained: list[Any]) -> None:
         """Whether weights that train are of the type that the plan counts."""
@@ -239,9 +265,15 @@ class Watch:
         self._last_step = now
         if self.num_steps == 1:
             inner = getattr(optimizer, "optimizer", optimizer)
-            self._add(optimizer=type(inner).__name__)
+            self._add(optimizer=type(inner).__name__, recomputes=self._recomputes)
             if isinstance(inner, torch.optim.Optimizer):
                 self._add(optimizer_bytes=accounting.optimizer_bytes(inner))
+            # ZeRO's own is around the one that the script made.
+            own = getattr(inner, "optimizer", inner)
+            if isinstance(own, torch.optim.Optimizer):
+                self._differ(beside.of_optimizer(self.plan.recipe, own))
+            if self.accelerator.distributed_type.name != "MEGATRON_LM":  # It has a checkpoint of its own.
+                self._differ(beside.of_recomputation(self.plan.recipe, self._recomputes))
 
     def _flush(self) -> None:
         if self._pending is not None:
@@ -270,8 +302,10 @@ class Watch:
         self.record |= found
         self.ctx.record("engine", self.record)
 
-    def _differ(self, words: str) -> None:
+    def _differ(self, words: str | None) -> None:
         """What is the script's own to say, and is not the plan's: no error, and not passed over."""
+        if words is None:
+            return
         self.record["sentence"] += f"; it has {words}"
         self._add(differs=[*self.record.get("differs", ()), words])
         if self.ctx.rank == 0:
@@ -283,7 +317,7 @@ class Watch:
         return str(dist.group.WORLD._get_backend(self.ctx.device).name())
 
 
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """Call ``around(original, *arguments)`` in place of a method; what is returned undoes it."""
     original = owner.__dict__[name]
 
