@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -62,20 +60,6 @@ class Side:
         """Let it go on."""
         for pid in reversed(self._find()):
             signal_process(pid, signal.SIGCONT)
-
-    def share_as_one(self) -> None:
-        """Give the sessions below ``root`` together as much of a busy machine as one session has.
-
-        Linux shares cores out by session (sched(7), autogroup). torchrun starts each rank in one of its own,
-        and so two ranks have twice as much as two in one session, whatever else runs. Where nothing is shared
-        out so, nothing changes.
-        """
-        leaders = [pid for pid in self._find()[1:] if os.getsid(pid) == pid]
-        # Each step of nice is a weight 1.25 times as small (kernel/sched/core.c, sched_prio_to_weight).
-        nice = round(math.log(max(1, len(leaders)), 1.25))
-        for pid in leaders:
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
     def wait_for(self, num_steps: int) -> None:
         """Until so many steps have ended. Raises ``RuntimeError`` if the job ends before."""

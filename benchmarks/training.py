@@ -116,7 +116,7 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
             [
                 sys.executable,
                 "-m",
-                "torch.distributed.run",
+                "benchmarks.one_session",
                 f"--nproc-per-node={NUM_RANKS}",
                 "--master-addr=127.0.0.1",
                 f"--master-port={free_port()}",
@@ -126,6 +126,7 @@ def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Sid
             env=environment,
             stdout=output,
             stderr=error,
+            start_new_session=True,
         )
     side = Side(
         process.pid,
@@ -178,7 +179,6 @@ def _compare(plan: ss.Plan, bare_first: bool, num_turns: int, folder: Path) -> C
             asked = time.time()
             sides[number], _ = stack.enter_context(SIDES[number](plan, num_steps, folder))
             sides[number].wait_for(WARM_STEPS)
-            sides[number].share_as_one()
             sides[number].hold()
             first_step[number] = sides[number].ends[0] - asked
         turns = []

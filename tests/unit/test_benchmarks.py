@@ -57,27 +57,6 @@ def test_processor_time_of_a_turn_is_that_of_its_steps_alone(tmp_path: Path) -> 
         assert one.step_seconds >= 0.9 * one.processor_seconds
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/autogroup").exists(),
-    reason="this kernel shares no cores out by session: set kernel.sched_autogroup_enabled where it can",
-)
-def test_ranks_in_sessions_of_their_own_share_as_those_in_one(tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys, time\n"
-        "command = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
-        "ranks = [subprocess.Popen(command, start_new_session=True) for _ in range(2)]\n"
-        "print('{\"time\": 0}', flush=True)\n"
-        "time.sleep(60)"
-    )
-    with job(code, tmp_path / "apart.jsonl") as side:
-        side.wait_for(1)
-        side.share_as_one()
-        ranks = psutil.Process(side.root).children()
-        shares = [Path(f"/proc/{rank.pid}/autogroup").read_text().split()[-1] for rank in ranks]
-    # 1.25 to the third is about two.
-    assert shares == ["3", "3"]
-
-
 def test_a_held_job_stands_still(tmp_path: Path) -> None:
     with busy(0.01, tmp_path) as side:
         side.wait_for(1)

@@ -26,7 +26,7 @@ BITS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 FRESH = """\
     else:  # drawn in fp32, and packed from what matrices are multiplied in
         config = AutoConfig.for_model(**MODEL_CONFIG)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32@@ATTENTION@@).to(PARAMETERS)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32@@ATTENTION@@)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(COMPUTE or PARAMETERS)
         model = in_few_bits(model)

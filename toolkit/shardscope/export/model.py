@@ -36,7 +36,9 @@ def build_model(name):
 FRESH = """\
     else:  # drawn in fp32, whatever they are kept in
         config = AutoConfig.for_model(**MODEL_CONFIG)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32@@ATTENTION@@).to(PARAMETERS)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32@@ATTENTION@@)
+        for parameter in model.parameters():  # and no buffer: tables of angles need their fp32
+            parameter.data = parameter.data.to(PARAMETERS)
 """
 
 ADAPTERS = '''

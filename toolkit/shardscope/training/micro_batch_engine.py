@@ -192,7 +192,7 @@ class MicroBatchEngine(Engine):
                 if self.weights is not None:
                     draw_adapters(model, self.seed)
             elif self.recipe.precision == "bf16":
-                model = model.to(torch.bfloat16)
+                cast_parameters(model, torch.bfloat16)
         apply_recompute(model, self.recipe.recompute, self.recipe.recompute_interval)
         if self.plan.kernels == "compiled":
             compile_layers(model, self.ctx.device.type)
@@ -231,16 +231,7 @@ class MicroBatchEngine(Engine):
         """Adapters over ``model``, which is frozen in the type of products: it has no fp32 original."""
         recipe, is_mixed = self.recipe, self.recipe.precision in MIXED_TYPES
         kind = {**MIXED_TYPES, "bf16": torch.bfloat16}.get(recipe.precision, torch.float32)
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            # Tables of angles stay in fp32 where a mixed recipe's base does not, as from_pretrained leaves
-            # them; of what a task quantised itself the bytes are no numbers.
-            as_it_is = is_mixed and not isinstance(tensor, Parameter)
-            if as_it_is or quantized.is_packed(tensor) or not tensor.is_floating_point():
-                return tensor
-            return tensor.to(kind)
-
-        model._apply(cast)
+        cast_parameters(model, kind)
         if recipe.base_quantization:
             weights = self.first_weights(model) if self._packs_as_made else None
             sharded = self.shards_parameters
@@ -248,7 +239,7 @@ class MicroBatchEngine(Engine):
         model = lora.add_adapters(model, self.plan.architecture, recipe, in_fp32=is_mixed)
         if recipe.precision == "bf16" and not recipe.base_quantization:
             # Over a base on meta peft makes adapters in fp32.
-            model = model.to(kind)
+            cast_parameters(model, kind)
         return model
 
     def _in_run(self, path: str | Path) -> Path:
@@ -267,6 +258,20 @@ class MicroBatchEngine(Engine):
         output = self._module(**micro)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
         return loss
+
+
+def cast_parameters(model: torch.nn.Module, kind: torch.dtype) -> None:
+    """Keep the parameters of ``model`` in ``kind``, and its buffers as they are.
+
+    A table of a rotation's angles in bf16 is off by whole turns after some hundred tokens; from_pretrained
+    leaves it in fp32. Of what a task quantised itself the bytes are no numbers.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        is_number = isinstance(tensor, Parameter) and tensor.is_floating_point()
+        return tensor.to(kind) if is_number and not quantized.is_packed(tensor) else tensor
+
+    model._apply(cast)
 
 
 def _name(kind: torch.dtype) -> str:
