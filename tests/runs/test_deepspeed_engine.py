@@ -112,6 +112,17 @@ def plain_torch() -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
+def moved_to_the_host(ctx: StandInContext) -> list[float]:
+    """Losses of an optimizer on the host that goes on from a checkpoint of one on the device."""
+    engine = fresh(ctx, plan_of("zero-2, two micro-batches"))
+    for step in range(SAVED_AFTER):
+        engine.step(share(ctx, step))
+    engine.save("kept/on the device")
+    engine = fresh(ctx, plan_of("zero-2 on the host"), seed=7)
+    engine.load("kept/on the device")
+    return [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
+
+
 def kept(ctx: StandInContext) -> dict[str, Any]:
     """A checkpoint gone on from by a new engine, an export opened by transformers, and what is refused."""
     from transformers import AutoModelForCausalLM
@@ -132,6 +143,9 @@ def kept(ctx: StandInContext) -> dict[str, Any]:
         done = engine.num_steps_done
         again = [engine.step(share(ctx, step)) for step in range(SAVED_AFTER, NUM_STEPS)]
         found[name] = {"again": again, "done": done, "exported": loss, "type": str(opened.dtype)}
+    if extensions.is_built("cpu_adam"):
+        found["to the host"] = moved_to_the_host(ctx)
+        engine = fresh(ctx, plan_of("zero-3"))
     try:
         engine.load("kept/zero-1")
     except ValueError as refusal:
@@ -264,6 +278,11 @@ def test_a_new_engine_goes_on_where_the_checkpoint_was(name: str, found: list[di
     # Main copies are fp32, so is what is exported; forward reads them in bf16.
     assert of_kept["type"] == "torch.float32"
     assert of_kept["exported"] == pytest.approx(straight[SAVED_AFTER], abs=1e-5 if name == "zero-1" else 0.03)
+
+
+def test_an_optimizer_moves_to_the_host_between_two_runs(found: list[dict[str, Any]]) -> None:
+    straight = result(found, "zero-2 on the host")["losses"]
+    assert found[0]["kept"]["to the host"] == pytest.approx(straight[SAVED_AFTER:], abs=1e-5)
 
 
 def test_a_checkpoint_of_another_stage_is_refused(found: list[dict[str, Any]]) -> None:

@@ -65,7 +65,20 @@ def options(ctx: StandInContext) -> dict[str, Any]:
     for framework in ("ddp", "fsdp2"):
         plan = tiny_plan(framework, 1, recompute="full")
         found[f"not recomputed, {framework}"] = set_up(ctx, plan, apply_recompute=nothing)
+    found["ddp"] = set_up(ctx, tiny_plan("ddp", 1))
+    found["accumulated, static"] = accumulated_in_a_static_graph()
     return found
+
+
+def accumulated_in_a_static_graph() -> str:
+    """What torch says to it."""
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), static_graph=True)
+    try:
+        with module.no_sync():
+            module(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "it went on"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +97,16 @@ def test_options_are_recorded_as_they_were_found(found: dict[str, Any]) -> None:
         "offloaded": (True, "cpu", "full", 2, "bf16-mixed"),
         "selective in bf16": (True, None, "selective", 2, "bf16"),
     }
+
+
+def test_the_record_says_who_looks_ahead_and_for_what(found: dict[str, Any]) -> None:
+    assert found["as it comes"]["prefetch"] == {"forward": "implicit", "backward": "implicit"}
+    assert found["ddp"]["static_graph"] is False and found["ddp"]["find_unused_parameters"] is False
+
+
+def test_torch_still_cannot_accumulate_in_a_static_graph(found: dict[str, Any]) -> None:
+    """Where it can, DDP's engine may set ``static_graph`` for more than one micro-batch."""
+    assert "expect_autograd_hooks_" in found["accumulated, static"]
 
 
 @pytest.mark.parametrize(

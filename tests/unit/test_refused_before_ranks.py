@@ -236,6 +236,8 @@ def test_who_names_the_engine_of_its_context() -> None:
 @needs_installed("megatron")
 def test_a_function_on_an_engine_that_does_not_train_the_plan_is_refused(tmp_path: Path) -> None:
     plan = plan_of(2, L.megatron(cp=2))
-    with pytest.raises(ValueError, match=r"^Layout\.cp is 2; allowed: 1 to train .*Nearest fix: "):
+    with pytest.raises(
+        ValueError, match=r"^Layout\.cp is 2; allowed: 1 to train .*Nearest fix: layout=Layout\.fsdp2\(cp=2\)"
+    ):
         launch(plan, own_loop, name="late", folder=tmp_path)
     assert list(tmp_path.iterdir()) == [], "no run was made"

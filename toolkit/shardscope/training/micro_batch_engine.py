@@ -25,7 +25,7 @@ from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeight
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.on_meta import build_on_meta
-from shardscope.training.precision_found import check_precision
+from shardscope.training.precision_found import check_copied, check_precision
 from shardscope.training.recompute import apply_recompute, check_recompute
 from shardscope.training.stored_weights import WithAdapters
 
@@ -93,6 +93,9 @@ class MicroBatchEngine(Engine):
 
     def precision_found(self, trained: list[Parameter]) -> str:
         """The recipe's name of what was made; ``RuntimeError`` if the recipe has another."""
+        if self.recipe.base_quantization:
+            # Adapters over it are fp32 by either name.
+            return check_copied(self.recipe.precision, self.compute_dtype)
         return check_precision(self.recipe.precision, (p.dtype for p in trained), self.compute_dtype)
 
     # ---- Engine

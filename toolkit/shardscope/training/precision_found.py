@@ -18,7 +18,7 @@ MAIN_COPIES = {
     torch.bfloat16: ("bf16-mixed", "bf16"),
     torch.float16: ("fp16-mixed",),
 }
-"""By the type of the weights, where the framework keeps fp32 copies of those of 16 bits in any case."""
+"""By the type of products, where what the optimizer updates is fp32 in any case."""
 
 
 def check_precision(planned: str, kept: Iterable[torch.dtype], compute: torch.dtype) -> str:
@@ -35,7 +35,7 @@ def check_precision(planned: str, kept: Iterable[torch.dtype], compute: torch.dt
 
 
 def check_copied(planned: str, compute: torch.dtype) -> str:
-    """The same of a framework that keeps main copies by itself: of it "bf16" and "bf16-mixed" are one."""
+    """The same where main copies, or adapters, are fp32 anyway: "bf16" and "bf16-mixed" are one there."""
     if planned not in MAIN_COPIES.get(compute, ()):
         raise _contradicts(planned, f"weights of {compute}")
     return planned

@@ -24,6 +24,11 @@ class DdpEngine(TorchEngine):
     """Every rank holds the whole model; gradients are averaged in buckets while the backward pass goes on.
 
     bf16-mixed and fp16-mixed are autocast over fp32 parameters: gradients travel in fp32.
+
+    torch's ``static_graph`` is off. Under ``no_sync``, which accumulation needs, it asserts in the first
+    backward (torch 2.13, reducer.cpp; pytorch/pytorch#143580 and #187732). With one micro-batch a step it
+    holds, and wins nothing: what it spares is the search for unused parameters, which is off as well; and its
+    first backward keeps all gradients beside the buckets until the end.
     """
 
     framework = "ddp"
@@ -59,6 +64,8 @@ class DdpEngine(TorchEngine):
             "bucket_bytes": buckets,
             "bucket_cap_bytes": int(module.bucket_bytes_cap),
             "gradient_as_bucket_view": bool(module.gradient_as_bucket_view),
+            "static_graph": bool(module.static_graph),
+            "find_unused_parameters": bool(module.find_unused_parameters),
             "autocast": str(self.autocast_dtype).removeprefix("torch.") if self.autocast_dtype else None,
         }
 

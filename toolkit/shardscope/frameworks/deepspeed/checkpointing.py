@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +107,25 @@ def load(path: Path, engine: Any, own: dict[str, Any], only_trained: bool) -> di
     check_own(path)
     position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     _check_fits(path, position, own)
-    engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
+    with _own_settings(engine.optimizer):
+        engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
     random_state.restore(path)
     return position
+
+
+@contextmanager
+def _own_settings(optimizer: Any) -> Iterator[None]:
+    """Settings that what is loaded inside does not know stay.
+
+    torch's Adam saves none of ``bias_correction``, without which DeepSpeed's own, on the host, takes no step.
+    """
+    own = [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        for name, value in settings.items():
+            group.setdefault(name, value)
 
 
 def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> None:

@@ -40,6 +40,11 @@ class Fsdp2Engine(TorchEngine):
     Gradients are reduce-scattered after every micro-batch, as torchtitan does: holding them back would hold
     whole gradients on every rank, which is what sharding is there to avoid. What accumulation does save is
     HSDP's all-reduce between replicas, taken once a step.
+
+    The next layer's gather runs beneath this one's arithmetic as torch does it by itself: in forward because
+    it is issued on a stream of its own, ahead of the device, in backward by the recorded order of forward.
+    Naming the next layer by ``set_modules_to_forward_prefetch`` overlaps the same, and is issued earlier by
+    the host; naming more holds more gathered layers than the plan counts (torch, _fully_shard.py).
     """
 
     framework = "fsdp2"
@@ -162,6 +167,7 @@ class Fsdp2Engine(TorchEngine):
             "sharded_names": sorted(parameters),
             "reshard_after_forward": found.check_resharding(layers, resharding(self.plan)),
             "offload": found.check_home(self.called, parameters.values(), self.plan.layout.offload, device),
+            "prefetch": found.prefetch_of(self.called),
             "parameters_on": " and ".join(sorted({local(p).device.type for p in parameters.values()})),
             "built_on": "meta" if self._on_meta else "host",
         }

@@ -76,6 +76,22 @@ def _resharded(group: Any) -> bool | int:
     return int(after.shard_mesh_size)
 
 
+def prefetch_of(units: Iterable[torch.nn.Module]) -> dict[str, str]:
+    """Who orders the gathers ahead in forward and in backward: torch ("implicit"), or a list ("explicit")."""
+    states: list[Any] = [
+        module._get_fsdp_state()
+        for unit in units
+        for module in unit.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    return {
+        way: "explicit"
+        if any(getattr(state, f"_states_to_{way}_prefetch") for state in states)
+        else "implicit"
+        for way in ("forward", "backward")
+    }
+
+
 def check_home(
     units: Iterable[torch.nn.Module],
     parameters: Iterable[torch.Tensor],

@@ -51,8 +51,8 @@ def check_trainable(plan: Plan) -> None:
             "Layout.cp",
             layout.cp,
             "1 to train with Megatron-core here: its context parallelism is Transformer Engine's attention, "
-            "which this engine does not call yet",
-            "cp=1",
+            "which this engine does not call yet; fsdp2's splits sequences",
+            f"layout=Layout.fsdp2(cp={layout.cp})",
         )
     for name, why in (
         ("use_precision_aware_optimizer", "it is Transformer Engine's Adam"),
