@@ -89,6 +89,19 @@ def test_where_nothing_fits_the_nearest_stand_there() -> None:
     assert "Nearest to it" in words(view.words.value)
 
 
+def test_the_searchs_plan_is_applied_by_a_button() -> None:
+    applied: list[ss.Plan] = []
+    advice = advice_of(find_disagreement=lambda: Disagreement(OTHER, "23 % faster."))
+    view = AdviceView(advice, on_apply=applied.append)
+    assert "data-act='fastest'" in view.words.value
+    view.words.press("fastest")
+    assert applied == [OTHER] and view.plan is OTHER
+    agreed = AdviceView(advice_of(), on_apply=applied.append)
+    assert "fastest" not in agreed.words.value
+    agreed.words.press("fastest")
+    assert applied == [OTHER]
+
+
 def test_a_disagreement_with_the_search_is_said() -> None:
     view = AdviceView(
         advice_of(find_disagreement=lambda: Disagreement(OTHER, "Megatron-core is 12 % faster."))

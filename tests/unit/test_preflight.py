@@ -386,3 +386,35 @@ def test_every_framework_tells_its_habits() -> None:
         assert habits.reduces_in(plan) in ("fp32", "bf16", "fp16")
         assert habits.padded_vocab_size(plan) >= plan.architecture.vocab_size
         assert habits.checkpoint(plan).source, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "named", "where"),
+    [
+        (ss.Layout.zero(2, stage3_prefetch_bucket_size=10**6), "stage3_prefetch_bucket_size", "in stage 3"),
+        (ss.Layout.zero(3, offload_optimizer_buffer_count=7), "offload_optimizer_buffer_count", "with NVMe"),
+        (ss.Layout.zero(3, pin_memory=False), "pin_memory", "with offloading"),
+        (ss.Layout.megatron(cross_entropy_fusion_impl="te"), "cross_entropy_fusion_impl", "loss='fused'"),
+    ],
+)
+def test_an_option_that_nobody_reads_is_found(layout: ss.Layout, named: str, where: str) -> None:
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
+    (found,) = [finding for finding in plan.findings() if finding.name == "option-without-use"]
+    assert named in found.why and where in found.why and found.number == 1
+    assert found.plan is not None and getattr(found.plan.layout, named) != getattr(layout, named)
+    assert found.plan.memory().components == plan.memory().components
+    assert not any(finding.name == "option-without-use" for finding in found.plan.findings())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ss.Layout.zero(3, stage3_prefetch_bucket_size=10**6),
+        ss.Layout.zero(2, reduce_bucket_size=10**6, offload_optimizer="cpu", pin_memory=False),
+        ss.Layout.fsdp2(reshard_after_forward=False),
+        ss.Layout.megatron(overlap_grad_reduce=True),
+    ],
+)
+def test_an_option_that_is_read_is_not(layout: ss.Layout) -> None:
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
+    assert not any(finding.name == "option-without-use" for finding in plan.findings())

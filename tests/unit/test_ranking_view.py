@@ -118,7 +118,9 @@ def test_the_best_come_first_with_their_numbers(found: Any) -> None:
     assert f"{found.num_evaluated:,} plans evaluated" in words(view.caption.value)
 
 
-@pytest.mark.parametrize("column", ["peak_bytes", "step_seconds", "headroom_bytes", "framework"])
+@pytest.mark.parametrize(
+    "column", ["peak_bytes", "step_seconds", "headroom_bytes", "framework", "cost_per_token"]
+)
 def test_a_heading_sorts_and_again_the_other_way(found: Any, column: str) -> None:
     view = showing_all(found)
     values = getattr(found, column)

@@ -16,11 +16,20 @@ def advised(advice: Advice) -> str:
         return f"<div class='ss-advised'>{why}</div>"
     button = "<button type='button' class='ss-act ss-first' data-act='plan'>Apply this plan</button>"
     disagrees = (
-        f"<div class='ss-note'><b>The search disagrees.</b> {escape(advice.disagreement)}</div>"
+        f"<div class='ss-note'><b>The search disagrees.</b> {escape(advice.disagreement)} "
+        f"{_other(advice)}</div>"
         if advice.disagreement
         else ""
     )
     return f"<div class='ss-advised'>{why}{button}</div>{disagrees}"
+
+
+def _other(advice: Advice) -> str:
+    """A button that applies the search's plan."""
+    if advice.fastest is None:
+        return ""
+    label = escape(f"Apply the search's plan: {advice.fastest.layout.description}", quote=True)
+    return f"<button type='button' class='ss-act' data-act='fastest' aria-label='{label}'>Apply it</button>"
 
 
 def path(advice: Advice) -> str:

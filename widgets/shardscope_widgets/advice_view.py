@@ -63,6 +63,8 @@ class AdviceView(View):
             return None
         if act == "plan":
             return advice.plan
+        if act == "fastest":
+            return advice.fastest
         # A click may come late: after it was sent, other advice may have been drawn.
         index = int(act) if act.isdigit() else len(advice.alternatives)
         return advice.alternatives[index][0] if index < len(advice.alternatives) else None

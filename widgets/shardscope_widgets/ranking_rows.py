@@ -19,9 +19,10 @@ ASCENDING: dict[str, bool] = {
     "step_seconds": True,
     "peak_bytes": True,
     "headroom_bytes": False,
+    "cost_per_token": True,
     "framework": True,
 }
-"""Columns that sort, and which end a first click brings to the top: the better one."""
+"""Columns that sort where they are known, and which end a first click brings to the top: the better one."""
 GRID = (72, 44)
 """Places that a chart of usual width can tell apart, across and upwards: two plans in one are one mark."""
 
@@ -53,7 +54,8 @@ def signs() -> dict[str, Sign]:
 def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
     """Feasible rows by a column, equals in the ranking's order; None: in the ranking's order."""
     rows = ranking.order
-    if column is None:
+    # Of a cluster without a price no cost is known.
+    if column is None or getattr(ranking, column) is None:
         return rows
     values = np.asarray(getattr(ranking, column))[rows]
     if not ascending:

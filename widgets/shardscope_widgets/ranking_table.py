@@ -48,9 +48,12 @@ def page_of(
     head += "".join(
         _heading(name, words.format(unit=scale.unit), column, ascending) for name, words in HEADINGS.items()
     )
+    cost = "$ per M tokens"
+    known = ranking.cost_per_token is not None
+    head += _heading("cost_per_token", cost, column, ascending) if known else f"<th>{cost}</th>"
     rows = "".join(_row(ranking, int(index), scale, chosen) for index in shown)
     return (
-        f"<div class='ss-scroll'><table class='ss-table ss-ranked'><thead><tr>{head}<th>$ per M tokens</th>"
+        f"<div class='ss-scroll'><table class='ss-table ss-ranked'><thead><tr>{head}"
         f"</tr></thead><tbody>{rows}</tbody></table></div>{_pager(first, len(order))}"
     )
 

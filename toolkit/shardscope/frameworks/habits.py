@@ -101,5 +101,8 @@ class Habits(Protocol):
     def checkpoint(self, plan: Plan) -> CheckpointFormat:
         """What its training loop saves."""
 
+    def unused(self, plan: Plan) -> Mapping[str, str]:
+        """Fields of the layout that were set and change nothing -> where they would: "in stage 3"."""
+
     def in_script(self, script: Script) -> Iterator[Finding]:
         """What of this framework a person's own script does badly, or in ways that are gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,11 @@ def padded_vocab_size(plan: Plan) -> int:
 def checkpoint(plan: Plan) -> CheckpointFormat:
     """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
     return torch_checkpoint(plan)
+
+
+def unused(plan: Plan) -> Mapping[str, str]:
+    """Every option that it takes does something."""
+    return {}
 
 
 def in_script(script: Script) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
     return [_config(plan), *_accelerate(plan), _trainer(plan), *started(plan, script(plan))]
 
 
-def _written(plan: Plan) -> set[str]:
+def written(plan: Plan) -> set[str]:
     """Fields of the layout that the JSON has; of others the stage, or a device, has no use."""
     layout: Any = plan.layout
     found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
@@ -64,7 +64,7 @@ def _config(plan: Plan) -> Exported:
         "what": f"{described(plan)}. Written from the {PLAN_FILE} beside it.",
         "layout": {
             **{name: getattr(plan.layout, name) for name in NOT_IN_CONFIG},
-            **dict(unsaid(plan, {field.name for field in fields(plan.recipe)}, _written(plan))),
+            **dict(unsaid(plan, {field.name for field in fields(plan.recipe)}, written(plan))),
         },
         "not_said_here": dict(unsaid(plan, said, everything)),
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.export import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:
@@ -53,6 +55,24 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
         "load_universal",
         source="deepspeed/runtime/engine.py, 0.19: ZeRORuntimeException",
     )
+
+
+def unused(plan: Plan) -> Mapping[str, str]:
+    """What :func:`deepspeed_config` leaves out, as of another stage or of no device that it has."""
+    read = written(plan)
+    found = {}
+    for field in fields(plan.layout):
+        if field.name in read or field.name in NOT_IN_CONFIG:
+            continue
+        if getattr(plan.layout, field.name) != field.default:
+            found[field.name] = _where(field.name)
+    return found
+
+
+def _where(name: str) -> str:
+    if name.startswith(("offload_optimizer_", "offload_params_")):
+        return "with NVMe"
+    return "with offloading" if name == "pin_memory" else "in stage 3"
 
 
 def in_script(script: Script) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ __all__ = [
     "padded_vocab_size",
     "reduce_remedy",
     "reduces_in",
+    "unused",
 ]
 
 
@@ -46,3 +48,8 @@ def padded_vocab_size(plan: Plan) -> int:
 def checkpoint(plan: Plan) -> CheckpointFormat:
     """Shardscope's engine saves with torch.distributed.checkpoint, under the model's own names."""
     return torch_checkpoint(plan)
+
+
+def unused(plan: Plan) -> Mapping[str, str]:
+    """Every option that it takes does something."""
+    return {}

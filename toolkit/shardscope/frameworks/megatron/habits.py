@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie
 from shardscope.frameworks.megatron import core_config
@@ -60,6 +60,14 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
         ties={"distributed_optimizer": optimizer},
         source="megatron/core/optimizer/distrib_optimizer.py, core 0.16: sharded_state_dict",
     )
+
+
+def unused(plan: Plan) -> Mapping[str, str]:
+    """Whose fused loss it is, where the loss is not fused."""
+    layout: Any = plan.layout
+    if plan.recipe.loss != "fused" and layout.cross_entropy_fusion_impl != "native":
+        return {"cross_entropy_fusion_impl": "with Recipe(loss='fused')"}
+    return {}
 
 
 def in_script(script: Script) -> Iterator[Finding]:
