@@ -17,7 +17,7 @@ CLUSTER = ss.Cluster.parse("4xh100-sxm-80gb")
     ("layout", "recipe", "named"),
     [
         (ss.Layout.zero(), {"optimizer": "lion"}, "or DDP or FSDP2, which train it"),
-        (ss.Layout.megatron(cp=2), {}, "cp=1, or FSDP2, which trains it"),
+        (ss.Layout.megatron(cp=2), {}, "Nearest fix: layout=Layout.fsdp2(cp=2)."),
         (ss.Layout.ddp(), {"attention": "sdpa"}, "attention=None."),
     ],
 )

@@ -37,8 +37,9 @@ def others_that_train(plan: Plan) -> list[Layout]:
 
 
 def fix_with_others(fix: str, plan: Plan) -> str:
-    """``fix``, and after it the frameworks that train ``plan`` as it is."""
-    titles = [layout.title for layout in others_that_train(plan)]
+    """``fix``, and after it the frameworks that train ``plan`` as it is and are not named there."""
+    named = fix.lower()
+    titles = [layout.title for layout in others_that_train(plan) if layout.framework not in named]
     if not titles:
         return fix
     listed = " or ".join([", ".join(titles[:-1]), titles[-1]] if len(titles) > 1 else titles)
