@@ -167,7 +167,7 @@ def one_step_over_time_is_a_click_away(page: Any) -> None:
 
 
 def start_a_run(page: Any, steps: int) -> None:
-    fill(page, "Steps", str(steps))
+    fill(page, "Steps, rate", str(steps))
     button = page.locator(".ss-launch button.ss-button")
     assert button.inner_text() == "Rehearse on 2 CPU ranks"
     page.wait_for_function("() => !document.querySelector('.ss-launch button.ss-button').disabled")
