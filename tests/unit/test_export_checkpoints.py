@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.accuracy.sampling import GPT2
 from tests.needs import needs
 
 import shardscope as ss
@@ -42,17 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "mixtral": {"mixture_of_experts": EXPERTS},
     "qwen3_moe": {"qk_norm": True, "mixture_of_experts": EXPERTS},
-    "gpt2": {
-        "num_key_value_heads": 4,
-        "intermediate_size": 128,
-        "norm": "layernorm",
-        "gated_mlp": False,
-        "position_embedding": "learned",
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-    },
+    "gpt2": {**GPT2, "num_key_value_heads": 4, "intermediate_size": 128},
 }
 
 
