@@ -102,7 +102,8 @@ def test_stop_with_checkpoint_at_the_same_step_everywhere(plan: Any, tmp_path: P
 def test_a_script_cannot_be_asked_to_save(tmp_path: Path) -> None:
     """Refused at once, not after the ten minutes that a checkpoint may take; a plain stop works."""
     run = launch(make_plan(1), ss.Script(tasks.own_loop), folder=tmp_path)
-    seconds_until(lambda: "my own loop" in run.logs(0))
+    # The supervisor may see the rank at work some moments after the rank's first words.
+    seconds_until(lambda: "my own loop" in run.logs(0) and run.status == "running")
     with pytest.raises(
         ValueError, match=r"run\.stop checkpoint is True.* Script .*Nearest fix: run\.stop\(\)"
     ):
