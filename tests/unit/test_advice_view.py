@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
 from html import unescape
 from typing import Any
 
 import pytest
+from test_run_view import until
 
 import shardscope as ss
 from shardscope.planner.abilities import COLUMNS, abilities
@@ -93,11 +95,11 @@ def test_the_searchs_plan_is_applied_by_a_button() -> None:
     applied: list[ss.Plan] = []
     advice = advice_of(find_disagreement=lambda: Disagreement(OTHER, "23 % faster."))
     view = AdviceView(advice, on_apply=applied.append)
-    assert "data-act='fastest'" in view.words.value
+    assert until(lambda: "data-act='fastest'" in view.words.value)
     view.words.press("fastest")
     assert applied == [OTHER] and view.plan is OTHER
     agreed = AdviceView(advice_of(), on_apply=applied.append)
-    assert "fastest" not in agreed.words.value
+    assert until(lambda: not agreed.work.is_busy) and "fastest" not in agreed.words.value
     agreed.words.press("fastest")
     assert applied == [OTHER]
 
@@ -106,8 +108,44 @@ def test_a_disagreement_with_the_search_is_said() -> None:
     view = AdviceView(
         advice_of(find_disagreement=lambda: Disagreement(OTHER, "Megatron-core is 12 % faster."))
     )
-    assert "The search disagrees. Megatron-core is 12 % faster." in words(view.words.value)
-    assert "disagrees" not in AdviceView(advice_of()).words.value
+    assert until(lambda: "The search disagrees. Megatron-core is 12 % faster." in words(view.words.value))
+    agreed = AdviceView(advice_of())
+    assert until(lambda: not agreed.work.is_busy) and "disagrees" not in agreed.words.value
+
+
+def test_advice_is_read_while_a_search_is_still_under_way() -> None:
+    goes_on = threading.Event()
+
+    def searches() -> Disagreement:
+        assert goes_on.wait(30)
+        return Disagreement(OTHER, "23 % faster.")
+
+    view = AdviceView(advice_of(find_disagreement=searches))
+    assert "Start with FSDP2." in words(view.words.value) and "disagrees" not in view.words.value
+    assert until(lambda: "setting a search beside it" in view.work.words.value)
+    newer = advice_of(why="Start with DDP.")
+    view._draw(newer)
+    goes_on.set()
+    assert until(lambda: not view.work.is_busy)
+    assert "DDP" in words(view.words.value) and "disagrees" not in view.words.value, "not of this advice"
+
+
+def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def recommend(*question: Any) -> Advice:
+        asked.append(question)
+        return advice_of(find_disagreement=lambda: Disagreement(OTHER, "23 % faster."))
+
+    monkeypatch.setattr(ss, "recommend", recommend)
+    view, found = AdviceView(), threading.Event()
+    assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
+    question = PLAN.architecture, PLAN.cluster, PLAN.recipe
+    view.ask(*question, familiar_with=["fsdp2"], on_found=found.set)
+    assert until(lambda: "disagrees" in view.words.value and not view.work.is_busy) and found.is_set()
+    view.work.button.click()
+    assert until(lambda: len(asked) == 2 and not view.work.is_busy)
+    assert asked == [(*question, ["fsdp2"])] * 2 and view.work.button.layout.display == ""
 
 
 def test_the_table_is_the_layouts_own() -> None:

@@ -263,7 +263,7 @@ def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled
     goes_on = threading.Event()
     threads: list[threading.Thread] = []
 
-    def endless(*_: Any, progress: Any) -> Any:
+    def endless(*_: Any, progress: Any, **__: Any) -> Any:
         threads.append(threading.current_thread())
         while not goes_on.wait(0.02):
             progress("1,234 of 9,999 plans", 0.5)
@@ -279,6 +279,41 @@ def test_a_search_leaves_the_kernel_free_says_how_far_it_is_and_can_be_cancelled
     page.search.cancel.click()
     assert until(lambda: "cancelled" in page.search.words.value)
     assert until(lambda: not page.search.button.disabled) and page.ranking.ranking is None
+
+
+def test_a_view_without_a_page_searches_tells_how_far_it_is_and_cancels() -> None:
+    view, applied = RankingView(), []
+    assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
+    view.search(MODEL, GPUS, ss.Recipe(), ["fsdp2"], on_found=lambda: applied.append(view.ranking))
+    assert view.work.progress.layout.display == view.work.cancel.layout.display == ""
+    assert until(lambda: applied and not view.work.is_busy), view.work.words.value
+    first = applied[0]
+    assert first is not None and set(first.to_frame()["framework"]) == {"fsdp2"} and view.figure is not None
+    view.work.button.click()
+    assert until(lambda: len(applied) == 2 and not view.work.is_busy)
+    assert applied[1].num_evaluated == first.num_evaluated and applied[1] is not first
+    view.work.button.click()
+    view.work.cancel.click()
+    assert until(lambda: "cancelled" in view.work.words.value) and view.ranking is applied[1]
+
+
+def test_a_closed_view_ends_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def endless(*_: Any, progress: Any, **__: Any) -> Any:
+        try:
+            while True:
+                progress("1 of 2 plans", 0.5)
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(ss, "search", endless)
+    view = RankingView()
+    view.search(MODEL, GPUS, ss.Recipe())
+    assert until(lambda: view.work.progress.value == 0.5)
+    view.close()
+    assert ended.wait(10)
 
 
 def marked(view: RankingView) -> list[float]:

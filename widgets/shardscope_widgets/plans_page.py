@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import ipywidgets as widgets
 
@@ -13,12 +13,7 @@ from shardscope_widgets import shared
 from shardscope_widgets.advice_view import AdviceView
 from shardscope_widgets.ranking_view import RankingView
 from shardscope_widgets.words import device_count, title
-from shardscope_widgets.work_panel import Progress, WorkPanel
-
-if TYPE_CHECKING:
-    from shardscope.planner.advice import Advice
-    from shardscope.planner.ranking import Ranking
-
+from shardscope_widgets.work_panel import WorkPanel
 
 CHOSEN = {
     "micro_batch_size",
@@ -72,8 +67,8 @@ class PlansPage(widgets.VBox):
             "Evaluate every layout, micro-batch and recomputation of every framework",
             self._search,
         )
-        self.advice = AdviceView(on_apply=on_apply)
-        self.ranking = RankingView(on_apply=on_apply)
+        self.advice = AdviceView(on_apply=on_apply, work=self.ask)
+        self.ranking = RankingView(on_apply=on_apply, work=self.search)
         self._panels = {"advice": self.ask, "search": self.search}
         self._views: dict[str, AdviceView | RankingView] = {"advice": self.advice, "search": self.ranking}
         bar = widgets.HBox([self.mode, *self._panels.values()], layout=shared.layout())
@@ -126,43 +121,25 @@ class PlansPage(widgets.VBox):
         if plan is None:
             return
 
-        def work(progress: Progress) -> Advice:
-            progress("asking", 0.0)
-            advice = ss.recommend(plan.architecture, plan.cluster, plan.recipe)
-            progress("setting a search beside it", 0.5)
-            _ = advice.disagreement  # found here, and not while it is drawn
-            return advice
-
-        self.ask.start(
-            work,
-            lambda advice: self._got("advice", plan, lambda: self.advice.show(advice)),
-            lambda _, seconds: "",
-        )
+        self.advice.ask(*_nouns(plan), on_found=lambda: self._got("advice", plan))
 
     def _search(self) -> None:
         plan = self._plan
         if plan is None:
             return
 
-        def work(progress: Progress) -> Ranking:
-            return ss.search(plan.architecture, plan.cluster, plan.recipe, progress=progress)
-
-        self.search.start(
-            work,
-            lambda ranking: self._got("search", plan, lambda: self._show_ranking(ranking)),
-            lambda _, seconds: "",
-        )
-
-    def _show_ranking(self, ranking: Ranking) -> None:
-        self.ranking.show(ranking)
-        self._mark()
+        self.ranking.search(*_nouns(plan), on_found=lambda: self._got("search", plan))
 
     def _mark(self) -> None:
         """Mark the plan in the chart and the table, if they answer for its model and GPUs."""
         is_one = self._plan is not None and self._answered.get("search") == Question.of(self._plan)
         self.ranking.mark(self._plan if is_one else None)
 
-    def _got(self, mode: str, plan: ss.Plan, show: Callable[[], None]) -> None:
+    def _got(self, mode: str, plan: ss.Plan) -> None:
         self._answered[mode] = Question.of(plan)
-        show()
+        self._mark()
         self._say_whose()
+
+
+def _nouns(plan: ss.Plan) -> tuple[ss.Architecture, ss.Cluster, ss.Recipe]:
+    return plan.architecture, plan.cluster, plan.recipe

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
@@ -19,19 +20,29 @@ from shardscope_widgets.ranking_rows import ASCENDING, Indices, ordered
 from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.view import View
+from shardscope_widgets.work_panel import Progress, WorkPanel
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
 
 
 class RankingView(View):
-    """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it."""
+    """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it.
+
+    :meth:`search` asks in the background, with a bar and a way to cancel; ``RankingView(ranking)`` shows what
+    ``ss.search`` returned.
+    """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
 
     def __init__(
-        self, ranking: Ranking | None = None, *, on_apply: Callable[[ss.Plan], None] | None = None
+        self,
+        ranking: Ranking | None = None,
+        *,
+        on_apply: Callable[[ss.Plan], None] | None = None,
+        work: WorkPanel | None = None,
     ) -> None:
+        """``work`` is where a search shows how far it is, if that is not above the chart."""
         self.ranking: Ranking | None = None
         self._on_apply = on_apply
         self._current: tuple[ss.Plan, int] | None = None
@@ -41,7 +52,12 @@ class RankingView(View):
         """None: as the ranking has them."""
         self._ascending, self._first = True, 0
         self._order: Indices | None = None
+        self._ask_again: Callable[[], None] | None = None
         self.figure: Chart | None = None
+        self.work = work or WorkPanel("Search again", "Ask the same once more", self._press)
+        own = [] if work else [self.work, self.work.words]
+        if own:
+            self.work.offer(False)  # Until there is a question.
         self._place = widgets.VBox(layout=shared.layout())
         self.caption = shared.html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
@@ -50,11 +66,38 @@ class RankingView(View):
         bar = widgets.HBox([self.room], layout=shared.layout())
         bar.add_class("ss-toolbar")
         self.table = Clickable(self._act)
-        super().__init__([Sheet(), self._place, self.caption, bar, self.table])
+        super().__init__([Sheet(), *own, self._place, self.caption, bar, self.table])
         for name in ("ss-root", "ss-view", "ss-ranking"):
             self.add_class(name)
         if ranking is not None:
             self.show(ranking)
+
+    def search(
+        self,
+        arch: ss.Architecture,
+        cluster: ss.Cluster,
+        recipe: ss.Recipe,
+        frameworks: Sequence[str] | None = None,
+        *,
+        on_found: Callable[[], None] | None = None,
+    ) -> None:
+        """Do ``ss.search`` in the background and show what it finds; then call ``on_found``.
+
+        Returns at once. Does nothing while a search is under way. What ``ss.search`` raises is read beside
+        the button.
+        """
+
+        def work(progress: Progress) -> Ranking:
+            return ss.search(arch, cluster, recipe, frameworks=frameworks, progress=progress)
+
+        def found(ranking: Ranking) -> None:
+            self.show(ranking)
+            if on_found is not None:
+                on_found()
+
+        self._ask_again = partial(self.search, arch, cluster, recipe, frameworks, on_found=on_found)
+        self.work.offer(True)
+        self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, ranking: Ranking) -> None:
         """Draw what a search found, the best first."""
@@ -120,6 +163,10 @@ class RankingView(View):
         rows = ordered(ranking, self._column, self._ascending)
         roomy = rows[ranking.headroom_bytes[rows] >= least]
         return roomy if len(roomy) else rows
+
+    def _press(self) -> None:
+        if self._ask_again is not None:
+            self._ask_again()
 
     def _act(self, act: str) -> None:
         kind, _, what = act.partition(":")

@@ -59,7 +59,7 @@ class WorkPanel(widgets.HBox):
     ) -> None:
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
-        self.button = shared.button(label, "ss-ghost", "ss-small", tooltip=tooltip)
+        self.button = shared.button(label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout())
         self.button.on_click(lambda _: on_press())
         self.progress = widgets.FloatProgress(
             min=0, max=1, layout=widgets.Layout(width="120px", display="none"), tooltip=label
@@ -72,6 +72,10 @@ class WorkPanel(widgets.HBox):
             self.words.add_class(name)
         super().__init__([self.button, self.progress, self.cancel])
         self.add_class("ss-work")
+
+    def offer(self, offered: bool) -> None:
+        """Whether there is anything that a press on the button would do."""
+        self.button.layout.display = "" if offered else "none"
 
     @property
     def is_busy(self) -> bool:
@@ -144,6 +148,11 @@ class WorkPanel(widgets.HBox):
         self.progress.value = 0
         for widget in (self.progress, self.cancel):
             widget.layout.display = "" if busy else "none"
+
+    def close(self) -> None:
+        """End the work too: nobody is left to read what it finds."""
+        self._cancel.set()
+        super().close()
 
     def say(self, words: str, is_error: bool = False) -> None:
         """Words under the button."""
