@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
 import shardscope as ss
-from shardscope.planner.claims import CHECKED, Claim, Claims, Verdict, claims
+from shardscope.planner.claims import CHECKED, Claim, Claims, Verdict, claims, speed, state
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,22 @@ def test_400_is_40_percent_of_the_peak(checked: Claims) -> None:
     claim = checked.named("400-is-near-the-peak")
     assert claim.verdict == "wrong"
     assert claim.numbers[0].ours == pytest.approx(40.4, abs=0.1)
+
+
+def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another tolerance, or another card, they are others."""
+    monkeypatch.setattr("shardscope.planner.claims.claim.TOLERANCE", 20.0)
+    for check in (state.seventy_billion, state.stages_of_zero, speed.offload_halves, speed.near_the_peak):
+        assert check().verdict == "right", check
+    roomy = replace(ss.gpus["h20-96gb"], memory_bytes=400 * 2**30, usable_bytes=390 * 2**30)
+    plan_of = state.plan_of
+
+    def on_roomy(*given: Any, **recipe: Any) -> ss.Plan:
+        plan = plan_of(*given, **recipe)
+        return replace(plan, cluster=replace(plan.cluster, gpu=roomy))
+
+    monkeypatch.setattr(state, "plan_of", on_roomy)
+    assert state.four_cards().verdict == "right"
 
 
 def test_llama_405b(checked: Claims) -> None:

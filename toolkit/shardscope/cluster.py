@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from shardscope.serialization import JsonNoun
-from shardscope.validation import flag, nearest, one_of, real_number, refuse, whole_number
+from shardscope.validation import flag, nearest, one_of, real_number, refuse, whole_number, with_article
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
@@ -154,7 +154,7 @@ class Cluster(JsonNoun):
         ):
             if not isinstance(getattr(self, name), noun):
                 fix = "ss.gpus['h100-sxm-80gb']" if noun is Gpu else "Cluster.parse('8xh100-sxm-80gb')"
-                refuse(f"Cluster.{name}", getattr(self, name), f"a {noun.__name__}", fix)
+                refuse(f"Cluster.{name}", getattr(self, name), with_article(noun.__name__), fix)
         whole_number("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
         whole_number("Cluster.num_nodes", self.num_nodes, low=1, high=100_000)
         for name in ("host_memory_bytes", "nvme_bytes"):

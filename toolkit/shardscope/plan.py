@@ -15,7 +15,7 @@ from shardscope.layout import Degrees, Layout
 from shardscope.recipe import Recipe
 from shardscope.serialization import JsonNoun
 from shardscope.support import check_sequence, check_supported, check_targets
-from shardscope.validation import known_keys, refuse
+from shardscope.validation import known_keys, refuse, with_article
 
 if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
@@ -54,7 +54,7 @@ class Plan(JsonNoun):
         ):
             value = getattr(self, field)
             if not isinstance(value, noun):
-                refuse(f"Plan.{field}", value, f"a {noun.__name__}", _how_to_make(noun, value))
+                refuse(f"Plan.{field}", value, with_article(noun.__name__), _how_to_make(noun, value))
         settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
         object.__setattr__(self, "layout", settled)
         check_supported(self)

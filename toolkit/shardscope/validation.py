@@ -92,6 +92,11 @@ def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
             refuse(f"{owner} key", key, ", ".join(names) or "none", fix)
 
 
+def with_article(name: str) -> str:
+    """``an Architecture``, ``a Plan``."""
+    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
+
+
 def nearest(value: object, options: list[Any]) -> Any:
     """An option that begins as ``value`` does, or the one spelled most like it; else the first one."""
     texts, wanted = [str(option) for option in options], str(value).lower()

@@ -21,7 +21,7 @@ from shardscope.planner.advising.disagreement import Disagreement, disagreement
 from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Path
 from shardscope.recipe import Recipe
-from shardscope.validation import one_of, refuse
+from shardscope.validation import one_of, refuse, with_article
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
@@ -138,7 +138,7 @@ def recommend(
         ("recipe", recipe, Recipe),
     ):
         if not isinstance(noun, kind):
-            refuse(name, noun, f"a {kind.__name__}", _HOW_TO_MAKE[name])
+            refuse(name, noun, with_article(kind.__name__), _HOW_TO_MAKE[name])
     bench = Bench(architecture, cluster, recipe)
     path = Path(bench, _checked_names(familiar_with))
     for ask in _questions(cluster):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardscope.runs.redaction import redact
+from shardscope.validation import with_article
 
 MAX_OBJECTS = 300_000
 """Looked at, in seconds; of what hangs behind more of them only the beginning of the way is said."""
@@ -92,7 +93,7 @@ def _is(value: Any, *kinds: type) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return f"a {name_of(type(value)).removeprefix('builtins.')}"
+    return with_article(name_of(type(value)).removeprefix("builtins."))
 
 
 def _is_library(value: Any) -> bool:

@@ -15,6 +15,10 @@ Verdict = Literal["right", "wrong", "half right", "depends"]
 out."""
 
 
+TOLERANCE = 0.1
+"""A claim holds within so much of its number: published rows of one configuration differ by about as much."""
+
+
 class Number(NamedTuple):
     """One number of a claim beside ours."""
 
@@ -28,6 +32,11 @@ class Number(NamedTuple):
     def ratio(self) -> float | None:
         """Ours over the claim's."""
         return None if self.claimed is None else self.ours / self.claimed
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim has this number, within :data:`TOLERANCE`."""
+        return self.ratio is not None and abs(self.ratio - 1) <= TOLERANCE
 
     def __str__(self) -> str:
         said = "" if self.claimed is None else f", said {_written(self.claimed)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardscope.layout import Layout
-from shardscope.planner.claims.claim import Claim, Number
-from shardscope.planner.claims.settings import GB, TOLERANCE, plan_of
+from shardscope.planner.claims.claim import TOLERANCE, Claim, Number
+from shardscope.planner.claims.settings import GB, plan_of
 
 TP, PP, DP = 8, 16, 128
 

@@ -13,8 +13,6 @@ from shardscope.recipe import Recipe
 
 GB = 1e9
 """People who say "840 GB" mean 10^9 bytes."""
-TOLERANCE = 0.1
-"""A claim holds within so much of its number: published rows of one configuration differ by about as much."""
 NVME_BYTES = 28 * 10**12
 NVME_BYTES_PER_SECOND = 25e9
 """Of a DGX-2, the machine of the paper on NVMe offload (Rajbhandari et al. 2021, figure 2b)."""
