@@ -154,6 +154,7 @@ def cases(ctx: StandInContext) -> dict[str, Any]:
         "beside": saved_beside_training(ctx),
         "random": random_numbers_go_on(ctx),
         "half": half_a_checkpoint(ctx),
+        "of another optimizer": of_another_optimizer(ctx),
         "exports": exports(ctx),
     }
 
@@ -214,6 +215,25 @@ def half_a_checkpoint(ctx: StandInContext) -> str:
     with pytest.raises(FileNotFoundError) as refused:
         made.engine.load("step-000001")
     return str(refused.value)
+
+
+def of_another_optimizer(ctx: StandInContext) -> list[str]:
+    """Lion's one moment has the name of Adam's first: torch would load it without a word."""
+    made = new_context(ctx, tiny_plan("ddp", 2), "adam")
+    set_up(made)
+    made.engine.step(batch_of(made, 0))
+    made.engine.save("one")
+    refused = []
+    for optimizer in ("lion", "sgd"):
+        again = new_context(ctx, tiny_plan("ddp", 2, optimizer=optimizer), "adam")
+        set_up(again)
+        with pytest.raises(ValueError) as error:
+            again.engine.load("one")
+        refused.append(str(error.value))
+    alike = new_context(ctx, tiny_plan("ddp", 2, optimizer="adamw_foreach"), "adam")
+    set_up(alike)
+    alike.engine.load("one")
+    return refused
 
 
 def small_mixtral() -> Architecture:
@@ -294,6 +314,12 @@ def test_random_numbers_go_on_on_each_rank(results: tuple[list[Any], Path]) -> N
 
 def test_fault_30_half_a_checkpoint_is_refused(results: tuple[list[Any], Path]) -> None:
     assert "is not a whole checkpoint: it has no position.json" in results[0][0]["half"]
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(results: tuple[list[Any], Path]) -> None:
+    for result in results[0]:
+        for name, words in zip(("Lion", "SGD"), result["of another optimizer"], strict=True):
+            assert f"is '{name}'; allowed: 'AdamW'" in words and "Nearest fix: the same" in words
 
 
 def test_exports_open_in_transformers(results: tuple[list[Any], Path]) -> None:

@@ -93,8 +93,8 @@ def load(
     """Read ``path`` into ``model`` and ``optimizer``; return its position.
 
     Random states go on where they were if as many ranks saved them. Raises ``FileNotFoundError`` if it is no
-    checkpoint, ``PermissionError`` if another user owns it, ``ValueError`` if it was saved with pipeline
-    stages and ``model`` is none, or the other way round.
+    checkpoint, ``PermissionError`` if another user owns it, ``ValueError`` if another kind of optimizer saved
+    it, or if it was saved with pipeline stages and ``model`` is none, or the other way round.
     """
     if not (path / POSITION_FILE).is_file():
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
@@ -108,6 +108,15 @@ def load(
             "optimizer state is written otherwise",
             "the pp of the run that saved it, or its export as the model to begin from",
         )
+    saved = position.get("optimizer", name_of(optimizer))
+    if saved != name_of(optimizer):
+        # Some have tensors of one name that mean another thing, and would load without a word.
+        refuse(
+            "optimizer of the engine that loads",
+            name_of(optimizer),
+            f"{saved!r}: {path} holds its state",
+            "the same build_optimizer or Recipe.optimizer, or the export as the model to begin from",
+        )
     state = _state(model, optimizer, only_trained)
     dcp.load(state, checkpoint_id=str(path))
     options = StateDictOptions(
@@ -120,6 +129,11 @@ def load(
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     random_state.restore(path)
     return position
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class: implementations of one optimizer keep the same state and have one class."""
+    return type(optimizer).__name__
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool) -> dict[str, Any]:

@@ -97,7 +97,11 @@ class TorchEngine(MicroBatchEngine):
         return trained
 
     def _position(self) -> dict[str, Any]:
-        return {**super()._position(), "scaler": self._scaler.state_dict() if self._scaler else None}
+        return {
+            **super()._position(),
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+            "optimizer": checkpoint.name_of(self.optimizer),
+        }
 
     def whole_tensors(self) -> pretrained.WholeTensors:
         return pretrained.whole_parameters(self.model, self.ctx.device, self.recipe.has_adapters)
