@@ -53,6 +53,23 @@ def test_experts_train() -> None:
 
 
 @needs_installed("megatron")
+@pytest.mark.parametrize("biases", [(True, False), (False, True), (True, True), (False, False)])
+def test_biases_of_attention_alone_are_refused_before_any_rank(biases: tuple[bool, bool]) -> None:
+    """Megatron-core's one add_bias_linear is of attention's output and of the MLP."""
+    attention, mlp = biases
+    given = plan()
+    arch = replace(
+        given.architecture, attention_bias=attention, attention_output_bias=attention, mlp_bias=mlp
+    )
+    refused = why_not_trained(replace(given, architecture=arch))
+    if attention == mlp:
+        assert refused is None
+    else:
+        assert refused is not None
+        assert f"mlp_bias is {mlp}; allowed: {attention}" in refused and "Layout.fsdp2()" in refused
+
+
+@needs_installed("megatron")
 def test_one_expert_whose_weight_would_always_be_1_is_refused_before_any_rank() -> None:
     given = plan("mixtral-8x7b", {"ep": 4})
     experts = given.architecture.mixture_of_experts

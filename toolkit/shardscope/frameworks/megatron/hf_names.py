@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 def check_mapped(arch: Architecture) -> None:
-    """Raise ``ValueError`` for a family without a mapping, naming an engine that trains it."""
+    """Raise ``ValueError`` for a model without a mapping, naming an engine that trains it."""
     check_family(arch)
     if arch.model_type not in MAPPED_FAMILIES:
         refuse(
@@ -50,6 +50,14 @@ def check_mapped(arch: Architecture) -> None:
             arch.model_type,
             f"{', '.join(map(repr, MAPPED_FAMILIES))} to train with Megatron-core: there is no "
             "mapping of this family's weights to its GPTModel",
+            "layout=Layout.fsdp2()",
+        )
+    if arch.attention_output_bias != arch.mlp_bias:
+        refuse(
+            "Architecture.mlp_bias",
+            arch.mlp_bias,
+            f"{arch.attention_output_bias} like attention_output_bias to train with Megatron-core: its "
+            "add_bias_linear gives both a bias, or neither",
             "layout=Layout.fsdp2()",
         )
 
