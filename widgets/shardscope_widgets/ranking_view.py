@@ -63,10 +63,11 @@ class RankingView(View):
         spare = 100 - TIGHT_PERCENT
         self.room = shared.segments([(f"with {spare} % to spare", spare), ("all that fit", 0)], "Memory")
         self.room.observe(self._sort, "value")
-        bar = widgets.HBox([self.room], layout=shared.layout())
-        bar.add_class("ss-toolbar")
+        # Nothing to choose from until a search has ended.
+        self._bar = widgets.HBox([self.room], layout=widgets.Layout(display="none"))
+        self._bar.add_class("ss-toolbar")
         self.table = Clickable(self._act)
-        super().__init__([Sheet(), *own, self._place, self.caption, bar, self.table])
+        super().__init__([Sheet(), *own, self._place, self.caption, self._bar, self.table])
         for name in ("ss-root", "ss-view", "ss-ranking"):
             self.add_class(name)
         if ranking is not None:
@@ -108,6 +109,7 @@ class RankingView(View):
             if self.figure is None:
                 self.figure = empty_figure()
                 self._place.children = [self.figure]
+                self._bar.layout.display = ""
             num_marks = draw(self.figure, ranking)
             self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
             self._mark_again()
