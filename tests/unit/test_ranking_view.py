@@ -374,7 +374,7 @@ def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.Mo
 def test_advice_is_asked_in_the_background_too() -> None:
     page = PlansPage(on_apply=lambda _: None)
     page.offer(plan_of())
-    assert until(lambda: page.advice.advice is not None)
+    assert until(lambda: page.advice.advice is not None and not page.ask.is_busy)
     advice = page.advice.advice
     assert advice is not None and advice.plan is not None
     assert advice.plan.architecture == MODEL
