@@ -39,6 +39,8 @@ def biased() -> ss.Architecture:
     return replace(tiny_llama(), attention_bias=True, attention_output_bias=True, mlp_bias=True)
 
 
+IN_PARTS = "megatron cp"
+"""Under a stand-in for Transformer Engine's attention, which CPU ranks have not."""
 DRAWN = "fsdp2 pp drawn"
 """Parameters are drawn shard by shard, as those of a large model are."""
 TWO: dict[str, dict[str, Any]] = {
@@ -88,6 +90,7 @@ TWO |= {
     "megatron vpp": {"layout": {"pp": 2, "vpp": 2}, "architecture": llama(layers=4, tied=True)},
     "megatron dp bf16": {"precision": "bf16-mixed", "recompute": "full"},
     "megatron ep": {"layout": {"ep": 2}, "architecture": mixtral()},
+    IN_PARTS: {"layout": {"cp": 2}, "num_micro_batches": 2},
 }
 ADAPTERS = {"lora_rank": 4, "lora_targets": ("q_proj", "o_proj", "down_proj")}
 CHUNKS = {"loss": "chunked", "micro_batch_size": 18}

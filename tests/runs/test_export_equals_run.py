@@ -22,8 +22,9 @@ needs("transformers")
 needs("tokenizers")
 load_file = needs("safetensors.torch").load_file
 
-from exported_plans import DRAWN, FOUR, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
+from exported_plans import DRAWN, FOUR, IN_PARTS, MORE, STORED, TWO, is_packed, names, plan_of  # noqa: E402
 from finetuned_models import small_model  # noqa: E402
+from gathered_attention import instead_of_transformer_engine, parts_are_trained  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 import shardscope as ss  # noqa: E402
@@ -139,7 +140,7 @@ def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
     os.environ.update(RANK=str(ctx.rank), LOCAL_RANK=str(ctx.rank), WORLD_SIZE=size, DS_ACCELERATOR="cpu")
     text, found = ctx.folder / "text.txt", {}
     for name in some:
-        with drawn_by_shard() if name == DRAWN else contextlib.nullcontext():
+        with made_so(name):
             model = stored(ctx.folder, name)
             found[name] = {"run": run_made(ctx, plan_of(name), home_of(ctx, name), text, model)}
     # Megatron's last: what it says to CPU ranks holds from there on.
@@ -149,7 +150,8 @@ def both(ctx: StandInContext, some: list[str]) -> dict[str, Any]:
             connect(importlib.import_module("deepspeed"), "gloo", ctx.rank)
         if framework == "megatron":
             leave_model_parallel()
-        found[name]["script"] = script_made(home_of(ctx, name), text, stored(ctx.folder, name))
+        with made_so(name):
+            found[name]["script"] = script_made(home_of(ctx, name), text, stored(ctx.folder, name))
     return found
 
 
@@ -161,6 +163,13 @@ def home_of(ctx: StandInContext, name: str) -> Path:
 def stored(folder: Path, name: str) -> Path | None:
     """The model that it begins from; None where weights are fresh."""
     return folder / "models" / STORED[name] if name in STORED else None
+
+
+def made_so(name: str) -> contextlib.AbstractContextManager[None]:
+    """What a plan needs beside the others of its start."""
+    if name == IN_PARTS:
+        return instead_of_transformer_engine()
+    return drawn_by_shard() if name == DRAWN else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -184,7 +193,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         for model in {STORED[name] for name in some if name in STORED}:
             small_model(folder / "models", model)
         for name in some:
-            with drawn_by_shard() if name == DRAWN else contextlib.nullcontext():
+            with parts_are_trained() if name == IN_PARTS else made_so(name):
                 plan_of(name).export(folder / name.replace(" ", "-"))
         ranks = on_ranks(num_ranks, plan_of(some[0]), partial(both, some=some), folder)
         by_plan |= {name: [rank[name] for rank in ranks] for name in ranks[0]}

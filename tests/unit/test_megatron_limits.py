@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,7 +84,6 @@ def test_one_expert_whose_weight_would_always_be_1_is_refused_before_any_rank() 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (plan(layout={"cp": 2}), "Layout.cp is 2; allowed: 1 to train with Megatron-core here: its context"),
         (
             plan(layout={"tp": 2, "tp_comm_overlap": True}),
             "Layout.tp_comm_overlap is True; allowed: False to train here: it is Transformer Engine's",
@@ -96,6 +96,81 @@ def test_one_expert_whose_weight_would_always_be_1_is_refused_before_any_rank() 
 def test_what_it_does_not_train_is_refused_in_words(given: ss.Plan, words: str) -> None:
     said = why_not_trained(given)
     assert said is not None and words in said
+
+
+def in_parts(cluster: str, **recipe: Any) -> ss.Plan:
+    """A plan whose sequences are in parts."""
+    fields = {"seq_len": 1024, "global_batch_size": 8, **recipe}
+    return ss.Plan(
+        ss.models["llama-3.2-1b"], ss.Cluster.parse(cluster), ss.Recipe(**fields), ss.Layout.megatron(cp=2)
+    )
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is installed: its spec is found, and nothing imports it before there are ranks."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine" or found(name))
+
+
+INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
+
+
+@needs_installed("megatron")
+@pytest.mark.usefixtures("transformer_engine")
+def test_parts_of_sequences_train_on_gpus_with_transformer_engine() -> None:
+    assert why_not_trained(in_parts("4xh100-sxm-80gb")) is None
+    assert why_not_trained(in_parts("4xa100-sxm-80gb", precision="fp16-mixed")) is None
+
+
+@needs_installed("megatron")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            in_parts("4xcpu"),
+            "Layout.cp is 2; allowed: 1 to train with Megatron-core on CPU ranks: its context "
+            f"parallelism is Transformer Engine's attention, whose kernels for it need a GPU "
+            f"(there: {INSTALL}); fsdp2",
+        ),
+        (
+            in_parts("4xv100-sxm-32gb", precision="fp16-mixed"),
+            "on v100-sxm-32gb: its context parallelism is "
+            "Transformer Engine's attention, whose kernels for it need Ampere (sm80) or newer; fsdp2",
+        ),
+    ],
+    ids=["on CPU ranks", "before Ampere"],
+)
+@pytest.mark.usefixtures("transformer_engine")
+def test_parts_of_sequences_are_refused_where_their_attention_has_no_kernels(
+    given: ss.Plan, words: str
+) -> None:
+    said = why_not_trained(given)
+    assert said is not None and words in said
+    assert said.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
+    assert why_not_trained(replace(given, layout=ss.Layout.fsdp2(cp=2))) is None
+
+
+@needs_installed("megatron")
+@pytest.mark.usefixtures("transformer_engine")
+def test_parts_of_sequences_are_refused_in_32_bits() -> None:
+    said = why_not_trained(in_parts("4xh100-sxm-80gb", precision="fp32"))
+    assert said is not None and said.startswith("Recipe.precision is 'fp32'; allowed: 'bf16-mixed', ")
+    assert "Transformer Engine's attention, whose kernels for it need 16 bits. " in said
+    assert 'precision="bf16-mixed", or FSDP2, which trains it' in said
+
+
+@needs_installed("megatron")
+def test_parts_of_sequences_are_refused_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else found(name)
+    )
+    said = why_not_trained(in_parts("4xh100-sxm-80gb"))
+    assert said is not None and said.startswith(
+        "Layout.cp is 2; allowed: 1 to train with Megatron-core until"
+    )
+    assert INSTALL in said and said.endswith("Nearest fix: layout=Layout.fsdp2(cp=2).")
 
 
 @needs_installed("megatron")

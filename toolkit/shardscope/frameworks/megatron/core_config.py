@@ -90,6 +90,7 @@ def transformer_config(plan: Plan) -> dict[str, Any]:
         "pipeline_model_parallel_size": degrees.pp,
         "virtual_pipeline_model_parallel_size": degrees.vpp if degrees.vpp > 1 else None,
         "sequence_parallel": plan.layout.splits_sequence,
+        "context_parallel_size": degrees.cp,
         "expert_model_parallel_size": degrees.ep,
         "bias_activation_fusion": arch.gated_mlp or biases,
         "bias_dropout_fusion": True,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.frameworks.megatron.context_parallel import core_attention
 from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
 from shardscope.frameworks.megatron.engine_norm import MarkedNorm
 from shardscope.frameworks.megatron.layout import MegatronLayout
@@ -124,6 +125,8 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
     )
     for layer in block.layer_specs:
         _use_marked_norms(layer)
+        if degrees.cp > 1:
+            layer.submodules.self_attention.submodules.core_attention = core_attention()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     learned = arch.position_embedding == "learned"
     model: torch.nn.Module = GPTModel(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.frameworks.megatron.context_parallel import check_length, own_pieces
 from shardscope.training import micro_batches
 from shardscope.training.micro_batches import IGNORED_LABEL
 from shardscope.validation import refuse
@@ -36,6 +37,7 @@ def forward_backward(
             "input_ids and labels, and no others: a GPTModel of Megatron-core reads no more",
             'batch={"input_ids": ..., "labels": ...}',
         )
+    check_length(batch["input_ids"].shape[1])
     micros = micro_batches.split(batch, num_micro_batches)
     counted = micro_batches.LossWeights(micros)
     # Asked for before the first message between stages: all ranks raise together, or none.
@@ -47,10 +49,13 @@ def forward_backward(
         tokens = micros[index]["input_ids"].to(device, non_blocking=True)
         labels, is_labelled = _next_tokens(micros[index]["labels"].to(device, non_blocking=True))
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        output = model(tokens, positions, None, labels=labels)
+        whole = {"tokens": tokens, "positions": positions, "labels": labels, "is_labelled": is_labelled}
+        own = own_pieces(whole)
+        output = model(own["tokens"], own["positions"], None, labels=own["labels"])
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            mean = (losses.float() * is_labelled).sum() / is_labelled.sum()
+            # This rank's share of it: the schedule multiplies by the ranks that share a sequence.
+            mean = (losses.float() * own["is_labelled"]).sum() / is_labelled.sum()
             part = mean * weights[index]
             total.add_(part.detach())
             # schedules.py divides by the number of micro-batches, which the weights have done already.
@@ -72,9 +77,10 @@ def forward_backward(
         micro_batch_size=rows,
         forward_only=False,
     )
-    # Only the last stage has a loss, and each rank of its tensor groups the same.
+    # Only the last stage has a loss: each rank of its tensor groups the same, of its context groups a share.
     dist.all_reduce(total)
-    return total * parallel_state.get_pipeline_model_parallel_world_size() / dist.get_world_size()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return total * stages * parallel_state.get_context_parallel_world_size() / dist.get_world_size()
 
 
 def _next_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ def core_config(said):
 
 
 def build_chunk(config, said, number):
-    """One of this stage's model chunks, of Megatron-core's own modules: no Transformer Engine."""
+    """One of this stage's model chunks, of Megatron-core's own modules@@OWN@@."""
     virtual = number if VPP > 1 else None
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=virtual
@@ -82,7 +82,7 @@ def build_chunk(config, said, number):
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-@@HEAD_NORMS@@@@ANGLES@@    stage = parallel_state.get_pipeline_model_parallel_rank()
+@@ATTENTION@@@@HEAD_NORMS@@@@ANGLES@@    stage = parallel_state.get_pipeline_model_parallel_rank()
     chunk = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=Norm),
@@ -111,6 +111,10 @@ HEAD_NORMS = """\
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
 """
+ATTENTION = """\
+        parts.self_attention.submodules.core_attention = TEDotProductAttention
+"""
+ATTENTION_IMPORTS = "from megatron.core.extensions.transformer_engine import TEDotProductAttention\n"
 ROUTER = """
         moe_router_pre_softmax=not getattr(said, "norm_topk_prob", True),"""
 
@@ -186,13 +190,15 @@ def core_model(plan: Plan) -> Model:
         "CHECK": check.functions.rstrip("\n"),
         "ROUTER": ROUTER if arch.mixture_of_experts is not None else "",
         "HEAD_NORMS": HEAD_NORMS if arch.qk_norm else "",
+        "ATTENTION": ATTENTION if degrees.cp > 1 else "",
+        "OWN": " but for attention" if degrees.cp > 1 else ": no Transformer Engine",
         **{name.upper(): getattr(family, name) for name in ("norm", "epsilon", "activation", "angles")},
         **{name.upper(): getattr(family, name) for name in ("positions", "embedded")},
     }
     text = MODEL
     for name, value in parts.items():
         text = text.replace(f"@@{name}@@", value)
-    return Model(text + loads(plan), IMPORTS)
+    return Model(text + loads(plan), IMPORTS + (ATTENTION_IMPORTS if degrees.cp > 1 else ""))
 
 
 def _core(plan: Plan) -> dict[str, Any]:

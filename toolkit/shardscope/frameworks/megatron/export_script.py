@@ -49,6 +49,7 @@ class Training:
             tensor_model_parallel_size=@@TP@@,
             pipeline_model_parallel_size=PP,
             virtual_pipeline_model_parallel_size=VPP if VPP > 1 else None,
+            context_parallel_size=@@CP@@,
             expert_model_parallel_size=@@EP@@,
             expert_tensor_parallel_size=@@ETP@@,
             create_gloo_process_groups=False,
@@ -103,16 +104,7 @@ class Training:
         self.optimizer.zero_grad()
         total = torch.zeros((), device=micro_batches.device)
 
-        def loss(losses):
-            mean = losses[:, :-1].float().mean()  # the last token of a window has no next one
-            total.add_(mean.detach() / NUM_MICRO_BATCHES)
-            return mean, {}
-
-        def forward(micros, model):
-            tokens = next(micros)
-            positions = torch.arange(SEQ_LEN, device=tokens.device).expand_as(tokens)
-            return model(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss
-
+@@FORWARD@@
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(micro_batches) for _ in self.chunks],
@@ -123,7 +115,7 @@ class Training:
             forward_only=False,
         )
         self.optimizer.step()
-        return total.item() * PP  # the last stage's, of PP that have a share
+        return total.item() * @@SHARES@@
 
     def save(self, folder):
         """Each pipeline stage's layers, joined, in the type of the chunks; its first rank writes them."""
@@ -153,6 +145,36 @@ GATHER = """\
             config.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
 """
 
+FORWARD = """\
+        def loss(losses):
+            mean = losses[:, :-1].float().mean()  # the last token of a window has no next one
+            total.add_(mean.detach() / NUM_MICRO_BATCHES)
+            return mean, {}
+
+        def forward(micros, model):
+            tokens = next(micros)
+            positions = torch.arange(SEQ_LEN, device=tokens.device).expand_as(tokens)
+            return model(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss
+"""
+FORWARD_OF_PARTS = """\
+        def loss(counts, losses):  # a share of the mean: the schedule multiplies by the ranks that have one
+            share = (losses.float() * counts).sum() / (MICRO_BATCH_SIZE * (SEQ_LEN - 1))
+            total.add_(share.detach() / NUM_MICRO_BATCHES)
+            return share, {}
+
+        def forward(micros, model):
+            tokens = next(micros)
+            positions = torch.arange(SEQ_LEN, device=tokens.device).expand_as(tokens)
+            labels, counts = tokens.roll(-1, dims=1), positions < SEQ_LEN - 1  # the last has no next one
+            whole = {"tokens": tokens, "positions": positions, "labels": labels, "counts": counts}
+            own = get_batch_on_this_cp_rank(whole)  # a piece from the front and one from the back
+            losses = model(own["tokens"], own["positions"], None, labels=own["labels"])
+            return losses, functools.partial(loss, own["counts"])
+"""
+OF_PARTS_IMPORTS = "from megatron.core.utils import get_batch_on_this_cp_rank\n"
+SHARES = "PP  # the last stage's, of PP that have a share"
+SHARES_OF_PARTS = "PP * {cp}  # the last stage's, of PP that have a share, in {cp} parts"
+
 NOTES = """Megatron-core directly, on its own modules. Every rank reads the whole model of transformers into
 host memory, fresh or by --model, and keeps its own part. Of 16 bits, the optimizer's fp32 copies begin as
 those left them. What the plan does not hold (rotary base, epsilons) is its family's own, or the model's that
@@ -170,6 +192,9 @@ def script(plan: Plan) -> Exported | Absent:
     parts = {
         "ON_CPU": "" if plan.on_gpu else "    cuda_means_cpu()\n",
         "TP": repr(degrees.tp),
+        "CP": repr(degrees.cp),
+        "FORWARD": (FORWARD_OF_PARTS if degrees.cp > 1 else FORWARD).rstrip("\n"),
+        "SHARES": SHARES_OF_PARTS.format(cp=degrees.cp) if degrees.cp > 1 else SHARES,
         "EP": repr(degrees.ep),
         "ETP": repr(layout.expert_tp),
         "FP32": repr(reduces_in_fp32(layout, plan.recipe)),
@@ -185,6 +210,7 @@ def script(plan: Plan) -> Exported | Absent:
     for name, value in parts.items():
         training = training.replace(f"@@{name}@@", value)
     imports = IMPORTS + SAVE_IMPORTS + ("" if plan.on_gpu else cpu_imports(plan))
+    imports += OF_PARTS_IMPORTS if degrees.cp > 1 else ""
     return plain_script(plan, training, imports, NOTES, optimizers=tuple(OPTIMIZERS), make_model=core_model)
 
 

@@ -29,6 +29,8 @@ TRAINED = {
 }
 """What the engine runs of a recipe; torch's engines run other methods, optimizers and losses."""
 
+INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
+
 
 def check_plan(plan: Plan) -> None:
     """Raise ``ValueError`` for what the engine cannot run, naming one that can where there is one."""
@@ -41,19 +43,15 @@ def check_plan(plan: Plan) -> None:
             'pip install "shardscope[megatron]"',
         )
     check_trainable(plan)
+    if layout.cp > 1:
+        _check_installed(layout.cp)
 
 
 def check_trainable(plan: Plan) -> None:
     """The same for what it never runs, whatever is installed here."""
     layout: Any = plan.layout
     if layout.cp > 1:
-        refuse(
-            "Layout.cp",
-            layout.cp,
-            "1 to train with Megatron-core here: its context parallelism is Transformer Engine's attention, "
-            "which this engine does not call yet; fsdp2's splits sequences",
-            f"layout=Layout.fsdp2(cp={layout.cp})",
-        )
+        _check_context(plan, layout.cp)
     for name, why in (
         ("use_precision_aware_optimizer", "it is Transformer Engine's Adam"),
         ("tp_comm_overlap", "it is Transformer Engine's user buffers"),
@@ -79,6 +77,45 @@ def check_trainable(plan: Plan) -> None:
             "layout=Layout.fsdp2()",
         )
     check_recipe(plan.recipe, TRAINED)
+
+
+def _check_installed(cp: int) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        refuse(
+            "Layout.cp",
+            cp,
+            "1 to train with Megatron-core until Transformer Engine, whose attention is its context "
+            f"parallelism, is installed: {INSTALL}; fsdp2 needs none of it",
+            f"layout=Layout.fsdp2(cp={cp})",
+        )
+
+
+def _check_context(plan: Plan, cp: int) -> None:
+    """What Transformer Engine has no attention over ranks for, whatever is installed.
+
+    Its ``get_attention_backend`` (dot_product_attention/utils.py) leaves none with context parallelism but
+    FlashAttention's and cuDNN's, and neither of those in 32 bits or before sm80.
+    """
+    attention = "its context parallelism is Transformer Engine's attention, whose kernels for it need"
+    if not plan.on_gpu or not plan.cluster.gpu.has_flash_attention:
+        gpu = plan.cluster.gpu.name
+        where, needed = (
+            (gpu, "Ampere (sm80) or newer") if plan.on_gpu else ("CPU ranks", f"a GPU (there: {INSTALL})")
+        )
+        refuse(
+            "Layout.cp",
+            cp,
+            f"1 to train with Megatron-core on {where}: {attention} {needed}; fsdp2 needs none of it",
+            f"layout=Layout.fsdp2(cp={cp})",
+        )
+    if plan.recipe.precision == "fp32":
+        refuse(
+            "Recipe.precision",
+            "fp32",
+            "'bf16-mixed', 'fp16-mixed', 'bf16' with cp > 1 to train with Megatron-core: "
+            f"{attention} 16 bits",
+            'precision="bf16-mixed"',
+        )
 
 
 def check_config(plan: Plan, config: Mapping[str, Any]) -> None:

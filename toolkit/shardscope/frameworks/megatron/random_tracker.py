@@ -52,6 +52,7 @@ def _degrees() -> list[int]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
     ]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.frameworks.megatron.context_parallel import check_attention
 from shardscope.frameworks.megatron.engine_model import leaves
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.words import count
@@ -34,7 +35,7 @@ def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) ->
             "data_rank": data_rank,
         },
     )
-    found |= {**_modules(chunks), **_optimizer(chunks, optimizer)}
+    found |= {**_modules(chunks), **_optimizer(chunks, optimizer), **check_attention(plan, chunks)}
     experts = arch.mixture_of_experts
     _compare(
         found,
@@ -155,8 +156,9 @@ def in_words(found: Mapping[str, Any], where: str) -> str:
     ]
     cut = ", ".join(named) or "one rank"
     sequence = " with sequence parallelism" if found["sequence_parallel"] else ""
+    parts = f", sequences in parts under {found['core_attention']}" if "core_attention" in found else ""
     shares = "its state in shares" if found["distributed_optimizer"] else "its state whole on each rank"
     return (
         f"Megatron-core: {found['module']} in {count(found['num_chunks'], 'chunk')} a rank, {cut}{sequence} "
-        f"{where}, {found['optimizer']}, {shares}"
+        f"{where}, {found['optimizer']}, {shares}{parts}"
     )

@@ -1,0 +1,311 @@
+"""Megatron-core over sequences in parts, on gloo ranks under a stand-in for Transformer Engine's attention.
+
+All but that attention is what runs on GPUs: what of a batch a rank has, angles, loss, gradients, state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import few, needs, needs_installed, thorough
+
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe
+from shardscope.layer_parts import MixtureOfExperts
+
+torch = needs("torch")
+needs("transformers")
+
+from gathered_attention import (  # noqa: E402
+    GatheredAttention,
+    KeysStayAtHome,
+    NothingComesBack,
+    instead_of_transformer_engine,
+)
+from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
+
+pytestmark = needs_installed("megatron")
+NUM_STEPS = 4
+SEQ_LEN = 32
+ROWS = 4
+RATE = 1e-2
+STATE = ("parameters", "gradients", "optimizer")
+LLAMA = replace(tiny_llama(), vocab_size=500)
+
+
+def gpt2() -> Architecture:
+    biases = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True)
+    fields: dict[str, Any] = {"num_key_value_heads": 4, "norm": "layernorm", "gated_mlp": False, **biases}
+    return replace(LLAMA, model_type="gpt2", position_embedding="learned", tie_word_embeddings=True, **fields)
+
+
+def mixtral() -> Architecture:
+    experts = MixtureOfExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    return replace(LLAMA, model_type="mixtral", mixture_of_experts=experts)
+
+
+def plan_of(num_ranks: int, architecture: Architecture = LLAMA, **fields: Any) -> Plan:
+    recipe = {name: fields.pop(name) for name in ("precision", "recompute") if name in fields}
+    sizes = {"seq_len": SEQ_LEN, "global_batch_size": ROWS, "precision": "fp32", **recipe}
+    return Plan(architecture, Cluster.parse(f"{num_ranks}xcpu"), Recipe(**sizes), Layout.megatron(**fields))
+
+
+TWO: dict[str, Plan] = {
+    "cp2": plan_of(2, cp=2),
+    "cp2, whole optimizer, recomputed": plan_of(2, cp=2, distributed_optimizer=False, recompute="full"),
+    "cp2, learned positions, selective": plan_of(2, gpt2(), cp=2, recompute="selective"),
+    "cp2, experts on two": plan_of(2, mixtral(), cp=2, ep=2),
+    "cp2, bf16": plan_of(2, cp=2, precision="bf16-mixed"),
+}
+FOUR: dict[str, Plan] = {
+    "cp2 x dp2": plan_of(4, cp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+    "cp2 x tp2": plan_of(4, cp=2, tp=2),
+    "cp2 x pp2": plan_of(4, cp=2, pp=2),
+    "cp2 x pp2, vpp2": plan_of(4, replace(LLAMA, num_hidden_layers=4), cp=2, pp=2, vpp=2),
+    "cp4": plan_of(4, cp=4),
+    "cp2 x dp2, experts on four": plan_of(4, mixtral(), cp=2, ep=4),
+}
+CASES = {**TWO, **FOUR}
+LOOSE = {"cp2, bf16": 2e-2}
+"""By how much losses of 16 bits may differ from those of 32, in which the single process computes."""
+KEPT = ("cp2",)
+EVERY = few(CASES, KEPT)
+
+
+def batch(step: int) -> dict[str, Any]:
+    """A global batch of a few of the words, with more labels in one part of a sequence than in another."""
+    tokens = torch.randint(0, 32, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+    labels = tokens.clone()
+    labels[::3, :20] = -100
+    # Of this row one of two parts has no label at all.
+    labels[1, 8:25] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def single(plan: Plan) -> dict[str, Any]:
+    """One process, plain autograd, the whole batch at once, no engine."""
+    from shardscope.training.model import build_model
+    from shardscope.training.optimizers import build_optimizer
+
+    torch.manual_seed(0)
+    model = build_model(plan.architecture)
+    optimizer = build_optimizer(plan.recipe.optimizer, list(model.parameters()), RATE)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms}
+
+
+def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:
+    from shardscope.frameworks.megatron.engine import MegatronEngine
+    from shardscope.training.model import build_model
+
+    own = replace(ctx, plan=plan, records={})
+    engine = own.engine = MegatronEngine(own)
+    engine.learning_rate, engine.seed = RATE, seed
+    engine.setup(lambda: build_model(plan.architecture))
+    return engine
+
+
+def step_of(engine: Any, number: int) -> float:
+    rows = {name: rows.chunk(engine.num_data_ranks)[engine.data_rank] for name, rows in batch(number).items()}
+    loss: float = engine.step(rows)
+    return loss
+
+
+def trained(ctx: StandInContext, plan: Plan) -> dict[str, Any]:
+    engine = set_up(ctx, plan)
+    losses, norms = [], []
+    for number in range(NUM_STEPS):
+        losses.append(step_of(engine, number))
+        norms.append(engine.grad_norm)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "held": {name: engine.memory()[name] for name in STATE},
+        "record": engine.ctx.records["engine"],
+        "single": single(plan) if ctx.rank == 0 else None,
+    }
+
+
+def told(ctx: StandInContext, plan: Plan, attention: type = GatheredAttention, length: int = SEQ_LEN) -> str:
+    """What keeps ``plan`` from a first step."""
+    with instead_of_transformer_engine(attention):
+        try:
+            engine = set_up(ctx, plan)
+            engine.step({name: rows[:, :length] for name, rows in batch(0).items()})
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return "trained"
+
+
+def attention_of_another(ctx: StandInContext) -> str:
+    """Layers that were made with megatron-core's own attention, over a part of each sequence."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from shardscope.frameworks.megatron import engine_model
+
+    class Own(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: Any, **fields: Any) -> None:
+            super().__init__(replace(config, context_parallel_size=1), **fields)
+
+    before = engine_model.core_attention
+    engine_model.core_attention = lambda: Own
+    try:
+        return told(ctx, TWO["cp2"])
+    finally:
+        engine_model.core_attention = before
+
+
+def positions_here() -> list[int]:
+    """Of a sequence of eight tokens."""
+    from shardscope.frameworks.megatron.context_parallel import own_pieces
+
+    own: list[int] = own_pieces({"positions": torch.arange(8)[None]})["positions"][0].tolist()
+    return own
+
+
+def saved(ctx: StandInContext) -> dict[str, Any]:
+    """What ranks with parts of sequences saved goes on on ranks with whole ones, from other weights."""
+    plan, other = TWO["cp2"], plan_of(2)
+    engine = set_up(ctx, plan)
+    step_of(engine, 0)
+    engine.save("checkpoint")
+    engine.export("model")
+    found: dict[str, Any] = {"went_on": step_of(engine, 1)}
+    # One engine after another: each ends the groups of the one before it.
+    for name, where in (("parts", plan), ("whole", other)):
+        again = set_up(ctx, where, seed=7)
+        again.load("checkpoint")
+        found[name] = step_of(again, 1)
+        found[f"{name} done"] = again.num_steps_done
+    return found
+
+
+def all_of(ctx: StandInContext, names: list[str]) -> dict[str, Any]:
+    with instead_of_transformer_engine():
+        return {name: trained(ctx, CASES[name]) for name in names}
+
+
+def more_on_two(ctx: StandInContext) -> dict[str, Any]:
+    found = all_of(ctx, [name for name in TWO if name not in KEPT])
+    with instead_of_transformer_engine():
+        return {**found, "saved": saved(ctx)}
+
+
+def on_two(ctx: StandInContext) -> dict[str, Any]:
+    return {
+        **all_of(ctx, [*KEPT]),
+        "positions": positions_here(),
+        "keys": told(ctx, TWO["cp2"], KeysStayAtHome),
+        "gradients": told(ctx, TWO["cp2"], NothingComesBack),
+        "another": attention_of_another(ctx),
+        "short": told(ctx, TWO["cp2"], length=30),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("context")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return on_ranks(2, TWO["cp2"], on_two, folder)
+
+
+@pytest.fixture(scope="module")
+def more(folder: Path) -> list[dict[str, Any]]:
+    return on_ranks(2, TWO["cp2"], more_on_two, folder)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    made = tmp_path_factory.mktemp("context-of-four")
+    return on_ranks(4, FOUR["cp4"], partial(all_of, names=[*FOUR]), made)
+
+
+@pytest.fixture
+def ranks(name: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What the ranks of one case found."""
+    start = "two" if name in KEPT else "more" if name in TWO else "four"
+    return [rank[name] for rank in request.getfixturevalue(start)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_parts_of_sequences_train_what_one_process_trains(name: str, ranks: list[dict[str, Any]]) -> None:
+    alone, loose = ranks[0]["single"], LOOSE.get(name, 1e-4)
+    assert alone["losses"][0] - alone["losses"][-1] > 1
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"]
+        assert rank["losses"] == pytest.approx(alone["losses"], abs=loose)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=10 * loose)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_ranks_hold_what_was_planned(name: str, ranks: list[dict[str, Any]]) -> None:
+    for number, stage in enumerate(CASES[name].memory().by_stage):
+        planned = stage.at("optimizer").components
+        held = [rank["held"] for rank in ranks if rank["record"]["stage"] == number]
+        for component in STATE:
+            assert max(each[component] for each in held) == planned[component], component
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_says_what_it_made(name: str, ranks: list[dict[str, Any]]) -> None:
+    degrees = CASES[name].degrees
+    for rank in ranks:
+        record = rank["record"]
+        assert (record["context_parallel"], record["data_parallel"]) == (degrees.cp, degrees.data_parallel)
+        assert record["core_attention"] == "GatheredAttention"
+        assert 0 < record["attention_off_by"] < LOOSE.get(name, 1e-4)
+        assert f"cp {degrees.cp}" in record["sentence"]
+        assert "sequences in parts under GatheredAttention" in record["sentence"]
+    readers = degrees.tp * degrees.cp
+    assert [rank["record"]["data_rank"] for rank in ranks] == [
+        number // readers % degrees.data_parallel for number in range(len(ranks))
+    ]
+
+
+@thorough()
+def test_a_checkpoint_goes_on_over_parts_and_over_whole_sequences(more: Any, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for rank in more:
+        found = rank["saved"]
+        assert found["parts"] == found["went_on"]
+        assert found["whole"] == pytest.approx(found["went_on"], abs=1e-5)
+        assert found["parts done"] == found["whole done"] == 2
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    # Of the weights after one step, as every rank had them.
+    with torch.no_grad():
+        assert model(**batch(1)).loss.item() == pytest.approx(more[0]["saved"]["went_on"], abs=1e-4)
+
+
+@pytest.mark.parametrize("broken", ["keys", "gradients"])
+def test_attention_that_is_not_over_whole_sequences_ends_the_run(broken: str, two: Any) -> None:
+    for rank in two:
+        words = "the plan splits sequences over cp=2 ranks, and attention over them is "
+        assert rank[broken].startswith(words) and "off what it is over the whole sequence" in rank[broken]
+
+
+def test_layers_with_another_attention_end_the_run(two: Any) -> None:
+    for rank in two:
+        assert rank["another"].endswith("whose attention is GatheredAttention, and layers here have Own")
+
+
+def test_rows_that_come_apart_in_no_equal_pieces_are_refused(two: Any) -> None:
+    for rank in two:
+        assert rank["short"].startswith("batch is 'rows of 30 tokens'; allowed: rows of a multiple of 4")
+
+
+def test_each_has_a_piece_from_the_front_and_one_from_the_back(two: Any) -> None:
+    assert [rank["positions"] for rank in two] == [[0, 1, 6, 7], [2, 3, 4, 5]]

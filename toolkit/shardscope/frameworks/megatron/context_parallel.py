@@ -1,0 +1,119 @@
+"""Sequences in parts: what of a batch a rank has, and Transformer Engine's attention over all of its group.
+
+Megatron-core's own attention asserts that it has whole sequences (``DotProductAttention.__init__``). Ranks of
+one context-parallel group read the same batch and keep two of its 2 x cp pieces each, one from the front and
+one from the back, so that all have as many keys to attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+PROBE_TOKENS = 64
+"""In each piece of the sequence that shows whether attention is over all of it."""
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""How far two sums of the same numbers in another order may be apart; pieces in wrong places are far past."""
+
+
+def core_attention() -> Any:
+    """The one attention of Megatron-core's that takes keys and values from other ranks."""
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.TEDotProductAttention
+
+
+def own_pieces(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of tensors of shape (rows, tokens) those tokens that are this rank's: all of them without cp."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    found: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(dict(batch))
+    return found
+
+
+def check_length(num_tokens: int) -> None:
+    """Raise ``ValueError`` for rows that do not come apart in equal pieces."""
+    from megatron.core import parallel_state
+
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp > 1 and num_tokens % (2 * cp):
+        refuse(
+            "batch",
+            f"rows of {num_tokens} tokens",
+            f"rows of a multiple of {2 * cp} with cp={cp}: each rank has two of {2 * cp} equal pieces",
+            f"rows of {-(-num_tokens // (2 * cp)) * 2 * cp}, with -100 as the label of padding",
+        )
+
+
+def check_attention(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
+    """What attention over ranks was found to be, as JSON; nothing without cp. All ranks together.
+
+    Raises ``RuntimeError`` where it is not over whole sequences.
+    """
+    cp = plan.degrees.cp
+    if cp == 1:
+        return {}
+    layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
+    attentions = [layer.self_attention.core_attention for layer in layers]
+    found, planned = {type(one).__name__ for one in attentions}, core_attention().__name__
+    if not found <= {planned}:
+        raise RuntimeError(
+            f"the plan splits sequences over cp={cp} ranks, whose attention is {planned}, and layers here "
+            f"have {', '.join(sorted(found))}"
+        )
+    apart = torch.zeros((), device=next(chunks[0].parameters()).device)
+    if layers:  # The first and the last of many stages may have none.
+        apart = _distance_from_whole(layers[0].self_attention, apart.device)
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    kind = chunks[0].module.config.params_dtype
+    if not apart < ROUNDING[kind]:
+        raise RuntimeError(
+            f"the plan splits sequences over cp={cp} ranks, and attention over them is {apart:.1%} off what "
+            "it is over the whole sequence"
+        )
+    return {"core_attention": planned, "attention_off_by": float(apart)}
+
+
+def _distance_from_whole(attention: Any, device: torch.device) -> torch.Tensor:
+    """How far attention over the group is from attention to the whole sequence, gradients too.
+
+    The largest difference on this rank, as a part of the largest number; both are computed on a few tokens.
+    """
+    from megatron.core import parallel_state
+
+    core, kind = attention.core_attention, attention.config.params_dtype
+    heads = attention.config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+    groups, width = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    num_tokens = 2 * parallel_state.get_context_parallel_world_size() * PROBE_TOKENS
+    drawn = torch.Generator().manual_seed(0)
+    sizes = (heads, groups, groups, heads)
+    query, key, value, gradient = (
+        torch.randn(1, num_tokens, number, width, generator=drawn).to(device, kind) for number in sizes
+    )
+    whole = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    queries, keys, values = (tensor.transpose(1, 2) for tensor in whole)
+    attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    attended = attended.transpose(1, 2)
+    attended.backward(gradient)
+    names = ("query", "key", "value", "gradient")
+    own = own_pieces(dict(zip(names, (query, key, value, gradient), strict=True)))
+    # (tokens, rows, heads, width), as Megatron-core's layers have it.
+    parts = [own[name].transpose(0, 1).contiguous().requires_grad_() for name in names[:3]]
+    out = core(*parts, None, attn_mask_type=attention.attn_mask_type)
+    out.backward(own["gradient"].transpose(0, 1).reshape(out.shape))
+    found = [out.detach().view(parts[0].shape), *(part.grad for part in parts)]
+    expected = [attended.detach(), *(tensor.grad for tensor in whole)]
+    worst = torch.zeros((), device=device)
+    for part, all_of_it in zip(found, expected, strict=True):
+        right = own_pieces({"all": all_of_it})["all"].transpose(0, 1)
+        worst = torch.maximum(worst, ((part - right).abs().max() / all_of_it.abs().max()).float())
+    return worst
