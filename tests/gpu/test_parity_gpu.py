@@ -23,5 +23,5 @@ def test_a_row_is_the_single_process_on_gpus(row: Row, one_gpu: ss.Cluster, tmp_
         )
     (outcome,) = outcomes([row], folder=tmp_path, here=here)
     if outcome.verdict == "not here":
-        pytest.skip(f"{outcome.why}: install what is missing")
+        pytest.skip(f"{outcome.why} Or install what is missing, or run all of tests/gpu, also in 16 bits")
     assert outcome.holds, line(outcome)

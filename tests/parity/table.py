@@ -196,7 +196,9 @@ ROWS: tuple[Row, ...] = (
         cp=2,
         stopped_on_cpu="Layout.cp is 2",
         stopping_call='DotProductAttention.__init__, which asserts "Context parallelism is only supported by '
-        'TEDotProductAttention!" (megatron/core/transformer/dot_product_attention.py)',
+        'TEDotProductAttention!" (megatron/core/transformer/dot_product_attention.py); that one is '
+        "Transformer Engine's, with FlashAttention's and cuDNN's kernels alone (get_attention_backend)",
+        # In 32 bits it has none on a GPU either: tests/gpu/test_megatron_context_gpu.py runs it in 16.
         needs=("Transformer Engine",),
     ),
 )

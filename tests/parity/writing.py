@@ -38,7 +38,13 @@ no CUDA kernel and no NCCL. What they cannot show is anything of a GPU's own: ov
 Transformer Engine and Apex, fused optimizers on a device, NCCL's order of sums, pinned memory, memory as
 CUDA's allocator counts it. `make verify`, or `notebooks/90_verify_this_machine.ipynb`, runs this table and a
 short check of speed and memory on the GPUs of your machine, in minutes, and writes a report that can be
-sent back."""
+sent back.
+
+Megatron-core's context parallelism was run by us only through a stand-in for Transformer Engine's attention,
+which gathers keys and values over gloo (tests/runs/test_megatron_context.py): what of a batch a rank has,
+angles, loss, gradients, state and checkpoints are Megatron-core's and ours, that attention is not. A run
+compares the real one with attention to a whole sequence before its first step, and ends where they differ;
+tests/gpu/test_megatron_context_gpu.py trains with it where there are two GPUs and Transformer Engine."""
 
 
 def line(outcome: Outcome) -> str:
