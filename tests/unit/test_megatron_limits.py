@@ -14,6 +14,7 @@ import pytest
 from tests.needs import needs_installed
 
 import shardscope as ss
+from shardscope.frameworks.megatron import launching
 from shardscope.frameworks.registry import why_not_trained
 
 PACKAGE = Path(ss.__file__).parent
@@ -111,6 +112,18 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is installed: its spec is found, and nothing imports it before there are ranks."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine" or found(name))
+
+
+@needs_installed("megatron")
+@pytest.mark.usefixtures("transformer_engine")
+def test_transformer_engine_is_imported_by_gpu_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of megatron-core: importing it may use CUDA, after which no forked rank can."""
+    on_gpus, on_cpus, asked = in_parts("4xh100-sxm-80gb"), in_parts("4xcpu"), []
+    monkeypatch.setattr(launching.importlib, "import_module", asked.append)
+    launching.before_fork(on_gpus, "cuda")
+    assert asked == []
+    launching.before_fork(on_cpus, "cpu")
+    assert "megatron.core.models.gpt" in asked
 
 
 INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'
