@@ -57,7 +57,14 @@ class Comparison:
 
 def make_plan(framework: str) -> ss.Plan:
     """A Llama of 8 million parameters on two CPU ranks: enough that steps compute rather than wait."""
-    recipe = ss.Recipe(seq_len=128, micro_batch_size=2, global_batch_size=2 * NUM_RANKS, precision="fp32")
+    recipe = ss.Recipe(
+        seq_len=128,
+        micro_batch_size=2,
+        global_batch_size=2 * NUM_RANKS,
+        precision="fp32",
+        # The attention of Megatron-core's own layers, which the bare script has: otherwise that is compared.
+        attention="eager" if framework == "megatron" else None,
+    )
     return ss.Plan(
         ss.Architecture.of_size("8m"), ss.Cluster.parse(f"{NUM_RANKS}xcpu"), recipe, LAYOUTS[framework]()
     )

@@ -37,7 +37,7 @@ def test_parts_of_sequences_train_under_transformer_engine(one_gpu: ss.Cluster, 
     assert own.losses[0] == own.losses[1] == pytest.approx(alone.losses[0], abs=CLOSE)
     records: list[Any] = list(run.what_it_was().values())
     for record in records:
-        assert record["engine"]["core_attention"] == "TEDotProductAttention"
+        assert record["engine"]["core_attention"] == ["TEDotProductAttention"]
         assert record["engine"]["context_parallel"] == 2
         assert record["engine"]["attention_off_by"] < CLOSE
     planned = plan.memory().at("optimizer")

@@ -157,12 +157,12 @@ def attention_of_another(ctx: StandInContext) -> str:
         def __init__(self, config: Any, **fields: Any) -> None:
             super().__init__(replace(config, context_parallel_size=1), **fields)
 
-    before = engine_model.core_attention
-    engine_model.core_attention = lambda: Own
+    before = engine_model.attention_of
+    engine_model.attention_of = lambda plan: Own
     try:
         return told(ctx, TWO["cp2"])
     finally:
-        engine_model.core_attention = before
+        engine_model.attention_of = before
 
 
 def positions_here() -> list[int]:
@@ -265,7 +265,7 @@ def test_it_says_what_it_made(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         record = rank["record"]
         assert (record["context_parallel"], record["data_parallel"]) == (degrees.cp, degrees.data_parallel)
-        assert record["core_attention"] == "GatheredAttention"
+        assert record["core_attention"] == ["GatheredAttention"]
         assert 0 < record["attention_off_by"] < LOOSE.get(name, 1e-4)
         assert f"cp {degrees.cp}" in record["sentence"]
         assert "sequences in parts under GatheredAttention" in record["sentence"]
@@ -299,7 +299,7 @@ def test_attention_that_is_not_over_whole_sequences_ends_the_run(broken: str, tw
 
 def test_layers_with_another_attention_end_the_run(two: Any) -> None:
     for rank in two:
-        assert rank["another"].endswith("whose attention is GatheredAttention, and layers here have Own")
+        assert rank["another"].endswith("core attention ['GatheredAttention'], and Megatron-core has ['Own']")
 
 
 def test_rows_that_come_apart_in_no_equal_pieces_are_refused(two: Any) -> None:

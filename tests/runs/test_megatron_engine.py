@@ -82,7 +82,7 @@ CASES: dict[str, Plan] = {
     "interleaved stages": plan(layout={"pp": 2, "vpp": 2}),
     "a tied head on another stage": plan(gpt2(), layout={"pp": 2}),
     "distributed optimizer": plan(layout={"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "whole optimizer": plan(layout={"distributed_optimizer": False}, optimizer="sgd"),
+    "whole optimizer": plan(layout={"distributed_optimizer": False}, optimizer="sgd", attention="eager"),
     "experts": plan(mixtral(), layout={"ep": 2}),
     "bf16": plan(llama(num_hidden_layers=2), layout={}, precision="bf16-mixed"),
     "fp16": plan(llama(num_hidden_layers=2), layout={}, precision="fp16-mixed"),
@@ -318,6 +318,9 @@ def test_it_says_what_it_made(ranks: list[dict[str, Any]]) -> None:
     )
     assert split["qkv_shape_here"] == [64, 64] and split["num_attention_heads_here"] == 2
     assert [each["layers_here"] for each in records["interleaved stages"]] == [[0, 2], [1, 3]]
+    for name, case in CASES.items():
+        core = "DotProductAttention" if case.recipe.attention == "eager" else "FusedAttention"
+        assert all(each["core_attention"] == [core] for each in records[name]), name
     assert [each["stage"] for each in records["interleaved stages"]] == [0, 1]
     experts = records["experts"][0]
     assert experts["num_experts_here"] == experts["expert_parallel"] == 2

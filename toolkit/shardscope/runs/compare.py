@@ -230,12 +230,27 @@ def _plan_words(run: Run) -> str:
 
 def _html(frame: pd.DataFrame) -> str:
     """Written by hand: pandas' own needs jinja2 for formats of columns that have gaps."""
-    head = "".join(f"<th>{_heading(name)}</th>" for name in frame.columns)
+    head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in frame.columns)
     rows = "".join(
-        f"<tr>{''.join(f'<td>{_shown(name, value)}</td>' for name, value in line.items())}</tr>"
-        for line in _lines(frame)
+        f"<tr>{''.join(_cell(name, value) for name, value in line.items())}</tr>" for line in _lines(frame)
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    # Notebooks make all columns equally wide, which breaks a name into four lines.
+    return (
+        "<div style='overflow-x:auto'><table style='table-layout:auto'>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+_STYLES = {
+    "run": " style='text-align:left;white-space:nowrap'",
+    "started": " style='min-width:6.5em'",
+    "plan": " style='text-align:left;min-width:10em'",
+}
+"""A name stays on one line, and a day on one."""
+
+
+def _cell(name: str, value: Any) -> str:
+    return f"<td{_STYLES.get(name, '')}>{_shown(name, value)}</td>"
 
 
 def _html_in_columns(frame: pd.DataFrame) -> str:

@@ -123,10 +123,10 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=interleaved
     )
+    attention = attention_of(plan)
     for layer in block.layer_specs:
         _use_marked_norms(layer)
-        if degrees.cp > 1:
-            layer.submodules.self_attention.submodules.core_attention = core_attention()
+        layer.submodules.self_attention.submodules.core_attention = attention
     stage = parallel_state.get_pipeline_model_parallel_rank()
     learned = arch.position_embedding == "learned"
     model: torch.nn.Module = GPTModel(
@@ -145,6 +145,17 @@ def _chunk(plan: Plan, config: Any, hf_config: Any, number: int) -> torch.nn.Mod
         # As Float16Module does.
         parameter.data = parameter.data.to(DTYPES[plan.recipe.precision])
     return model
+
+
+def attention_of(plan: Plan) -> Any:
+    """The class of core attention that ``plan`` counts: "eager" is Megatron-core's own."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from shardscope.frameworks.megatron.fused_attention import FusedAttention
+
+    if plan.degrees.cp > 1:
+        return core_attention()
+    return DotProductAttention if plan.recipe.attention == "eager" else FusedAttention
 
 
 def _use_marked_norms(layer: Any) -> None:

@@ -56,7 +56,7 @@ class Norm:
         return norm
 
 
-def core_config(said):
+@@FUSED@@def core_config(said):
     """Megatron-core's configuration of a model that computes what transformers' config ``said`` does."""
     as_it_is = ("init_method", "output_layer_init_method", "embedding_init_method")  # weights are loaded
     return TransformerConfig(
@@ -111,10 +111,22 @@ HEAD_NORMS = """\
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
 """
+FUSED_ATTENTION = '''class FusedAttention(DotProductAttention):
+    """Causal attention in torch's fused kernels, which keep no scores."""
+
+    def forward(self, query, key, value, *_, **__):  # each of shape (tokens, rows, heads, width)
+        parts = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+        options = {"scale": self.softmax_scale, "enable_gqa": key.shape[2] != query.shape[2]}
+        attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, **options)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+'''
 ATTENTION = """\
-        parts.self_attention.submodules.core_attention = TEDotProductAttention
+        parts.self_attention.submodules.core_attention = @@CLASS@@
 """
-ATTENTION_IMPORTS = "from megatron.core.extensions.transformer_engine import TEDotProductAttention\n"
+TE_IMPORTS = "from megatron.core.extensions.transformer_engine import TEDotProductAttention\n"
+FUSED_IMPORTS = "from megatron.core.transformer.dot_product_attention import DotProductAttention\n"
 ROUTER = """
         moe_router_pre_softmax=not getattr(said, "norm_topk_prob", True),"""
 
@@ -181,6 +193,7 @@ def core_model(plan: Plan) -> Model:
     arch, degrees = plan.architecture, plan.degrees
     family = GPT2 if arch.model_type == "gpt2" else LLAMA
     check = check_of(plan, family.check, family.compared)
+    attention = _attention(plan)
     parts = {
         "DTYPE": DTYPES.get(plan.recipe.precision, "torch.float32"),
         "STAGES": f"{degrees.pp}, {degrees.vpp}",
@@ -190,7 +203,8 @@ def core_model(plan: Plan) -> Model:
         "CHECK": check.functions.rstrip("\n"),
         "ROUTER": ROUTER if arch.mixture_of_experts is not None else "",
         "HEAD_NORMS": HEAD_NORMS if arch.qk_norm else "",
-        "ATTENTION": ATTENTION if degrees.cp > 1 else "",
+        "FUSED": FUSED_ATTENTION if attention == "FusedAttention" else "",
+        "ATTENTION": ATTENTION.replace("@@CLASS@@", attention) if attention else "",
         "OWN": " but for attention" if degrees.cp > 1 else ": no Transformer Engine",
         **{name.upper(): getattr(family, name) for name in ("norm", "epsilon", "activation", "angles")},
         **{name.upper(): getattr(family, name) for name in ("positions", "embedded")},
@@ -198,7 +212,15 @@ def core_model(plan: Plan) -> Model:
     text = MODEL
     for name, value in parts.items():
         text = text.replace(f"@@{name}@@", value)
-    return Model(text + loads(plan), IMPORTS + (ATTENTION_IMPORTS if degrees.cp > 1 else ""))
+    imports = {"FusedAttention": FUSED_IMPORTS, "TEDotProductAttention": TE_IMPORTS}.get(attention, "")
+    return Model(text + loads(plan), IMPORTS + imports)
+
+
+def _attention(plan: Plan) -> str:
+    """The class of the layers' core attention; "" for that which they have."""
+    if plan.degrees.cp > 1:
+        return "TEDotProductAttention"
+    return "" if plan.recipe.attention == "eager" else "FusedAttention"
 
 
 def _core(plan: Plan) -> dict[str, Any]:

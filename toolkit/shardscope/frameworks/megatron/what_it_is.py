@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardscope.frameworks.megatron.context_parallel import check_attention
-from shardscope.frameworks.megatron.engine_model import leaves
+from shardscope.frameworks.megatron.engine_model import attention_of, leaves
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.memory.words import count
 
@@ -35,11 +35,13 @@ def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) ->
             "data_rank": data_rank,
         },
     )
-    found |= {**_modules(chunks), **_optimizer(chunks, optimizer), **check_attention(plan, chunks)}
+    found |= {**_modules(chunks), **_optimizer(chunks, optimizer)}
     experts = arch.mixture_of_experts
     _compare(
         found,
         {
+            # The first and the last of many stages may have no layers.
+            "core_attention": [attention_of(plan).__name__] if found["num_layers_here"] else [],
             "recompute": plan.recipe.recompute,
             "sequence_parallel": layout.splits_sequence,
             "distributed_optimizer": layout.distributed_optimizer,
@@ -50,6 +52,7 @@ def what_it_is(plan: Plan, chunks: list[Any], optimizer: Any, data_rank: int) ->
             else 0,
         },
     )
+    found |= check_attention(plan, chunks)
     layers = _all_layers(found)
     if layers != list(range(plan.architecture.num_hidden_layers)):
         raise RuntimeError(f"the stages hold layers {layers} of {plan.architecture.num_hidden_layers}")
@@ -93,6 +96,7 @@ def _modules(chunks: list[Any]) -> dict[str, Any]:
         "num_layers_here": len(layers),
         "num_attention_heads_here": getattr(attention, "num_attention_heads_per_partition", None),
         "qkv_shape_here": None if product is None else list(product.weight.shape),
+        "core_attention": sorted({type(layer.self_attention.core_attention).__name__ for layer in layers}),
         "recompute": chunks[0].module.decoder.config.recompute_granularity or "none",
         "sequence_parallel": bool(getattr(product, "sequence_parallel", False)),
         "num_experts_here": max(experts, default=0),
@@ -156,7 +160,9 @@ def in_words(found: Mapping[str, Any], where: str) -> str:
     ]
     cut = ", ".join(named) or "one rank"
     sequence = " with sequence parallelism" if found["sequence_parallel"] else ""
-    parts = f", sequences in parts under {found['core_attention']}" if "core_attention" in found else ""
+    # Rank 0 tells; where its stage has no layers, others have that attention.
+    under = f" under {' and '.join(found['core_attention'])}" if found["core_attention"] else ""
+    parts = f", sequences in parts{under}" if found["context_parallel"] > 1 else ""
     shares = "its state in shares" if found["distributed_optimizer"] else "its state whole on each rank"
     return (
         f"Megatron-core: {found['module']} in {count(found['num_chunks'], 'chunk')} a rank, {cut}{sequence} "
