@@ -1,8 +1,9 @@
-"""What DeepSpeed's stages and experts are held against: the same model and batches in one process."""
+"""What engines on several ranks are held against: the same model and batches in one process."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,16 +26,23 @@ def whole_batch(step: int) -> dict[str, Any]:
 
 @functools.cache
 def plain_torch(architecture: Architecture) -> dict[str, list[float]]:
-    """The loss and the gradient's norm of each step."""
+    """The same of :func:`whole_batch`."""
+    return curves_alone(architecture, map(whole_batch, range(NUM_STEPS)))
+
+
+def curves_alone(
+    architecture: Architecture, batches: Iterable[dict[str, Any]], optimizer_name: str = "adamw"
+) -> dict[str, list[float]]:
+    """The loss and the gradient's norm of a step on each batch: plain autograd, no engine."""
     from shardscope.training.model import build_model
     from shardscope.training.optimizers import build_optimizer
 
     torch.manual_seed(0)
     model = build_model(architecture)
-    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
+    optimizer = build_optimizer(optimizer_name, list(model.parameters()), RATE)
     losses, norms = [], []
-    for step in range(NUM_STEPS):
-        loss = model(**whole_batch(step)).loss
+    for batch in batches:
+        loss = model(**batch).loss
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()

@@ -13,6 +13,7 @@ needs("transformers")
 pytestmark = needs_installed("deepspeed")
 
 from finetuned_models import beside_alone  # noqa: E402
+from one_process import RATE, curves_alone  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
 
 from shardscope import Layout  # noqa: E402
@@ -22,7 +23,6 @@ from shardscope.validation import FieldError  # noqa: E402
 
 NUM_STEPS = 4
 SAVED_AFTER = 2
-RATE = 1e-2
 
 PLANS: dict[str, dict[str, Any]] = {
     "zero-0": {"layout": {"stage": 0}},
@@ -94,22 +94,8 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
 
 
 def plain_torch() -> dict[str, Any]:
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
-
-    torch.manual_seed(0)
-    model = build_model(tiny_llama())
-    optimizer = build_optimizer("adamw", list(model.parameters()), RATE)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        ids = whole_batch(step)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
+    ids = [whole_batch(step) for step in range(NUM_STEPS)]
+    return curves_alone(tiny_llama(), [{"input_ids": rows, "labels": rows} for rows in ids])
 
 
 def moved_to_the_host(ctx: StandInContext) -> list[float]:

@@ -25,13 +25,13 @@ from gathered_attention import (  # noqa: E402
     NothingComesBack,
     instead_of_transformer_engine,
 )
+from one_process import RATE, curves_alone  # noqa: E402
 from two_ranks import StandInContext, on_ranks, tiny_llama  # noqa: E402
 
 pytestmark = needs_installed("megatron")
 NUM_STEPS = 4
 SEQ_LEN = 32
 ROWS = 4
-RATE = 1e-2
 STATE = ("parameters", "gradients", "optimizer")
 LLAMA = replace(tiny_llama(), vocab_size=500)
 
@@ -85,23 +85,10 @@ def batch(step: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": labels}
 
 
-def single(plan: Plan) -> dict[str, Any]:
-    """One process, plain autograd, the whole batch at once, no engine."""
-    from shardscope.training.model import build_model
-    from shardscope.training.optimizers import build_optimizer
-
-    torch.manual_seed(0)
-    model = build_model(plan.architecture)
-    optimizer = build_optimizer(plan.recipe.optimizer, list(model.parameters()), RATE)
-    losses, norms = [], []
-    for step in range(NUM_STEPS):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
+def single(plan: Plan) -> dict[str, list[float]]:
+    """One process, the whole batch at once."""
+    batches = [batch(step) for step in range(NUM_STEPS)]
+    return curves_alone(plan.architecture, batches, plan.recipe.optimizer)
 
 
 def set_up(ctx: StandInContext, plan: Plan, seed: int = 0) -> Any:

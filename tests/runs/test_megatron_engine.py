@@ -19,6 +19,7 @@ torch = needs("torch")
 needs("transformers")
 
 from finetuned_models import beside_alone  # noqa: E402
+from one_process import RATE, curves_alone  # noqa: E402
 from two_ranks import StandInContext, on_ranks  # noqa: E402
 
 pytestmark = needs_installed("megatron")
@@ -26,7 +27,6 @@ pytestmark = needs_installed("megatron")
 NUM_STEPS = 3
 GLOBAL_ROWS = 4
 SEQ_LEN = 32
-LEARNING_RATE = 1e-2
 
 
 def llama(**changes: Any) -> Architecture:
@@ -110,21 +110,10 @@ def build(case: Plan) -> Any:
 
 
 def single(case: Plan) -> dict[str, Any]:
-    """One process, plain autograd, the whole batch at once, no engine."""
-    from shardscope.training.optimizers import build_optimizer
-
-    torch.manual_seed(0)
-    model = build(case)
-    optimizer = build_optimizer(case.recipe.optimizer, list(model.parameters()), LEARNING_RATE)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norm": float(norm)}
+    """One process, the whole batch at once."""
+    batches = [batch(step) for step in range(NUM_STEPS)]
+    found = curves_alone(case.architecture, batches, case.recipe.optimizer)
+    return {"losses": found["losses"], "norm": found["norms"][-1]}
 
 
 def fresh(ctx: StandInContext, case: Plan) -> StandInContext:
@@ -135,7 +124,7 @@ def fresh(ctx: StandInContext, case: Plan) -> StandInContext:
         rank=ctx.rank, world_size=ctx.world_size, plan=case, folder=ctx.folder, device=ctx.device
     )
     own.engine = MegatronEngine(own)
-    own.engine.learning_rate = LEARNING_RATE
+    own.engine.learning_rate = RATE
     return own
 
 
@@ -248,7 +237,7 @@ def resumed_at_other_degrees(ctx: StandInContext) -> dict[str, list[float]]:
         if ctx.rank == 0:
             record = {"plan": json.loads(own.plan.to_json())}
             (own.folder / "run.json").write_text(json.dumps(record))
-        Pretrain(num_steps=6, learning_rate=LEARNING_RATE, **fields)(own)
+        Pretrain(num_steps=6, learning_rate=RATE, **fields)(own)
         return [line["loss"] for line in own.lines]
 
     straight = losses("straight", {}, None)
