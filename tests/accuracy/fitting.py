@@ -28,7 +28,6 @@ from tests.accuracy.unmapped import UnmappedError
 
 from shardscope.catalog import entries
 from shardscope.timing.rates import rates_of
-from shardscope.timing.step import step
 
 # Group of tables and key -> the least and the most that it may be.
 BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
@@ -124,7 +123,7 @@ def log_errors(rows: Sequence[Fitted]) -> list[float]:
     rates_of.cache_clear()
     found = []
     for row in rows:
-        report = step(row.mapped.plan)
+        report = row.mapped.plan.step()
         found.append(math.log(report.seconds + beside_seconds(row.mapped, report)) - row.log_seconds)
     return found
 

@@ -120,8 +120,12 @@ def test_a_new_calibration_is_seen_at_once() -> None:
     store_calibration(calibration())
     before = rates_for(CPU).matrix("fp32").flops_per_second
     faster = [product(size, flops=2 * FLOPS) for size in (128, 512, 2048)]
+    of = plan()
+    slow = of.step()
+    assert of.step() is slow, "computed once"
     store_calibration(calibration(matrix_products=faster))
     assert rates_for(CPU).matrix("fp32").flops_per_second == pytest.approx(2 * before, rel=1e-2)
+    assert of.step().parts["matrices"] == pytest.approx(slow.parts["matrices"] / 2, rel=1e-2)
     record = stored(file_for("cpu", data_folder()))
     assert record is not None and len(record.calibrations) == 1
 
@@ -244,10 +248,12 @@ def test_the_residual_counts_runs_of_this_architecture_framework_and_constants()
     store_step(measured(plan("fsdp2", "4m"), 9.0), "cpu")
     store_step(measured(of, 9.0, predicted_from="other constants"), "cpu")
     store_step(measured(of, 9.0, predicted=None), "cpu")
-    one = residual(of)
+    report = of.step()
+    one = report.residual
     assert one is not None and one.num_runs == 1 and one.median == pytest.approx(1.1)
     assert "one finished run" in one.words and "1.10 times the predicted step" in one.words
     store_step(measured(of, 1.3), "cpu")
+    assert report.residual == residual(of), "a run that finished since is counted"
     two = residual(of)
     assert two is not None and (two.num_runs, two.low, two.high) == (
         2,
@@ -258,8 +264,7 @@ def test_the_residual_counts_runs_of_this_architecture_framework_and_constants()
     store_step(measured(of, 1.2, load=3.0), "cpu")
     three = residual(of)
     assert three is not None and three.num_busy == 1 and "1 of them while it was busy" in three.words
-    report = of.step()
-    assert report.residual == three
+    assert of.step() is report and report.residual == three
     assert "1.20 times" in report.to_html() and report.calibration in report.to_html()
     assert plan("fsdp2", "8m").step().residual is None
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardscope.planner.repairs import Repair
     from shardscope.rehearsal.process import Progress
     from shardscope.runs.run import Run
+    from shardscope.timing.rates import Rates
     from shardscope.timing.report import StepReport
 
 
@@ -93,20 +94,27 @@ class Plan(JsonNoun):
         return self.recipe.kernels or self.layout.default_kernels
 
     def memory(self) -> MemoryReport:
-        """Predicted bytes by component, on every pipeline stage, in every phase of a step."""
-        from shardscope.memory.predict import predict
+        """Predicted bytes by component, on every pipeline stage, in every phase of a step.
 
-        return predict(self)
+        Computed once: who asks this plan again gets the same report.
+        """
+        return self._memory
 
     def step(self) -> StepReport:
         """Predicted seconds of one optimizer step, by what they go to, and tokens/s, MFU, days and cost.
 
         Raises ``ValueError`` naming the figure that is not known: the GPU's peak in this precision, the
-        bandwidth of its memory, its link, the speed of an NVMe. ``ss.calibrate()`` measures them.
+        bandwidth of its memory, its link, the speed of an NVMe. ``ss.calibrate()`` measures them. Computed
+        once for each calibration: who asks again gets the same report, until another one is stored.
         """
+        from shardscope.timing.calibration import rates_for
         from shardscope.timing.step import step
 
-        return step(self)
+        rates = rates_for(self.cluster)
+        found = self._steps.get(rates)
+        if found is None:
+            found = self._steps[rates] = step(self, rates)
+        return found
 
     def repairs(self) -> list[Repair]:
         """Single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
@@ -225,6 +233,21 @@ class Plan(JsonNoun):
                 refuse(f"Plan.{name}", value, f"the fields of a {noun.__name__}", _how_to_make(noun, value))
             made[name] = noun.from_dict(data[name])
         return cls(**made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By its nouns alone: what is cached holds functions, which pickle refuses.
+        return type(self), tuple(getattr(self, noun) for noun in _nouns)
+
+    @cached_property
+    def _memory(self) -> MemoryReport:
+        from shardscope.memory.predict import predict
+
+        return predict(self)
+
+    @cached_property
+    def _steps(self) -> dict[Rates, StepReport]:
+        """What was predicted so far, by the speeds that it was predicted from."""
+        return {}
 
     def _check_batch(self) -> None:
         per_step = self.recipe.micro_batch_size * self.degrees.data_parallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -80,23 +81,25 @@ class Framework:
 
     def memory_model(self) -> MemoryModel:
         """The framework's own part of the memory model."""
-        found: Any = import_module(f"shardscope.frameworks.{self.name}.memory")
-        return found  # type: ignore[no-any-return]
+        return _part(self.name, "memory")  # type: ignore[no-any-return]
 
     def building_model(self) -> BuildingModel:
         """How the framework's ranks come by their model."""
-        found: Any = import_module(f"shardscope.frameworks.{self.name}.building")
-        return found  # type: ignore[no-any-return]
+        return _part(self.name, "building")  # type: ignore[no-any-return]
 
     def timing_model(self) -> TimingModel:
         """The framework's own part of the step's time."""
-        found: Any = import_module(f"shardscope.frameworks.{self.name}.timing")
-        return found  # type: ignore[no-any-return]
+        return _part(self.name, "timing")  # type: ignore[no-any-return]
 
     def habits(self) -> Habits:
         """What the framework does by itself that a preflight must know."""
-        found: Any = import_module(f"shardscope.frameworks.{self.name}.habits")
-        return found  # type: ignore[no-any-return]
+        return _part(self.name, "habits")  # type: ignore[no-any-return]
+
+
+@cache
+def _part(framework: str, module: str) -> Any:
+    """A module of its folder: looked for once, since every formula asks."""
+    return import_module(f"shardscope.frameworks.{framework}.{module}")
 
 
 frameworks: dict[str, Framework] = {

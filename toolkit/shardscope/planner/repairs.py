@@ -10,10 +10,8 @@ from shardscope.memory.words import gib
 from shardscope.planner.changes import Change, Ladder, ladders
 from shardscope.planner.room import Place, fits, places, shortages
 from shardscope.timing.paging import travelling_bytes
-from shardscope.timing.step import step
 
 if TYPE_CHECKING:
-    from shardscope.memory.report import MemoryReport
     from shardscope.plan import Plan
 
 MAX_HALF_WAY = 6
@@ -37,7 +35,6 @@ class Repair(NamedTuple):
 
 class _Tried(NamedTuple):
     change: Change
-    report: MemoryReport
     won: int
     is_enough: bool
 
@@ -58,7 +55,7 @@ def repairs(plan: Plan) -> list[Repair]:
         best = _best(ladder, short[0])
         if best is not None:
             (enough if best.is_enough else half_way).append(best)
-    seconds = _seconds(plan, report)
+    seconds = _seconds(plan)
     if not enough:
         half_way.sort(key=lambda tried: -tried.won)
         return [_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
@@ -78,9 +75,9 @@ def _best(ladder: Ladder, short: Place) -> _Tried | None:
         if won <= 0:
             continue
         if fits(change.plan, report):
-            return _Tried(change, report, won, True)
+            return _Tried(change, won, True)
         if best is None or won > best.won:
-            best = _Tried(change, report, won, False)
+            best = _Tried(change, won, False)
     return best
 
 
@@ -94,7 +91,7 @@ def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     report = plan.memory()
     short = shortages(plan, report)
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
-    seconds = _seconds(plan, report)
+    seconds = _seconds(plan)
     return [
         f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, "
         f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
@@ -119,13 +116,13 @@ def _paging_words(repair: Repair) -> str:
 
 def _priced(tried: _Tried, seconds: float) -> Repair:
     """``tried`` with its time beside the ``seconds`` of the plan as it is."""
-    changed = _seconds(tried.change.plan, tried.report)
+    changed = _seconds(tried.change.plan)
     return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)
 
 
-def _seconds(plan: Plan, report: MemoryReport) -> float:
+def _seconds(plan: Plan) -> float:
     """Of one step; NaN where a figure is missing."""
     try:
-        return step(plan, report).seconds
+        return plan.step().seconds
     except ValueError:
         return math.nan

@@ -141,11 +141,12 @@ class StepReport:
         # What is left of sums of floats is no copy.
         return {part: seconds for part, seconds in left.items() if seconds > 1e-9 * self.parts[part]}
 
-    @cached_property
+    @property
     def residual(self) -> Residual | None:
         """How far runs of this architecture and framework on this machine were from their predictions.
 
-        Said beside the seconds, which it does not correct. None where no such run finished.
+        Said beside the seconds, which it does not correct. None where no such run finished. Looked for each
+        time: another run may have finished since.
         """
         return None if self.find_residual is None else self.find_residual()
 

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.activations import modules_of
-from shardscope.timing.calibration import rates_for
 from shardscope.timing.calibration_runs import residual
 from shardscope.timing.collectives import bounding_link
 from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_token
@@ -17,7 +16,6 @@ from shardscope.timing.stages import StageSeconds, Told, seconds_of, work_of
 from shardscope.timing.words import told
 
 if TYPE_CHECKING:
-    from shardscope.memory.report import MemoryReport
     from shardscope.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
@@ -61,18 +59,14 @@ def pipeline_of(plan: Plan, rates: Rates) -> Pipeline:
     return Pipeline(kinds, shapes.kind_of, slowest)
 
 
-def step(plan: Plan, report: MemoryReport | None = None) -> StepReport:
-    """The step of ``plan``. Raises ``ValueError`` naming the figure that is not known.
-
-    ``report`` is the plan's predicted memory, and saves asking the plan again where an optimizer is paged.
-    """
-    rates = rates_for(plan.cluster)
+def step(plan: Plan, rates: Rates) -> StepReport:
+    """The step of ``plan`` at these speeds. Raises ``ValueError`` naming the figure that is not known."""
     pipeline = pipeline_of(plan, rates)
     slowest, bubble = pipeline.slowest, pipeline.waits(plan.degrees.vpp, plan.num_micro_batches)
     parts: dict[Part, float] = {part: slowest.parts.get(part, bubble) for part in PARTS}
     if plan.recipe.optimizer.startswith("paged"):
         # A page leaves before another has its place: out and in in turn, and nothing runs beneath.
-        paged = travelling_bytes(plan, report or plan.memory())
+        paged = travelling_bytes(plan, plan.memory())
         parts["offload"] += 2 * paged / rates.host.bytes_per_second
     return _report(plan, rates, parts, slowest)
 

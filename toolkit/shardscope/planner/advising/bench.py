@@ -19,7 +19,6 @@ from shardscope.plan import Plan
 from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.room import Place, shortages
 from shardscope.support import supported
-from shardscope.timing.step import step
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -70,7 +69,7 @@ class Tried:
     def timed(self) -> StepReport | None:
         """The predicted step; None where a figure that decides it is not known."""
         try:
-            return step(self.plan, self.report)
+            return self.plan.step()
         except ValueError:
             return None
 
