@@ -96,7 +96,10 @@ def shardscope_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tup
 
 @contextlib.contextmanager
 def bare_side(plan: ss.Plan, num_steps: int, folder: Path) -> Iterator[tuple[Side, Path]]:
-    """One torchrun of the bare script, in the environment that Shardscope gives ranks, and what it says."""
+    """One torchrun of the bare script with as many threads as Shardscope gives ranks, and what it says.
+
+    glibc's malloc is as it comes; ranks have it set (runs/environment.py).
+    """
     arch, recipe = plan.architecture, plan.recipe
     kept = (
         "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "

@@ -199,3 +199,12 @@ def test_ranks_of_one_machine_talk_on_the_loopback_interface_unless_told_otherwi
     assert "MASTER_ADDR" not in environment and environment["GLOO_SOCKET_IFNAME"] == "eth7"
     if sys.platform == "linux":
         assert environment["NCCL_SOCKET_IFNAME"] == "lo"
+    assert not [name for name in environment if name.startswith("MALLOC_")], "tensors are on the card"
+
+
+def test_cpu_ranks_keep_the_memory_that_a_step_frees_for_the_next_unless_told_otherwise() -> None:
+    run = {"world_size": 2, "device": "cpu"}
+    environment = launcher_environment({"MALLOC_TRIM_THRESHOLD_": "7"}, run)
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "7"
+    assert int(environment["MALLOC_MMAP_THRESHOLD_"]) == 32 << 20
+    assert int(launcher_environment({}, run)["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 30

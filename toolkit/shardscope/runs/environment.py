@@ -13,6 +13,13 @@ from shardscope.runs.processes import num_cores
 STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a kernel that itself was started by torchrun or Slurm would hand down."""
 
+KEPT_FREE_BYTES = 1 << 30
+"""What glibc's malloc keeps of freed memory. A step frees all of its activations; given back to the kernel,
+their pages are faults again in the next step: thousands of them, 20 of 550 ms on two CPU ranks."""
+HEAP_BYTES = 32 << 20
+"""What malloc takes from that, and no more: larger tensors are mapped and unmapped (mallopt(3): the most that
+M_MMAP_THRESHOLD can be; setting either ends glibc's own guess, which hangs on what was freed before)."""
+
 TOOLKIT_ROOT = str(Path(__file__).absolute().parents[2])
 
 
@@ -42,6 +49,8 @@ def launcher_environment(inherited: dict[str, str], run: Mapping[str, Any]) -> d
         # second, libraries that look for a GPU themselves would make a CPU rehearsal something else.
         environment["ACCELERATE_USE_CPU"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(KEPT_FREE_BYTES))
+        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(HEAP_BYTES))
     return environment
 
 
