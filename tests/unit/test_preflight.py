@@ -112,6 +112,42 @@ def test_a_smaller_micro_batch_comes_before_a_larger_batch() -> None:
     assert finding.plan.recipe.global_batch_size == 16 and finding.plan.num_micro_batches >= 8
 
 
+# ------------------------------------------------------------------------------------------- overlap
+
+
+@pytest.mark.parametrize(
+    ("layout", "change"),
+    [
+        (ss.Layout.megatron(tp=8, pp=16), "overlap_grad_reduce=True, overlap_param_gather=True"),
+        (ss.Layout.megatron(tp=8, pp=16, distributed_optimizer=False), "overlap_grad_reduce=True"),
+        (ss.Layout.megatron(tp=8, pp=16, overlap_grad_reduce=True), "overlap_param_gather=True"),
+    ],
+)
+def test_collectives_that_could_run_beneath_arithmetic(layout: ss.Layout, change: str) -> None:
+    recipe: dict[str, Any] = {"seq_len": 8192, "global_batch_size": 2048, "recompute": "full"}
+    plan = plan_of("llama-3.1-405b", "2048x8xh100-sxm-80gb", layout, **recipe)
+    finding = one(plan, "collectives-not-overlapped")
+    assert finding.change == change and finding.plan is not None
+    slow, fast = plan.step(), finding.plan.step()
+    assert finding.number == pytest.approx(100 * (1 - fast.seconds / slow.seconds)) and finding.number > 0.5
+    hidden = fast.hidden["gradients"] + fast.hidden["gathers"]
+    assert hidden > slow.hidden["gradients"] + slow.hidden["gathers"]
+    assert found_in(finding.plan, "collectives-not-overlapped") is None
+
+
+def test_deepspeed_overlaps_by_itself_in_stage_3_only() -> None:
+    recipe: dict[str, Any] = {"seq_len": 1024, "global_batch_size": 32, "micro_batch_size": 2}
+    staged = {
+        stage: plan_of("llama-3.2-1b", "2x8xa100-sxm-80gb", ss.Layout.zero(stage), **recipe)
+        for stage in (1, 2, 3)
+    }
+    for stage in (1, 2):
+        assert one(staged[stage], "collectives-not-overlapped").change == "overlap_comm=True"
+    assert found_in(staged[3], "collectives-not-overlapped") is None
+    ranks = plan_of("gpt2", "2xcpu", ss.Layout.megatron(), precision="fp32", seq_len=512)
+    assert found_in(ranks, "collectives-not-overlapped") is None, "nothing covers what a CPU rank sends"
+
+
 # ----------------------------------------------------------------------------------- tensor parallel
 
 

@@ -104,5 +104,8 @@ class Habits(Protocol):
     def unused(self, plan: Plan) -> Mapping[str, str]:
         """Fields of the layout that were set and change nothing -> where they would: "in stage 3"."""
 
+    def overlaps(self, plan: Plan) -> Mapping[str, object]:
+        """Options that are off and would let collectives of ``plan`` run beneath arithmetic."""
+
     def in_script(self, script: Script) -> Iterator[Finding]:
         """What of this framework a person's own script does badly, or in ways that are gone."""

@@ -46,6 +46,11 @@ def unused(plan: Plan) -> Mapping[str, str]:
     return {}
 
 
+def overlaps(plan: Plan) -> Mapping[str, object]:
+    """None is off by itself."""
+    return {}
+
+
 def in_script(script: Script) -> Iterator[Finding]:
     """Nothing of it is gone."""
     yield from ()

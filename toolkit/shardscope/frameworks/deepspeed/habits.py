@@ -75,6 +75,13 @@ def _where(name: str) -> str:
     return "with offloading" if name == "pin_memory" else "in stage 3"
 
 
+def overlaps(plan: Plan) -> Mapping[str, object]:
+    """``overlap_comm``, which only stage 3 turns on by itself."""
+    layout: Any = plan.layout
+    is_off = layout.stage in (1, 2) and layout.pp == 1 and not layout.overlap_comm
+    return {"overlap_comm": True} if is_off else {}
+
+
 def in_script(script: Script) -> Iterator[Finding]:
     """Nothing of it is gone."""
     yield from ()

@@ -53,3 +53,8 @@ def checkpoint(plan: Plan) -> CheckpointFormat:
 def unused(plan: Plan) -> Mapping[str, str]:
     """Every option that it takes does something."""
     return {}
+
+
+def overlaps(plan: Plan) -> Mapping[str, object]:
+    """None is off by itself."""
+    return {}

@@ -70,6 +70,13 @@ def unused(plan: Plan) -> Mapping[str, str]:
     return {}
 
 
+def overlaps(plan: Plan) -> Mapping[str, object]:
+    """Of gradients, and of the weights that the distributed optimizer gathers."""
+    layout: Any = plan.layout
+    names = ["overlap_grad_reduce", *(["overlap_param_gather"] if layout.distributed_optimizer else [])]
+    return {name: True for name in names if not getattr(layout, name)}
+
+
 def in_script(script: Script) -> Iterator[Finding]:
     """Nothing of it is gone."""
     yield from ()
