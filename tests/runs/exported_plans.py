@@ -89,6 +89,11 @@ TWO |= {
     "megatron tp": {"layout": {"tp": 2}, "architecture": llama(tied=True), "num_micro_batches": 2},
     "megatron vpp": {"layout": {"pp": 2, "vpp": 2}, "architecture": llama(layers=4, tied=True)},
     "megatron dp bf16": {"precision": "bf16-mixed", "recompute": "full"},
+    "megatron dp overlapped": {
+        "layout": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        "architecture": llama(layers=4, tied=True),
+        "num_micro_batches": 2,
+    },
     "megatron ep": {"layout": {"ep": 2}, "architecture": mixtral()},
     IN_PARTS: {"layout": {"cp": 2}, "num_micro_batches": 2},
 }
@@ -103,6 +108,8 @@ TWO |= {
     "fsdp2 lora in chunks bf16": {"method": "lora", "lora_rank": 4, "precision": "bf16-mixed", **CHUNKS},
     "zero-2 in chunks": {"layout": {"stage": 2}, **CHUNKS},
     "ddp chunks of granite": {"architecture": replace(tiny_llama(), model_type="granite"), **CHUNKS},
+    "ddp compiled": {"kernels": "compiled", "num_micro_batches": 2},
+    "fsdp2 compiled full": {"kernels": "compiled", "recompute": "full"},
     "ddp offload": {"recompute": "offload", "precision": "bf16-mixed", "num_micro_batches": 2},
     "fsdp2 offload": {"recompute": "offload", "recompute_interval": 2},
     "ddp qlora bf16": {"method": "qlora", "precision": "bf16-mixed", **ADAPTERS},
@@ -171,7 +178,7 @@ MORE = {
     *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1", "ddp"),
     *("fsdp2 tp from qwen3", "zero-3 from mixtral", "megatron from gpt2", "zero-3 lora from gpt2"),
     *("ddp qlora from llama bf16", "ddp int8 from llama bf16", "fsdp2 lora from llama"),
-    "fsdp2 lora",
+    *("fsdp2 lora", "ddp compiled"),
     *FOUR,
 }
 """Others of their kind run in every test."""

@@ -69,6 +69,7 @@ def said_to_cpu(script: Any) -> Iterator[None]:
     script.cuda_means_cpu()
     yield
     mode.__exit__(None, None, None)
+    torch.compiler.set_stance("default")
 
 
 def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
@@ -169,7 +170,17 @@ def made_so(name: str) -> contextlib.AbstractContextManager[None]:
     """What a plan needs beside the others of its start."""
     if name == IN_PARTS:
         return instead_of_transformer_engine()
+    if "compiled" in name:
+        return without_inductor()
     return drawn_by_shard() if name == DRAWN else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def without_inductor() -> Iterator[None]:
+    """Layers are captured whole, and nothing makes kernels of them: that takes minutes."""
+    before, torch.compile = torch.compile, partial(torch.compile, backend="aot_eager")
+    yield
+    torch.compile = before
 
 
 @contextlib.contextmanager

@@ -373,7 +373,6 @@ def test_what_there_is_none_of_says_why() -> None:
         "Recipe.optimizer is 'paged_adamw', and a plain script has": small(
             ss.Layout.ddp(), "8xh100-sxm-80gb", optimizer="paged_adamw"
         ),
-        "Recipe.kernels is 'compiled'": small(ss.Layout.ddp(), kernels="compiled"),
         "Recipe.kernels is 'liger'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", kernels="liger"),
         "Recipe.loss is 'fused'": small(ss.Layout.ddp(), "8xh100-sxm-80gb", loss="fused"),
         "Recipe.loss is 'chunked'; allowed: 'full' in stage 3": small(ss.Layout.zero(3), loss="chunked"),

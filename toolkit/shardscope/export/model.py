@@ -86,6 +86,20 @@ WAYS = {
     "offload": "offloading, layer, layer.forward",
 }
 """What a layer's forward becomes, by ``Recipe.recompute``."""
+COMPILED_RECOMPUTE = """\
+    for layer in @@LAYERS@@(model)@@EVERY@@:
+        layer.forward = types.MethodType(recomputing, layer)
+"""
+RECOMPUTING = '''
+
+def recomputing(layer, *args, **kwargs):
+    """The layer's forward, of which a compiled graph keeps its input only."""
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
+'''
+COMPILED = """\
+    for layer in @@LAYERS@@(model):  # alike layers share one graph
+        layer.forward = torch.compile(layer.forward, dynamic=False)
+"""
 RECOMPUTE_IMPORTS = {
     "full": "from torch.utils.checkpoint import checkpoint\n",
     "selective": "from torch.utils.checkpoint import (\n"
@@ -193,11 +207,13 @@ def whole_model(plan: Plan, layers: str = "decoder_layers", *, shards: bool = Fa
             functions += ADAPTERS
         functions += DRAWN_ADAPTERS
     if recipe.recompute != "none":
-        every = f"[::{recipe.recompute_interval}]" if recipe.recompute_interval > 1 else ""
-        step = STEP_OF_LAYERS.replace("@@LAYERS@@", layers).replace("@@EVERY@@", every)
-        steps += step.replace("@@WAY@@", WAYS[recipe.recompute])
-        functions += {"selective": POLICY, "offload": OFFLOADING}.get(recipe.recompute, "")
-        imports += RECOMPUTE_IMPORTS[recipe.recompute]
+        again = _recomputed(plan)
+        steps += again.step
+        functions += again.functions
+        imports += again.imports
+    if plan.kernels == "compiled":
+        steps += COMPILED
+    steps = steps.replace("@@LAYERS@@", layers)
     check = check_of(plan)
     text = constants + check.constants
     text += BUILD.replace("@@READ@@", read).replace("@@FRESH@@", fresh).replace("@@STEPS@@", steps)
@@ -205,6 +221,26 @@ def whole_model(plan: Plan, layers: str = "decoder_layers", *, shards: bool = Fa
     kept = "torch.bfloat16" if recipe.precision == "bf16" else "torch.float32"
     text = text.replace("@@COMPUTE@@", TYPES.get(recipe.precision, "None"))
     return Model(text.replace("@@PARAMETERS@@", kept), imports)
+
+
+class _Recomputed(NamedTuple):
+    step: str
+    functions: str
+    imports: str
+
+
+def _recomputed(plan: Plan) -> _Recomputed:
+    """What makes layers do so, as one of :data:`WAYS`, or as a compiler takes in "full"."""
+    recipe = plan.recipe
+    every = f"[::{recipe.recompute_interval}]" if recipe.recompute_interval > 1 else ""
+    imports = RECOMPUTE_IMPORTS[recipe.recompute]
+    if plan.kernels == "compiled":
+        return _Recomputed(
+            COMPILED_RECOMPUTE.replace("@@EVERY@@", every), RECOMPUTING, "import types\n" + imports
+        )
+    step = STEP_OF_LAYERS.replace("@@EVERY@@", every).replace("@@WAY@@", WAYS[recipe.recompute])
+    functions = {"selective": POLICY, "offload": OFFLOADING}.get(recipe.recompute, "")
+    return _Recomputed(step, functions, imports)
 
 
 def _own_attention(plan: Plan) -> str | None:

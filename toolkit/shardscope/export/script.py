@@ -26,7 +26,7 @@ TRAINED: Mapping[str, tuple[object, ...]] = {
     "method": ("full", "lora", "qlora"),
     "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
     "recompute": ("none", "selective", "full", "offload"),
-    "kernels": (None, "transformers"),
+    "kernels": (None, "transformers", "compiled"),
     "packing": (False,),
     "expert_capacity_factor": (None,),
 }

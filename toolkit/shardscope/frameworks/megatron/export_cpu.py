@@ -36,6 +36,7 @@ class HappenedAlready:
 
 def cuda_means_cpu():
     """From here on, in this process: there is no CUDA in it."""
+    torch.compiler.set_stance("force_eager")  # what megatron-core compiles runs as it is written
     cpu, stream = torch.device("cpu"), HappenedAlready()
     for name in ("current_device", "synchronize", "empty_cache"):
         setattr(torch.cuda, name, lambda *args: cpu)
@@ -46,8 +47,38 @@ def cuda_means_cpu():
     torch.cuda.manual_seed = torch.manual_seed
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # gloo has no collectives that are launched as one; here they are waited for one by one.
-    param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: nullcontext()
+    param_and_grad_buffer._coalescing_manager = @@TOGETHER@@
 @@MORE@@    CudaMeansCpu().__enter__()
+'''
+
+OVERLAPPED = '''
+class OneByOne:
+    """For collectives that are launched as one, and waited for by what the ``with`` gives."""
+
+    def __init__(self, *args, **kwargs):
+        self.works, self.calls = [], []
+
+    def __enter__(self):
+        names = ("dist_reduce_scatter_func", "dist_all_gather_func")
+        places = [(dist, "all_reduce"), *((param_and_grad_buffer, name) for name in names)]
+        self.calls = [(owner, name, getattr(owner, name)) for owner, name in places]
+        for owner, name, call in self.calls:
+            setattr(owner, name, functools.partial(self.launch, call))
+        return self
+
+    def launch(self, call, *args, **kwargs):
+        work = call(*args, **kwargs)
+        self.works += [] if work is None else [work]
+        return work
+
+    def __exit__(self, *_):
+        for owner, name, call in self.calls:
+            setattr(owner, name, call)
+
+    def wait(self):
+        while self.works:
+            self.works.pop().wait()
+
 '''
 
 IMPORTS = """
@@ -81,7 +112,9 @@ def on_cpu(plan: Plan) -> str:
     """The function ``cuda_means_cpu`` for the parts of Megatron-core that ``plan`` runs."""
     more = STAGES if plan.degrees.pp > 1 else ""
     more += EXPERTS if plan.architecture.mixture_of_experts is not None else ""
-    return MODE.replace("@@MORE@@", more)
+    if plan.layout.overlap_grad_reduce:  # type: ignore[attr-defined]
+        return OVERLAPPED + MODE.replace("@@MORE@@", more).replace("@@TOGETHER@@", "OneByOne")
+    return MODE.replace("@@MORE@@", more).replace("@@TOGETHER@@", "lambda *args, **kwargs: nullcontext()")
 
 
 def cpu_imports(plan: Plan) -> str:

@@ -215,14 +215,8 @@ def script(plan: Plan) -> Exported | Absent:
 
 
 def _why_not(plan: Plan) -> str | None:
-    layout: Any = plan.layout
     try:
         check_trainable(plan)
     except ValueError as refusal:
         return str(refusal)
-    if layout.overlap_grad_reduce and not plan.on_gpu:
-        return (
-            "overlap_grad_reduce launches several collectives as one, which gloo has not; a plain script "
-            "for CPU ranks takes them one by one, with overlap_grad_reduce=False."
-        )
     return None
