@@ -25,7 +25,7 @@ DTYPES = {
 }
 """What a rank's weights are; where they have 16 bits the optimizer keeps fp32 copies of its own."""
 UNFUSED = (
-    *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
+    *("bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
     *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
 )
 """Kernels of Apex's, of Transformer Engine's or compiled, which a rehearsal stands for and this calls not."""
@@ -84,6 +84,9 @@ def training_config(plan: Plan, hf_config: Any) -> Any:
 
     dtype, vpp = DTYPES[plan.recipe.precision], plan.degrees.vpp
     values: dict[str, Any] = transformer_config(plan) | dict.fromkeys(UNFUSED, False)
+    # SwiGLU in one operator keeps its input alone; in three its gate's activation and a copy of the other
+    # half too. An activation without a gate keeps as much either way.
+    fused = values["bias_activation_fusion"] = plan.architecture.gated_mlp
     if plan.architecture.mixture_of_experts is not None:
         # Nothing is dropped: every token goes where its router says, as in transformers.
         values |= {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
@@ -100,7 +103,7 @@ def training_config(plan: Plan, hf_config: Any) -> Any:
         "overlap_p2p_comm": vpp > 1,
         "batch_p2p_comm": vpp == 1,
     }
-    return TransformerConfig(**values | core_numbers(hf_config))
+    return TransformerConfig(**values | core_numbers(hf_config, fused_activation=fused))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 FUSED = (
-    *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
+    *("bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion"),
     *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
 )
@@ -115,7 +115,8 @@ FUSED_ATTENTION = '''class FusedAttention(DotProductAttention):
     """Causal attention in torch's fused kernels, which keep no scores."""
 
     def forward(self, query, key, value, *_, **__):  # each of shape (tokens, rows, heads, width)
-        parts = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+        # Copied, for values are a view of the whole product and would keep all of it for backward.
+        parts = [tensor.contiguous().permute(1, 2, 0, 3) for tensor in (query, key, value)]
         options = {"scale": self.softmax_scale, "enable_gqa": key.shape[2] != query.shape[2]}
         attended = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, **options)
         return attended.permute(2, 0, 1, 3).flatten(2)
@@ -226,6 +227,7 @@ def _attention(plan: Plan) -> str:
 def _core(plan: Plan) -> dict[str, Any]:
     """``TransformerConfig``'s arguments that are not its defaults."""
     values = {name: value for name, value in transformer_config(plan).items() if name not in FUSED}
+    values["bias_activation_fusion"] = plan.architecture.gated_mlp  # as the engine (engine_model.py)
     if plan.architecture.mixture_of_experts is not None:
         del values["moe_router_pre_softmax"]
         values |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}

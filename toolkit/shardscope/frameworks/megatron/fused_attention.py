@@ -20,7 +20,9 @@ class FusedAttention(DotProductAttention):  # type: ignore[misc]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
         """All are (tokens, rows, heads, width); what comes out is (tokens, rows, heads x width)."""
-        queries, keys, values = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        # Values are a view of one product with queries and keys, which rotation has copied: so left they
+        # would keep all of it for backward.
+        queries, keys, values = (tensor.contiguous().permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = key.shape[2] != query.shape[2]
         attended = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped

@@ -13,16 +13,27 @@ from typing import Any
 
 import torch
 
+from shardscope.frameworks.megatron import cpu_kernels
 from shardscope.frameworks.megatron.cuda_as_cpu import CudaMeansCpu, Replacement, cuda_as_cpu
 
 
-def cpu_ranks() -> contextlib.AbstractContextManager[None]:
-    """Megatron-core's CUDA calls go to the CPU inside. Raises ``RuntimeError`` where CUDA is in use."""
-    return cuda_as_cpu("Megatron on CPU ranks", CudaMeansCpu(), _replacements)
+@contextlib.contextmanager
+def cpu_ranks() -> Iterator[None]:
+    """Megatron-core's CUDA calls go to the CPU inside. Raises ``RuntimeError`` where CUDA is in use.
+
+    What it has torch compile (``jit_fuser``) runs operator by operator: with the same tensors kept for
+    backward, and without a C++ compiler.
+    """
+    with (
+        cuda_as_cpu("Megatron on CPU ranks", CudaMeansCpu(), _replacements),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def _replacements() -> list[Replacement]:
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
@@ -31,6 +42,8 @@ def _replacements() -> list[Replacement]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        (fused_bias_swiglu, "swiglu_back", cpu_kernels.swiglu_back),
+        (torch.nn.functional, "rms_norm", cpu_kernels.rms_norm),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _as_on_the_host),
         # gloo has no collectives that are launched as one.
         (param_and_grad_buffer, "_coalescing_manager", _one_by_one),
