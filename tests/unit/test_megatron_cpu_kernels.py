@@ -9,7 +9,7 @@ from tests.needs import needs
 
 torch = needs("torch")
 
-from shardscope.frameworks.megatron import cpu_kernels  # noqa: E402
+from shardscope.frameworks.megatron import cpu_kernels, jit  # noqa: E402
 
 functional = torch.nn.functional
 
@@ -67,3 +67,32 @@ def test_the_derivative_of_swiglu_is_autograd_s() -> None:
     gate, up = both.chunk(2, -1)
     (functional.silu(gate) * up).backward(gradient)
     torch.testing.assert_close(cpu_kernels.swiglu_back(gradient, both.detach()), both.grad)
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize(("cc", "found"), [("", "gcc"), ("", None), ("icx", "icx"), ("icx", "gcc")])
+def test_a_compiler_for_cuda_is_triton_and_one_of_c(
+    has_triton: bool, cc: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: has_triton)
+    monkeypatch.setattr(jit.shutil, "which", lambda name: f"/usr/bin/{name}" if name == found else None)
+    monkeypatch.setenv("CC", cc)
+    can = has_triton and found is not None and found == (cc or found)
+    assert jit.can_compile.__wrapped__() is can
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_without_one_what_would_be_compiled_runs_as_it_is_written(
+    can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[bool] = []
+
+    def twice(tensor: Any) -> Any:
+        called.append(torch.compiler.is_compiling())
+        return 2 * tensor
+
+    monkeypatch.setattr(jit, "can_compile", lambda: can)
+    compiled = torch.compile(twice, backend=lambda graph, inputs: graph.forward)
+    with jit.compiled_if_possible():
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+    assert called == [can]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, Engine, HeldTensors
 from shardscope.frameworks.megatron import checkpointing, engine_model, engine_step
 from shardscope.frameworks.megatron.engine_numbers import optimizer_numbers
+from shardscope.frameworks.megatron.jit import compiled_if_possible
 from shardscope.frameworks.megatron.real_cpu import cpu_ranks
 from shardscope.frameworks.megatron.weights_export import export_hf
 from shardscope.frameworks.megatron.weights_load import load_hf, mute_padding
@@ -208,7 +209,7 @@ class MegatronEngine(Engine):
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         """Megatron-core as it is on CUDA; on CPU ranks its CUDA calls mean the CPU."""
-        with cpu_ranks() if self.ctx.device.type == "cpu" else contextlib.nullcontext():
+        with cpu_ranks() if self.ctx.device.type == "cpu" else compiled_if_possible():
             yield
 
     def _in_run(self, path: str | Path) -> Path:
