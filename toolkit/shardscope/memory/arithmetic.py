@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardscope.memory import asked, column
-from shardscope.memory.column import Column, applied, remembering, together
+from shardscope.memory.column import ARRAYS, Column, applied, remembering, together
 
 _ARRAY: Any = (np.ndarray, Column)
 
@@ -116,11 +116,10 @@ def looked_up(function: Callable[..., Any], *numbers: Any) -> Any:
     It returns a number, or a named tuple of numbers, whose fields become arrays. What a ``partial`` binds is
     hashable: then many questions are asked once.
     """
-    kinds = {number.__class__ for number in numbers}
-    if Column in kinds:
-        return asked.looked_up(function, *numbers)
-    if np.ndarray not in kinds:
+    if ARRAYS.isdisjoint(map(type, numbers)):
         return function(*numbers)
+    if Column in map(type, numbers):
+        return asked.looked_up(function, *numbers)
     columns = np.stack(np.broadcast_arrays(*numbers))
     distinct, places = np.unique(columns, axis=1, return_inverse=True)
     places = places.reshape(-1)

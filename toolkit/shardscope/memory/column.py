@@ -211,6 +211,10 @@ def together(ufunc: Callable[..., NDArray[Any]], *values: Any) -> Any:
     return found
 
 
+ARRAYS = frozenset({Column, np.ndarray})
+"""What stands for many numbers."""
+
+
 def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, with what it answered of the very same columns before, or of equal numbers.
 
@@ -219,9 +223,10 @@ def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     of_numbers = lru_cache(maxsize=2**14)(function)
 
     def answer(*values: Any) -> Any:
-        kinds = {value.__class__ for value in values}
-        if Column not in kinds:
-            return function(*values) if np.ndarray in kinds else of_numbers(*values)
+        if ARRAYS.isdisjoint(map(type, values)):
+            return of_numbers(*values)
+        if Column not in map(type, values):
+            return function(*values)
         rows, key = question(function, values)
         found = rows.known.get(key)
         if found is None:

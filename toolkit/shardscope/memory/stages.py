@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.arithmetic import by_value, ceil_div, is_array, largest, looked_up
+from shardscope.memory.column import remembering
 from shardscope.memory.lora import first_layer, layer_adapters
 
 if TYPE_CHECKING:
@@ -139,27 +140,43 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
 
     ``vocab_multiple`` pads the vocabulary (Megatron: to 128 x tp).
     """
-    arch, degrees = plan.architecture, plan.degrees
-    number, is_first, is_last, num_layers, moe_layers = shape
+    degrees = plan.degrees
     num_shards = by_value(degrees.shard * degrees.cp)
-    kinds = _by_kind(arch, num_layers, moe_layers)
+    found: Stage = _whole(plan.architecture, degrees.tp, degrees.ep, num_shards, vocab_multiple, *shape)
+    if not plan.recipe.has_adapters:
+        return found
+    kinds = _by_kind(plan.architecture, shape.num_layers, shape.num_moe_layers)
+    adapters, adapters_shard = _adapters(plan, kinds, num_shards)
+    return found._replace(trainable=adapters, trainable_shard=adapters_shard, adapters=adapters)
+
+
+@remembering
+def _whole(
+    arch: Architecture,
+    tp: Any,
+    ep: Any,
+    num_shards: Any,
+    vocab_multiple: Any,
+    number: Any,
+    is_first: Any,
+    is_last: Any,
+    num_layers: Any,
+    moe_layers: Any,
+) -> Stage:
+    """A stage all of whose weights are trained; what memory and time ask of it, and plans have in common."""
     layers = experts = edges = shard = edge_shard = most = largest_shard = 0
-    for moe, count in kinds:
-        one = _shard(plan, moe, num_shards)
+    for moe, count in _by_kind(arch, num_layers, moe_layers):
+        one = looked_up(partial(layer_shard, arch, moe), tp, ep, num_shards)
         layers += count * one.dense
         experts += count * one.experts
         padded = one.dense_padded + one.experts_padded
         shard += count * padded
         most = largest(most, (count > 0) * (one.dense + one.experts))
         largest_shard = largest(largest_shard, (count > 0) * padded)
-    for _, rows, columns in outer_shapes(plan, is_first, is_last, vocab_multiple):
+    for _, rows, columns in outer_tensors(arch, tp, is_first, is_last, vocab_multiple):
         edges += rows * columns
         edge_shard += ceil_div(rows, num_shards) * columns
     shard += edge_shard
-    trainable, trainable_shard, adapters = layers + experts + edges, shard, 0
-    if plan.recipe.has_adapters:
-        adapters, trainable_shard = _adapters(plan, kinds, num_shards)
-        trainable = adapters
     return Stage(
         number=number,
         num_layers=num_layers,
@@ -169,21 +186,15 @@ def stage_of(plan: Plan, shape: StageShape, vocab_multiple: int = 1) -> Stage:
         layers=layers,
         experts=experts,
         edges=edges,
-        head=is_last * vocab_rows(plan, vocab_multiple) * arch.hidden_size,
+        head=is_last * _rows(arch, tp, vocab_multiple) * arch.hidden_size,
         shard=shard,
         edge_shard=edge_shard,
         largest_layer=most,
         largest_shard=largest_shard,
-        trainable=trainable,
-        trainable_shard=trainable_shard,
-        adapters=adapters,
+        trainable=layers + experts + edges,
+        trainable_shard=shard,
+        adapters=0,
     )
-
-
-def _shard(plan: Plan, moe: bool, num_shards: int) -> Shard:
-    arch, degrees = plan.architecture, plan.degrees
-    found: Shard = looked_up(partial(layer_shard, arch, moe), degrees.tp, degrees.ep, num_shards)
-    return found
 
 
 def _adapters(plan: Plan, kinds: list[tuple[bool, int]], num_shards: int) -> tuple[int, int]:
@@ -207,16 +218,6 @@ def _rows(arch: Architecture, tp: Any, vocab_multiple: Any) -> Any:
     return ceil_div(ceil_div(arch.vocab_size, vocab_multiple) * vocab_multiple, tp)
 
 
-def outer_shapes(
-    plan: Plan, is_first: bool, is_last: bool, vocab_multiple: int = 1
-) -> list[tuple[str, int, int]]:
-    """(group, rows, columns) of each tensor outside the layers on one rank of a stage.
-
-    Of arrays of plans those that lack a tensor have no rows of it.
-    """
-    return outer_tensors(plan.architecture, plan.degrees.tp, is_first, is_last, vocab_multiple)
-
-
 INPUTS = ("embedding", "positions")
 """Groups of :func:`outer_tensors` before the first layer."""
 
@@ -224,7 +225,10 @@ INPUTS = ("embedding", "positions")
 def outer_tensors(
     arch: Architecture, tp: Any, is_first: Any, is_last: Any, vocab_multiple: Any = 1
 ) -> list[tuple[str, int, int]]:
-    """The same, of an architecture."""
+    """(group, rows, columns) of each tensor outside the layers on one rank of a stage.
+
+    Of arrays of plans those that lack a tensor have no rows of it.
+    """
     rows, hidden = _rows(arch, tp, vocab_multiple), arch.hidden_size
     found: list[tuple[str, int, int]] = []
     if _any(is_first):

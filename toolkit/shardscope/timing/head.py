@@ -41,8 +41,9 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     """What the first and the last stage do beside their layers."""
     if stage.is_first is False and stage.is_last is False:
         return _NOTHING
-    plan, modules, arch = work.plan, work.modules, work.arch
-    tokens, trained = work.tokens, modules.trained
+    if stage.is_last is False:
+        return _NOTHING._replace(lookup=_lookup(work, stage))
+    plan, modules, arch, tokens = work.plan, work.modules, work.arch, work.tokens
     rows = vocab_rows(plan)
     kind = loss_in_force(plan)
     chunks: Any = 1
@@ -66,13 +67,17 @@ def ends(work: LayerWork, stage: Stage) -> EndSeconds:
     )
     # Each tensor is written and read once.
     loss = stage.is_last * tokens * 2 * (each.forward + each.backward) / work.memory
-    # A row a token is read and written; backward fills a gradient of all rows, and adds to the tokens' ones.
-    read = 2 * tokens * hidden * modules.stream
-    filled = trained * (2 * rows * hidden * modules.stream + 2 * tokens * hidden * FP32)
     return EndSeconds(
         forward=product,
-        backward=(1 + trained) * product,
+        backward=(1 + modules.trained) * product,
         again=(kind == "chunked") * product,
         loss=loss,
-        lookup=stage.is_first * (read + filled) / work.memory,
+        lookup=0.0 if stage.is_first is False else _lookup(work, stage),
     )
+
+
+def _lookup(work: LayerWork, stage: Stage) -> Any:
+    """A row a token is read and written; backward fills a gradient of all rows, and adds to some."""
+    stream, hidden, tokens = work.modules.stream, work.arch.hidden_size, work.tokens
+    filled = work.modules.trained * (2 * vocab_rows(work.plan) * hidden * stream + 2 * tokens * hidden * FP32)
+    return stage.is_first * (2 * tokens * hidden * stream + filled) / work.memory

@@ -20,6 +20,9 @@ class HostSeconds(NamedTuple):
     hidden: Any
 
 
+_NOTHING = HostSeconds(0.0, 0.0)
+
+
 def host_seconds(
     plan: Plan, traffic: StateTraffic, dropped: Any, forward: Any, backward: Any, rates: Rates
 ) -> HostSeconds:
@@ -29,6 +32,8 @@ def host_seconds(
     that leave in forward and come back in backward. Ranks of a node share its drives and its processors,
     whose step begins when backward is done (Ren et al. 2021, section 4.1).
     """
+    if traffic.leaves_the_host_alone and _is_nothing(dropped):
+        return _NOTHING
     link = rates.host.bytes_per_second
     going_forward = largest(traffic.fetched_forward, dropped) / link
     going_backward = largest(traffic.fetched_backward + dropped, traffic.returned_backward) / link

@@ -31,7 +31,7 @@ def parallel_transfers(work: LayerWork, stage: Stage) -> list[Transfer]:
     if _any_above_one(plan.degrees.ep) and plan.architecture.mixture_of_experts is not None:
         found += _experts(work, stage)
     if _any_above_one(plan.degrees.pp):
-        found += _sends(work, stage)
+        found += _sends(work)
     return found
 
 
@@ -77,15 +77,16 @@ def _tensor(work: LayerWork, stage: Stage) -> list[Transfer]:
         return [forward, calls("all_reduce", times, "nothing", 1.0)]
     # Of a pair's two collectives backward can hide the one behind the column-parallel product, beneath the
     # gradient of its weights (megatron/core/tensor_parallel/layers.py); whole reductions are such ones.
-    split = plan.layout.splits_sequence
-    in_halves, whole = where(split, times, 0), where(split, 0, times)
-    return [
-        forward,
-        calls("all_gather", in_halves, "nothing", 1.0),
-        calls("reduce_scatter", in_halves, "backward", 0.0),
-        calls("all_gather", in_halves if overlap.gathers_input_again else 0, "backward", 0.0),
-        calls("all_reduce", whole, "backward", 0.0),
-    ]
+    split, found = plan.layout.splits_sequence, [forward]
+    if split is not False:
+        in_halves = where(split, times, 0)
+        found.append(calls("all_gather", in_halves, "nothing", 1.0))
+        found.append(calls("reduce_scatter", in_halves, "backward", 0.0))
+        if overlap.gathers_input_again:
+            found.append(calls("all_gather", in_halves, "backward", 0.0))
+    if split is not True:
+        found.append(calls("all_reduce", where(split, 0, times), "backward", 0.0))
+    return found
 
 
 def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
@@ -132,7 +133,7 @@ def _experts(work: LayerWork, stage: Stage) -> list[Transfer]:
     return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
 
 
-def _sends(work: LayerWork, stage: Stage) -> list[Transfer]:
+def _sends(work: LayerWork) -> list[Transfer]:
     """Hidden states to the next stage, gradients to the one before, of every micro-batch and chunk."""
     plan, degrees = work.plan, work.plan.degrees
     each = ceil_div(_stream_bytes(work), work.cut)

@@ -221,6 +221,8 @@ def _shares(sums: dict[Beneath, Any], cover: _Cover, micro_batches: Any) -> dict
     the narrower is no room for what may run beneath the wider.
     """
     shares: dict[Beneath, Any] = {}
+    if not sums:
+        return shares
 
     def hidden(beneath: Beneath, covered: Any) -> Any:
         """Seconds hidden beneath it, of which others have ``covered`` some."""

@@ -18,6 +18,10 @@ Beneath = Literal["nothing", "forward", "backward", "last_backward", "first_forw
 forward or backward; that of the last or first micro-batch; attention, while keys and values go round."""
 
 
+NOTHING = 0.0
+"""The very object: what is left as it is costs no arithmetic."""
+
+
 class Transfer(NamedTuple):
     """One kind of collective of a step."""
 
@@ -48,24 +52,34 @@ class StateTraffic(NamedTuple):
     """Bytes that one rank reads and writes in its own memory in one step to stage what is gathered."""
     copied_for_gradients: Any = 0.0
     """The same for gradients: accumulated, cast, staged for their reduction."""
-    fetched_forward: Any = 0.0
+    fetched_forward: Any = NOTHING
     """Bytes of one rank that come from the host in all forwards of a step."""
-    fetched_backward: Any = 0.0
+    fetched_backward: Any = NOTHING
     """The same in its backwards."""
-    returned_backward: Any = 0.0
+    returned_backward: Any = NOTHING
     """Bytes of gradients that go to the host in them."""
-    returned_after: Any = 0.0
+    returned_after: Any = NOTHING
     """Bytes of updated weights that come back once the optimizer is done, while nothing else runs."""
-    nvme_beneath: Any = 0.0
+    nvme_beneath: Any = NOTHING
     """Bytes of one rank read from NVMe while arithmetic runs."""
-    nvme_after: Any = 0.0
+    nvme_after: Any = NOTHING
     """Bytes read and written around the optimizer's step."""
     updated: Any = 0.0
     """Weights that one rank's optimizer updates on its GPU."""
-    updated_on_host: Any = 0.0
+    updated_on_host: Any = NOTHING
     """Weights whose optimizer step one rank's host takes."""
     main_copies: bool = False
     """The optimizer updates fp32 main copies and casts them to the module's weights."""
+
+    @property
+    def leaves_the_host_alone(self) -> bool:
+        """Whether nobody said anything of host memory, drives or the host's optimizer."""
+        return (
+            self.fetched_forward is self.fetched_backward is NOTHING
+            and self.returned_backward is self.returned_after is NOTHING
+            and self.nvme_beneath is self.nvme_after is NOTHING
+            and self.updated_on_host is NOTHING
+        )
 
 
 class Overlap(NamedTuple):
