@@ -55,8 +55,8 @@ def search(
     the recipe's interval. Of each framework's options: ``reshard_after_forward`` True and False and state in
     host memory (FSDP2); stages 0 to 3 and places of optimizer and parameters (DeepSpeed ZeRO, NVMe where the
     cluster says how fast its is); sequence parallelism, the distributed optimizer and experts cut by tp or
-    not (Megatron-core). Everything else is the recipe's, or the framework's default. What a ``Plan`` refuses
-    is not in it.
+    not (Megatron-core). Everything else is the recipe's, or the framework's default; ``plan.findings()`` says
+    where one of these is worth another look. What a ``Plan`` refuses is not in it.
 
     ``progress(words, fraction)`` is called as it goes on and ends the search by raising. A plan counts as
     feasible if ``headroom_bytes`` of each card stay free. Where no layout divides the global batch,
