@@ -15,6 +15,7 @@ import shardscope as ss
 from shardscope.fixes import as_it_is
 from shardscope.layout import Layout, divisors
 from shardscope.plan import Plan
+from shardscope.planner import table
 from shardscope.planner.candidates import candidates_of
 from shardscope.planner.grid import micro_batch_sizes
 from shardscope.planner.ranking import AS_FAST, Ranking
@@ -350,3 +351,19 @@ def test_rows_beyond_the_plans_are_refused(ranking: Ranking) -> None:
     for row in (-1, ranking.num_evaluated):
         with pytest.raises(IndexError, match=r"of .* plans"):
             ranking.plan(row)
+
+
+@pytest.mark.parametrize("arch", [LLAMA, MOE], ids=lambda arch: arch.name)
+def test_few_plans_are_computed_row_by_row_and_many_by_what_they_agree_in(
+    arch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for most in (0, 10**9):
+        monkeypatch.setattr(table, "FEW_ROWS", most)
+        found.append(ss.search(arch, NODE, ss.Recipe(seq_len=1024, global_batch_size=64)))
+    by_keys, by_rows = found
+    for field in ("peak_bytes", "host_bytes", "nvme_bytes", "making_bytes"):
+        assert np.array_equal(getattr(by_keys, field), getattr(by_rows, field)), field
+    # Sums begin with what fewest keys decide.
+    np.testing.assert_allclose(by_keys.step_seconds, by_rows.step_seconds, rtol=1e-12)
+    assert len(by_keys.peak_bytes) > 1000

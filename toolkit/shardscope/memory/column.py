@@ -38,6 +38,7 @@ class Rows:
         keys_of_groups: Sequence[NDArray[np.int64]] = (),
     ) -> None:
         self.num_rows = len(keys[0])
+        self._all_differ = False
         self._groups = None if groups is None else Index(groups)
         self._of_groups = (1 << len(keys_of_groups)) - 1
         """The keys that tell groups apart, all together."""
@@ -51,6 +52,13 @@ class Rows:
         self._joined: dict[tuple[int, int], tuple[int, Any, Any]] = {}
         self._told: dict[tuple[int, bytes], int] = {}
         self._partitions: dict[bytes, int] = {}
+
+    @classmethod
+    def one_by_one(cls, number: int) -> Rows:
+        """So many rows, whose one key (1) tells them all apart: nobody looks which agree in what."""
+        rows = cls([np.arange(number)])
+        rows._all_differ = True
+        return rows
 
     def column(self, keys: int, values: NDArray[Any]) -> Any:
         """A column of each row's ``values``, alike where ``keys`` (bits) are; a number if all are one."""
@@ -73,6 +81,8 @@ class Rows:
 
         And for each of its own distinct rows one of those of ``keys``.
         """
+        if self._all_differ:
+            return keys, np.arange(self.num_rows)
         told = keys, codes.tobytes()
         found = self._told.get(told)
         index = self._index(keys)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 CHUNK = 1 << 15
 """Plans that are computed together: so many that their numbers stay in a processor's cache."""
 
+FEW_ROWS = 2000
+"""So many are computed row by row: to find out which agree takes longer than what that saves."""
+
 
 class Table:
     """Plans of one grid, each row of :attr:`columns` one; each has a row of :attr:`rows` for every kind of
@@ -62,6 +65,13 @@ class Table:
             "num_micro_batches": self.num_micro_batches,
             "left": columns[DATA_PARALLEL] // columns.get("replicate", 1),
         }
+        if len(self.owners) <= FEW_ROWS:
+            self.rows = Rows.one_by_one(len(self.owners))
+            self._bits = dict.fromkeys((*numbers, "place"), 1)
+            self._numbers = {
+                name: self.rows.column(1, column[self.owners]) for name, column in numbers.items()
+            }
+            return
         codes = [value_codes(column)[0] for column in numbers.values()]
         plans = Distinct(self.num_plans, self.owners, self.starts)
         self.rows = Rows([self.place], plans, codes)
