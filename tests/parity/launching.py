@@ -84,8 +84,7 @@ def one_row(
     run = ss.launch(plan, work.Curve(seed, num_steps), folder=folder, name=name)
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
-        last = (run.error or run.reason).strip().splitlines()[-1]
-        return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {last}")
+        return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {run.reason}")
     records: Mapping[int, Mapping[str, object]] = run.what_it_was()
     return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
 

@@ -76,8 +76,7 @@ def speeds(machine: Machine, folder: Path, names: tuple[str, ...] | None = None)
 def _measured(name: str, plan: ss.Plan, run: ss.Run) -> Speed:
     if run.wait(SECONDS) != "finished":
         run.stop()
-        last = (run.error or run.reason).strip().splitlines()[-1]
-        return Speed(name=name, run=run, why=f"the run is {run.status}: {last}")
+        return Speed(name=name, run=run, why=f"the run is {run.status}: {run.reason}")
     own = [line for line in run.metrics() if line["rank"] == 0 and "step_seconds" in line]
     later = own[len(own) // 2 :]
     memory = run.memory()
