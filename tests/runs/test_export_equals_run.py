@@ -303,6 +303,7 @@ def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[d
     assert opened.num_parameters() == plan.architecture.num_parameters
     assert opened.config.model_type == plan.architecture.model_type
     assert type(opened).__name__ == opened.config.architectures[0]
+    assert opened.config.use_cache, "whoever opens it may want to generate"
 
 
 def tensors_in(folder: Path) -> dict[str, Any]:

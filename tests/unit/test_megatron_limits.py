@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -124,6 +125,25 @@ def test_transformer_engine_is_imported_by_gpu_ranks_alone(monkeypatch: pytest.M
     assert asked == []
     launching.before_fork(on_cpus, "cpu")
     assert "megatron.core.models.gpt" in asked
+
+
+@needs_installed("megatron")
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize(
+    ("layout", "inherited", "wanted"),
+    [({"tp": 2}, None, "1"), ({"cp": 2}, None, "1"), ({"pp": 2}, None, None), ({"tp": 2}, "8", "8")],
+)
+def test_gpu_ranks_start_kernels_in_the_order_of_their_calls(
+    layout: dict[str, int], inherited: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What megatron-core's overlap of tp and cp counts on, as in an export; what is set already stays."""
+    # Set first, so that it is undone whatever before_fork does.
+    monkeypatch.setenv(launching.ONE_CONNECTION, inherited or "")
+    if inherited is None:
+        monkeypatch.delenv(launching.ONE_CONNECTION)
+    given = in_parts("4xh100-sxm-80gb")
+    launching.before_fork(replace(given, layout=ss.Layout.megatron(**layout)), "cuda")
+    assert os.environ.get(launching.ONE_CONNECTION) == wanted
 
 
 INSTALL = 'pip install --no-build-isolation "transformer_engine[pytorch]"'

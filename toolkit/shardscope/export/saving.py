@@ -27,6 +27,7 @@ def save_part(folder, config, weights, number, count):
     dist.all_gather_object(places, dict.fromkeys(weights, file))
     if dist.get_rank() == 0:
         model.config.architectures = [type(model).__name__]
+        model.config.use_cache = True  # off while training
         model.config.dtype = next(iter(weights.values())).dtype
         model.config.save_pretrained(folder)
         found = {name: file for own in places for name, file in own.items()}

@@ -59,6 +59,7 @@ class Training:
 
     def save(self, folder):
         if dist.get_rank() == 0:
+            self.model.module.config.use_cache = True  # off while training
             self.model.module.save_pretrained(folder)
 '''
 

@@ -85,6 +85,7 @@ SAVE = '''
                 if dist.get_rank() == 0:
                     weights[name] = parameter.detach().cpu().clone()
         if dist.get_rank() == 0:
+            self.engine.module.config.use_cache = True  # off while training
             self.engine.module.save_pretrained(folder, state_dict=weights)
 '''
 
@@ -105,6 +106,7 @@ SAVE_CUT = '''
             if dist.get_rank() == 0:
                 weights[name] = mine.cpu().clone()
         if dist.get_rank() == 0:
+            self.engine.module.config.use_cache = True  # off while training
             self.engine.module.save_pretrained(folder, state_dict=weights)
 '''
 

@@ -90,6 +90,7 @@ class Training:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True@@FROZEN@@)
         weights = get_model_state_dict(self.model, options=options)
 @@UNTIED@@        if dist.get_rank() == 0:
+            self.model.config.use_cache = True  # off while training
             self.model.save_pretrained(folder, state_dict=weights)
 '''
 

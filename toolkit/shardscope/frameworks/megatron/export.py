@@ -14,6 +14,7 @@ from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE
 from shardscope.frameworks.megatron.arguments import LAYOUT, RECIPE, megatron_arguments
 from shardscope.frameworks.megatron.export_script import script
 from shardscope.frameworks.megatron.families import check_family
+from shardscope.frameworks.megatron.launching import ONE_CONNECTION, wants_one_connection
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -44,10 +45,7 @@ def files(plan: Plan) -> list[Exported | Absent]:
         ),
         Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
     ]
-    environment = ""
-    if plan.on_gpu and (plan.degrees.tp > 1 or plan.degrees.cp > 1):
-        # validate_args asserts it up to Hopper; Blackwell no longer needs it.
-        environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    environment = f"export {ONE_CONNECTION}=1\n" if wants_one_connection(plan) else ""
     if why is not None:
         return [Absent(name=FLAGS_FILE, why=why), *started(plan, plain, environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'
