@@ -17,8 +17,9 @@ from shardscope.frameworks.megatron.layout import splits
 from shardscope.frameworks.megatron.schedule import Fullest, _steps, chunk_layers, fullest
 from shardscope.memory.alike import Distinct
 from shardscope.memory.arithmetic import by_value, ceil_div, holds, largest, looked_up, smallest, where
-from shardscope.memory.column import Column, Rows, remembering, total
+from shardscope.memory.column import Column, remembering, total
 from shardscope.memory.many import Varied
+from shardscope.memory.rows import Rows
 
 KEYS = ("a", "b", "c")
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -80,6 +81,42 @@ def test_sums_and_largest_of_several_columns(table: Any) -> None:
     assert rows.spread(total(several)).tolist() == sum(arrays[1:], arrays[0]).tolist()
     expected = np.max([np.broadcast_to(array, plain["a"].shape) for array in arrays], axis=0)
     assert rows.spread(largest(*several)).tolist() == expected.tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables(), st.permutations([*range(5)]))
+def test_columns_of_several_keys_meet_in_any_order(table: Any, order: list[int]) -> None:
+    """Keys that tell the same rows apart are one to whoever joins them, under whatever names they come."""
+    rows, columns, plain = table
+
+    def made(numbers: dict[str, Any]) -> list[Any]:
+        a, b, c = (numbers[name] for name in KEYS)
+        five = [100 * a + b, 100 * b + c, 100 * c + a, by_value(a * b + c), by_value(c % 3) + 10 * a]
+        return [five[place] for place in order]
+
+    first, second, third, *more = made(columns)
+    x, y, z, *others = made(plain)
+    assert (
+        rows.spread(where(first > second, third, more[0])).tolist() == np.where(x > y, z, others[0]).tolist()
+    )
+    assert rows.spread(total([first, third, *more])).tolist() == sum([x, z, *others]).tolist()
+    expected = np.max([x, y, z, *others], axis=0).tolist()
+    assert rows.spread(largest(first, second, third, *more)).tolist() == expected
+    found = rows.spread(looked_up(lambda p, q, r: 3 * p + q * r, first, more[1], second))
+    assert found.tolist() == (3 * x + others[1] * y).tolist()
+
+
+def test_what_follows_from_a_key_is_known_to() -> None:
+    """A key that was made of others adds no rows to them, and nobody looks which rows agree."""
+    keys = np.arange(12)
+    rows = Rows([keys % 3, keys // 3])
+    one, other = rows.column(1, keys % 3 + 1), rows.column(2, keys // 3)
+    both, coarse = one * 10 + other, by_value((one > 1) * 5 + other // 2)
+    assert len(coarse.values) < len(both.values)
+    assert rows.joined(both.keys, coarse.keys)[:2] == (both.keys, None)
+    assert rows.joined(coarse.keys, both.keys)[::2] == (both.keys, None)
+    assert both.keys | coarse.keys not in rows._indices
+    assert rows.spread(both + coarse).tolist() == (rows.spread(both) + rows.spread(coarse)).tolist()
 
 
 def test_a_column_has_as_many_numbers_as_decide_it() -> None:

@@ -76,9 +76,11 @@ def distinct(codes: NDArray[np.int64], limit: int) -> Distinct:
     there = np.zeros(limit, bool)
     there[codes] = True
     present = np.flatnonzero(there)
-    places = np.empty(limit, np.int64)
-    places[present] = np.arange(len(present))
-    found = places.take(codes, mode="clip")
+    found = codes
+    if len(present) < limit:
+        places = np.empty(limit, np.int64)
+        places[present] = np.arange(len(present))
+        found = places.take(codes, mode="clip")
     rows = np.empty(len(present), np.int64)
     # Of several rows the last that is written stays.
     rows[found] = np.arange(len(codes))

@@ -15,7 +15,7 @@ from shardscope.memory.column import Column, at_rows, keys_of, question
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.memory.column import Rows
+    from shardscope.memory.rows import Rows
 
 
 class _Questions(NamedTuple):
@@ -103,7 +103,7 @@ def _answered(rows: Rows, asked: _Questions, answers: list[Any]) -> Any:
 
     def column(values: Sequence[Any]) -> Any:
         first = values[0]
-        if all(value == first for value in values):
+        if values.count(first) == len(values):
             return first
         array = np.array(values)[kind_of]
         told = Column, keys, array.dtype.char, array.tobytes()

@@ -11,9 +11,9 @@ import numpy as np
 
 from shardscope.layout import Degrees
 from shardscope.memory.activations import modules_of
-from shardscope.memory.column import Rows
 from shardscope.memory.modules.attention import broadcasts_views
 from shardscope.memory.moments import peak_total
+from shardscope.memory.rows import Rows
 from shardscope.memory.stages import StageShape
 from shardscope.memory.step import StageStep
 

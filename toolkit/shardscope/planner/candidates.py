@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardscope.fixes import as_it_is
 from shardscope.frameworks.registry import frameworks
 from shardscope.layout import Degrees
+from shardscope.memory.alike import distinct
 from shardscope.memory.many import Varied
 from shardscope.plan import Plan
-from shardscope.planner.grid import MICRO_BATCH_SIZE, Columns, Grid, allowed
+from shardscope.planner.grid import MICRO_BATCH_SIZE, Columns, Grid, kept
 from shardscope.planner.table import Table, split
 from shardscope.support import check_supported, supported
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardscope.architecture import Architecture
     from shardscope.cluster import Cluster
     from shardscope.layout import Layout
@@ -56,7 +60,7 @@ def candidates_of(name: str, arch: Architecture, cluster: Cluster, recipe: Recip
     framework = frameworks[name]
     grids: list[Grid] = import_module(f"shardscope.frameworks.{name}.grid").grids(arch, cluster, recipe)
     tables: dict[tuple[int, ...], list[Table]] = {}
-    parts: dict[tuple[int, bytes], Columns] = {}
+    runnable = _Supported(arch, cluster)
     for recompute in supported(framework.layout_class, "recompute"):
         try:
             again = _recomputing(recipe, recompute)
@@ -70,7 +74,7 @@ def candidates_of(name: str, arch: Architecture, cluster: Cluster, recipe: Recip
                 grid.check(layout, again)
             except ValueError:
                 continue
-            columns = _supported(arch, cluster, again, layout, grid.columns, parts)
+            columns = runnable.rows(grid.columns, again, layout)
             if not len(columns[MICRO_BATCH_SIZE]):
                 continue
             if (id(columns),) not in tables:
@@ -87,36 +91,54 @@ def _recomputing(recipe: Recipe, recompute: Any) -> Recipe:
     return replace(recipe, recompute=recompute, recompute_interval=interval, micro_batch_size=1)
 
 
-def _supported(
-    arch: Architecture,
-    cluster: Cluster,
-    recipe: Recipe,
-    layout: Layout,
-    columns: Columns,
-    parts: dict[tuple[int, bytes], Columns],
-) -> Columns:
-    """The rows that the framework can run this recipe in: it matters which degrees are above 1, no more."""
-    names = [name for name in ("tp", "cp", "ep") if name in columns]
-    above = {name: np.minimum(columns[name], 2) for name in names} | {"row": columns[MICRO_BATCH_SIZE] * 0}
+class _Supported:
+    """The rows of a framework's grids that it can run a recipe in: it matters which degrees are above 1.
 
-    def check(*numbers: int) -> None:
-        degrees = dict(zip(names, numbers, strict=False))
+    Grids have columns in common: which of these degrees their rows have is found once, and so is a part.
+    """
+
+    def __init__(self, arch: Architecture, cluster: Cluster) -> None:
+        self._arch, self._cluster = arch, cluster
+        self._above: dict[int, tuple[list[dict[str, int]], NDArray[np.int64]]] = {}
+        self._parts: dict[tuple[int, bytes], Columns] = {}
+
+    def rows(self, columns: Columns, recipe: Recipe, layout: Layout) -> Columns:
+        """Those of ``columns`` that no Plan would refuse; the very same columns where these are all."""
+        if id(columns) not in self._above:
+            self._above[id(columns)] = _above_one(columns)
+        kinds, kind_of = self._above[id(columns)]
+        with as_it_is():  # nobody reads the fixes
+            told = np.array([self._runs(recipe, layout, degrees) for degrees in kinds])
+        if told.all():
+            return columns
+        key = id(columns), told.tobytes()
+        if key not in self._parts:
+            self._parts[key] = kept(columns, told[kind_of])
+        return self._parts[key]
+
+    def _runs(self, recipe: Recipe, layout: Layout, degrees: dict[str, int]) -> bool:
         plan: Any = Varied(
             Plan,
             None,
-            architecture=arch,
-            cluster=cluster,
+            architecture=self._arch,
+            cluster=self._cluster,
             recipe=recipe,
             layout=Varied(type(layout), layout, **degrees),
             degrees=Degrees(data_parallel=1, **degrees),
         )
-        check_supported(plan)
+        try:
+            check_supported(plan)
+        except ValueError:
+            return False
+        return True
 
-    above["index"] = np.arange(len(above["row"]))
-    rows = allowed(above, [*names, "row"], check)["index"]
-    if len(rows) == len(above["index"]):
-        return columns
-    key = id(columns), rows.tobytes()
-    if key not in parts:
-        parts[key] = {name: column[rows] for name, column in columns.items()}
-    return parts[key]
+
+def _above_one(columns: Columns) -> tuple[list[dict[str, int]], NDArray[np.int64]]:
+    """Which degrees are above 1, as 1 and 2: all ways there are, and which of these each row has."""
+    names: list[str] = [name for name in ("tp", "cp", "ep") if name in columns]
+    kind_of = np.zeros(len(columns[MICRO_BATCH_SIZE]), np.int64)
+    for name in names:
+        kind_of = 2 * kind_of + (columns[name] > 1)
+    found = distinct(kind_of, 2 ** len(names))
+    kinds = [{name: min(int(columns[name][row]), 2) for name in names} for row in found.rows]
+    return kinds, found.codes

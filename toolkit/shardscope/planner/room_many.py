@@ -41,7 +41,7 @@ def needs(
     making: NDArray[np.int64],
 ) -> Needs:
     """What the plans of ``table`` need, of what its stages' ranks do."""
-    peak = table.most(found.peak)
+    peak = table.most(table.rows.spread(found.peak))
     if recipe.recompute == "offload" and _shares_nodes(table, cluster):
         # How many micro-batches' activations wait hangs on a stage's place, and a node has several.
         table = table.with_every_stage()
@@ -54,11 +54,11 @@ def needs(
     host = table.rows.spread(found.host)
     if recipe.optimizer.startswith("paged"):
         # Of managed memory only those pages are on the host that the GPU has no room for.
-        paged = table.most(found.host_state)
+        paged = table.most(table.rows.spread(found.host_state))
         evicted = np.maximum(0, np.minimum(paged, peak + paged - cluster.usable_bytes_per_gpu))
         host = np.maximum(0, host - (paged - evicted)[table.owners])
     if cluster.gpu.memory_is_shared:
-        uses = np.maximum.reduceat(host, table.starts) > 0
+        uses = table.most(host) > 0
         host = host + (uses * peak)[table.owners]
     return Needs(peak, _on_a_node(table, cluster, host), nothing if nvme is None else nvme, making)
 
@@ -76,7 +76,7 @@ def _shares_nodes(table: Table, cluster: Cluster) -> bool:
 def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
     """Bytes on the fullest node. Pipeline stages are the outermost degree: a node has neighbours."""
     per_node = cluster.gpus_per_node
-    found: NDArray[np.int64] = np.maximum.reduceat(by_row, table.starts) * per_node
+    found: NDArray[np.int64] = table.most(by_row) * per_node
     if not found.any():
         return found
     for number, shapes in enumerate(table.pipelines):
@@ -84,7 +84,7 @@ def _on_a_node(table: Table, cluster: Cluster, by_row: NDArray[np.int64]) -> NDA
         if per_stage % per_node == 0:
             continue
         plans = np.flatnonzero(table.pipeline_of == number)
-        stages = by_row[table.starts[plans][:, None] + np.array(shapes.kind_of)]
+        stages = by_row[table.stages_of(plans, shapes.kind_of)]
         sums = np.cumsum(np.repeat(stages, per_stage, axis=1), axis=1)
         firsts = np.arange(0, cluster.num_gpus, per_node)
         lasts = np.minimum(firsts + per_node, cluster.num_gpus) - 1
@@ -121,5 +121,5 @@ def _making_bytes(table: Table, cluster: Cluster, recipe: Recipe, layout: Layout
         return model.on_host(plan).num_bytes
 
     on_a_rank = looked_up(each, *(table.number(name) for name in names)) if names else each()
-    found: NDArray[np.int64] = table.rows.spread(on_a_rank)[table.starts] * cluster.gpus_per_node
-    return found
+    on_a_node: NDArray[np.int64] = table.rows.spread(on_a_rank) * cluster.gpus_per_node
+    return table.by_plan(table.by_place(on_a_node)[0])

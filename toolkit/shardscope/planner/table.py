@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from shardscope.layout import Degrees
 from shardscope.memory.alike import Distinct, rows_alike, value_codes
-from shardscope.memory.column import Rows
 from shardscope.memory.many import Varied
 from shardscope.memory.modules.attention import broadcasts_views
+from shardscope.memory.rows import Rows
 from shardscope.memory.stages import Shapes, StageShape
 from shardscope.plan import Plan
 from shardscope.planner.grid import DATA_PARALLEL, MICRO_BATCH_SIZE, Columns, kept
@@ -73,7 +73,7 @@ class Table:
             }
             return
         codes = [value_codes(column)[0] for column in numbers.values()]
-        plans = Distinct(self.num_plans, self.owners, self.starts)
+        plans = Distinct(self.num_plans, self.owners, self._firsts)
         self.rows = Rows([self.place], plans, codes)
         self._bits = {name: 1 << bit for bit, name in enumerate((*numbers, "place"))}
         self._numbers = {
@@ -96,15 +96,23 @@ class Table:
         counts = np.array([len(shapes.kinds) for shapes in self.pipelines])
         offsets = np.cumsum(counts) - counts
         each = counts[self.pipeline_of]
-        self.owners = np.repeat(np.arange(self.num_plans), each)
-        self.starts = np.cumsum(each) - each
-        self.place = np.arange(len(self.owners)) - self.starts[self.owners]
+        # First stages of all plans, then second ones: what is told of a plan is told of whole arrays so.
+        order = np.argsort(-each, kind="stable")
+        sizes = np.array([np.count_nonzero(each > place) for place in range(int(counts.max()))])
+        self._places = np.cumsum(sizes) - sizes
+        """Of each place among a plan's stages the first row."""
+        self._ends = self._places + sizes
+        self.owners = np.concatenate([order[:size] for size in sizes])
+        """Of each row its plan: those with the most stages first."""
+        self._firsts = np.argsort(order)
+        """Of each plan the row of its first stage."""
+        self.place = np.repeat(np.arange(len(sizes)), sizes)
         kinds = np.array([kind for shapes in self.pipelines for kind in shapes.kinds], np.int64)
         row_kinds = offsets[self.pipeline_of][self.owners] + self.place
         self._shapes = kinds[row_kinds]
         alike = [np.bincount(shapes.kind_of) for shapes in self.pipelines]
-        self.num_alike = np.concatenate(alike)[row_kinds]
-        """Stages of each kind, by row."""
+        self.num_alike = self.by_place(np.concatenate(alike)[row_kinds])
+        """Stages of each kind, by place."""
         self.num_stages = np.array([len(shapes.kind_of) for shapes in self.pipelines])[self.pipeline_of]
 
     @cached_property
@@ -140,9 +148,26 @@ class Table:
             found = self._stages_of[layout] = self._model.stage(plans, self.shape)
         return found
 
-    def most(self, value: Any) -> NDArray[Any]:
+    def by_place(self, by_row: NDArray[Any]) -> list[NDArray[Any]]:
+        """The rows of all first stages, of all second ones, and so on: of each those with the next first."""
+        return [by_row[first:end] for first, end in zip(self._places, self._ends, strict=True)]
+
+    def by_plan(self, of_first: NDArray[Any]) -> NDArray[Any]:
+        """What was told of each first stage, by plan, shape ``(num_plans,)``."""
+        return of_first.take(self._firsts, mode="clip")
+
+    def stages_of(self, plans: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
+        """Of those plans the rows of the stages at ``places``, shape ``(plans, places)``."""
+        found: NDArray[np.int64] = self._firsts[plans][:, None] + self._places[np.array(places)]
+        return found
+
+    def most(self, by_row: NDArray[Any]) -> NDArray[Any]:
         """Of each plan the largest of its stages' values, shape ``(num_plans,)``."""
-        return np.maximum.reduceat(self.rows.spread(value), self.starts)
+        first, *others = self.by_place(by_row)
+        found = first.copy()
+        for other in others:
+            np.maximum(found[: len(other)], other, out=found[: len(other)])
+        return self.by_plan(found)
 
 
 def shapes_of_pipeline(arch: Architecture, layout: Layout, model: MemoryModel, pp: int, vpp: int) -> Shapes:

@@ -27,16 +27,19 @@ def step_seconds(table: Table, plans: Any, stage: Any) -> NDArray[np.float64]:
     found = stage_seconds(plans, stage, modules_of(plans), rates_for(plans.cluster))
     parts = found.parts
     through = total([parts[part] for part in FLOWING])
-    busy = table.rows.spread(total([through, *(parts[part] for part in ONCE)]))
-    flowing = table.rows.spread(through)
-    most = np.maximum.reduceat(busy, table.starts)
-    if len(busy) == table.num_plans:
-        return most
+    busy = table.by_place(table.rows.spread(total([through, *(parts[part] for part in ONCE)])))
+    flowing = table.by_place(table.rows.spread(through))
+    most, every = busy[0].copy(), flowing[0] * table.num_alike[0]
+    for own, flow, alike in zip(busy[1:], flowing[1:], table.num_alike[1:], strict=True):
+        np.maximum(most[: len(own)], own, out=most[: len(own)])
+        every[: len(own)] += flow * alike
+    if len(busy) == 1:
+        return table.by_plan(most)
+    slowest = np.empty_like(most)
     # Of stages that are equally slow the first is the slowest.
-    slowest = np.flatnonzero(busy >= ALIKE * most[table.owners])
-    owners = table.owners[slowest]
-    first = slowest[np.flatnonzero(np.diff(owners, prepend=-1))]
-    every = np.add.reduceat(flowing * table.num_alike, table.starts)
+    for own, flow in zip(reversed(busy), reversed(flowing), strict=True):
+        np.copyto(slowest[: len(own)], flow, where=own >= ALIKE * most[: len(own)])
     columns = table.columns
-    bubble = bubble_seconds(every, flowing[first], columns.get("vpp", 1), table.num_micro_batches)
+    most, every, slowest = table.by_plan(most), table.by_plan(every), table.by_plan(slowest)
+    bubble = bubble_seconds(every, slowest, columns.get("vpp", 1), table.num_micro_batches)
     return np.where(table.num_stages > 1, most + bubble, most)
