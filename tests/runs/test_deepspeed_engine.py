@@ -18,6 +18,7 @@ from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E
 
 from shardscope import Layout  # noqa: E402
 from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
+from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE  # noqa: E402
 from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
 from shardscope.validation import FieldError  # noqa: E402
 
@@ -306,13 +307,13 @@ def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.
         limits._check_nvme()
     monkeypatch.setattr(limits, "find_library", lambda name: f"lib{name}.so")
     monkeypatch.setattr(extensions, "is_built", lambda name: True)
-    monkeypatch.setenv(limits.NVME_VARIABLE, str(tmp_path / "nowhere"))
+    monkeypatch.setenv(NVME_VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(FieldError, match="is no folder"):
         limits._check_nvme()
-    monkeypatch.setenv(limits.NVME_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(NVME_VARIABLE, str(tmp_path))
     limits._check_nvme()
     assert limits.nvme_folder(Path("runs/one")) == tmp_path / "one"
-    monkeypatch.delenv(limits.NVME_VARIABLE)
+    monkeypatch.delenv(NVME_VARIABLE)
     assert limits.nvme_folder(Path("runs/one")) == Path("runs/one/nvme")
 
 

@@ -35,6 +35,7 @@ def plan(cluster: ss.Cluster = NODES, recipe: ss.Recipe | None = None, **options
         ({"stage": 3, "zero_hpz_partition_size": 8, "offload_params": "cpu"}, "second partitions in host"),
         ({"stage": 3, "mics_shard_size": 8}, r"removed MiCS.*Layout\.fsdp2\(shard="),
         ({"stage": 3, "mics_hierarchical_params_gather": True}, "removed MiCS"),
+        ({"stage": 3, "nvme_path": "/mnt/nvme"}, "nvme_path is '/mnt/nvme'.*SHARDSCOPE_NVME_FOLDER names"),
     ],
 )
 def test_what_deepspeed_does_not_take_is_refused(options: dict[str, Any], words: str) -> None:

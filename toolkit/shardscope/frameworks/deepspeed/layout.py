@@ -61,6 +61,8 @@ def largest_tensor(architecture: Architecture) -> int:
     return max(prod(shape) for shapes in (architecture.outer_shapes, *layers) for _, _, shape in shapes)
 
 
+NVME_VARIABLE = "SHARDSCOPE_NVME_FOLDER"
+"""Names the folder on a fast disk in which ranks swap; without it they swap in the run's own folder."""
 _NO_MICS = (
     "none: DeepSpeed 0.19 has removed MiCS (runtime/config.py), whose shards within groups of ranks are "
     "Layout.fsdp2(shard=..., replicate=...)"
@@ -71,6 +73,10 @@ REMOVED: Mapping[str, str] = MappingProxyType({
     "zeropp_loco_param": "none: DeepSpeed 0.19 has removed LoCo-Zero++ (runtime/config.py)",
 })  # fmt: skip
 """Options that older releases had, and what is there instead."""
+_OF_A_MACHINE: Mapping[str, str] = MappingProxyType({
+    "nvme_path": "none: a folder is a machine's, and no plan's. Ranks swap in the run's folder or the one "
+    f"that the environment's {NVME_VARIABLE} names",
+})  # fmt: skip
 
 
 @checked
@@ -107,9 +113,10 @@ class ZeroLayout(Layout):
     ep: int = 1
     """Ranks that share out the experts; stages 0 to 2, without tp."""
     offload_optimizer: Literal["cpu", "nvme"] | None = None
-    """Where the optimizer's state lives instead of the GPU; stages 1 to 3."""
+    """Where the optimizer's state lives instead of the GPU; stages 1 to 3. On NVMe in the run's folder, or in
+    the one that the environment's ``SHARDSCOPE_NVME_FOLDER`` names."""
     offload_params: Literal["cpu", "nvme"] | None = None
-    """Where the sharded parameters live instead of the GPU; stage 3."""
+    """Where the sharded parameters live instead of the GPU; stage 3. On NVMe as the optimizer's state."""
     reduce_bucket_size: int = 500_000_000
     """Gradients, in elements, that are reduced at once; stages 1 and 2 hold a whole bucket in backward."""
     allgather_bucket_size: int = 500_000_000
@@ -152,9 +159,10 @@ class ZeroLayout(Layout):
     """Gradients travel in 4 bits (qgZ); CUDA only, and not predicted."""
 
     def __new__(cls, **options: Any) -> ZeroLayout:
-        """A layout; ``ValueError`` for an option that DeepSpeed once had."""
-        for name in REMOVED.keys() & options.keys():
-            refuse(f"Layout.{name}", options[name], REMOVED[name], f"Layout.zero() without {name}")
+        """A layout; ``ValueError`` for an option that DeepSpeed once had, or that is no plan's."""
+        for name, why in {**REMOVED, **_OF_A_MACHINE}.items():
+            if name in options:
+                refuse(f"Layout.{name}", options[name], why, f"Layout.zero() without {name}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
 from shardscope.memory.head import loss_in_force
@@ -17,9 +18,6 @@ from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
-
-NVME_VARIABLE = "SHARDSCOPE_NVME_FOLDER"
-"""Names the folder on a fast disk in which ranks swap; without it they swap in the run's own folder."""
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 """DeepSpeed runs them over its flat buffers; Adam on the host is its own."""
