@@ -54,6 +54,12 @@ def test_every_extra_has_its_line() -> None:
         assert f'pip install "shardscope[{extra}]"' in README
 
 
+def test_every_variable_of_the_environment_is_explained() -> None:
+    code = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "toolkit").rglob("*.py")]
+    named = {name for text in code for name in re.findall(r"SHARDSCOPE_[A-Z_]+", text)}
+    assert named and {name for name in named if f"| `{name}` |" not in README} == set()
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_and_targets_exist(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
