@@ -120,6 +120,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transformer_engine_is_imported_by_gpu_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By way of megatron-core: importing it may use CUDA, after which no forked rank can."""
     on_gpus, on_cpus, asked = in_parts("4xh100-sxm-80gb"), in_parts("4xcpu"), []
+    monkeypatch.setenv(launching.ONE_CONNECTION, "1")  # so that it is undone
     monkeypatch.setattr(launching.importlib, "import_module", asked.append)
     launching.before_fork(on_gpus, "cuda")
     assert asked == []
@@ -130,18 +131,28 @@ def test_transformer_engine_is_imported_by_gpu_ranks_alone(monkeypatch: pytest.M
 @needs_installed("megatron")
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize(
-    ("layout", "inherited", "wanted"),
-    [({"tp": 2}, None, "1"), ({"cp": 2}, None, "1"), ({"pp": 2}, None, None), ({"tp": 2}, "8", "8")],
+    ("gpu", "layout", "inherited", "wanted"),
+    [
+        ("h100-sxm-80gb", {"tp": 2}, None, "1"),
+        ("h100-sxm-80gb", {"cp": 2}, None, "1"),
+        ("h100-sxm-80gb", {"pp": 2}, None, None),
+        ("h100-sxm-80gb", {"tp": 2}, "8", "8"),
+        ("b200-sxm-180gb", {"tp": 2}, None, None),
+    ],
 )
 def test_gpu_ranks_start_kernels_in_the_order_of_their_calls(
-    layout: dict[str, int], inherited: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+    gpu: str,
+    layout: dict[str, int],
+    inherited: str | None,
+    wanted: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What megatron-core's overlap of tp and cp counts on, as in an export; what is set already stays."""
     # Set first, so that it is undone whatever before_fork does.
     monkeypatch.setenv(launching.ONE_CONNECTION, inherited or "")
     if inherited is None:
         monkeypatch.delenv(launching.ONE_CONNECTION)
-    given = in_parts("4xh100-sxm-80gb")
+    given = in_parts(f"4x{gpu}")
     launching.before_fork(replace(given, layout=ss.Layout.megatron(**layout)), "cuda")
     assert os.environ.get(launching.ONE_CONNECTION) == wanted
 

@@ -97,7 +97,7 @@ class Rows:
         return found, index.at(self._index(found))
 
     def spread(self, value: Any) -> NDArray[Any]:
-        """A column, or a number, row by row, shape ``(rows,)``."""
+        """A column, or a number, row by row, shape ``(rows,)``: not to be written to."""
         if isinstance(value, Column):
             index = self._index(value.keys)
             return value.values if index is self._each else value.values.take(index.codes, mode="clip")

@@ -25,9 +25,10 @@ def wants_one_connection(plan: Plan) -> bool:
     """Whether megatron-core counts on kernels being started in the order of their calls.
 
     A collective of tensor or context parallel ranks then goes before the arithmetic that is to hide it.
-    Megatron-LM's validate_args asserts it up to Hopper; Blackwell no longer needs it.
+    Megatron-LM's validate_args asserts it up to Hopper; Blackwell does not need it.
     """
-    return plan.on_gpu and (plan.degrees.tp > 1 or plan.degrees.cp > 1)
+    is_older = not (plan.cluster.gpu.architecture or "").startswith("blackwell")
+    return plan.on_gpu and is_older and (plan.degrees.tp > 1 or plan.degrees.cp > 1)
 
 
 def before_fork(plan: Plan, device_type: str) -> None:
