@@ -34,7 +34,7 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
         values = AutoConfig.for_model(plan.architecture.model_type, **config_values(plan.architecture))
         model = AutoModelForCausalLM.from_config(values, dtype=torch.bfloat16)
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
+        model=model, model_parameters=in_groups(list(model.parameters())), config=config
     )
     ids = torch.randint(0, plan.architecture.vocab_size, (1, plan.recipe.seq_len))
     losses = []
@@ -57,6 +57,14 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def in_groups(parameters: list[Any]) -> list[dict[str, Any]]:
+    """Vectors, which do not decay, in a group of their own as a run has them: groups are swapped apart."""
+    # zero.Init has cut tensors by now, and keeps their shapes aside.
+    vectors = [parameter for parameter in parameters if len(parameter.ds_shape) < 2]
+    matrices = [parameter for parameter in parameters if len(parameter.ds_shape) >= 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
 def size(tensors: Any) -> int:
     """Bytes of the storages under ``tensors``, each once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -75,11 +83,22 @@ def unswapped(optimizer: Any) -> int:
     )
 
 
+def too_small_for_files(optimizer: Any) -> list[Any]:
+    """Main copies, their gradients and moments of the sub-groups that are never swapped."""
+    flat = optimizer.fp32_partitioned_groups_flat
+    stay = [flat[index] for index in range(len(flat)) if not optimizer._swappable_optimizer_subgroup(index)]
+    moments = [
+        optimizer.optimizer.state[weight][name] for weight in stay for name in ("exp_avg", "exp_avg_sq")
+    ]
+    return [*stay, *(weight.grad for weight in stay), *moments]
+
+
 def on_host(optimizer: Any, model: Any) -> int:
     """What would be in host memory between two steps, were there a GPU."""
     held = [optimizer.grad_partitions_flat_buffer] if optimizer.offload_optimizer else []
     if optimizer.swap_optimizer:
         held += optimizer.optimizer_swapper.swap_buffer_manager.all_buffers
+        held += too_small_for_files(optimizer)
     held += [flat for flat in optimizer.param_groups_fp16_flat_cpu_memory if flat.numel() > 1]
     parameters = list(model.parameters())
     swapper = parameters[0].nvme_swapper

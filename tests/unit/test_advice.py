@@ -318,6 +318,14 @@ def test_advice_and_search_agree_or_say_so(model: str, cluster: str) -> None:
         assert fastest * 1.02 <= advised
 
 
+def test_what_only_a_search_takes_to_fit_is_said_beside_advice_of_nothing() -> None:
+    found = advice("llama-3.1-405b", "l4-24gb")
+    assert found.plan is None and found.fastest is not None and found.disagreement is not None
+    assert found.fastest.memory().fits
+    host = found.fastest.memory().host_bytes / 2**30
+    assert f"{host:,.0f} GiB of host memory is for you to say" in found.disagreement
+
+
 def test_the_search_waits_until_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(disagreement_room, "search", lambda *_, **__: asked.append(True) or no_search())

@@ -68,6 +68,7 @@ def test_a_table_of_runs(two: Path) -> None:
     assert frame["memory_error"][0] == pytest.approx(measured.error)
     html = found._repr_html_()
     assert "<td>+50%</td>" in html and "<td>–</td>" in html and "b&lt;i&gt;" in html and "<i>" not in html
+    assert "<th style='min-width:6.5em'>started</th>" in html
     assert ss.runs(two / "a")._repr_html_() == "<p>No runs here.</p>"
     assert [record["status"] for record in found[0].history] == ["starting", "finished"]
 
@@ -110,6 +111,12 @@ def test_a_plan_that_cannot_be_read_is_said(two: Path) -> None:
 
 
 # ---- curves
+
+
+def test_runs_that_are_called_by_their_start_are_not_said_to_start_twice(tmp_path: Path) -> None:
+    leave_run(tmp_path, "2026-11-22_20-03-09", plan_of(), step_seconds=0.2, loss=5.0, created=1.0)
+    found = ss.runs(tmp_path)
+    assert "started" in found.to_frame() and "started" not in found._repr_html_()
 
 
 def drawn(html: str) -> ElementTree.Element:

@@ -270,6 +270,27 @@ def test_a_job_on_gpus_asks_for_the_whole_node() -> None:
     assert "--exclusive" not in texts(small(ss.Layout.ddp()))["job.sbatch"]
 
 
+@pytest.mark.parametrize(("inherited", "kept"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
+def test_what_the_environment_says_of_megatron_stays(
+    inherited: dict[str, str], kept: str, tmp_path: Path
+) -> None:
+    """As in a run: kernels start in the order of their calls, unless somebody has said otherwise."""
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=2)
+    )
+    plan.export(tmp_path)
+    told = tmp_path / "told"
+    words_of(tmp_path, "torchrun.sh", MEGATRON_LM="b")  # makes the fakes
+    fake = tmp_path / "bin" / "torchrun"
+    fake.write_text(f'#!/usr/bin/env bash\nprintf %s "$CUDA_DEVICE_MAX_CONNECTIONS" > "{told}"\n')
+    subprocess.run(
+        [str(tmp_path / "torchrun.sh")],
+        check=True,
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MEGATRON_LM": "b", **inherited},
+    )
+    assert told.read_text() == kept
+
+
 def test_megatron_s_words_reach_its_script(tmp_path: Path) -> None:
     """bash splits the file into the words that argparse shall see, stars and all."""
     plan = ss.Plan(

@@ -200,6 +200,54 @@ def test_a_whole_model_as_one_unit(source: str) -> None:
     assert "fully_shard(layer)" in found.change
 
 
+FSDP1 = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+FSDP2 = "from torch.distributed.fsdp import fully_shard\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FSDP2 + "ds = ds.map(tokenize)\nfully_shard(model)\n",
+        FSDP2 + "model.apply(init_weights)\nfully_shard(model)\n",
+        FSDP2 + "def init(m):\n    m.reset()\nmodel.apply(init)\nfully_shard(model)\n",
+        FSDP2 + "model.apply(lambda m: m.reset())\nfully_shard(model)\n",
+        FSDP2 + "from textwrap import wrap\nprint(wrap(text))\nfully_shard(model)\n",
+        FSDP2 + "import textwrap\nprint(textwrap.wrap(text))\nfully_shard(model)\n",
+        FSDP1 + "model.apply(init_weights)\nmodel = FSDP(model)\nassert isinstance(model, FSDP)\n",
+        FSDP1 + "model = FSDP(model, auto_wrap_policy=None)\nrows = list(map(tokenize, rows))\n",
+        FSDP1 + "def save(model: FSDP):\n    FSDP.state_dict_type(model, kind)\nmodel = FSDP(model)\n",
+        # What is recomputed by itself is not gathered by itself.
+        FSDP1 + "model.apply(lambda m: checkpoint_wrapper(m))\nmodel = FSDP(model)\n",
+    ],
+)
+def test_what_wraps_no_layer_is_no_excuse(source: str) -> None:
+    assert "whole-model-as-one-unit" in by_name(source, PLAN)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FSDP2 + "list(map(fully_shard, model.layers))\nfully_shard(model)\n",
+        FSDP2 + "[fully_shard(layer) for layer in model.layers]\n",
+        FSDP2 + "model.apply(lambda m: fully_shard(m) if is_layer(m) else None)\n",
+        FSDP2 + "def cut(m):\n    if is_layer(m):\n        fully_shard(m)\nmodel.apply(cut)\n",
+        FSDP2 + "class A:\n    def cut(self, m):\n        fully_shard(m)\n    def go(self):\n"
+        "        self.model.apply(self.cut)\n",
+        FSDP2 + "cut = partial(fully_shard, mesh=mesh)\nfor m in layers:\n    cut(m)\nfully_shard(model)\n",
+        FSDP2 + "cut = fully_shard\nfor m in layers:\n    cut(m)\nfully_shard(model)\n",
+        FSDP2 + "fully_shard(model.encoder)\nfully_shard(model)\n",
+        FSDP1 + "from torch.distributed.fsdp.wrap import wrap\nlayer = wrap(layer)\nmodel = FSDP(model)\n",
+        FSDP1 + "from torch.distributed.fsdp import wrap\nm = wrap.wrap(m)\nmodel = FSDP(model)\n",
+        FSDP1 + "from torch.distributed.fsdp.wrap import enable_wrap\n"
+        "with enable_wrap(wrapper_cls=FSDP):\n    model = FSDP(build())\n",
+        FSDP1 + "model = FSDP(model, None, None, None, policy)\n",
+        FSDP1 + "model = FSDP(model, **options)\n",
+    ],
+)
+def test_layers_that_are_wrapped_some_other_way(source: str) -> None:
+    assert "whole-model-as-one-unit" not in by_name(source, PLAN)
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -264,6 +312,50 @@ def test_fp16_without_loss_scaling() -> None:
     assert (found.severity, found.line, found.number) == ("danger", 1, 2.0**-24)
     assert by_name("scaler = torch.amp.GradScaler()\n" + source) == {}
     assert by_name(source.replace("float16", "bfloat16")) == {}
+
+
+HALVED = "model = model.to(torch.float16)\naccelerator.backward(loss)\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "accelerator = Accelerator()\n" + HALVED,
+        "accelerator = Accelerator(mixed_precision='no')\n" + HALVED,
+        "accelerator = Accelerator(mixed_precision='bf16', fsdp_plugin=plugin)\n" + HALVED,
+        "accelerator = Accelerator(True, 1)\nmodel.half()\naccelerator.backward(loss)\n",
+        "from torch.amp import GradScaler, autocast\n" + HALVED,
+        "from torch import float16\nmodel.to(float16)\nloss.backward()\n",
+        "model = load(name, torch_dtype=torch.half)\nloss.backward()\n",
+        "class Trainer:\n    def step(self):\n        loss.backward()\nTrainer(model.half()).step()\n",
+    ],
+)
+def test_fp16_that_nothing_scales(source: str) -> None:
+    assert "fp16-without-loss-scaling" in by_name(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "accelerator = Accelerator(mixed_precision='fp16')\n" + HALVED,
+        "accelerator = Accelerator(True, 1, 'fp16')\n" + HALVED,
+        "accelerator = Accelerator(mixed_precision=args.precision)\n" + HALVED,
+        "accelerator = Accelerator(**options)\n" + HALVED,
+        "accelerator = Accelerator(deepspeed_plugin=plugin)\n" + HALVED,
+        "accelerator = Accelerator()\nif accelerator.mixed_precision == 'fp16':\n    vae.half()\n" + HALVED,
+        "from accelerate import Accelerator\ndef step(accelerator: Accelerator):\n    pass\n" + HALVED,
+        "def train(model, scaler):\n    scaler.scale(loss).backward()\nmodel.half()\n",
+        "loss_scale = 1024\nmodel.half()\n(loss * loss_scale).backward()\n",
+        "from transformers import Trainer\nTrainer(model.half())\nloss.backward()\n",
+        "engine, *_ = deepspeed.initialize(model=model.half())\nengine.backward(loss)\n",
+        "half = size // 2\nx = rows[:half]\nloss.backward()\n",
+        "np.save(path, rows.astype(np.float16))\nloss.backward()\n",
+        "if weight.dtype == torch.float16:\n    raise TypeError\nloss.backward()\n",
+        "config = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float16)\nloss.backward()\n",
+    ],
+)
+def test_fp16_that_is_scaled_or_is_none(source: str) -> None:
+    assert "fp16-without-loss-scaling" not in by_name(source)
 
 
 def test_a_function_is_read_when_it_is_the_task() -> None:

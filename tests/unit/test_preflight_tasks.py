@@ -327,6 +327,15 @@ def test_a_checkpoint_of_another_batch(tmp_path: Path) -> None:
     assert smaller is not None and "read again" in smaller.why
 
 
+def test_a_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
+    path = saved(tmp_path, plan_of(optimizer="adamw"))
+    task = ss.Pretrain(resume=path, num_steps=200)
+    finding = found_in(plan_of(optimizer="lion"), "checkpoint-of-another-optimizer", task)
+    assert finding is not None and finding.severity == "danger" and "optimizer='adamw'" in finding.why
+    assert finding.plan is not None and finding.plan.recipe.optimizer == "adamw"
+    assert names(plan_of(optimizer="adamw_foreach"), path) == set(), "it keeps the same of each weight"
+
+
 def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     path = saved(tmp_path, plan_of("llama-3.1-8b"))
     assert names(plan_of(), path) == {"checkpoint-of-another-model"}

@@ -211,12 +211,12 @@ def test_where_nothing_fits_the_nearest_misses_stand_there_with_what_they_lack()
 
 def test_where_the_batch_cannot_be_divided_the_nearest_one_that_can_is_offered() -> None:
     found = ss.search(ss.models["gpt2"], ss.Cluster.parse("13xh100-sxm-80gb"), ss.Recipe(seq_len=1024))
-    assert not found.num_evaluated and found.even is not None
+    assert not found.num_evaluated and found.instead is not None
     applied: list[ss.Plan] = []
     view = showing_all(found, on_apply=applied.append)
     assert "With a global batch of 65" in words(view.table.value)
-    view.table.press("even")
-    assert applied == [found.even.best]
+    view.table.press("instead")
+    assert applied == [found.instead.best]
 
 
 def test_a_framework_that_has_no_part_says_why() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.planning import LATENT, LLAMA, MOE
 
 import shardscope as ss
+from shardscope.catalog import links
 from shardscope.fixes import as_it_is
 from shardscope.layout import Layout, divisors
 from shardscope.plan import Plan
@@ -271,13 +272,48 @@ def test_a_link_that_nobody_named_is_refused_by_name() -> None:
         ss.search(LLAMA, ss.Cluster.of(gpu, 8), ss.Recipe())
 
 
+def test_a_network_that_nobody_named_is_refused_by_name() -> None:
+    cluster = ss.Cluster.of(replace(NODE.gpu, name="mine"), 8, 4)
+    assert ss.Plan(LLAMA, cluster, ss.Recipe(), ss.Layout.fsdp2()).memory().peak_bytes > 0
+    for ask in (
+        lambda: ss.search(LLAMA, cluster, ss.Recipe()),
+        lambda: ss.Plan(LLAMA, cluster, ss.Recipe(), ss.Layout.fsdp2()).step(),
+    ):
+        with pytest.raises(
+            ValueError, match=r"Cluster\.inter_node_link is .*assumed.*roce-400g.*Nearest fix"
+        ):
+            ask()
+    named = replace(cluster, inter_node_link=links["ethernet-25g"])
+    assert ss.Plan(LLAMA, named, ss.Recipe(), ss.Layout.fsdp2()).step().seconds > 0
+
+
+def test_where_only_a_loss_in_chunks_fits_a_search_says_so() -> None:
+    model = ss.models["llama-3.1-8b"]
+    small = replace(ss.Cluster.parse("1xrtx-3090-24gb"), host_memory_bytes=512 * 2**30)
+    asked = ss.Recipe(seq_len=16384, global_batch_size=8)
+    found = ss.search(model, small, asked)
+    assert not found.num_feasible and found.instead is not None
+    other = found.instead.best
+    assert other.memory().fits and other.recipe == replace(
+        asked,
+        loss="chunked",
+        recompute=other.recipe.recompute,
+        micro_batch_size=other.recipe.micro_batch_size,
+    )
+    with pytest.raises(ValueError, match=r"With the loss in chunks \(Recipe\.loss='chunked'\).*tokens/s"):
+        _ = found.best
+    advised = ss.recommend(model, small, asked)
+    assert advised.plan is not None and advised.plan.recipe.loss == "chunked" and advised.fastest is None
+    assert advised.disagreement is not None and "in chunks" in advised.disagreement
+
+
 def test_a_batch_that_no_layout_divides_is_said() -> None:
     found = ss.search(LLAMA, ss.Cluster.parse("7xh100-sxm-80gb"), ss.Recipe(global_batch_size=8), ["ddp"])
     assert found.num_evaluated == 0
     assert "Recipe.global_batch_size" in found.refused["ddp"]
     assert found.misses == ()
     assert len(found.to_frame()) == 0
-    assert found.even is not None and found.even.best.recipe.global_batch_size == 7
+    assert found.instead is not None and found.instead.best.recipe.global_batch_size == 7
     with pytest.raises(ValueError, match=r"With a global batch of 7, .*: DDP.* tokens/s a GPU"):
         _ = found.best
     larger = ss.search(

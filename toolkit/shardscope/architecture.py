@@ -17,7 +17,7 @@ from shardscope import parameter_shapes
 from shardscope.family_rules import check_family
 from shardscope.layer_parts import LatentAttention, MixtureOfExperts
 from shardscope.parameter_shapes import LAYER_GROUPS, Parameter
-from shardscope.serialization import JsonNoun
+from shardscope.serialization import JsonNoun, part
 from shardscope.size_limits import LIMITS, limited, limited_field
 from shardscope.validation import flag, one_of, refuse, whole_number
 
@@ -154,7 +154,7 @@ class Architecture(JsonNoun):
             return UnknownFamily.from_dict(fields)  # type: ignore[return-value]
         for field, noun in (("mixture_of_experts", MixtureOfExperts), ("latent_attention", LatentAttention)):
             if isinstance(fields.get(field), Mapping):
-                fields[field] = noun.from_dict(fields[field])
+                fields[field] = part(noun, fields, field)
         return super().from_dict(fields)
 
     @classmethod

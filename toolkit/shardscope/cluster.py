@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from types import MappingProxyType
 from typing import Any, Self
 
-from shardscope.serialization import JsonNoun
+from shardscope.serialization import JsonNoun, part
 from shardscope.validation import flag, nearest, one_of, real_number, refuse, whole_number, with_article
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
 
+ASSUMED_LINK = "pcie-4-x16"
+ASSUMED_NETWORK = "ethernet-25g, assumed"
+"""What :meth:`Cluster.of` takes inside a node and between nodes where nobody knows what there is."""
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8")
 VENDORS = ("nvidia", "amd", "cpu")
 
@@ -189,18 +192,19 @@ class Cluster(JsonNoun):
         """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown, missing or bad values."""
         fields = dict(data)
         if isinstance(fields.get("gpu"), Mapping):
-            fields["gpu"] = Gpu.from_dict(fields["gpu"])
+            fields["gpu"] = part(Gpu, fields, "gpu")
         for name in ("intra_node_link", "inter_node_link", "host_link"):
             if isinstance(fields.get(name), Mapping):
-                fields[name] = Link.from_dict(fields[name])
+                fields[name] = part(Link, fields, name)
         return super().from_dict(fields)
 
     @classmethod
     def of(cls, gpu: Gpu, gpus_per_node: int, num_nodes: int = 1) -> Cluster:
         """A cluster of ``gpu`` with the links and the host that the catalogue knows it to come with.
 
-        A GPU that is not in the catalogue gets PCIe 4.0 and 25 Gb/s Ethernet; pass other links with
-        ``dataclasses.replace``. Raises ``ValueError`` for bad values.
+        A GPU that is not in the catalogue gets PCIe 4.0, if it says nothing else, and 25 Gb/s Ethernet:
+        enough for ``plan.memory()``, and refused by ``plan.step()`` and ``search``, which time them. Pass the
+        links that there are with ``dataclasses.replace``. Raises ``ValueError`` for bad values.
         """
         from shardscope.catalog import entries, links  # it imports this module
         from shardscope.host import host_memory_bytes
@@ -208,13 +212,14 @@ class Cluster(JsonNoun):
         if not isinstance(gpu, Gpu):
             refuse("Cluster.gpu", gpu, "a Gpu", "ss.gpus['h100-sxm-80gb']")
         entry = entries("gpus").get(gpu.name, {})
+        across = links[entry.get("inter_node_link", "ethernet-25g")]
         host_memory = host_memory_bytes() if gpu.name == "cpu" else entry.get("host_memory_bytes")
         return cls(
             gpu=gpu,
             gpus_per_node=gpus_per_node,
             num_nodes=num_nodes,
-            intra_node_link=links[gpu.link if gpu.link and gpu.link in links else "pcie-4-x16"],
-            inter_node_link=links[entry.get("inter_node_link", "ethernet-25g")],
+            intra_node_link=links[gpu.link if gpu.link and gpu.link in links else ASSUMED_LINK],
+            inter_node_link=across if entry else replace(across, name=ASSUMED_NETWORK),
             host_link=links[entry.get("host_link", "pcie-4-x16")],
             host_memory_bytes=host_memory,
         )

@@ -106,7 +106,7 @@ def read_fix(refusal: FieldError) -> dict[str, Any] | None:
     try:
         call: Any = ast.parse(f"fix({refusal.fix})", mode="eval").body
         if call.args:
-            changes[_refused(refusal)[0]] = ast.literal_eval(call.args[0])
+            changes[refusal.refused[0]] = ast.literal_eval(call.args[0])
         for given in call.keywords:
             made = re.fullmatch(r"Layout\.(\w+)\(\)", ast.unparse(given.value))
             changes[str(given.arg)] = made[1] if made else ast.literal_eval(given.value)
@@ -155,7 +155,7 @@ class _Search:
         if own is not None:
             yield own
         plain = {name: field.default for part in _parts(self._noun) for name, field in _fields(part).items()}
-        back = {name: plain[name] for name in _refused(refusal) if name in plain}
+        back = {name: plain[name] for name in refusal.refused if name in plain}
         if back:
             yield back
 
@@ -178,11 +178,6 @@ def _remade(noun: Any, changes: Mapping[str, Any]) -> Any:
 
 def _fields(noun: Any) -> dict[str, Any]:
     return {field.name: field for field in fields(noun) if field.init}
-
-
-def _refused(refusal: FieldError) -> list[str]:
-    """The fields that a refusal is about: ``Recipe.seq_len`` is one, ``Layout tp x pp`` is two."""
-    return [name.rpartition(".")[2] for name in refusal.field.removeprefix("Layout ").split(" x ")]
 
 
 def _in_words(changes: Mapping[str, Any]) -> str:

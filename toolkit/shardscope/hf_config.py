@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 from shardscope.architecture import Architecture
 from shardscope.hf_families import FAMILIES
 from shardscope.hf_families.common import HfConfig
-from shardscope.serialization import _no_duplicates
+from shardscope.json_text import parse_json
 from shardscope.validation import nearest, refuse
 
 MAX_BYTES = 1_000_000
@@ -65,14 +64,9 @@ def read(file: Path) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"config {file} is not UTF-8 at byte {error.start}; save it as UTF-8.") from error
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"config {file}, {where}: {error.msg}.") from error
+        data = parse_json(f"config {file}", text)
     except RecursionError as error:
         raise ValueError(f"config {file} is nested too deeply to be a config.json.") from error
-    except ValueError as error:
-        raise ValueError(f"config {file}{_line_of(text, error)}: {error}") from error
     if not isinstance(data, dict):
         refuse("config", str(file), "a file that holds one JSON object", "a config.json")
     return data
@@ -105,13 +99,6 @@ def _refuse_family(data: Mapping[str, Any], family: object) -> NoReturn:
         "rehearse_only=True), whose plan.rehearse() works for any transformers model"
     )
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
-
-
-def _line_of(text: str, error: ValueError) -> str:
-    """ ", line 7" for a duplicate key: where it stands the second time."""
-    key = re.search(r"JSON key '(.+?)' stands twice", str(error))
-    places = [m.start() for m in re.finditer(re.escape(json.dumps(key[1])) + r"\s*:", text)] if key else []
-    return f", line {text.count(chr(10), 0, places[1]) + 1}" if len(places) > 1 else ""
 
 
 def _from_hub(hub_id: str) -> Path:

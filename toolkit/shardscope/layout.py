@@ -279,9 +279,9 @@ class Layout(JsonNoun):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote, whichever framework it names."""
-        from shardscope.serialization import read_envelope
+        from shardscope.serialization import from_text
 
-        return cls.from_dict(read_envelope(text, "Layout"))
+        return from_text(text, "Layout", cls.from_dict)
 
     def to_json(self) -> str:
         """One JSON object; ``framework`` says whose fields these are."""

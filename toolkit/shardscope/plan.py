@@ -13,7 +13,7 @@ from shardscope.cluster import Cluster
 from shardscope.fixes import checked
 from shardscope.layout import Degrees, Layout
 from shardscope.recipe import Recipe
-from shardscope.serialization import JsonNoun
+from shardscope.serialization import JsonNoun, part
 from shardscope.support import check_sequence, check_supported, check_targets
 from shardscope.validation import known_keys, refuse, with_article
 
@@ -231,7 +231,7 @@ class Plan(JsonNoun):
             if not isinstance(data.get(name), Mapping):
                 value = data.get(name)
                 refuse(f"Plan.{name}", value, f"the fields of a {noun.__name__}", _how_to_make(noun, value))
-            made[name] = noun.from_dict(data[name])
+            made[name] = part(noun, data, name)
         return cls(**made)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, Self
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
 
-from shardscope.validation import known_keys, refuse
+from shardscope.json_text import key_lines, parse_json
+from shardscope.places import Keys, Places
+from shardscope.validation import FieldError, known_keys, refuse
+
+Made = TypeVar("Made")
 
 FORMAT_VERSION = 1
 """Raised when the meaning of a stored field changes; older versions stay readable."""
@@ -27,11 +32,13 @@ class JsonNoun:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The noun that ``to_dict`` described. Raises ``ValueError`` for unknown or missing keys."""
-        known_keys(cls.__name__, data, [f.name for f in dataclasses.fields(cls) if f.init])  # type: ignore[arg-type]
-        try:
-            return cls(**data)
-        except TypeError as missing:
-            raise ValueError(f"{cls.__name__} cannot be made from {sorted(data)}: {missing}") from missing
+        fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+        known_keys(cls.__name__, data, [field.name for field in fields])
+        for field in fields:
+            has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+            if field.name not in data and not has_default:
+                refuse(f"{cls.__name__}.{field.name}", None, "a value, for it has no default", "put it in")
+        return cls(**data)
 
     def to_json(self) -> str:
         """One JSON object: the noun's name, the format version and its fields."""
@@ -41,11 +48,51 @@ class JsonNoun:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote; ``ValueError`` for other nouns, versions, keys or values."""
-        data = read_envelope(text, cls.__name__)
-        return cls.from_dict(data)
+        return from_text(text, cls.__name__, cls.from_dict)
 
 
-def read_envelope(text: str, noun: str) -> dict[str, Any]:
+def part(noun: type[Any], data: Mapping[str, Any], key: str) -> Any:
+    """The ``noun`` that stands under ``key``; what it refuses knows so."""
+    try:
+        return noun.from_dict(data[key])
+    except FieldError as refusal:
+        refusal.way = (key, *refusal.way)
+        raise
+
+
+def from_text(text: str, noun: str, make: Callable[[Mapping[str, Any]], Made]) -> Made:
+    """What ``make`` makes of the fields in a versioned JSON text; its refusals name line and key."""
+    data = _read_envelope(text, noun)
+    try:
+        return make(data)
+    except FieldError as refusal:
+        places = _places(text, noun, data)
+        raise places.located(refusal, _ways(places.lines, refusal, noun)) from refusal
+
+
+def _places(text: str, noun: str, data: Mapping[str, Any]) -> Places:
+    """Where the keys of a text stand; on a single line, nothing is found by its number."""
+    lines = key_lines(text) if "\n" in text.strip() else {}
+    return Places(name=f"{noun} JSON", values=data, lines=lines)
+
+
+def _ways(lines: Mapping[Keys, int], refusal: FieldError, noun: str) -> dict[str, Keys]:
+    """To the fields that a refusal is about, and to what it holds them against."""
+    inside = refusal.way
+    owner = re.match(r"\w*", refusal.field)[0]  # type: ignore[index]
+    part_name = re.sub(r"(?<!^)(?=[A-Z])", "_", owner).lower()
+    found: dict[str, Keys] = {}
+    for name in dict.fromkeys((*refusal.refused, *refusal.named)):
+        places = [way for way in lines if way[-1] == name and way[: len(inside)] == inside]
+        of_part = [way for way in places if way[-2:-1] == (part_name,)]
+        if of_part or (name not in refusal.refused and len(places) == 1):
+            found[name] = (of_part or places)[0]
+        elif name in refusal.refused and (inside or owner == noun):
+            found[name] = (*inside, name)
+    return found
+
+
+def _read_envelope(text: str, noun: str) -> dict[str, Any]:
     """The fields inside a versioned JSON text, after checking noun, version and duplicate keys."""
     given: object = text
     if not isinstance(given, str):
@@ -53,30 +100,21 @@ def read_envelope(text: str, noun: str) -> dict[str, Any]:
         refuse(f"{noun} JSON", given, "text (a str)", fix)
     try:
         # A byte-order mark is what Windows editors add; it carries no meaning.
-        data = json.loads(text.lstrip("\ufeff"), object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{noun} JSON, line {error.lineno}, column {error.colno}: {error.msg}") from error
+        data = parse_json(f"{noun} JSON", text.lstrip("\ufeff"))
     except RecursionError as error:
         raise ValueError(
             f"{noun} JSON is nested too deeply; allowed: what {noun}.to_json() gives."
         ) from error
     if not isinstance(data, dict):
         refuse(f"{noun} JSON", data, "one JSON object", f"the text that {noun}.to_json() gives")
-    if data.pop("shardscope", None) != noun:
-        refuse(f"{noun} JSON key 'shardscope'", text[:40], repr(noun), f"use {noun}.from_json on a {noun}")
-    version = data.pop("version", None)
+    kind, version = data.get("shardscope"), data.get("version")
+    if kind != noun:
+        where = _places(text, noun, data).where("shardscope")
+        refuse(where, kind, repr(noun), f"use {noun}.from_json on a {noun}")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        refuse(f"{noun} JSON version", version, f"1 to {FORMAT_VERSION}", "pip install -U shardscope")
-    return data
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
-            raise ValueError(f"JSON key {key!r} stands twice; keep one of {data[key]!r} and {value!r}.")
-        data[key] = value
-    return data
+        where = _places(text, noun, data).where("version")
+        refuse(where, version, f"1 to {FORMAT_VERSION}", "pip install -U shardscope")
+    return {key: value for key, value in data.items() if key not in ("shardscope", "version")}
 
 
 def _plain(value: Any) -> Any:

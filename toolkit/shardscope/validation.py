@@ -7,34 +7,61 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
+
+# "tp=4", "pp > 1", and both sides of "tp x pp".
+_NAMED = re.compile(r"\b([a-z_]\w*)(?= ?[=<>]| x )|(?<= x )([a-z_]\w*)")
 
 
 class FieldError(ValueError):
     """A refused value; ``field`` says whose, so that a picker can show the message at its input."""
+
+    way: tuple[str, ...] = ()
+    """The keys under which the refused noun stands in the data that it was read from."""
 
     def __init__(self, field: str, value: object, allowed: str, fix: str) -> None:
         super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {fix}.")
         self.field = field
         self.allowed = allowed
         self.fix = fix
+        self.refused = _fields_of(field)
+        """The fields that it is about, without their noun: one in "Recipe.seq_len", two in "Layout tp x pp"
+        (of a key that does not exist, the key)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the constructor with the message alone.
-        return _restored, (str(self), self.field, self.allowed, self.fix)
+        return _restored, (str(self), self.field, self.allowed, self.fix, self.refused)
+
+    @property
+    def named(self) -> list[str]:
+        """Every field that the message sets a value or a bound for, in its order; other words among them."""
+        return [before or behind for before, behind in _NAMED.findall(str(self))]
 
     def with_fix(self, fix: str) -> FieldError:
         """The same refusal, from the same place, with another fix."""
-        message = f"{str(self).removesuffix(f'{self.fix}.')}{fix}."
-        return _restored(message, self.field, self.allowed, fix).with_traceback(self.__traceback__)
+        return self._changed(f"{str(self).removesuffix(f'{self.fix}.')}{fix}.", fix)
+
+    def behind(self, where: str) -> FieldError:
+        """The same refusal, after ``where`` the value stands."""
+        return self._changed(f"{where}: {self}", self.fix)
+
+    def _changed(self, message: str, fix: str) -> FieldError:
+        changed = _restored(message, self.field, self.allowed, fix, self.refused)
+        return changed.with_traceback(self.__traceback__)
 
 
-def _restored(message: str, field: str, allowed: str, fix: str) -> FieldError:
+def _restored(message: str, field: str, allowed: str, fix: str, refused: list[str]) -> FieldError:
     error = FieldError.__new__(FieldError)
     ValueError.__init__(error, message)
-    error.field, error.allowed, error.fix = field, allowed, fix
+    error.field, error.allowed, error.fix, error.refused = field, allowed, fix, refused
     return error
+
+
+def _fields_of(field: str) -> list[str]:
+    names = field.removeprefix("Layout ").split(" x ")
+    return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
 
 def refuse(field: str, value: object, allowed: str, fix: str) -> NoReturn:
@@ -89,7 +116,9 @@ def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -
     for key in data:
         if key not in names:
             fix = repr(nearest(key, names)) if names else f"leave {key} out"
-            refuse(f"{owner} key", key, ", ".join(names) or "none", fix)
+            refusal = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
+            refusal.refused = [key]
+            raise refusal
 
 
 def with_article(name: str) -> str:

@@ -19,8 +19,8 @@ def advised(advice: Advice) -> str:
 
 
 def disagrees(advice: Advice) -> str:
-    """Where a search finds a faster plan: which, by how much, and a button. Searches when first asked."""
-    if advice.plan is None or not advice.disagreement:
+    """Where a search finds another plan: which, by how much, and a button. Searches when first asked."""
+    if not advice.disagreement:
         return ""
     return (
         f"<div class='ss-note'><b>The search disagrees.</b> {escape(advice.disagreement)} "

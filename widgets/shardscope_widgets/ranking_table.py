@@ -10,7 +10,7 @@ import numpy as np
 
 import shardscope as ss
 from shardscope.memory.words import gib
-from shardscope.planner.misses import even_words
+from shardscope.planner.misses import instead_words
 from shardscope_widgets.number_words import Scale, dollars, short
 from shardscope_widgets.pickers.layout import LABELS, WORDS
 from shardscope_widgets.ranking_rows import Indices, is_row, signs
@@ -132,10 +132,10 @@ def misses(ranking: Ranking) -> str:
         f" data-act='apply:{miss.index}'>Apply</button></li>"
         for miss in ranking.misses
     )
-    if ranking.even is not None:
-        applied = ranking.even.num_feasible > 0
-        button = "<button type='button' class='ss-act' data-act='even'>Apply</button>" if applied else ""
-        rows += f"<li><div>{escape(even_words(ranking.even))}</div>{button}</li>"
+    if ranking.instead is not None:
+        applied = ranking.instead.num_feasible > 0
+        button = "<button type='button' class='ss-act' data-act='instead'>Apply</button>" if applied else ""
+        rows += f"<li><div>{escape(instead_words(ranking.instead))}</div>{button}</li>"
     head = "<h2>Nothing fits <span class='ss-hint'>these come nearest</span></h2>"
     return f"{head}<ul class='ss-offers'>{rows}</ul>"
 

@@ -197,7 +197,7 @@ class RankingView(View):
 
     @staticmethod
     def _plan_of(kind: str, what: str, ranking: Ranking) -> ss.Plan | None:
-        if kind == "even" and ranking.even is not None and ranking.even.num_feasible:
-            return ranking.even.best
+        if kind == "instead" and ranking.instead is not None and ranking.instead.num_feasible:
+            return ranking.instead.best
         found = kind == "apply" and what.isdigit() and int(what) < ranking.num_evaluated
         return ranking.plan(int(what)) if found else None

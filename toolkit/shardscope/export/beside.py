@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.export.documents import Document, Keys, text_of
+from shardscope.export.documents import Document, text_of
 from shardscope.export.files import PLAN_FILE
+from shardscope.places import Keys
 from shardscope.recipe import Recipe
 from shardscope.validation import FieldError, refuse, with_article
 
@@ -95,7 +96,7 @@ def rest_of(
 def changed(recipe: Recipe, document: Document, said: Said) -> Recipe:
     """``recipe`` with what a file says of it. Raises ``ValueError`` naming file, line and key."""
     values = {field: value for field, (_, value) in said.items() if value is not None}
-    with _named(document, said):
+    with named(document, said):
         return replace(recipe, **values)
 
 
@@ -108,9 +109,12 @@ def planned(
     """
     from shardscope.plan import Plan
 
+    with named(document, said):
+        layout = make_layout()
+    # What is wrong in the file itself comes before what it lacks.
     architecture, cluster = rest.the_architecture(document.name), rest.the_cluster(document.name)
-    with _named(document, said):
-        plan = Plan(architecture, cluster, recipe, make_layout())
+    with named(document, said):
+        plan = Plan(architecture, cluster, recipe, layout)
     if document.unread():
         warnings.warn(
             f"{document.name}: not understood, and so not in the plan: {', '.join(document.unread())}",
@@ -120,11 +124,10 @@ def planned(
 
 
 @contextmanager
-def _named(document: Document, said: Said) -> Iterator[None]:
-    """Refusals of a field that a file says name its line there."""
+def named(document: Document, said: Said) -> Iterator[None]:
+    """Refusals of fields that a file says name their lines there."""
     try:
         yield
-    except FieldError as error:
-        field = error.field.rpartition(".")[2]
-        where = document.where(*said[field][0]) if field in said else document.name
-        raise ValueError(f"{where}: {error}") from error
+    except FieldError as refusal:
+        ways = {field: keys for field, (keys, _) in said.items()}
+        raise document.located(refusal, ways) from refusal

@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardscope.json_text import check_depth, key_lines, parse_json
+from shardscope.places import Keys, Places
 from shardscope.validation import nearest, one_of, refuse, whole_number
 
 MAX_BYTES = 1_000_000
 """Real configurations are some kilobytes."""
 
-MAX_DEPTH = 64
-"""Real ones nest four or five deep; what nests for ever is refused before anything recurses into it."""
-
-Keys = tuple[str, ...]
-
-# A string that does not end is one token to the end of the text: nothing is read twice.
-_JSON_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}:\n]', re.DOTALL)
-
 
 @dataclass(kw_only=True)
-class Document:
+class Document(Places):
     """What stands in one file. Every ``ValueError`` says the file, the line and the key."""
 
-    name: str
-    """What a person calls the file."""
-    values: Mapping[str, Any]
-    """The whole, nested as the file nests it."""
-    lines: Mapping[Keys, int]
-    """The line (from 1) on which each key stands, by the way to it."""
     _unread: list[str] = field(default_factory=list)
-
-    def where(self, *keys: str) -> str:
-        """A key, its file and its line, as messages name it."""
-        line = self.lines.get(keys)
-        return f"{self.name}{f', line {line}' if line else ''}, {'.'.join(keys)}"
-
-    def get(self, *keys: str) -> Any:
-        """The value at the end of ``keys``; None where there is none."""
-        found: Any = self.values
-        for key in keys:
-            if not isinstance(found, Mapping):
-                return None
-            found = found.get(key)
-        return found
 
     def section(self, *keys: str) -> Mapping[str, Any]:
         """The keys under ``keys``; empty where they are missing or null."""
@@ -127,62 +99,11 @@ def text_of(file: str | Path) -> str:
 def read_json(file: str | Path) -> Document:
     """A JSON file with one object in it."""
     text, name = text_of(file), Path(file).name
-    _check_depth(name, text)
-    try:
-        values = json.loads(text, object_pairs_hook=lambda pairs: _once(name, text, pairs))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}, line {error.lineno}, column {error.colno}: {error.msg}.") from error
+    check_depth(name, text)
+    values = parse_json(name, text)
     if not isinstance(values, dict):
         refuse(name, values, "one JSON object", "{...}")
-    return Document(name=name, values=values, lines=_json_lines(text))
-
-
-def _check_depth(name: str, text: str) -> None:
-    """Refuse objects and lists inside each other beyond :data:`MAX_DEPTH`, in one pass over the text."""
-    depth, line = 0, 1
-    for token in _JSON_TOKENS.findall(text):
-        depth += token in "[{"
-        depth -= token in "]}"
-        line += token == "\n"
-        if depth > MAX_DEPTH:
-            raise ValueError(
-                f"{name}, line {line}: nested too deeply to be a configuration; allowed: {MAX_DEPTH} levels."
-            )
-
-
-def _once(name: str, text: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            places = [match.start() for match in re.finditer(re.escape(json.dumps(key)) + r"\s*:", text)]
-            line = text.count("\n", 0, places[-1]) + 1 if places else 0
-            raise ValueError(f"{name}, line {line}, {key}: this key stands twice; keep one of the two.")
-        found[key] = value
-    return found
-
-
-def _json_lines(text: str) -> dict[Keys, int]:
-    """On which line each key of a whole JSON text stands; those inside lists have no way to them."""
-    lines: dict[Keys, int] = {}
-    way: list[str | None] = []
-    line, last = 1, ("", 1)
-    for token in _JSON_TOKENS.findall(text):
-        if token == "\n":
-            line += 1
-        elif token == "{":
-            way.append("")
-        elif token == "[":
-            way.append(None)
-        elif token in "]}":
-            way.pop()
-        elif token == ":":
-            way[-1] = json.loads(last[0])
-            keys = tuple(key for key in way if key is not None)
-            if len(keys) == len(way):
-                lines[keys] = last[1]
-        else:
-            last = token, line
-    return lines
+    return Document(name=name, values=values, lines=key_lines(text))
 
 
 def read_yaml(file: str | Path) -> Document:

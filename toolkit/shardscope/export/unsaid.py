@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,16 @@ from shardscope.recipe import Recipe
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
-    from shardscope.export.documents import Document, Keys
+    from shardscope.export.documents import Document
     from shardscope.layout import Layout
+    from shardscope.places import Keys
     from shardscope.plan import Plan
 
     Says = dict[str, tuple[Keys, Any]]
 
 ALWAYS = frozenset({"seq_len", "micro_batch_size", "global_batch_size", "method", "precision", "optimizer"})
 """Fields of a recipe that every run needs, whatever their default here."""
+COMMENT = "# Not said here"
 OPENING = "Not said here, for this format has no words for it, and up to"
 
 
@@ -61,9 +64,10 @@ def stated(text: str, name: str) -> dict[str, Any]:
             assert isinstance(call, ast.Call)
             found |= {str(pair.arg): ast.literal_eval(pair.value) for pair in call.keywords}
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, AssertionError) as error:
+            line = _comment_line(text, COMMENT)
             raise ValueError(
-                f'{name}, the comment "{OPENING} ...": it is to list field=value, and cannot be read; '
-                "mend it, or delete it and give recipe=."
+                f'{name}, line {line}, the comment "{OPENING} ...": it is to list field=value, and cannot be '
+                "read; mend it, or delete it and give recipe=."
             ) from error
     return found
 
@@ -78,9 +82,16 @@ def noted(document: Document, text: str, layout: type[Layout]) -> tuple[Says, Sa
     recipe_says: Says = {}
     layout_says: Says = {}
     for name, value in stated(text, document.name).items():
+        line = _comment_line(text, rf"\b{name}=")
         if name not in known:
-            where = f"{document.name}, its comment of what is not said here: this field"
+            where = f"{document.name}, line {line}, its comment of what is not said here: this field"
             refuse(where, name, ", ".join(sorted(known)), "leave it out")
         says = recipe_says if name in of_recipe else layout_says
-        says[name] = (("# Not said here", name), value)
+        says[name] = ((COMMENT, name), value)
+        document.lines[(COMMENT, name)] = line
     return recipe_says, layout_says
+
+
+def _comment_line(text: str, pattern: str) -> int:
+    lines = enumerate(text.splitlines(), start=1)
+    return next((number for number, line in lines if line.startswith("#") and re.search(pattern, line)), 1)

@@ -70,8 +70,8 @@ class Advice:
     def disagreement(self) -> str | None:
         """Where a search over all layouts finds a faster plan than these questions: which, and by how much.
 
-        None where both agree, where nothing fits, or where no time can be told. Searches when first asked
-        for, which takes some seconds on thousands of GPUs.
+        Or where only one of them finds a plan. None where both agree, or no time can be told. Searches when
+        first asked for, which takes some seconds on thousands of GPUs.
         """
         return None if self._other is None else self._other.words
 
@@ -163,7 +163,7 @@ def recommend(
             path=turns,
             alternatives=missed,
             why=_nothing_fits(path),
-            find_disagreement=lambda: None,
+            find_disagreement=lambda: disagreement(bench, None),
         )
     return Advice(
         plan=best.plan,

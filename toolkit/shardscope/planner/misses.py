@@ -61,21 +61,27 @@ def why_none(ranking: Ranking) -> str:
         refused.setdefault(why, []).append(name)
     told = [miss.words for miss in ranking.misses]
     told += [f"{', '.join(names)}: {why}" for why, names in refused.items()]
-    even = f" {even_words(ranking.even)}" if ranking.even is not None else ""
+    other = f" {instead_words(ranking.instead)}" if ranking.instead is not None else ""
     return (
         f"No plan of {ranking.num_evaluated:,} for {ranking.architecture.name} fits {ranking.cluster}. "
-        f"Nearest misses: {'; '.join(told) or 'none, for no layout runs this recipe here'}.{even}"
+        f"Nearest misses: {'; '.join(told) or 'none, for no layout runs this recipe here'}.{other}"
     )
 
 
-def even_words(even: Ranking) -> str:
-    """What the nearest global batch that divides evenly does."""
-    batch = f"With a global batch of {even.recipe.global_batch_size:,}, the nearest that every GPU has"
-    if not even.num_feasible:
-        return f"{batch} an equal part of, {'; '.join(miss.words for miss in even.misses)}."
-    row = int(even.order[0])
-    rate = even.tokens_per_second_per_gpu[row]
-    return f"{batch} an equal part of: {_what(even, row)}, {rate:,.0f} tokens/s a GPU."
+def instead_words(instead: Ranking) -> str:
+    """What the nearest recipe that may have plans does."""
+    recipe = instead.recipe
+    changed = (
+        f"a global batch of {recipe.global_batch_size:,}, the nearest that every GPU has an equal part of"
+    )
+    if recipe.loss == "chunked":
+        changed = "the loss in chunks (Recipe.loss='chunked'), which learns the same"
+    if not instead.num_feasible:
+        misses = "; ".join(miss.words for miss in instead.misses)
+        return f"With {changed}, nothing fits either: {misses or 'no framework here has it'}."
+    row = int(instead.order[0])
+    rate = instead.tokens_per_second_per_gpu[row]
+    return f"With {changed}: {_what(instead, row)}, {rate:,.0f} tokens/s a GPU."
 
 
 def _miss(ranking: Ranking, row: int) -> Miss:

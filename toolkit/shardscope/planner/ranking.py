@@ -64,8 +64,9 @@ class Ranking:
     candidates: tuple[Candidates, ...]
     """Whose rows the columns are, one after the other."""
 
-    even: Ranking | None = None
-    """Where the global batch leaves no plan to evaluate: what the nearest one does that divides evenly."""
+    instead: Ranking | None = None
+    """Where nothing fits, what a recipe near to this one does: of a global batch that leaves no plan to
+    evaluate the nearest that divides evenly, otherwise the loss in chunks."""
 
     @property
     def num_evaluated(self) -> int:

@@ -60,7 +60,8 @@ def search(
 
     ``progress(words, fraction)`` is called as it goes on and ends the search by raising. A plan counts as
     feasible if ``headroom_bytes`` of each card stay free. Where no layout divides the global batch,
-    ``Ranking.even`` is the same search with the nearest batch of which each GPU has an equal part. Raises
+    ``Ranking.instead`` is the same search with the nearest batch of which each GPU has an equal part; where
+    no plan fits, with the loss in chunks, which the grid has only if the recipe says so. Raises
     ``ValueError`` for a figure of the GPU that is not known, and for a recipe that no framework could run.
     """
     start = time.perf_counter()
@@ -100,7 +101,7 @@ def search(
     memory = [found[place][0] for place in sorted(found)]
     seconds = [found[place][1] for place in sorted(found)]
     told = {one.layout.framework for one in answered}
-    return Ranking(
+    ranking = Ranking(
         architecture=arch,
         cluster=cluster,
         recipe=recipe,
@@ -113,19 +114,24 @@ def search(
         refused={name: why for name, why in refused.items() if name not in told},
         candidates=tuple(answered),
         seconds=time.perf_counter() - start,
-        even=None if asked else _with_even_batch(arch, cluster, recipe, names, headroom_bytes),
     )
+    other = None if ranking.num_feasible else _instead(recipe, cluster, is_uneven=not asked)
+    if other is None:
+        return ranking
+    # Told beside what was asked for, never in its place.
+    return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
 
 
-def _with_even_batch(
-    arch: Architecture, cluster: Cluster, recipe: Recipe, frameworks: list[str], headroom_bytes: int
-) -> Ranking | None:
+def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None:
+    """The nearest recipe that may have plans where this one has none; None: there is no such."""
+    if not is_uneven:
+        # The grid has the recipe's loss. In chunks it learns the same, and whole logits are gone.
+        may_be_cut = recipe.loss is None and recipe.kernels is None
+        return replace(recipe, loss="chunked") if may_be_cut else None
     at_once = cluster.num_gpus * recipe.micro_batch_size
     if recipe.global_batch_size % at_once == 0:
         return None
-    batch = max(1, round(recipe.global_batch_size / at_once)) * at_once
-    even = replace(recipe, global_batch_size=batch)
-    return search(arch, cluster, even, frameworks, headroom_bytes=headroom_bytes)
+    return replace(recipe, global_batch_size=max(1, round(recipe.global_batch_size / at_once)) * at_once)
 
 
 def _by_table(asked: list[Candidates]) -> Iterator[tuple[int, Candidates]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,11 @@ class Runs(list["Run"]):
     def _repr_html_(self) -> str:
         if not self:
             return "<p>No runs here.</p>"
-        return _html(self.to_frame())
+        frame = self.to_frame()
+        # A run without a name of its own is called by its start: once is enough, and leaves room for errors.
+        if all(_NAMED_BY_START.match(run.name) for run in self):
+            frame = frame.drop(columns="started")
+        return _html(frame)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +180,7 @@ def _predicted_pace(run: Run) -> float | None:
     return run.plan.recipe.global_batch_size * run.plan.recipe.seq_len / seconds if seconds else None
 
 
+_NAMED_BY_START = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 _COLUMNS = (
     *("run", "status", "started", "seconds", "plan", "ranks", "steps", "loss"),
     *("step_seconds", "predicted_step_seconds", "step_error"),

@@ -118,7 +118,7 @@ def stored_rates(cluster: Cluster) -> Rates | None:
     others = None if own or gpu == "cpu" else every
     if own is None and others is None:
         return None
-    return _rates(cluster, folder, own, others, host_cores())
+    return _rates(cluster, folder, own, others, host_cores() if gpu == "cpu" else None)
 
 
 def calibration_for(cluster: Cluster, folder: str | os.PathLike[str] | None = None) -> Calibration | None:

@@ -14,6 +14,7 @@ from shardscope.memory.modules.attention import in_plain_math, is_eager
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.precision import FP32
 from shardscope.timing.collectives import calls_on
+from shardscope.timing.parallel import parallel_calls
 from shardscope.timing.products import (
     LayerProducts,
     adapter_products,
@@ -91,6 +92,7 @@ class LayerWork:
         self.memory = rates.memory()
         self.passes = rates.passes(modules.kernels)
         self._layers: dict[bool, LayerSeconds] = {}
+        self.parallel = parallel_calls(self)
 
     def call_seconds(self, transfer: Transfer) -> Any:
         """One call of ``transfer``, as if nothing else ran; stages have many of them in common."""
@@ -137,7 +139,11 @@ class LayerWork:
             + moe * passes.kernels_experts_backward
             + num_adapters * _ADAPTER_KERNELS[1],
         )
-        both = Operators(*(there + back for there, back in zip(forward, backward, strict=True)))
+        both = Operators(
+            forward.matrices + backward.matrices,
+            forward.attention + backward.attention,
+            forward.elementwise + backward.elementwise,
+        )
         again = self._again(products, forward)
         return LayerSeconds(both, forward.seconds, forward.attention, again, saved)
 
@@ -225,7 +231,7 @@ class LayerWork:
         """
         starting = num_kernels * self.rates.kernel_seconds
         waiting = largest(0.0, starting - work.seconds) if self.plan.on_gpu else starting
-        return work._replace(elementwise=work.elementwise + waiting)
+        return Operators(work.matrices, work.attention, work.elementwise + waiting)
 
     def _again(self, products: LayerProducts, forward: Operators) -> Any:
         """Of one layer that is recomputed: all of its forward but the last product, or what is cheap.

@@ -6,33 +6,68 @@ Ranks lie tp, cp, data, pp, inner to outer. Numbers may be arrays of plans.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.memory.arithmetic import ceil_div, looked_up, where
 from shardscope.memory.modules.attention import widths as attention_widths
 from shardscope.memory.precision import FP32
 from shardscope.memory.stages import layers_by_kind
+from shardscope.timing.sent import Sent, sent
 from shardscope.timing.traffic import Beneath, Collective, Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardscope.memory.stages import Stage
     from shardscope.plan import Plan
     from shardscope.timing.layers import LayerWork
 
 
-def parallel_transfers(work: LayerWork, stage: Stage) -> list[Transfer]:
-    """What one rank of ``stage`` sends in one step beside its training state."""
-    found: list[Transfer] = []
-    plan = work.plan
-    if _any_above_one(plan.degrees.tp):
-        found += _tensor(work, stage)
-    if _any_above_one(plan.degrees.cp):
-        found += _context(work, stage)
-    if _any_above_one(plan.degrees.ep) and plan.architecture.mixture_of_experts is not None:
-        found += _experts(work, stage)
-    if _any_above_one(plan.degrees.pp):
-        found += _sends(work)
+class Repeated(NamedTuple):
+    """Collectives that every stage makes, as often as it has what they are of."""
+
+    number: Callable[[LayerWork, Stage], Any]
+    """How many of these a stage has."""
+    each: Sent
+    """For one of them, in one step."""
+
+
+def parallel_calls(work: LayerWork) -> list[Repeated]:
+    """What one rank sends in one step beside its training state: the same for all stages of the plan."""
+    degrees, call = work.plan.degrees, work.call_seconds
+    found: list[Repeated] = []
+    if _any_above_one(degrees.tp):
+        found.append(Repeated(_pairs, sent(_tensor(work), call)))
+    if _any_above_one(degrees.cp):
+        found.append(Repeated(_layers, sent(_context(work), call)))
+    if _any_above_one(degrees.ep) and work.arch.mixture_of_experts is not None:
+        found.append(Repeated(_moe_layers, sent(_experts(work), call)))
+    if _any_above_one(degrees.pp):
+        found.append(Repeated(_once, sent(_sends(work), call)))
     return found
+
+
+def _pairs(work: LayerWork, stage: Stage) -> Any:
+    """Pairs of reductions: two a layer, one of the embedding and one of the head.
+
+    Where each rank of tp has experts of its own, a layer of them has none around its MLP.
+    """
+    pairs: Any = stage.is_first + stage.is_last * 1
+    for moe, layers in layers_by_kind(work.arch, stage):
+        pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
+    return pairs
+
+
+def _layers(_work: LayerWork, stage: Stage) -> Any:
+    return stage.num_layers
+
+
+def _moe_layers(_work: LayerWork, stage: Stage) -> Any:
+    return stage.num_moe_layers
+
+
+def _once(_work: LayerWork, _stage: Stage) -> Any:
+    return 1
 
 
 def recomputed_share(plan: Plan) -> Any:
@@ -49,18 +84,14 @@ def _stream_bytes(work: LayerWork) -> Any:
     return work.tokens * work.arch.hidden_size * work.modules.compute
 
 
-def _tensor(work: LayerWork, stage: Stage) -> list[Transfer]:
-    """Two reductions a layer forward and two backward (Shoeybi et al. 2019, figure 4).
+def _tensor(work: LayerWork) -> list[Transfer]:
+    """One reduction forward and one backward (Shoeybi et al. 2019, figure 4).
 
     With the sequence split each is a reduce-scatter with an all-gather (Korthikanti et al. 2022, section
-    4.2.2): the same bytes on a ring. Embedding and head reduce once each. Where each rank of tp has experts
-    of its own, a layer of them has none around its MLP.
+    4.2.2): the same bytes on a ring.
     """
     plan, overlap = work.plan, work.overlap
-    pairs: Any = stage.is_first + stage.is_last * 1
-    for moe, layers in layers_by_kind(work.arch, stage):
-        pairs = pairs + layers * (where(work.expert_tp > 1, 2, 1) if moe else 2)
-    tp, stream, times = plan.degrees.tp, _stream_bytes(work), plan.num_micro_batches * pairs
+    tp, stream, times = plan.degrees.tp, _stream_bytes(work), plan.num_micro_batches
     again = times * (1 + recomputed_share(plan))
 
     def calls(collective: Collective, times: Any, beneath: Beneath, bare: Any) -> Transfer:
@@ -89,8 +120,8 @@ def _tensor(work: LayerWork, stage: Stage) -> list[Transfer]:
     return found
 
 
-def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
-    """Keys and values pass to all ranks forward, and with their gradients backward (Liu et al. 2023).
+def _context(work: LayerWork) -> list[Transfer]:
+    """A layer's keys and values pass to all ranks forward, with their gradients backward (Liu et al. 2023).
 
     On a ring attention works on what is there while the next part travels; gathered first, it works on its
     own part meanwhile. Gradients go round either way, each part's beneath the next one's attention.
@@ -101,7 +132,7 @@ def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
     heads = work.arch.num_attention_heads if work.arch.latent_attention else work.arch.num_key_value_heads
     cut = looked_up(partial(min, heads), tp)
     keys = work.tokens * cp * (width.key + width.value) * work.modules.compute / cut
-    layers = plan.num_micro_batches * stage.num_layers
+    times = plan.num_micro_batches
     # Of attention all but the last of cp parts can cover the next one's way; or only the first of them.
     bare = 0.0 if work.overlap.context == "ring" else 1 - 1 / cp
     forward = Transfer(
@@ -110,26 +141,26 @@ def _context(work: LayerWork, stage: Stage) -> list[Transfer]:
         keys,
         cp,
         tp,
-        layers * (1 + recomputed_share(plan)),
+        times * (1 + recomputed_share(plan)),
         num_messages=1,
         beneath="attention",
         bare=bare,
     )
     if not work.overlap.gradients_home:
-        return [forward, forward._replace(times=2 * layers)]
+        return [forward, forward._replace(times=2 * times)]
     gradients = keys / cp * (FP32 / work.modules.compute)
-    hop = Transfer("context_parallel", "send", gradients, cp, tp, layers)
-    covered = hop._replace(times=layers * (cp - 1), beneath="attention", bare=0.0)
-    return [forward, forward._replace(times=layers), covered, hop]
+    hop = Transfer("context_parallel", "send", gradients, cp, tp, times)
+    covered = hop._replace(times=times * (cp - 1), beneath="attention", bare=0.0)
+    return [forward, forward._replace(times=times), covered, hop]
 
 
-def _experts(work: LayerWork, stage: Stage) -> list[Transfer]:
-    """Tokens go out and come back, forward and backward (Lepikhin et al. 2020); the fullest rank's."""
+def _experts(work: LayerWork) -> list[Transfer]:
+    """A layer's tokens of the fullest rank go out and back, forward and backward (Lepikhin et al. 2020)."""
     plan, degrees = work.plan, work.plan.degrees
     routed = work.routed_tokens() * work.arch.hidden_size * work.modules.compute
     # Experts are spread over tp first where each of its ranks has its own.
     stride = where(work.expert_tp < degrees.tp, 1, degrees.tp)
-    times = plan.num_micro_batches * stage.num_moe_layers * 2 * (2 + recomputed_share(plan))
+    times = plan.num_micro_batches * 2 * (2 + recomputed_share(plan))
     return [Transfer("expert_parallel", "all_to_all", routed, degrees.ep, stride, times)]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shardscope.catalog import entries, links
+from shardscope.cluster import ASSUMED_LINK, ASSUMED_NETWORK
 from shardscope.memory.arithmetic import largest
 from shardscope.validation import refuse
 
@@ -205,12 +206,23 @@ def rates_of(cluster: Cluster) -> Rates:
     )
 
 
-def check_links(cluster: Cluster, rates: Rates) -> None:
-    """Raise ``ValueError`` where GPUs of one node have a link that nobody named or measured.
+_NETWORKS = ("infiniband", "roce", "ethernet")
 
-    :meth:`Cluster.of` puts PCIe 4.0 between GPUs whose entry has none: enough to make a plan, but a guess of
-    its speed.
+
+def check_links(cluster: Cluster, rates: Rates) -> None:
+    """Raise ``ValueError`` where GPUs of one node, or nodes, have a link that nobody named or measured.
+
+    :meth:`Cluster.of` puts PCIe 4.0 between GPUs whose entry has none, and Ethernet between nodes of GPUs
+    that the catalogue does not have: enough to make a plan, but a guess of its speed.
     """
+    if cluster.num_nodes > 1 and cluster.inter_node_link.name == ASSUMED_NETWORK:
+        networks = ", ".join(name for name in links if name.startswith(_NETWORKS))
+        refuse(
+            "Cluster.inter_node_link",
+            ASSUMED_NETWORK,
+            f"the link between nodes, one of {networks}, or a Link of your own",
+            "dataclasses.replace(cluster, inter_node_link=shardscope.catalog.links['infiniband-ndr'])",
+        )
     name = cluster.gpu.link
     if cluster.gpus_per_node == 1 or name in links or cluster.intra_node_link.name != ASSUMED_LINK:
         return
@@ -224,8 +236,6 @@ def check_links(cluster: Cluster, rates: Rates) -> None:
         )
 
 
-ASSUMED_LINK = "pcie-4-x16"
-"""What :meth:`Cluster.of` takes where a GPU's link is not known."""
 _MOVED_BYTES = {"fp8": 4 / 3, "bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4}
 """Bytes of a number that a product moves, the mean of both operands and what it puts out (from fp8: bf16)."""
 

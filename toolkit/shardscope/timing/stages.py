@@ -9,9 +9,9 @@ from shardscope.memory.stages import layers_by_kind
 from shardscope.timing.head import ends
 from shardscope.timing.host import host_seconds
 from shardscope.timing.layers import LayerWork
-from shardscope.timing.parallel import parallel_transfers
 from shardscope.timing.rates import check_links
 from shardscope.timing.report import PARTS
+from shardscope.timing.sent import sent, told
 from shardscope.timing.update import update_seconds
 
 if TYPE_CHECKING:
@@ -22,21 +22,14 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
-    from shardscope.timing.traffic import Beneath, Transfer
+    from shardscope.timing.sent import Sent, Told
+    from shardscope.timing.traffic import Beneath
 
 _NOTHING: dict[Part, Any] = {part: 0.0 for part in PARTS if part != "bubble"}
 ONCE: tuple[Part, ...] = ("gradients", "gathers", "optimizer", "offload")
 """Parts that a pipeline's first and last micro-batches do not wait for."""
 FLOWING = tuple(part for part in _NOTHING if part not in ONCE)
 """Those that pass from stage to stage with each micro-batch."""
-
-
-class Told(NamedTuple):
-    """One kind of collective with its time."""
-
-    transfer: Transfer
-    seconds: Any
-    hidden: Any
 
 
 class StageSeconds(NamedTuple):
@@ -97,14 +90,11 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
     micro_batches = plan.num_micro_batches
     parts, cover, dropped = _arithmetic(work, stage, micro_batches)
     traffic = work.model.state_traffic(plan, stage)
-    transfers: list[Transfer] = []
-    took: list[Any] = []
-    for transfer in (*parallel_transfers(work, stage), *traffic.transfers):
-        ranks, times = transfer.ranks, transfer.times
-        if not (ranks.__class__ is int and ranks == 1) and not (times.__class__ is int and times == 0):
-            transfers.append(transfer)
-            took.append(times * work.call_seconds(transfer))
-    exposed, free, shares = _exposed(transfers, took, cover, micro_batches)
+    state = sent(traffic.transfers, work.call_seconds)
+    repeated = [(calls.number(work, stage), calls.each) for calls in work.parallel]
+    for number, each in repeated:
+        state.added(number, each)
+    exposed, shares = _exposed(state, cover, micro_batches)
     for part, seconds in exposed.items():
         parts[part] = parts[part] + seconds
     parts["gathers"] = parts["gathers"] + traffic.copied_for_gathers / work.memory
@@ -113,7 +103,10 @@ def seconds_of(work: LayerWork, stage: Stage) -> StageSeconds:
     host = host_seconds(plan, traffic, dropped, cover.forward, cover.backward, rates)
     parts["offload"] = host.exposed
     return StageSeconds(
-        parts, lambda: _told(transfers, took, shares), lambda: _hidden(free, shares), host.hidden
+        parts,
+        lambda: told([*repeated, (1, state)], shares),
+        lambda: _hidden(state.free, shares),
+        host.hidden,
     )
 
 
@@ -166,29 +159,20 @@ def _arithmetic(work: LayerWork, stage: Stage, micro_batches: Any) -> tuple[dict
     return found, cover, micro_batches * dropped
 
 
-def _exposed(
-    transfers: list[Transfer], took: list[Any], cover: _Cover, micro_batches: Any
-) -> tuple[dict[Part, Any], dict[tuple[Part, Beneath], Any], dict[Beneath, Any]]:
-    """What is left of each part's collectives, what arithmetic could cover of them, and the share it does.
+def _exposed(all_sent: Sent, cover: _Cover, micro_batches: Any) -> tuple[dict[Part, Any], dict[Beneath, Any]]:
+    """What is left of each part's collectives, and the share of what arithmetic could cover that it does.
 
     What runs beneath the same arithmetic shares it, each by its own length: of a layer's next gather and the
     last one's reduction in FSDP2's backward, say. A share that nothing covers is left of each.
     """
-    seconds: dict[Part, Any] = {}
-    free: dict[tuple[Part, Beneath], Any] = {}
-    for transfer, one in zip(transfers, took, strict=True):
-        part, beneath = transfer.part, transfer.beneath
-        seconds[part] = seconds[part] + one if part in seconds else one
-        if beneath != "nothing":
-            key = part, beneath
-            free[key] = free[key] + _free(transfer, one) if key in free else _free(transfer, one)
     sums: dict[Beneath, Any] = {}
-    for (_, beneath), one in free.items():
+    for (_, beneath), one in all_sent.free.items():
         sums[beneath] = sums[beneath] + one if beneath in sums else one
     shares = _shares(sums, cover, micro_batches)
-    for (part, beneath), one in free.items():
-        seconds[part] = seconds[part] - one * shares[beneath]
-    return seconds, free, shares
+    left = all_sent.seconds.copy()
+    for (part, beneath), one in all_sent.free.items():
+        left[part] = left[part] - one * shares[beneath]
+    return left, shares
 
 
 def _hidden(free: dict[tuple[Part, Beneath], Any], shares: dict[Beneath, Any]) -> dict[Part, Any]:
@@ -198,22 +182,6 @@ def _hidden(free: dict[tuple[Part, Beneath], Any], shares: dict[Beneath, Any]) -
     return found
 
 
-def _free(transfer: Transfer, took: Any) -> Any:
-    """Seconds of one kind of collective that could run beneath arithmetic."""
-    return took * (1 - (1 / transfer.num_messages if transfer.bare is None else transfer.bare))
-
-
-def _told(transfers: list[Transfer], took: list[Any], shares: dict[Beneath, Any]) -> list[Told]:
-    return [
-        Told(
-            transfer,
-            one,
-            0.0 if transfer.beneath == "nothing" else _free(transfer, one) * shares[transfer.beneath],
-        )
-        for transfer, one in zip(transfers, took, strict=True)
-    ]
-
-
 def _shares(sums: dict[Beneath, Any], cover: _Cover, micro_batches: Any) -> dict[Beneath, Any]:
     """Of what could hide beneath each arithmetic, the share that does; no second of arithmetic covers twice.
 
@@ -221,26 +189,29 @@ def _shares(sums: dict[Beneath, Any], cover: _Cover, micro_batches: Any) -> dict
     the narrower is no room for what may run beneath the wider.
     """
     shares: dict[Beneath, Any] = {}
-    if not sums:
-        return shares
-
-    def hidden(beneath: Beneath, covered: Any) -> Any:
-        """Seconds hidden beneath it, of which others have ``covered`` some."""
-        together = sums.get(beneath)
-        if together is None:
-            return 0.0
-        room = largest(0.0, getattr(cover, beneath) - covered)
-        shares[beneath] = smallest(1.0, room / where(together > 0, together, 1.0))
-        return shares[beneath] * together
-
-    forward = backward = 0.0
-    around = hidden("attention", 0.0)
+    forward: Any = 0.0
+    backward: Any = 0.0
     if "attention" in sums:
+        around = _hide("attention", 0.0, sums, cover, shares)
         # Of keys and values as much passes beneath each second of attention, whichever way it goes.
         forward = around * (cover.attention_forward / where(cover.attention > 0, cover.attention, 1.0))
         backward = around - forward
-    first = hidden("first_forward", forward / micro_batches)
-    last = hidden("last_backward", backward / micro_batches)
-    hidden("forward", forward + first)
-    hidden("backward", backward + last)
+    if "first_forward" in sums:
+        forward = forward + _hide("first_forward", forward / micro_batches, sums, cover, shares)
+    if "last_backward" in sums:
+        backward = backward + _hide("last_backward", backward / micro_batches, sums, cover, shares)
+    if "forward" in sums:
+        _hide("forward", forward, sums, cover, shares)
+    if "backward" in sums:
+        _hide("backward", backward, sums, cover, shares)
     return shares
+
+
+def _hide(
+    beneath: Beneath, covered: Any, sums: dict[Beneath, Any], cover: _Cover, shares: dict[Beneath, Any]
+) -> Any:
+    """Seconds hidden beneath that arithmetic, of which others have ``covered`` some; its share is noted."""
+    together = sums[beneath]
+    room = largest(0.0, getattr(cover, beneath) - covered)
+    share = shares[beneath] = smallest(1.0, room / where(together > 0, together, 1.0))
+    return share * together

@@ -12,13 +12,14 @@ from shardscope.timing.flops import hardware_flops_per_token, model_flops_per_to
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.paging import travelling_bytes
 from shardscope.timing.report import PARTS, Communication, StepReport
-from shardscope.timing.stages import StageSeconds, Told, seconds_of, work_of
+from shardscope.timing.stages import StageSeconds, seconds_of, work_of
 from shardscope.timing.words import told
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.timing.rates import Rates
     from shardscope.timing.report import Part
+    from shardscope.timing.sent import Told
 
 
 ALIKE = 1 - 1e-12
@@ -112,10 +113,10 @@ def _communication(plan: Plan, rates: Rates, collectives: list[Told]) -> tuple[C
             collective=transfer.collective,
             link=bounding_link(transfer, per_node, rates).name,
             ranks=transfer.ranks,
-            num_bytes=transfer.num_bytes * transfer.times,
+            num_bytes=transfer.num_bytes * times,
             seconds=took,
             hidden_seconds=hidden,
         )
-        for transfer, took, hidden in collectives
+        for transfer, times, took, hidden in collectives
         if took
     )

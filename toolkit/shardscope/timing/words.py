@@ -21,6 +21,7 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
     precision = PEAKS[recipe.precision]
     rate, attention = rates.matrix(precision), rates.attend(HALF_PEAKS[recipe.precision], plan.kernels)
     passes = rates.passes(plan.kernels)
+    load = recipe.expert_capacity_factor or recipe.expert_imbalance
     memory = f"{rates.memory() / 1e12:.2f} TB/s"
     words: dict[Part, str] = {
         "matrices": (
@@ -49,7 +50,10 @@ def told(part: Part, plan: Plan, rates: Rates) -> str:
             f"cp={degrees.cp}: keys and values to all ranks, their gradients back (Liu et al. 2023); joining "
             "the outputs is in elementwise"
         ),
-        "expert_parallel": f"ep={degrees.ep}: tokens to their experts and back (Lepikhin et al. 2020)",
+        "expert_parallel": (
+            f"ep={degrees.ep}: tokens to their experts and back (Lepikhin et al. 2020), of the rank whose "
+            f"experts get {load:g} times their even share"
+        ),
         "pipeline_transfers": f"pp={degrees.pp}: hidden states forward, their gradients back",
         "gathers": "parameters gathered, and staged in the GPU's own memory (Rajbhandari et al. 2020)",
         "gradients": "gradients added up, staged and reduced over data-parallel ranks (Li et al. 2020)",

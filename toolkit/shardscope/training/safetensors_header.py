@@ -7,13 +7,12 @@ library. Imports no torch, so that a file is refused before any rank starts.
 
 from __future__ import annotations
 
-import json
 import math
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from shardscope.serialization import _no_duplicates
+from shardscope.json_text import parse_json
 from shardscope.validation import refuse
 
 MAX_HEADER_BYTES = 100_000_000
@@ -71,7 +70,7 @@ def _header_bytes(file: BinaryIO, size: int, field: str) -> int:
 def _entries(header: bytes, field: str) -> dict[str, Any]:
     """Of tensors, by their names."""
     try:
-        found = json.loads(header.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        found = parse_json("header", header.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         why = str(error) or type(error).__name__
         refuse(field, f"a header that is no JSON: {why}", "the JSON of a safetensors file", COPY_AGAIN)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope import hf_config
 from shardscope.architecture import Architecture
-from shardscope.serialization import _no_duplicates
+from shardscope.json_text import parse_json
 from shardscope.training.safetensors_header import StoredTensor, read_header
 from shardscope.training.stored_names import is_unused, sources
 from shardscope.validation import refuse
@@ -142,7 +142,7 @@ class WeightsFolder:
         if not stat.S_ISREG(file.stat().st_mode) or size > MAX_INDEX_BYTES:
             refuse(field, size, f"a file of at most {MAX_INDEX_BYTES:,} bytes", "the model's own index")
         try:
-            said = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_no_duplicates)
+            said = parse_json("index", file.read_bytes().decode("utf-8"))
         except (ValueError, RecursionError) as error:
             refuse(field, f"no JSON: {error}", "a JSON object with weight_map", "the model's own index")
         places: Any = said.get("weight_map") if isinstance(said, dict) else None

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
-from shardscope.export.documents import Document, Keys, read_json, read_yaml, text_of
+from shardscope.export.documents import Document, read_json, read_yaml, text_of
 from shardscope.export.unsaid import noted
 from shardscope.frameworks.accelerate.export import MIXED
 from shardscope.frameworks.ddp.layout import DdpLayout
 from shardscope.frameworks.deepspeed import read as deepspeed
 from shardscope.frameworks.deepspeed.layout import ZeroLayout
 from shardscope.frameworks.fsdp2.layout import Fsdp2Layout
+from shardscope.places import Keys
 from shardscope.recipe import Recipe
 from shardscope.validation import refuse
 
@@ -148,14 +149,17 @@ def read(
 
 
 def _check_ranks(document: Document, rest: Rest) -> None:
-    """What the file says of machines and processes has to be what the cluster has."""
-    cluster = rest.the_cluster(document.name)
+    """What the file says of machines and processes has to be what the cluster has, once there is one."""
+    said = {key: document.number(key, low=-1) for key in ("num_processes", "num_machines")}
+    use_cpu = document.flag("use_cpu")
+    cluster = rest.cluster
+    if cluster is None:
+        return
     for key, number in (("num_processes", cluster.num_gpus), ("num_machines", cluster.num_nodes)):
-        said = document.number(key, low=-1)
-        if said not in (None, -1, number):
+        if said[key] not in (None, -1, number):
             document.refuse((key,), f"{number}, as {cluster} has", f"cluster=..., or {key}: {number}")
     is_cpu = cluster.gpu.vendor == "cpu"
-    if document.flag("use_cpu") not in (None, is_cpu):
+    if use_cpu not in (None, is_cpu):
         document.refuse(("use_cpu",), f"{str(is_cpu).lower()} with {cluster}", str(is_cpu).lower())
 
 
@@ -184,7 +188,7 @@ def _fsdp(document: Document, rest: Rest) -> tuple[Fsdp2Layout, dict[str, tuple[
         allowed = "2: FSDP1 is not planned here" if key == "fsdp_version" else "nothing: FSDP2 has none"
         document.refuse((part, key), allowed, instead)
     before = rest.layout if isinstance(rest.layout, Fsdp2Layout) else None
-    says = _parallel(document, before, rest.the_cluster(document.name).num_gpus)
+    says = _parallel(document, before, rest.cluster)
     reshard = document.flag(part, "fsdp_reshard_after_forward")
     says["reshard_after_forward"] = (
         (part, "fsdp_reshard_after_forward"),
@@ -207,18 +211,22 @@ def _recomputation(document: Document, recipe: Recipe) -> dict[str, tuple[Keys, 
     return {"recompute": (keys, "full" if wanted else "none"), "recompute_interval": (keys, 1)}
 
 
-def _parallel(document: Document, before: Fsdp2Layout | None, num_gpus: int) -> dict[str, tuple[Keys, Any]]:
+def _parallel(
+    document: Document, before: Fsdp2Layout | None, cluster: Cluster | None
+) -> dict[str, tuple[Keys, Any]]:
     """Field -> (key, value) of the degrees; ``shard`` stays open where it takes what the others leave."""
     part = "parallelism_config"
     sizes = {field: document.number(part, key, low=1, high=2**20) for field, key in PARALLEL.items()}
     says: dict[str, tuple[Keys, Any]] = {
         field: ((part, PARALLEL[field]), sizes[field] or 1) for field in ("replicate", "tp", "cp")
     }
+    shard = sizes["shard"]
     others = prod(size for _, size in says.values())
-    is_rest = sizes["shard"] in (None, num_gpus // others)
-    shard = sizes["shard"] or num_gpus // others
-    was_open = before is None or before.shard is None
-    says["shard"] = ((part, PARALLEL["shard"]), None if is_rest and was_open else shard)
+    if cluster is not None and cluster.num_gpus % others == 0:  # else the layout refuses the others
+        left = cluster.num_gpus // others
+        was_open = before is None or before.shard is None
+        shard = None if shard in (None, left) and was_open else shard or left
+    says["shard"] = ((part, PARALLEL["shard"]), shard)
     return says
 
 
@@ -252,8 +260,9 @@ def _inline(document: Document, rest: Rest) -> Plan:
         says[field] = ((part, key), None if device == "none" else device)
     values = {field: value for field, (_, value) in says.items()}
     steps = document.number(part, "gradient_accumulation_steps", low=1, high=2**24)
-    ranks = rest.the_cluster(document.name).num_gpus // (layout.tp * layout.pp)
-    total = None if steps is None else rest.recipe.micro_batch_size * steps * ranks
+    total = None
+    if steps is not None and rest.cluster is not None:
+        total = rest.recipe.micro_batch_size * steps * (rest.cluster.num_gpus // (layout.tp * layout.pp))
     said: dict[str, tuple[Keys, Any]] = {
         "precision": (("mixed_precision",), _precision(document, rest.recipe)),
         "global_batch_size": ((part, "gradient_accumulation_steps"), total),

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
-from shardscope.export.documents import Document, Keys, read_json
+from shardscope.export.documents import Document, read_json
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.export import OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
+from shardscope.places import Keys
 from shardscope.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -172,7 +173,9 @@ def _layout(document: Document, rest: Rest) -> dict[str, tuple[Keys, Any]]:
             continue  # in the plan's own words then, which may leave a number open
         # Left out it is DeepSpeed's default, which is the layout's but for the stage.
         missing = 0 if field == "stage" else getattr(plain, field)
-        found[field] = (keys, missing if value is None else value)
+        legacy = LEGACY.get(keys[:-1], ()) if field in DEVICES else ()
+        said = legacy if legacy and document.get(*legacy) is not None else keys
+        found[field] = (said, missing if value is None else value)
     pinned = _pinned(document, before)
     if pinned is not None:
         found["pin_memory"] = pinned
@@ -192,7 +195,7 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
             return "cpu"  # what DeepSpeed takes where a section names none (offload_config.py)
         return None if device == "none" else device
     if document.get(*keys) == "auto":
-        width = rest.the_architecture(document.name).hidden_size
+        width = rest.architecture.hidden_size if rest.architecture is not None else 0
         # transformers/integrations/deepspeed.py, trainer_config_finalize
         sizes = {
             "reduce_bucket_size": width * width,
@@ -201,7 +204,7 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
         }
         if field not in sizes:
             document.refuse(keys, "a number: only the Trainer's own three keys can be 'auto'", "leave it out")
-        return sizes[field]
+        return sizes[field] or None  # without an architecture, which is refused at the end
     return document.number(*keys, low=0, high=MAX_ELEMENTS)
 
 
@@ -275,10 +278,9 @@ def _batches(document: Document, rest: Rest, model_parallel: int) -> tuple[int |
         key: None if document.get(key) == "auto" else document.number(key, low=1, high=2**24) for key in BATCH
     }
     total, micro, steps = (said[key] for key in BATCH)
-    ranks = rest.the_cluster(document.name).num_gpus
-    if ranks % model_parallel:
-        return micro, total  # the layout says so better
-    data_parallel = ranks // model_parallel
+    if rest.cluster is None or rest.cluster.num_gpus % model_parallel:
+        return micro, total  # what is missing is refused at the end; the layout says the other better
+    data_parallel = rest.cluster.num_gpus // model_parallel
     is_open = {key for key in BATCH if document.get(key) == "auto"}
     if total is None:
         if steps is None and (micro is None or is_open):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from shardscope.frameworks.fsdp2.inner_units import wraps_inside
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
 from shardscope.planner.preflight.finding import Finding
@@ -21,7 +22,7 @@ def in_script(script: Script) -> Iterator[Finding]:
     """Calls that wrap, as far as the text tells: only once and only the model, or whatever there is."""
     for name in WRAPS:
         calls = script.calls(name)
-        if len(calls) == 1 and not script.is_repeated(calls[0]) and not _wraps_inside(script, calls[0]):
+        if len(calls) == 1 and not script.is_repeated(calls[0]) and not wraps_inside(script, calls[0]):
             yield one_unit(script, calls[0].lineno)
         yield from (_every_module(script, call) for call in calls if _wraps_everything(script, call))
     for call in (*script.calls("size_based_auto_wrap_policy"), *script.calls("partial")):
@@ -87,15 +88,6 @@ def _every_module(script: Script, call: ast.Call) -> Finding:
         change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
         line=call.lineno,
     )
-
-
-def _wraps_inside(script: Script, call: ast.Call) -> bool:
-    """Whether a policy wraps layers inside, or the call is in a function that is given modules one by one."""
-    if any(name in keywords(call) for name in ("auto_wrap_policy", "policy")) or any(
-        keyword.arg is None for keyword in call.keywords
-    ):
-        return True
-    return "apply" in script.names or "wrap" in script.names or "map" in script.names
 
 
 def _wraps_everything(script: Script, call: ast.Call) -> bool:

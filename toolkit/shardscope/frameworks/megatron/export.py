@@ -45,7 +45,8 @@ def files(plan: Plan) -> list[Exported | Absent]:
         ),
         Absent(name=ARGUMENTS_FILE, why="transformers' Trainer does not run Megatron."),
     ]
-    environment = f"export {ONE_CONNECTION}=1\n" if wants_one_connection(plan) else ""
+    # What somebody has set stays, as in a run.
+    environment = f"export {ONE_CONNECTION}=${{{ONE_CONNECTION}:-1}}\n" if wants_one_connection(plan) else ""
     if why is not None:
         return [Absent(name=FLAGS_FILE, why=why), *started(plan, plain, environment), *none]
     program = '"${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${arguments[@]}"'

@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardscope.export.beside import Rest, changed, planned, rest_of
-from shardscope.export.documents import Document, Keys, text_of
+from shardscope.export.documents import Document, text_of
 from shardscope.export.unsaid import noted
 from shardscope.frameworks.megatron.arguments import (
     BACKENDS,
     OPTIMIZERS,
-    architecture_flags,
     megatron_arguments,
 )
 from shardscope.frameworks.megatron.chunks import CHUNK, chunks
 from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
+from shardscope.frameworks.megatron.read_architecture import (
+    SHAPE,
+    Says,
+    check_positions,
+    sizes,
+    the_architecture,
+)
+from shardscope.places import Keys
 from shardscope.recipe import Recipe
 from shardscope.validation import refuse
 
@@ -29,16 +36,6 @@ if TYPE_CHECKING:
     from shardscope.cluster import Cluster
     from shardscope.plan import Plan
 
-SHAPE = (
-    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size"),
-    *("max-position-embeddings", "position-embedding-type", "normalization", "make-vocab-size-divisible-by"),
-    *("group-query-attention", "num-query-groups", "swiglu", "disable-bias-linear", "add-qkv-bias"),
-    *("qk-layernorm", "untie-embeddings-and-output-weights", "multi-latent-attention", "q-lora-rank"),
-    *("kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "rope-type", "num-experts"),
-    *("moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq", "moe-token-dispatcher-type"),
-    *("moe-shared-expert-intermediate-size", "moe-router-pre-softmax"),
-)
-"""Flags that say the architecture."""
 DEGREES = {
     "tp": "tensor-model-parallel-size",
     "pp": "pipeline-model-parallel-size",
@@ -87,8 +84,6 @@ ALONE = frozenset({
 MISSPELT = 0.9
 """Likeness (difflib) from which an unknown flag is one of :data:`READ` misspelt, not another flag."""
 
-Says = dict[str, tuple[Keys, Any]]
-
 
 def read(
     arguments: str | Path | Sequence[str],
@@ -102,7 +97,6 @@ def read(
         if document.get(flag):
             document.refuse((flag,), f"nothing: {why}", "leave it out")
     rest = rest_of(file, architecture, cluster, recipe)
-    rest = replace(rest, architecture=_architecture(document, rest))
     recipe_noted, layout_noted = noted(document, text_of(file) if file else "", MegatronLayout)
     if rest.is_recipe_open:
         rest = replace(rest, recipe=changed(rest.recipe, document, recipe_noted))
@@ -115,11 +109,14 @@ def read(
         allowed = "a number: Megatron-LM's default depends on the cluster"
         refuse(f"{where}, --global-batch-size", None, allowed, "--global-batch-size 64")
     says = ({} if rest.layout else layout_noted) | _layout(document, made, before)
+    said = recipe_says | says | sizes(document, rest)
+    check_positions(document, made, said)
+    rest = replace(rest, architecture=the_architecture(document, rest, said))
     if document.get(CHUNK) is not None:
         says["vpp"] = ((CHUNK,), chunks(document, rest.the_architecture(document.name), says["pp"][1]))
     values = {name: value for name, (_, value) in says.items()}
     start = before or MegatronLayout()
-    plan = planned(rest, document, made, {**recipe_says, **says}, lambda: replace(start, **values))
+    plan = planned(rest, document, made, said | says, lambda: replace(start, **values))
     _check_split(document, plan)
     return plan
 
@@ -196,76 +193,6 @@ def _value(at: str, flag: str, given: list[str]) -> Any:
 # ------------------------------------------------------------------------------------------------ the nouns
 
 
-def _architecture(document: Document, rest: Rest) -> Architecture:
-    """The one that is known, if the flags agree with it; or the Llama that they describe."""
-    if rest.architecture is None:
-        return _llama(document)
-    shape = architecture_flags(rest.architecture)
-    for flag in SHAPE:
-        said, planned_value = document.get(flag), shape.get(flag, _MISSING)
-        if said is None and (planned_value is _MISSING or flag in _LEFT_TO_OTHERS):
-            continue
-        expected = True if planned_value is None else planned_value
-        if said != expected and not (flag in _LEFT_TO_OTHERS and rest.layout is None):
-            what = f"{rest.architecture.name} has"
-            if expected is _MISSING:
-                refuse(document.where(flag), said, f"nothing: {what} no such part", "leave it out")
-            refuse(document.where(flag), said, f"{expected!r}, as {what}", f"--{flag} {expected}")
-    return rest.architecture
-
-
-_MISSING = object()
-_LEFT_TO_OTHERS = frozenset({
-    "vocab-size", "make-vocab-size-divisible-by", "max-position-embeddings", "num-query-groups",
-    "ffn-hidden-size", "kv-channels", "moe-token-dispatcher-type", "moe-ffn-hidden-size", "rope-type",
-    "position-embedding-type",
-})  # fmt: skip
-"""Flags that a person's own command line may leave to a tokenizer, a default or another flag."""
-
-
-def _llama(document: Document) -> Architecture:
-    """A dense decoder of SwiGLU, RMSNorm and rotary positions without biases: those flags say it all."""
-    from shardscope.architecture import Architecture
-
-    fix = 'architecture=ss.models["llama-3.1-8b"]'
-    needed = ("swiglu", "disable-bias-linear")
-    others = [
-        flag
-        for flag in ("num-experts", "multi-latent-attention", "add-qkv-bias", "qk-layernorm")
-        if document.get(flag) is not None
-    ]
-    is_llama = (
-        all(document.get(flag) for flag in needed)
-        and document.get("normalization") == "RMSNorm"
-        and document.get("position-embedding-type") == "rope"
-        and not others
-    )
-    if not is_llama:
-        allowed = "an Architecture: these flags are not those of a Llama, and no plan.json lies beside them"
-        refuse("architecture", None, allowed, fix)
-    sizes: dict[str, int] = {}
-    for flag in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "vocab-size"):
-        size = document.number(flag, low=1)
-        if size is None:
-            refuse(f"{document.name}, --{flag}", None, "a number, or architecture=...", fix)
-        sizes[flag] = size
-    heads, width = sizes["num-attention-heads"], sizes["hidden-size"]
-    grouped = document.get("group-query-attention")
-    return Architecture(
-        name=document.name,
-        model_type="llama",
-        hidden_size=width,
-        intermediate_size=sizes["ffn-hidden-size"],
-        num_hidden_layers=sizes["num-layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=(document.number("num-query-groups", low=1) or 1) if grouped else heads,
-        head_dim=document.number("kv-channels", low=1) or width // heads,
-        vocab_size=sizes["vocab-size"],
-        max_position_embeddings=document.number("max-position-embeddings", low=1) or 4096,
-        tie_word_embeddings=not document.get("untie-embeddings-and-output-weights"),
-    )
-
-
 def _without_switches(document: Document, rest: Rest) -> Recipe:
     """The recipe without what only a flag can say, where the file beside its plan no longer has that flag."""
     recipe = rest.recipe
@@ -305,7 +232,10 @@ def _recipe(document: Document, rest: Rest) -> Says:
     says["recompute"] = _recompute(document)
     factor = document.get("moe-expert-capacity-factor")
     if factor is not None:
-        says["expert_capacity_factor"] = (("moe-expert-capacity-factor",), float(factor))
+        says["expert_capacity_factor"] = (
+            ("moe-expert-capacity-factor",),
+            float(factor) if isinstance(factor, int) else factor,
+        )
     return says
 
 

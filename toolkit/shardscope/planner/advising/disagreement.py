@@ -1,4 +1,4 @@
-"""Where a search over all layouts finds a faster plan than the questions do: which, and by how much."""
+"""Where a search over all layouts finds another plan than the questions do: which, and by how much."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from shardscope.timing.report import seconds_words
 if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.planner.advising.bench import Bench
+    from shardscope.planner.ranking import Ranking
 
 
 class Disagreement(NamedTuple):
     """What the search would do instead."""
 
-    plan: Plan
+    plan: Plan | None
+    """None where the search has none that fits."""
     words: str
 
 
-def disagreement(bench: Bench, advised: Tried) -> Disagreement | None:
+def disagreement(bench: Bench, advised: Tried | None) -> Disagreement | None:
     """The search's first plan, where it is faster than the advised one; None where both agree.
 
-    Or where no time can be told. Where the advised plan is not tight, the search's is not either.
+    Or where no time can be told. Where the advised plan is not tight, the search's is not either. ``advised``
+    None: the questions led nowhere.
     """
+    if advised is None:
+        return _found_alone(bench)
     if advised.seconds is None:
         return None
     room = bench.cluster.usable_bytes_per_gpu
@@ -36,12 +41,12 @@ def disagreement(bench: Bench, advised: Tried) -> Disagreement | None:
     except ValueError:
         return None
     if not len(ranking.order):
-        return None
+        return Disagreement(None, _not_in_the_grid(bench, advised, ranking))
     first = int(ranking.order[0])
     seconds = float(ranking.step_seconds[first])
     if seconds * WORTH_A_SETTING > advised.seconds:
         return None
-    plan = ranking.plan(first)
+    plan = ranking.best
     gained = words.shares(seconds, advised.seconds)
     beside = f"{seconds_words(seconds)} a step beside {seconds_words(advised.seconds)}, {gained}"
     clear = (
@@ -50,6 +55,29 @@ def disagreement(bench: Bench, advised: Tried) -> Disagreement | None:
         else "Less than such predictions are usually wrong by: begin with the simpler one."
     )
     found = f"Of {ranking.num_evaluated:,} plans a search puts {words.named(plan)} first"
+    return Disagreement(plan, f"{found}: {beside}. {clear} {_unsaid(bench, plan)}".strip())
+
+
+def _found_alone(bench: Bench) -> Disagreement | None:
+    """What a search finds where no plan is advised: it counts memory of unknown size as enough."""
+    try:
+        ranking = search(bench.architecture, bench.cluster, bench.recipe)
+    except ValueError:
+        return None
+    if not len(ranking.order):
+        return None
+    plan, pace = ranking.best, seconds_words(float(ranking.step_seconds[ranking.order[0]]))
+    found = f"Of {ranking.num_evaluated:,} plans a search finds {ranking.num_feasible:,} that may fit, first "
+    return Disagreement(plan, f"{found}{words.named(plan)}: {pace} a step. {_unsaid(bench, plan)}".strip())
+
+
+def _not_in_the_grid(bench: Bench, advised: Tried, ranking: Ranking) -> str:
+    found = f"Of {ranking.num_evaluated:,} plans a search finds none that fits"
+    if advised.plan.recipe.loss == bench.recipe.loss:
+        return f"{found}: this one has what its grid leaves as it is."
+    return f"{found}: its grid leaves the loss as it is, and this one computes it in chunks."
+
+
+def _unsaid(bench: Bench, plan: Plan) -> str:
     tried = bench.tried(plan.layout, plan.recipe)
-    unsaid = words.unsaid(tried) if isinstance(tried, Tried) else ""
-    return Disagreement(plan, f"{found}: {beside}. {clear} {unsaid}".strip())
+    return words.unsaid(tried) if isinstance(tried, Tried) else ""

@@ -33,7 +33,9 @@ def what_trains(path: Path) -> None:
             "Both hold the same: weights, gradients and the optimizer's state of every parameter. Adapters "
             "(LoRA) would keep gradients and state for a small share of them."
         )
-    path.told("", "Do all weights train, or only adapters?", answer, number, why, taken=True)
+    path.told(
+        "", "Fine-tune or pretrain: do all weights train, or only adapters?", answer, number, why, taken=True
+    )
 
 
 def one_gpu(path: Path) -> None:

@@ -18,6 +18,8 @@ MAX_CHARACTERS = 2**20
 """Longer than any script that a person wrote."""
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
@@ -46,6 +48,21 @@ class Script:
         return found
 
     @cached_property
+    def modules(self) -> dict[str, str]:
+        """Local name -> the module that it was imported from: ``wrap`` -> ``torch.distributed.fsdp.wrap``."""
+        return {
+            alias.asname or alias.name: node.module or ""
+            for node in self.walk(ast.ImportFrom)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+
+    @cached_property
+    def defined(self) -> set[str]:
+        """Functions and classes that it defines itself."""
+        return {node.name for node in self.walk(*DEFINITIONS)}  # type: ignore[attr-defined]
+
+    @cached_property
     def names(self) -> dict[str, int]:
         """Every name, attribute and keyword that occurs, under its imported name, and its first line."""
         found: dict[str, int] = {}
@@ -68,9 +85,11 @@ class Script:
 
     def walk(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """All nodes of these kinds."""
-        for node in ast.walk(self.tree) if self.tree is not None else ():
-            if isinstance(node, kinds):
-                yield node
+        yield from (node for node in self._nodes if isinstance(node, kinds))
+
+    @cached_property
+    def _nodes(self) -> list[ast.AST]:
+        return [] if self.tree is None else list(ast.walk(self.tree))
 
     def is_repeated(self, call: ast.Call) -> bool:
         """Whether a call may run more than once: in a loop, or in a function that runs more than once or is

@@ -7,27 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.preflight import scaling
 from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.dealing import LOADER, Dealing
 from shardscope.planner.preflight.finding import SEVERITIES, Finding
 from shardscope.planner.preflight.script import MAX_CHARACTERS, Script, keywords, source_of
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
-
-SCALERS = ("GradScaler", "ShardedGradScaler", "DynamicLossScaler")
-OWN_SCALING = ("Accelerator", "Trainer", "initialize", "engine")
-"""Names of what scales a loss by itself: accelerate, transformers, deepspeed, ``ctx.engine``."""
-APART = ("sampler", "batch_sampler")
-DEALERS = (
-    "prepare",
-    "split_dataset_by_node",
-    "StatefulDistributedSampler",
-    "DistributedSampler",
-    "rank",
-    "shard",
-)
-"""Names of what gives each rank its own data."""
 
 
 def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
@@ -53,7 +41,7 @@ def in_task(case: Case) -> Iterator[Finding]:
 
 def _in_script(script: Script) -> Iterator[Finding]:
     yield from _shared_data(script)
-    yield from _unscaled(script)
+    yield from scaling.unscaled(script)
     for framework in frameworks.values():
         yield from framework.habits().in_script(script)
 
@@ -63,10 +51,11 @@ def _shared_data(script: Script) -> Iterator[Finding]:
     ranks = None if script.plan is None else script.plan.world_size
     if ranks == 1:
         return
-    dealt = any(name in script.names for name in DEALERS)
-    for call in script.calls("DataLoader"):
-        if dealt or any(name in keywords(call) for name in APART):
-            continue
+    works_together = script.plan is not None and script.plan.degrees.data_parallel == 1
+    loaders = [] if works_together else script.calls(LOADER)
+    if loaders and Dealing(script=script).is_found:
+        loaders = []
+    for call in loaders:
         times = "all ranks" if ranks is None else f"all {ranks} ranks"
         yield Finding(
             name="ranks-read-the-same-data",
@@ -119,23 +108,4 @@ def _same_order(script: Script) -> Iterator[Finding]:
         number=None,
         change="sampler.set_epoch(epoch) before each epoch",
         line=calls[0].lineno,
-    )
-
-
-def _unscaled(script: Script) -> Iterator[Finding]:
-    """Backward in fp16 without a loss scale: gradients below 6e-8 become zero."""
-    line = next((script.names[name] for name in ("float16", "half") if name in script.names), None)
-    if line is None or "backward" not in script.names:
-        return
-    if any(name in script.names for name in (*SCALERS, *OWN_SCALING)):
-        return
-    smallest = 2.0**-24
-    yield Finding(
-        name="fp16-without-loss-scaling",
-        severity="danger",
-        why=f"Line {line}: gradients in fp16 without a loss scale become zero below {smallest:.1g} "
-        "(Micikevicius et al. 2018, section 3.2).",
-        number=smallest,
-        change="torch.amp.GradScaler around backward and step, or bfloat16",
-        line=line,
     )

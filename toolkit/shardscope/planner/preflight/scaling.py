@@ -1,0 +1,97 @@
+"""Backward in fp16 without a loss scale."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.script import Script, keywords
+
+SCALERS = re.compile(
+    r"\w*(GradScaler|LossScaler|NativeScaler)\w*|(\w+_)?scaler|\w*loss_scal\w*|scale_loss|FP16_?Optimizer",
+    re.IGNORECASE,
+)
+"""Names of what scales a loss: torch's, apex's, a person's own."""
+OWN_SCALING = ("Trainer", "initialize", "engine")
+"""Names of what scales a loss by itself: transformers, deepspeed, ``ctx.engine``."""
+ACCELERATOR = "Accelerator"
+MIXED_PRECISION = "mixed_precision"
+POSITION = 2
+"""Where ``Accelerator`` takes it without a keyword."""
+OWN_ENGINES = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+"""Plugins of an Accelerator that scale a loss whatever its own precision."""
+NOT_WEIGHTS = ("bnb_4bit_compute_dtype",)
+"""Keywords whose type is that of a product alone."""
+
+
+def unscaled(script: Script) -> Iterator[Finding]:
+    """Backward in fp16 without a loss scale: gradients below 6e-8 become zero."""
+    line = min(_halved(script), default=None)
+    if line is None or "backward" not in script.names or _scales(script):
+        return
+    smallest = 2.0**-24
+    yield Finding(
+        name="fp16-without-loss-scaling",
+        severity="danger",
+        why=f"Line {line}: gradients in fp16 without a loss scale become zero below {smallest:.1g} "
+        "(Micikevicius et al. 2018, section 3.2).",
+        number=smallest,
+        change="torch.amp.GradScaler around backward and step, or bfloat16",
+        line=line,
+    )
+
+
+def _halved(script: Script) -> Iterator[int]:
+    """Lines that say fp16 as a type of torch, or ``.half()``; a number of that name is none."""
+    apart = {
+        id(node)
+        for found in script.walk(ast.Compare, ast.keyword)
+        if isinstance(found, ast.Compare) or getattr(found, "arg", None) in NOT_WEIGHTS
+        for node in ast.walk(found)
+    }
+    for node in script.walk(ast.Call, ast.Attribute, ast.Name):
+        if id(node) in apart:
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "half":
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            of_torch = script.aliases.get(node.value.id, node.value.id) == "torch"
+            if of_torch and node.attr in ("float16", "half"):
+                yield node.lineno
+        if isinstance(node, ast.Name) and script.aliases.get(node.id) in ("float16", "half"):
+            yield node.lineno
+
+
+def _scales(script: Script) -> bool:
+    """Whether something scales the loss, or may: an import alone does not."""
+    for node in script.walk(ast.Name, ast.Attribute, ast.keyword, ast.arg):
+        local = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", None))) or ""
+        name = script.aliases.get(local, local)
+        if SCALERS.fullmatch(name) or (name in OWN_SCALING and name not in script.defined):
+            return True
+    return _accelerator_scales(script)
+
+
+def _accelerator_scales(script: Script) -> bool:
+    """An Accelerator makes a scaler for mixed fp16, and for nothing else.
+
+    With a precision that is no literal, that the script looks up later or that another module chose, it may.
+    """
+    calls = script.calls(ACCELERATOR)
+    if not calls:
+        return ACCELERATOR in script.names
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == MIXED_PRECISION for node in script.walk(ast.AST)
+    ) or any(_may_scale(call) for call in calls)
+
+
+def _may_scale(call: ast.Call) -> bool:
+    given = keywords(call)
+    if len(given) < len(call.keywords) or any(name in given for name in OWN_ENGINES):
+        return True
+    precision = given.get(MIXED_PRECISION, call.args[POSITION] if len(call.args) > POSITION else None)
+    if precision is None:
+        return False
+    return not isinstance(precision, ast.Constant) or precision.value == "fp16"
