@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,21 @@ def test_fault_11_what_torch_reaped_first_tells_its_code_at_once(tmp_path: Path)
         timeout=80,
     )
     assert '"rank": 1, "code": 7' in done.stdout
+
+
+def test_fault_11_the_launcher_waits_for_those_who_watch_its_ranks(tmp_path: Path) -> None:
+    """torch elastic may say that a rank failed before how the others ended is written."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    launcher._write_exit(folder, 1, -9)
+    later = threading.Timer(0.2, launcher._write_exit, (folder, 0, -15))
+    later.start()
+    assert launcher._codes_told(folder, 2) == {0: -15, 1: -9}
+    later.join()
+    # One that ended before it said who it is has nobody to watch it.
+    started = time.monotonic()
+    assert launcher._codes_told(folder, 3) == {0: -15, 1: -9}
+    assert time.monotonic() - started < 10
 
 
 def test_a_failure_is_logged_without_torchs_compiler() -> None:

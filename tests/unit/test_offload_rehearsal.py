@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from typing import Any
@@ -94,6 +95,17 @@ def test_deepspeed_puts_on_the_host_what_is_predicted(layout: Any) -> None:
     for moment in stage.moments:
         # Neither moments nor main copies are ever on the device.
         assert moment.components.get("optimizer", 0) < 2**20
+
+
+@needs_deepspeed
+def test_when_python_collects_its_garbage_changes_nothing() -> None:
+    plan = small(ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu"))
+    collecting = played(plan)
+    gc.disable()
+    try:
+        assert played(plan) == collecting
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ found afterwards, so a tensor that turns out to be a gradient was one from its f
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -103,6 +104,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]
 
     def restart(self) -> None:
         """Forget the steps before: what is held now is where the step that counts begins."""
+        # What only cycles still hold would be the host's or not by when the collector last ran.
+        gc.collect()
         first = next((i for i, phase in enumerate(self._phases) if i and phase != "initialisation"), 1)
         kept = [event for event in self._events if event[2] < first]
         self._phases.append(None)

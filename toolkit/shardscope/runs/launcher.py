@@ -63,9 +63,9 @@ def main(folder: RunFolder) -> int:
     try:
         on_a_fresh_port(lambda port: _notebook_launcher(run_rank, arguments, world_size, port))
     except ChildFailedError as error:
-        known = {record.get("rank") for record in read_lines(folder.exits) if record.get("code") is not None}
+        known = _codes_told(folder, world_size)
         for rank, failure in error.failures.items():
-            if rank not in known:
+            if known.get(rank) is None:
                 _write_exit(folder, rank, failure.exitcode)
         return 1
     except SignalException as error:  # The ranks are gone; what follows is only torch tidying up.
@@ -177,6 +177,22 @@ def _reaped_code(pid: int) -> int | None:
     while pid not in REAPED and time.monotonic() < deadline:
         time.sleep(0.01)
     return REAPED.get(pid)
+
+
+def _codes_told(folder: RunFolder, world_size: int) -> dict[Any, int | None]:
+    """Exit codes in ``exits.jsonl`` by rank, once those who watch have told of every rank.
+
+    torch elastic has ended all of them before it says that one failed, but its thread may come first: then
+    who only lost a peer would never be told.
+    """
+    deadline = time.monotonic() + 2 * REAPED_SECONDS
+    while True:
+        known: dict[Any, int | None] = {
+            record.get("rank"): record.get("code") for record in read_lines(folder.exits)
+        }
+        if len(known) >= world_size or time.monotonic() > deadline:
+            return known
+        time.sleep(0.01)
 
 
 def _now() -> dict[str, float]:
