@@ -22,8 +22,10 @@ TENSORS = {"input_ids", "labels"}
 
 def forward_backward(
     chunks: list[Any], batch: Mapping[str, torch.Tensor], num_micro_batches: int, device: torch.device
-) -> torch.Tensor:
-    """Forward and backward of all micro-batches, gradients reduced; the loss of all ranks, on every rank.
+) -> Callable[[], torch.Tensor]:
+    """Forward and backward of all micro-batches, gradients reduced; what waits for the loss of all ranks.
+
+    That is on its way meanwhile, for the optimizer's step to hide.
 
     Raises ``ValueError`` for a batch of other tensors than a causal language model's.
     """
@@ -78,9 +80,15 @@ def forward_backward(
         forward_only=False,
     )
     # Only the last stage has a loss: each rank of its tensor groups the same, of its context groups a share.
-    dist.all_reduce(total)
+    summing = dist.all_reduce(total, async_op=True)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return total * stages * parallel_state.get_context_parallel_world_size() / dist.get_world_size()
+    copies = dist.get_world_size() / (stages * parallel_state.get_context_parallel_world_size())
+
+    def loss_of_all() -> torch.Tensor:
+        summing.wait()
+        return total / copies
+
+    return loss_of_all
 
 
 def _next_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
