@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from shardscope.host import multiplies_in_fp16
+
 EXTRAS = {
     "accelerate": "train",
     "bitsandbytes": "qlora",
@@ -70,6 +72,15 @@ def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     kept = [case if isinstance(case, tuple) else (case,) for case in kept]
     assert all(case in values for case in kept)
     return [pytest.param(*case, marks=[] if case in kept else thorough()) for case in values]
+
+
+def with_fp16_where_it_can_be(names: Iterable[str]) -> list[Any]:
+    """``names`` as parameters: those of fp16 need a processor on which DeepSpeed trains in it."""
+    mark = pytest.mark.skipif(
+        multiplies_in_fp16() is False,
+        reason="DeepSpeed trains in fp16 on processors with AVX512-FP16 only: run it on one",
+    )
+    return [pytest.param(name, marks=[mark] if "fp16" in name else []) for name in names]
 
 
 def why(module: str, minversion: str | None = None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.needs import needs, needs_installed
+from tests.needs import needs, needs_installed, with_fp16_where_it_can_be
 
 torch = needs("torch")
 needs("transformers")
@@ -20,6 +20,7 @@ from shardscope import Layout  # noqa: E402
 from shardscope.frameworks.deepspeed import extensions, limits  # noqa: E402
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE  # noqa: E402
 from shardscope.frameworks.registry import before_fork, why_not_trained  # noqa: E402
+from shardscope.host import multiplies_in_fp16  # noqa: E402
 from shardscope.validation import FieldError  # noqa: E402
 
 NUM_STEPS = 4
@@ -71,6 +72,8 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
 
     found: dict[str, Any] = {"reference": plain_torch()}
     names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
+    if multiplies_in_fp16() is False:
+        names.remove("zero-1 fp16")
     watched = memory_watch.WATCHED_STEPS
     for name in names:
         # The census looks at every operator: two kinds of engine are enough.
@@ -90,6 +93,7 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
     found["kept"] = kept(ctx)
     found["adapters"] = adapters(ctx)
     found["contradiction"] = contradiction(ctx)
+    found["types of parts"] = types_of_parts(ctx)
     found["from files"] = beside_alone(ctx, "tied", Layout.zero(stage=3))
     return found
 
@@ -176,6 +180,31 @@ def contradiction(ctx: StandInContext) -> str:
     return "it went on"
 
 
+def types_of_parts(ctx: StandInContext) -> list[str]:
+    """In which type parts would swap, on a device with fp16 and on one without."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    made: list[str] = []
+    truth, accelerator = deepspeed.zero.Init, get_accelerator()
+
+    def told(**options: Any) -> Any:
+        init = truth(**options)
+        made.append(str(init.dtype))
+        return init
+
+    deepspeed.zero.Init = told
+    try:
+        for supported in (True, False):
+            accelerator.is_fp16_supported = lambda supported=supported: supported
+            for name in ("zero-3", "zero-3 bf16"):
+                fresh(ctx, plan_of(name))
+    finally:
+        deepspeed.zero.Init = truth
+        del accelerator.is_fp16_supported
+    return made
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     plan = plan_of("zero-1")
@@ -194,7 +223,7 @@ def result(found: list[dict[str, Any]], name: str, rank: int = 0) -> dict[str, A
     return of_name
 
 
-@pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
+@pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
 def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
     expected = found[0]["reference"]
     of_plan = result(found, name)
@@ -209,7 +238,7 @@ def test_stage_3_begins_from_a_models_files(found: list[dict[str, Any]]) -> None
         assert rank["from files"]["losses"] == pytest.approx(rank["from files"]["alone"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", [*PLANS, *ON_HOST])
+@pytest.mark.parametrize("name", with_fp16_where_it_can_be([*PLANS, *ON_HOST]))
 def test_bytes_are_those_that_were_predicted(name: str, found: list[dict[str, Any]]) -> None:
     """To the byte, of the rank that holds most; what an update works with is no state."""
     report = plan_of(name).memory()
@@ -285,6 +314,11 @@ def test_adapters_train_and_travel_alone(found: list[dict[str, Any]]) -> None:
     assert of_adapters["engine"]["num_trained_parameters"] < tiny_llama().num_parameters / 2
 
 
+def test_parts_are_of_the_plans_type_whatever_the_processor_has(found: list[dict[str, Any]]) -> None:
+    """Given it as ``dtype``, zero.Init took bf16 where the device has no fp16."""
+    assert found[0]["types of parts"] == ["torch.float32", "torch.bfloat16"] * 2
+
+
 def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
     assert found[0]["contradiction"] == "the plan's stage: 2; DeepSpeed made: 1"
 
@@ -299,6 +333,34 @@ def test_a_contradiction_fails_the_run(found: list[dict[str, Any]]) -> None:
 def test_what_it_does_not_run_is_refused_before_any_rank(fields: dict[str, Any], words: str) -> None:
     refusal = why_not_trained(tiny_plan("zero", 2, **fields))
     assert refusal is not None and words in refusal and "Nearest fix" in refusal
+
+
+def test_fp16_is_refused_where_the_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any rank starts, and not by DeepSpeed in the midst of its setup."""
+    plan = tiny_plan("zero", 2, layout={"stage": 1}, precision="fp16-mixed")
+    monkeypatch.setattr(limits, "multiplies_in_fp16", lambda: False)
+    refusal = why_not_trained(plan)
+    assert refusal is not None and refusal.startswith("Recipe.precision is 'fp16-mixed'; allowed: ")
+    assert (
+        "without AVX512-FP16" in refusal and "Nearest fix: precision='bf16-mixed', or DDP, FSDP2" in refusal
+    )
+    monkeypatch.setattr(limits, "multiplies_in_fp16", lambda: None)
+    assert why_not_trained(plan) is None
+
+
+def test_what_is_read_of_the_processor_is_what_torch_knows(tmp_path: Path) -> None:
+    found = multiplies_in_fp16()
+    assert found is None or found is bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    assert multiplies_in_fp16(tmp_path / "nowhere") is None
+    for flags, expected in (
+        ("fpu avx512_bf16", False),
+        ("fpu avx512_fp16 amx_tile", True),
+        ("avx_ne_convert", True),
+    ):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
+        assert multiplies_in_fp16(tmp_path / "cpuinfo") is expected
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    assert multiplies_in_fp16(tmp_path / "cpuinfo") is None
 
 
 def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

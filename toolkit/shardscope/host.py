@@ -40,6 +40,19 @@ def host_cores() -> int:
     return os.cpu_count() or 1
 
 
+def multiplies_in_fp16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """Whether this processor has products in fp16, as oneDNN asks; None where that is not known.
+
+    On x86 AVX512-FP16, or AVX-NE-CONVERT beside AVX2 (oneDNN's ``avx512_core_fp16`` and ``avx2_vnni_2``).
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), None)
+    return None if flags is None else not flags.isdisjoint(("avx512_fp16", "avx_ne_convert"))
+
+
 def memory_groups(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUP_ROOT) -> Iterator[Path]:
     """Folders of the memory cgroups above this process, its own first; they need not exist.
 

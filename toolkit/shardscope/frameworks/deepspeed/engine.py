@@ -18,7 +18,7 @@ from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.launching import import_deepspeed
 from shardscope.frameworks.deepspeed.limits import nvme_folder
 from shardscope.frameworks.deepspeed.process_groups import connect
-from shardscope.frameworks.deepspeed.reading import cut_as_made
+from shardscope.frameworks.deepspeed.reading import cut, cut_as_made
 from shardscope.frameworks.engine import BuildModel, BuildOptimizer, Context, HeldTensors
 from shardscope.training import accounting, gradients
 from shardscope.training.initial_weights import CPU
@@ -100,7 +100,7 @@ class DeepSpeedEngine(MicroBatchEngine):
             return
         for parameter in model.parameters():
             parameter.data = parameter.data.to(kind)
-        deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
+        cut(deepspeed, model, config)
 
     def precision_found(self, trained: list[Parameter]) -> str:
         return check_copied(self.recipe.precision, self.compute_dtype)

@@ -62,7 +62,7 @@ class Training:
             half = torch.bfloat16 if "bf16" in CONFIG else torch.float16 if "fp16" in CONFIG else PARAMETERS
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(half)
-            deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG, dtype=half)
+            deepspeed.zero.Init(module=model, config_dict_or_path=CONFIG)  # a dtype would not be kept to
 @@SHAPES@@@@HOOK@@        made = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
         self.engine, self.optimizer = made[:2]
 

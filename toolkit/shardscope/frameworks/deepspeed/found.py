@@ -124,6 +124,9 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
     _agree("place of the optimizer", places["optimizer"], layout.offload_optimizer)
     _agree("place of the parameters", places["params"], layout.offload_params)
     parameters = dict(engine.module.named_parameters())
+    if places["params"] == "nvme":
+        kinds = {p.nvme_swapper.dtype for p in parameters.values()}
+        _agree("type of the parameters on NVMe", kinds, {p.dtype for p in parameters.values()})
     near = {getattr(p, "ds_secondary_tensor_group_size", ranks) for p in parameters.values()}
     if layout.zero_hpz_partition_size > 1:
         _agree("zero_hpz_partition_size", near, {layout.zero_hpz_partition_size})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.frameworks.deepspeed.layout import NVME_VARIABLE
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.frameworks.limits import TRAINED, check_recipe, check_staged
+from shardscope.host import multiplies_in_fp16
 from shardscope.memory.head import loss_in_force
 from shardscope.validation import refuse
 
@@ -42,10 +43,23 @@ def check_plan(plan: Plan) -> None:
     check_loss(plan)
     if not plan.on_gpu:
         check_predicted(layout, "on CPU ranks: DeepSpeed quantises in CUDA kernels (QuantizerBuilder)")
+        _check_processor(plan.recipe.precision)
     if "nvme" in (layout.offload_optimizer, layout.offload_params):
         _check_nvme()
     if layout.offload_optimizer and plan.recipe.optimizer == "adamw":
         _check_compiler("cpu_adam", "Layout.offload_optimizer", layout.offload_optimizer)
+
+
+def _check_processor(precision: str) -> None:
+    """What DeepSpeed asks of a processor before it trains on it (``CPU_Accelerator.is_fp16_supported``)."""
+    if precision == "fp16-mixed" and multiplies_in_fp16() is False:
+        refuse(
+            "Recipe.precision",
+            precision,
+            "'fp32', 'bf16-mixed' on CPU ranks of a processor without AVX512-FP16, as this one is: there "
+            "DeepSpeed itself refuses fp16",
+            "precision='bf16-mixed'",
+        )
 
 
 def check_loss(plan: Plan) -> None:

@@ -11,6 +11,16 @@ from torch.nn import Parameter
 from shardscope.training.initial_weights import InitialWeights, all_of, fill_buffers
 
 
+def cut(deepspeed: Any, model: torch.nn.Module, config: dict[str, Any]) -> None:
+    """Leave of every parameter of ``model`` this rank's part.
+
+    The type in which parts swap is ``config``'s. ``zero.Init`` does not keep to a ``dtype`` that it is given:
+    where the device has no fp16 (many CPUs, GPUs before Volta) it takes bf16, and fp32 weights come back
+    from NVMe rounded (deepspeed/runtime/zero/partition_parameters.py, ``_set_dtype``, 0.19.8).
+    """
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+
+
 def cut_as_made(
     deepspeed: Any,
     model: torch.nn.Module,
@@ -41,7 +51,7 @@ def cut_as_made(
 
     model.parameters = read
     try:
-        deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=kind)
+        cut(deepspeed, model, config)
     finally:
         del model.parameters
     fill_buffers(model, weights)
