@@ -14,7 +14,9 @@ PLAN = ss.Plan(
 PAGE = """<style>STYLE</style><div class="ss-root">TABLES
 <i class="ss-swatch" style="background:#123456"></i>
 <div class="ss-tabs"><button aria-selected="true">Memory</button><button>Time</button></div>
-<div class="ss-seg"><button class="mod-active">one</button><button>two</button></div></div>"""
+<div class="ss-seg"><button class="mod-active">one</button><button>two</button></div>
+<div class="ss-toggles"><button class="ss-act" aria-pressed="true">on</button>
+<button class="ss-act" aria-pressed="false">off</button></div></div>"""
 
 COLOURS = """selector => [...document.querySelectorAll(selector)]
     .map(each => getComputedStyle(each))
@@ -40,5 +42,7 @@ def test_fault_46_high_contrast_keeps_what_colours_say(browser: Any) -> None:
         assert chosen != other, "the chosen tab is underlined"
         (chosen, _), (other, _) = page.evaluate(COLOURS, ".ss-seg button")
         assert chosen != other, "the chosen segment is filled"
+        (on, _), (off, _) = page.evaluate(COLOURS, ".ss-toggles button")
+        assert on != off, "a toggle that is on is filled"
     finally:
         page.close()

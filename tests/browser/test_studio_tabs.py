@@ -32,6 +32,9 @@ CUT_OFF = """() => [...document.querySelectorAll('.ss-studio .ss-row *')]
     .map(each => each.innerText)"""
 
 
+NOTHING_IS_ASKED = "() => !document.querySelector('.ss-plans .ss-work button').disabled"
+
+
 @pytest.fixture
 def page(lab: Lab, browser: Any, offline: Any) -> Any:
     """The notebook with its first cell run, high enough for a whole page."""
@@ -54,6 +57,7 @@ def test_fault_46_48_time_plans_and_checks(page: Any) -> None:
     checks_are_counted_and_one_is_mended(page)
     advice_is_applied(page)
     an_answer_to_another_question_cannot_be_pressed(page)
+    what_the_team_runs_well_is_asked_about_at_once(page)
     a_row_of_the_search_is_applied(page)
     tabs_are_moved_through_by_keyboard(page)
     files_are_listed_and_a_command_is_copied(page)
@@ -149,6 +153,20 @@ def an_answer_to_another_question_cannot_be_pressed(page: Any) -> None:
     fill(page, "Sequence", "4096")
     page.locator(".ss-advice.ss-old").wait_for(state="detached")
     assert button.is_enabled()
+
+
+def what_the_team_runs_well_is_asked_about_at_once(page: Any) -> None:
+    """By keyboard, which stays on the toggle."""
+    page.wait_for_function(NOTHING_IS_ASKED)
+    team = page.get_by_role("group", name="Your team runs well")
+    assert team.get_by_role("button").count() == 5 and team.get_by_role("button", pressed=True).count() == 0
+    team.get_by_role("button", name="DeepSpeed").press("Space")
+    page.locator(".ss-advised", has_text="Start with DeepSpeed").wait_for(timeout=ASKED)
+    team.get_by_role("button", name="DeepSpeed", pressed=True).wait_for()
+    assert page.evaluate("() => document.activeElement.matches('[data-act=deepspeed]:focus-visible')")
+    page.wait_for_function(NOTHING_IS_ASKED)
+    team.get_by_role("button", name="DeepSpeed").press("Space")
+    page.locator(".ss-advised", has_text="Start with FSDP2").wait_for(timeout=ASKED)
 
 
 def files_are_listed_and_a_command_is_copied(page: Any) -> None:

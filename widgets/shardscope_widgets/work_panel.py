@@ -58,7 +58,8 @@ class WorkPanel(widgets.HBox):
         self, label: str, tooltip: str, on_press: Callable[[], None], words: Clickable | None = None
     ) -> None:
         self._cancel = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.is_busy = False
+        """Whether work is under way."""
         self.button = shared.button(label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout())
         self.button.on_click(lambda _: on_press())
         self.progress = widgets.FloatProgress(
@@ -76,11 +77,6 @@ class WorkPanel(widgets.HBox):
     def offer(self, offered: bool) -> None:
         """Whether there is anything that a press on the button would do."""
         self.button.layout.display = "" if offered else "none"
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether work is under way."""
-        return self._thread is not None and self._thread.is_alive()
 
     def start(
         self,
@@ -100,13 +96,12 @@ class WorkPanel(widgets.HBox):
             return
         self._cancel.clear()
         self._show_busy(True)
-        self._thread = threading.Thread(
+        threading.Thread(
             target=self._do,
             args=(work, on_done, done_words, expected_seconds),
             daemon=True,
             name="shardscope-work",
-        )
-        self._thread.start()
+        ).start()
 
     def _do(
         self,
@@ -144,10 +139,12 @@ class WorkPanel(widgets.HBox):
             self._show_busy(False)
 
     def _show_busy(self, busy: bool) -> None:
-        self.button.disabled = busy
+        self.is_busy = busy
         self.progress.value = 0
         for widget in (self.progress, self.cancel):
             widget.layout.display = "" if busy else "none"
+        # Last: who watches it may start the next work.
+        self.button.disabled = busy
 
     def close(self) -> None:
         """End the work too: nobody is left to read what it finds."""

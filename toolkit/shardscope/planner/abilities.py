@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 FACTORIES = tuple(name for name, member in vars(Layout).items() if isinstance(member, staticmethod))
 """How ``Layout`` spells each framework."""
 
+TITLES: Mapping[str, str] = MappingProxyType(
+    {name: framework.title for name, framework in frameworks.items()} | {"accelerate": TITLE}
+)
+"""Every framework of the registry, and Accelerate, which starts them -> the name that people read."""
+
 
 class Cell(NamedTuple):
     """Whether a framework has an ability."""
@@ -121,7 +126,7 @@ def abilities() -> Abilities:
     cells["accelerate"] = {key: _handed_on(key, cells) for key in COLUMNS}
     return Abilities(
         cells=cells,
-        titles={name: framework.title for name, framework in frameworks.items()} | {"accelerate": TITLE},
+        titles=TITLES,
         ergonomics={name: _ergonomics(framework) for name, framework in frameworks.items()}
         | {"accelerate": _accelerate_ergonomics()},
     )

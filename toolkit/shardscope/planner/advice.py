@@ -13,8 +13,9 @@ from html import escape
 
 from shardscope.architecture import Architecture
 from shardscope.cluster import Cluster
-from shardscope.frameworks.registry import frameworks, why_not_trained
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.plan import Plan
+from shardscope.planner.abilities import TITLES
 from shardscope.planner.advising import large, last, otherwise, questions, words
 from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16
 from shardscope.planner.advising.disagreement import Disagreement, disagreement
@@ -199,11 +200,10 @@ _HOW_TO_MAKE = {
 
 
 def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
-    names = (*frameworks, "accelerate")
     if isinstance(familiar_with, str) or not isinstance(familiar_with, Iterable):
-        refuse("familiar_with", familiar_with, f"several of {', '.join(names)}", "('fsdp2',)")
+        refuse("familiar_with", familiar_with, f"several of {', '.join(TITLES)}", "('fsdp2',)")
     return tuple(
-        one_of("familiar_with", name.lower() if isinstance(name, str) else name, names)
+        one_of("familiar_with", name.lower() if isinstance(name, str) else name, TITLES)
         for name in familiar_with
     )
 

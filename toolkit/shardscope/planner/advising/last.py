@@ -74,7 +74,7 @@ def what_the_team_knows(path: Path) -> None:
     current = path.current
     if current is None or not known:
         return
-    titles = " and ".join(frameworks[name].title for name in known)
+    titles = words.listed([frameworks[name].title for name in known])
     question = f"Is it what the team runs well ({titles})?"
     why = "A framework that a team knows saves weeks; between two that do the same it decides."
     if current.plan.layout.framework in known:

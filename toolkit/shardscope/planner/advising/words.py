@@ -66,7 +66,7 @@ def needs(tried: Tried) -> str:
         where = f"a {rank(tried.plan.cluster)}" if place.name == "GPU memory" else f"of {place.name} a node"
         room = "" if place.room_bytes is None else f" of {gib(place.room_bytes)}"
         told.append(f"{gib(place.needed_bytes)}{room} GiB {where}")
-    return f"needs {_listed(told)}"
+    return f"needs {listed(told)}"
 
 
 def unsaid(tried: Tried) -> str:
@@ -80,7 +80,7 @@ def unsaid(tried: Tried) -> str:
     ]
     if not told:
         return ""
-    return f"Whether a node has {_listed(told)} is for you to say: the cluster does not."
+    return f"Whether a node has {listed(told)} is for you to say: the cluster does not."
 
 
 WHILE_MADE = "host memory while the model is made"
@@ -98,10 +98,11 @@ def lacks(tried: Tried) -> str:
         else:
             what = place.name.replace(WHILE_MADE, "host memory to make the model in")
             told.append(f"{missing} GiB too little of {what} on each node")
-    return _listed(told)
+    return listed(told)
 
 
-def _listed(parts: list[str]) -> str:
+def listed(parts: list[str]) -> str:
+    """``DDP, FSDP2 and DeepSpeed``."""
     return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
 
 
