@@ -21,7 +21,7 @@ def test_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch)
     """Without inductor, which would make kernels of it."""
     from torch._dynamo.utils import counters
 
-    from shardscope.training.compiled import compile_layers
+    from shardscope.training.compiled import check_compiled, compile_layers
     from shardscope.training.model import build_model
     from shardscope.training.recompute import apply_recompute
 
@@ -35,13 +35,27 @@ def test_layers_share_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch)
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     apply_recompute(model, recompute)
-    assert compile_layers(model, "cpu") == 2
+    compile_layers(model, "cpu")
+    assert check_compiled(model, planned=True) == {"num_compiled_layers": 2}
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     torch.testing.assert_close(loss, expected)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_a_compiler_that_is_switched_off_contradicts_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives back what it was given, and the run would be an eager one."""
+    from shardscope.training.compiled import check_compiled, compile_layers
+    from shardscope.training.model import build_model
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    model = build_model(tiny_llama())
+    compile_layers(model, "cpu")
+    assert check_compiled(model, planned=False) == {"num_compiled_layers": 0}
+    with pytest.raises(RuntimeError, match=r"kernels='compiled', and 0 of 2 .*TORCHDYNAMO_DISABLE"):
+        check_compiled(model, planned=True)
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])

@@ -374,7 +374,13 @@ def test_nvme_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.
         limits._check_nvme()
     monkeypatch.setenv(NVME_VARIABLE, str(tmp_path))
     limits._check_nvme()
+    assert list(tmp_path.iterdir()) == [], "it was tried, and nothing is left of that"
     assert limits.nvme_folder(Path("runs/one")) == tmp_path / "one"
+    if Path("/proc/self").exists():
+        # Where nobody makes a folder, and root is told that it may.
+        monkeypatch.setenv(NVME_VARIABLE, "/proc")
+        with pytest.raises(FieldError, match="cannot be written"):
+            limits._check_nvme()
     monkeypatch.delenv(NVME_VARIABLE)
     assert limits.nvme_folder(Path("runs/one")) == Path("runs/one/nvme")
 

@@ -50,6 +50,12 @@ TRAINED: dict[str, dict[str, tuple[str, ...]]] = {
 """All that trains: layout, base, precisions. Each combination that is not here is refused."""
 
 
+@pytest.fixture(autouse=True)
+def a_processor_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On others DeepSpeed trains none of fp16 (tests/runs/test_deepspeed_engine.py)."""
+    monkeypatch.setattr("shardscope.frameworks.deepspeed.limits.multiplies_in_fp16", lambda: True)
+
+
 def said(layout: ss.Layout, **recipe: Any) -> str | None:
     """Why this does not train; None where it does."""
     try:

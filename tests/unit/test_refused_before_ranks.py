@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.needs import needs_installed
+from tests.weights_folders import write_folder
 
-from shardscope import Architecture, Cluster, Layout, Plan, Pretrain, Recipe
+from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
 from shardscope.planner.preflight.script import names_engine
 from shardscope.runs.launch import launch
+from shardscope.training.resume import check_loads
 
 L = Layout
 TINY = Architecture.of_size("2m")
@@ -23,13 +26,13 @@ def plan_of(ranks: int, layout: Layout, **recipe: Any) -> Plan:
     return Plan(TINY, Cluster.parse(f"{ranks}xcpu"), Recipe(**fields), layout)
 
 
-def saved(folder: Path, plan: Plan, asked_name: str | None = None) -> Path:
+def saved(folder: Path, plan: Plan, asked_name: str | None = None, **position: Any) -> Path:
     """A checkpoint as a run of ``plan`` leaves it, as far as a kernel reads it."""
     path = folder / "checkpoints" / "step-000002"
     path.mkdir(parents=True)
     described = {"plan": json.loads(plan.to_json()), "asked_name": asked_name, "created": 1.0}
     (folder / "run.json").write_text(json.dumps(described))
-    (path / "position.json").write_text(json.dumps({"num_steps_done": 2}))
+    (path / "position.json").write_text(json.dumps({"num_steps_done": 2, **position}))
     return path
 
 
@@ -193,6 +196,52 @@ def test_fault_31_resume_by_name_is_looked_at_before_ranks_start(tmp_path: Path)
     others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path, "b")
     others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path, None)
     others.check_launch(plan_of(2, L.zero(stage=3)), tmp_path / "nowhere", "a")
+
+
+def test_fault_31_adapters_do_not_go_on_over_a_base_of_another_seed(tmp_path: Path) -> None:
+    """They would, without a word: a checkpoint of adapters has no base."""
+    plan = plan_of(2, L.ddp(), method="lora")
+    path = saved(tmp_path, plan, seed=3, frozen_base=Pretrain(seed=3).frozen_base())
+    Pretrain(resume=path, seed=3).check(plan)
+    other = Pretrain(resume=path, seed=4)
+    with pytest.raises(
+        ValueError, match=r"base drawn from seed 3.* is drawn from seed 4.*Nearest fix: seed=3, as before"
+    ):
+        other.check(plan)
+    (danger,) = (found for found in plan.findings(other) if found.name == "checkpoint-over-another-base")
+    assert danger.task == Pretrain(resume=path, seed=3)
+    # All weights are in a checkpoint of them: only the order of the text is another.
+    whole = plan_of(2, L.ddp())
+    path = saved(tmp_path / "whole", whole, seed=3)
+    other = Pretrain(resume=path, seed=4)
+    other.check(whole)
+    (warning,) = (found for found in whole.findings(other) if found.name == "checkpoint-of-another-seed")
+    assert warning.severity == "warning" and warning.task == Pretrain(resume=path, seed=3)
+    (words,) = check_loads(path, whole, "Pretrain.resume", seed=4, frozen_base=None)
+    assert "read again" in words and words.endswith("Nearest fix: seed=3, as before.")
+    assert check_loads(path, whole, "Pretrain.resume", seed=3, frozen_base=None) == []
+
+
+def test_fault_31_adapters_do_not_go_on_over_other_weights(tmp_path: Path) -> None:
+    first = Finetune(weights=write_folder(tmp_path / "first"))
+    plan = plan_of(2, L.ddp(), method="lora")
+    path = saved(tmp_path / "run", plan, frozen_base=first.frozen_base())
+    # Wherever the same weights lie.
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    fits = Finetune(weights=tmp_path / "copy", resume=path)
+    assert check_loads(path, plan, "x", seed=0, frozen_base=fits.frozen_base()) == []
+    other = tmp_path / "copy" / "model.safetensors"
+    # Further trained: all numbers are others.
+    data = bytearray(other.read_bytes())
+    end = 8 + int.from_bytes(data[:8], "little")
+    data[end:] = b"\x01" * (len(data) - end)
+    other.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"over a base \S+/first, and this task's base is \S+/copy.*Nearest fix"
+    ):
+        check_loads(path, plan, "x", seed=0, frozen_base=fits.frozen_base())
+    with pytest.raises(ValueError, match=r"first, and this task's base is drawn from seed 0"):
+        check_loads(path, plan, "x", seed=0, frozen_base=Pretrain().frozen_base())
 
 
 # ---------------------------------------------------------------------------- functions of one's own

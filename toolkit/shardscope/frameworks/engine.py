@@ -85,8 +85,12 @@ class Engine(ABC):
     A rank reads what it keeps: with stages its layers; where parameters are sharded no rank ever holds the
     whole model. Adapters over it are drawn from ``seed``.
     """
+    frozen_base: Mapping[str, Any] | None = None
+    """What adapters are over, in a few words: a checkpoint has it beside them, for it holds no base. Set it
+    before ``setup``."""
     max_grad_norm: float | None = 1.0
-    """Every step scales the gradient of the whole model down to this norm; None: never."""
+    """Every step scales the gradient of the whole model down to this norm; None: never. Set it before
+    ``setup``: some frameworks are told then."""
     learning_rate: float = 3e-4
     """Of the optimizer that ``setup`` makes itself, until ``set_learning_rate``. Set it before ``setup``."""
     weight_decay: float = 0.1

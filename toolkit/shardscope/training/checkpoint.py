@@ -6,11 +6,10 @@ format is a pickle: checkpoints are opened only where this user's own run wrote 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardscope.training import random_state
-from shardscope.training.aside import begin_aside, check_own, replace, written_aside
-from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.training.aside import begin_aside, replace, written_aside
+from shardscope.training.position import read_position, write_position
 from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
 
 
 def save(
@@ -45,7 +47,7 @@ def save(
         random_state.write(aside)
         dcp.save(_state(model, optimizer, only_trained), checkpoint_id=str(aside))
         if dist.get_rank() == 0:
-            _write_position(aside, position)
+            write_position(aside, position)
 
 
 def begin(
@@ -73,7 +75,7 @@ def begin(
         try:
             written.result()
             if dist.get_rank() == 0:
-                _write_position(aside, position)
+                write_position(aside, position)
                 replace(aside, path)
             whole.set_result(None)
         except BaseException as error:
@@ -87,19 +89,15 @@ def begin(
     return wait
 
 
-def load(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, only_trained: bool
-) -> dict[str, Any]:
-    """Read ``path`` into ``model`` and ``optimizer``; return its position.
+def load(path: Path, plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Read ``path`` into ``model`` and ``optimizer`` of ``plan``; return its position.
 
-    Random states go on where they were if as many ranks saved them. Raises ``FileNotFoundError`` if it is no
-    checkpoint, ``PermissionError`` if another user owns it, ``ValueError`` if another kind of optimizer saved
-    it, or if it was saved with pipeline stages and ``model`` is none, or the other way round.
+    Random states go on where they were if as many ranks saved them. Raises as :func:`read_position` does, and
+    ``ValueError`` if another kind of optimizer saved it, or if it was saved with pipeline stages and
+    ``model`` is none, or the other way round.
     """
-    if not (path / POSITION_FILE).is_file():
-        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
-    check_own(path)
-    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    only_trained = plan.recipe.has_adapters
+    position = read_position(path, plan)
     if bool(position.get("in_stages")) != _is_stage(model):
         refuse(
             "checkpoint",
@@ -155,7 +153,3 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _is_stage(model: torch.nn.Module) -> bool:
     """Whether other ranks have other parameters: a list of groups, the same for all, could not name them."""
     return bool(getattr(model, "in_stages", False))
-
-
-def _write_position(folder: Path, position: dict[str, Any]) -> None:
-    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 
 from shardscope.training.recompute import decoder_layers, recomputing
 
 
-def compile_layers(model: torch.nn.Module, device_type: str) -> int:
-    """Compile each decoder layer of ``model`` when it first runs; return how many will be.
+def compile_layers(model: torch.nn.Module, device_type: str) -> None:
+    """Compile each decoder layer of ``model`` when it first runs.
 
     After :func:`~shardscope.training.recompute.apply_recompute`, of which a compiled layer knows "full".
     A layer's ``forward`` is replaced, not its ``__call__``: FSDP2's gathers and DDP's reductions stay outside
@@ -19,10 +20,24 @@ def compile_layers(model: torch.nn.Module, device_type: str) -> int:
     if device_type == "cpu":
         # A rank's compilers are its own: processes beside it would outlive it for a while.
         torch._inductor.config.compile_threads = 1
-    layers = decoder_layers(model)
-    for layer in layers:
+    for layer in decoder_layers(model):
         # Layers are alike, and share one graph as long as they share the code that is compiled.
         again = "forward" in vars(layer)
         forward = types.MethodType(recomputing, layer) if again else layer.forward
         layer.forward = torch.compile(forward, dynamic=False)
-    return len(layers)
+
+
+def check_compiled(model: torch.nn.Module, *, planned: bool) -> dict[str, Any]:
+    """How many decoder layers of ``model`` are compiled, for a run's record.
+
+    Raises ``RuntimeError`` if all were planned to be and some are not: where TORCHDYNAMO_DISABLE is set,
+    ``torch.compile`` gives back what it was given.
+    """
+    layers = decoder_layers(model)
+    found = sum(hasattr(vars(layer).get("forward"), "_torchdynamo_orig_callable") for layer in layers)
+    if planned and found < len(layers):
+        raise RuntimeError(
+            f"the plan says kernels='compiled', and {found} of {len(layers)} decoder layers are: is "
+            "TORCHDYNAMO_DISABLE set?"
+        )
+    return {"num_compiled_layers": found}

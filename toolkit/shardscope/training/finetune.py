@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.frameworks.registry import check_config
+from shardscope.training.base_sample import base_sample
 from shardscope.training.text_task import TextTask
 from shardscope.training.weights_folder import WeightsFolder
 from shardscope.training.weights_tokenizer import WeightsTokenizer
@@ -90,6 +91,10 @@ class Finetune(TextTask):
         WeightsTokenizer(self.folder).save(folder)
         if not plan.recipe.has_adapters:
             self.folder.write_config(folder)
+
+    def frozen_base(self) -> dict[str, Any]:
+        """See :class:`TextTask`."""
+        return {"weights": str(self.weights), "sample": base_sample(self.folder)}
 
     def check_model(self, plan: Plan) -> None:
         """See :class:`TextTask`."""

@@ -53,6 +53,8 @@ def train(
     told = told_steps(first, schedule.num_steps)
     checkpoint_asked = False
     checkpoints = Checkpoints(ctx, engine, keep_last)
+    if first >= schedule.num_steps:
+        print(f"nothing is left to train: num_steps is {schedule.num_steps:,}", flush=True)
     with Recorder(ctx) as recorder, Snapshot(ctx) as snapshot:
         if memory_snapshot:
             snapshot.start(SNAPSHOT_STEPS)

@@ -20,11 +20,12 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.memory.building import is_drawn_in_parts
 from shardscope.memory.head import loss_in_force
 from shardscope.training import accounting, lora, micro_batches, optimizers, pretrained, quantized
-from shardscope.training.compiled import compile_layers
+from shardscope.training.compiled import check_compiled, compile_layers
 from shardscope.training.initial_weights import CPU, FreshWeights, InitialWeights, build_filled, draw_adapters
 from shardscope.training.loss import apply_chunked_loss
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.on_meta import build_on_meta
+from shardscope.training.position import position_of
 from shardscope.training.precision_found import check_copied, check_precision
 from shardscope.training.recompute import apply_recompute, check_recompute
 from shardscope.training.stored_weights import WithAdapters
@@ -126,6 +127,7 @@ class MicroBatchEngine(Engine):
             "world_size": dist.get_world_size(),
             "precision": self.precision_found(trained),
             **check_recompute(self.model, self.recipe.recompute, self.recipe.recompute_interval),
+            **check_compiled(self.model, planned=self.plan.kernels == "compiled"),
             "optimizer": type(self.optimizer).__name__,
             "num_trained_tensors": len(trained),
             "parameter_dtypes": sorted({_name(p.dtype) for p in self.model.parameters()}),
@@ -251,11 +253,7 @@ class MicroBatchEngine(Engine):
 
     def _position(self) -> dict[str, Any]:
         """Where training is, for a checkpoint."""
-        return {
-            "framework": self.framework,
-            "world_size": dist.get_world_size(),
-            "num_steps_done": self.num_steps_done,
-        }
+        return {**position_of(self), "world_size": dist.get_world_size()}
 
     def _loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self._module(**micro)

@@ -50,6 +50,10 @@ class Pretrain(TextTask):
         """See :class:`TextTask`."""
         write_tokenizer(folder, plan.recipe.seq_len)
 
+    def frozen_base(self) -> dict[str, Any]:
+        """See :class:`TextTask`."""
+        return {"seed": self.seed}
+
     def check_model(self, plan: Plan) -> None:
         """See :class:`TextTask`."""
         vocab_size = plan.architecture.vocab_size

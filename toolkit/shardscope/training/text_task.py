@@ -123,6 +123,10 @@ class TextTask(ABC):
         """Make a model's folder of exported weights: put the tokenizer beside them."""
 
     @abstractmethod
+    def frozen_base(self) -> dict[str, Any]:
+        """What adapters are over: ``seed`` of one that is drawn, or a ``sample`` of the ``weights``."""
+
+    @abstractmethod
     def check_model(self, plan: Plan) -> None:
         """Raise ``ValueError`` if weights or tokenizer do not fit the architecture of ``plan``."""
 
@@ -147,6 +151,8 @@ class TextTask(ABC):
         plan, engine = ctx.plan, ctx.engine
         engine.seed, engine.weight_decay = self.seed, self.weight_decay
         engine.learning_rate = self.peak_rate(plan)
+        if plan.recipe.has_adapters:
+            engine.frozen_base = self.frozen_base()
         engine.setup(self.begin(engine, plan))
         # Ranks of one tensor group drop out the same numbers: they have one share of the data.
         torch.manual_seed(self.seed + 1 + engine.data_rank)
@@ -198,15 +204,21 @@ class TextTask(ABC):
         if found[0] is None:
             print("nothing to go on from yet: this is the start", flush=True)
             return
-        check_loads(found[0], ctx.plan, self._field("resume"))
+        warnings = self._check_loads(found[0], ctx.plan)
         ctx.engine.load(found[0])
         print(f"going on from {found[0]}: {ctx.engine.num_steps_done:,} steps are done", flush=True)
+        for words in warnings:
+            print(words, flush=True)
+
+    def _check_loads(self, checkpoint: Path, plan: Plan) -> list[str]:
+        base = self.frozen_base() if plan.recipe.has_adapters else None
+        return check_loads(checkpoint, plan, self._field("resume"), seed=self.seed, frozen_base=base)
 
     def check(self, plan: Plan) -> None:
         """Raise ``ValueError`` if ``plan`` cannot train so; cheap, and called again on every rank."""
         check_trained(plan)
         if self.resume_from is not None:
-            check_loads(self.resume_from, plan, self._field("resume"))
+            self._check_loads(self.resume_from, plan)
         self.check_model(plan)
         if plan.recipe.seq_len < 2:
             refuse("Recipe.seq_len", plan.recipe.seq_len, "at least 2: a token and the next", "seq_len=2")
@@ -218,7 +230,7 @@ class TextTask(ABC):
             return
         found = checkpoint_by_name(folder, name)
         if found is not None:
-            check_loads(found, plan, self._field("resume"))
+            self._check_loads(found, plan)
 
     def _check_text(self) -> None:
         if self.text is None:

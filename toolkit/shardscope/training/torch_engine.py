@@ -72,7 +72,7 @@ class TorchEngine(MicroBatchEngine):
         return checkpoint.begin(self._in_run(path), self.model, self.optimizer, position, adapted, group)
 
     def load(self, path: str | Path) -> None:
-        position = checkpoint.load(self._in_run(path), self.model, self.optimizer, self.recipe.has_adapters)
+        position = checkpoint.load(self._in_run(path), self.plan, self.model, self.optimizer)
         self.num_steps_done = int(position["num_steps_done"])
         if self._scaler and position["scaler"]:
             self._scaler.load_state_dict(position["scaler"])

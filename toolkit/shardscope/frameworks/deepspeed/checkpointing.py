@@ -6,7 +6,6 @@ opened. What one number of ranks at one stage wrote, only the same number at the
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from shardscope.training import random_state
-from shardscope.training.aside import begin_aside, check_own, replace, written_aside
-from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.training.aside import begin_aside, replace, written_aside
+from shardscope.training.position import read_position, write_position
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
+    from shardscope.plan import Plan
     from shardscope.training.pretrained import WholeTensors
 
 TAG = "zero"
@@ -33,7 +33,7 @@ def save(path: Path, engine: Any, position: dict[str, Any], only_trained: bool) 
     with written_aside(path) as aside:
         _save(aside, engine, only_trained)
         if dist.get_rank() == 0:
-            _write_position(aside, position)
+            write_position(aside, position)
 
 
 class Writing:
@@ -81,7 +81,7 @@ class Writing:
             if int(failed):
                 raise RuntimeError(f"other ranks could not write their part of {self._path}")
             if dist.get_rank() == 0:
-                _write_position(self._aside, self._position)
+                write_position(self._aside, self._position)
                 replace(self._aside, self._path)
         except BaseException as error:
             self._error = error
@@ -92,20 +92,13 @@ def _save(aside: Path, engine: Any, only_trained: bool) -> None:
     engine.save_checkpoint(str(aside), tag=TAG, save_latest=False, exclude_frozen_parameters=only_trained)
 
 
-def _write_position(folder: Path, position: dict[str, Any]) -> None:
-    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
-
-
-def load(path: Path, engine: Any, own: dict[str, Any], only_trained: bool) -> dict[str, Any]:
+def load(path: Path, plan: Plan, engine: Any, own: dict[str, Any]) -> dict[str, Any]:
     """Read ``path`` into DeepSpeed's engine; return its position, which fits this run's ``own``.
 
-    Raises ``FileNotFoundError`` if it is no whole checkpoint, ``PermissionError`` if another user owns it,
-    and ``ValueError`` for one of another framework, stage or number of ranks.
+    Raises as :func:`read_position` does, and ``ValueError`` for one of another stage or number of ranks.
     """
-    if not (path / POSITION_FILE).is_file():
-        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
-    check_own(path)
-    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
+    only_trained = plan.recipe.has_adapters
+    position = read_position(path, plan)
     _check_fits(path, position, own)
     with _own_settings(engine.optimizer):
         engine.load_checkpoint(str(path), tag=TAG, load_module_strict=not only_trained)
@@ -129,13 +122,6 @@ def _own_settings(optimizer: Any) -> Iterator[None]:
 
 
 def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> None:
-    if position.get("framework") != own["framework"]:
-        refuse(
-            "resume from a checkpoint of",
-            position.get("framework"),
-            "'deepspeed': ZeRO reads its own format alone",
-            "Engine.export of the run that saved it, and these weights as the model to start from",
-        )
     for field, words in (
         ("stage", "ZeRO stage"),
         ("world_size", "number of ranks"),

@@ -198,8 +198,7 @@ class DeepSpeedEngine(MicroBatchEngine):
         }
 
     def load(self, path: str | Path) -> None:
-        own, adapted = self._position(), self.recipe.has_adapters
-        position = checkpointing.load(self._in_run(path), self._module, own, adapted)
+        position = checkpointing.load(self._in_run(path), self.plan, self._module, self._position())
         self.num_steps_done = int(position["num_steps_done"])
 
     def whole_tensors(self) -> WholeTensors:

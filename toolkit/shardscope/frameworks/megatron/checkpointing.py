@@ -7,13 +7,12 @@ opened only where this user's own run wrote them.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from collections.abc import Sequence
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,11 @@ from shardscope.frameworks.megatron.weights_export import wait_for_weights
 from shardscope.frameworks.megatron.weights_load import unwrapped
 from shardscope.runs.processes import die_with_parent
 from shardscope.training import random_state
-from shardscope.training.aside import begin_aside, check_own, replace, written_aside
-from shardscope.training.checkpoint_folders import POSITION_FILE
+from shardscope.training.aside import begin_aside, replace, written_aside
+from shardscope.training.position import read_position, write_position
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
 
 
 def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, Any]) -> None:
@@ -36,7 +38,7 @@ def save(path: Path, chunks: Sequence[Any], optimizer: Any, position: dict[str, 
     with written_aside(path) as aside:
         _write(aside, chunks, optimizer, beside=False)
         if dist.get_rank() == 0:
-            _write_position(aside, position)
+            write_position(aside, position)
 
 
 class Writing:
@@ -65,23 +67,21 @@ class Writing:
         if self.is_done or not self._calls.maybe_finalize_async_calls(blocking=blocking):
             return
         if dist.get_rank() == 0:
-            _write_position(self._aside, self._position)
+            write_position(self._aside, self._position)
             replace(self._aside, self._path)
         dist.barrier()
         self.is_done = True
 
 
-def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
+def load(path: Path, plan: Plan, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     """Read ``path`` into ``chunks`` and ``optimizer``; return its position. Other degrees may have saved it.
 
-    Random states go on where they were if ranks of the same degrees saved them. Raises
-    ``FileNotFoundError`` if it is no checkpoint, ``PermissionError`` if another user owns it.
+    Random states go on where they were if ranks of the same degrees saved them. Raises as
+    :func:`read_position` does.
     """
     from megatron.core import dist_checkpointing
 
-    if not (path / POSITION_FILE).is_file():
-        raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
-    check_own(path)
+    position = read_position(path, plan)
     _make_state(optimizer)
     found = dist_checkpointing.load(_state(chunks, optimizer, loading=True), str(path))
     for number, chunk in enumerate(chunks):
@@ -90,7 +90,6 @@ def load(path: Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     _make_state(optimizer)
     random_state.restore(path)
     random_tracker.restore(path)
-    position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
     return position
 
 
@@ -126,10 +125,6 @@ def _results_queue() -> Any:
         manager.start(die_with_parent, (os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
     return filesystem_async._results_queue
-
-
-def _write_position(folder: Path, position: dict[str, Any]) -> None:
-    (folder / POSITION_FILE).write_text(json.dumps(position), encoding="utf-8")
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from shardscope.frameworks.registry import check_trained
 from shardscope.training import accounting
 from shardscope.training.memory_watch import MemoryWatch
 from shardscope.training.on_meta import build_on_meta
+from shardscope.training.position import position_of
 from shardscope.training.precision_found import check_copied
 from shardscope.training.stored_weights import TensorsByName
 from shardscope.validation import refuse
@@ -130,14 +131,13 @@ class MegatronEngine(Engine):
         return mean
 
     def save(self, path: str | Path) -> None:
-        position = {"framework": self.framework, "num_steps_done": self.num_steps_done}
         with self._on_device():
-            checkpointing.save(self._in_run(path), self._chunks, self.optimizer, position)
+            checkpointing.save(self._in_run(path), self._chunks, self.optimizer, position_of(self))
 
     def begin_save(self, path: str | Path) -> Callable[[], None]:
-        position = {"framework": self.framework, "num_steps_done": self.num_steps_done}
+        path, position = self._in_run(path), position_of(self)
         with self._on_device():
-            writing = checkpointing.Writing(self._in_run(path), self._chunks, self.optimizer, position)
+            writing = checkpointing.Writing(path, self._chunks, self.optimizer, position)
         self._writing = writing
 
         def wait() -> None:
@@ -148,7 +148,7 @@ class MegatronEngine(Engine):
 
     def load(self, path: str | Path) -> None:
         with self._on_device():
-            position = checkpointing.load(self._in_run(path), self._chunks, self.optimizer)
+            position = checkpointing.load(self._in_run(path), self.plan, self._chunks, self.optimizer)
         self.num_steps_done = int(position["num_steps_done"])
 
     def export(self, path: str | Path) -> None:

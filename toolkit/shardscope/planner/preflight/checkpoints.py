@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.words import count
-from shardscope.planner.preflight.case import Case, changed_plan
+from shardscope.planner.preflight.case import Case, changed_plan, changed_task
 from shardscope.planner.preflight.finding import Finding
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ def resumed(case: Case) -> Iterator[Finding]:
     path = getattr(case.task, "resume_from", None)
     if path is None:
         return
+    position = _read(Path(path) / "position.json")
+    if isinstance(position, dict):
+        yield from _other_base(case, position)
+        yield from _other_order(case, position)
     before = _plan_of(Path(path))
     if before is None:
         return
@@ -162,6 +166,49 @@ def _trained(plan: Plan) -> str:
     double = " with double quantisation" if recipe.method == "qlora" else ""
     targets = ", ".join(sorted(adapter_targets(plan.architecture, recipe)))
     return f"adapters of rank {recipe.adapter_rank} on {targets}, over a base {kind}{double}"
+
+
+def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
+    """The same of a base of the same shape: drawn from another seed, or of other weights."""
+    was, now = position.get("frozen_base"), getattr(case.task, "frozen_base", None)
+    now = now() if callable(now) else now
+    if not case.plan.recipe.has_adapters or not isinstance(was, Mapping) or not isinstance(now, Mapping):
+        return
+    if (was.get("seed"), was.get("sample")) == (now.get("seed"), now.get("sample")):
+        return
+    told = [
+        f"drawn from seed {base['seed']}" if "seed" in base else str(base.get("weights"))
+        for base in (was, now)
+    ]
+    if told[0] == told[1]:
+        told[0] += " as it was then"
+    field = "seed" if "seed" in was else "weights"
+    value = was.get(field)
+    yield Finding(
+        name="checkpoint-over-another-base",
+        severity="danger",
+        why=f"The checkpoint holds adapters over a base {told[0]}, and this task's base is {told[1]}: over "
+        "other weights they say nothing.",
+        number=None,
+        change=f"{field}={value!r}, as before",
+        task=changed_task(case.task, **{field: value}),
+    )
+
+
+def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
+    """Text is dealt in the order of the task's seed."""
+    was, now = position.get("seed"), getattr(case.task, "seed", None)
+    if not isinstance(was, int) or not isinstance(now, int) or was == now:
+        return
+    yield Finding(
+        name="checkpoint-of-another-seed",
+        severity="warning",
+        why=f"The checkpoint's run read its text in the order of seed {was}, and this task goes on in that "
+        f"of seed {now}: some of it is read again, and some never.",
+        number=float(was),
+        change=f"seed={was}, as before",
+        task=changed_task(case.task, seed=was),
+    )
 
 
 def _other_batch(before: Plan, now: Plan, path: Path) -> Iterator[Finding]:

@@ -1,0 +1,63 @@
+"""What a checkpoint says of itself, and who opens it: nobody meets another format's library in the midst."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.needs import needs
+
+needs("torch")
+
+from shardscope import Architecture, Cluster, Layout, Plan, Recipe  # noqa: E402
+from shardscope.training.position import position_of, read_position, write_position  # noqa: E402
+
+
+def plan_of(layout: Layout) -> Plan:
+    recipe = Recipe(seq_len=64, global_batch_size=4, precision="fp32")
+    return Plan(Architecture.of_size("2m"), Cluster.parse("2xcpu"), recipe, layout)
+
+
+def engine_of(plan: Plan, **fields: Any) -> Any:
+    framework = plan.layout.framework
+    values = {"num_steps_done": 2, "seed": 5, "frozen_base": None, **fields}
+    return SimpleNamespace(framework=framework, plan=plan, **values)
+
+
+LAYOUTS = {
+    "ddp": Layout.ddp(),
+    "fsdp2": Layout.fsdp2(),
+    "zero-1": Layout.zero(stage=1),
+    "megatron": Layout.megatron(),
+}
+SHARED = {("ddp", "fsdp2"), ("fsdp2", "ddp")}
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize("read", LAYOUTS)
+def test_another_format_is_refused_in_words(saved: str, read: str, tmp_path: Path) -> None:
+    before, now = plan_of(LAYOUTS[saved]), plan_of(LAYOUTS[read])
+    write_position(tmp_path, position_of(engine_of(before)))
+    if saved == read or (saved, read) in SHARED:
+        assert read_position(tmp_path, now)["num_steps_done"] == 2
+        return
+    with pytest.raises(ValueError, match="this one was saved by") as refused:
+        read_position(tmp_path, now)
+    words = str(refused.value)
+    assert before.layout.title.split()[0] in words and now.layout.title.split()[0] in words
+    assert "Nearest fix: the plan of the run that saved it, or its export" in words
+
+
+def test_adapters_say_what_they_are_over(tmp_path: Path) -> None:
+    plan = plan_of(LAYOUTS["ddp"])
+    assert "frozen_base" not in position_of(engine_of(plan))
+    write_position(tmp_path, position_of(engine_of(plan, frozen_base={"seed": 5})))
+    found = read_position(tmp_path, plan)
+    assert (found["frozen_base"], found["seed"]) == ({"seed": 5}, 5)
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"it has no position\.json"):
+        read_position(tmp_path, plan_of(LAYOUTS["ddp"]))
