@@ -58,6 +58,13 @@ def test_adapters_say_what_they_are_over(tmp_path: Path) -> None:
     assert (found["frozen_base"], found["seed"]) == ({"seed": 5}, 5)
 
 
+def test_one_of_before_is_opened(tmp_path: Path) -> None:
+    plan = plan_of(LAYOUTS["ddp"])
+    old = {"framework": "ddp", "world_size": 2, "num_steps_done": 7}
+    write_position(tmp_path, old)
+    assert read_position(tmp_path, plan) == old
+
+
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"it has no position\.json"):
         read_position(tmp_path, plan_of(LAYOUTS["ddp"]))

@@ -44,7 +44,9 @@ def read_position(path: Path, plan: Plan) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")
     check_own(path)
     position: dict[str, Any] = json.loads((path / POSITION_FILE).read_text(encoding="utf-8"))
-    saved, read = position.get("format"), _format(plan)
+    read = _format(plan)
+    # Those of before have no such word: what they are is seen when they are opened.
+    saved = position.get("format", read)
     if saved != read:
         before = frameworks.get(str(position.get("framework")))
         who = before.title if before is not None else position.get("framework")
