@@ -28,7 +28,7 @@ def pressed(page: PlansPage) -> dict[str, str]:
 
 
 def is_answered(page: PlansPage) -> bool:
-    return page.advice.advice is not None and not page.ask.is_busy and not page._is_to_be_asked()
+    return page.advice.advice is not None and not page.ask.is_busy and not page._is_next
 
 
 @pytest.fixture
@@ -144,6 +144,21 @@ def test_the_words_say_whose_answer_it_is(page: PlansPage, held: Callable[[], No
     assert page._about.value == changed
     page.familiar.press("deepspeed")
     assert until(lambda: is_answered(page)) and not page._about.value
+
+
+def test_cancel_ends_what_a_toggle_would_ask_next_too(
+    asked: list[tuple[str, ...]], held: Callable[[], None]
+) -> None:
+    page = PlansPage(on_apply=lambda _: None)
+    page.offer(plan_of())
+    page.familiar.press("deepspeed")
+    page.ask.cancel.click()
+    held()
+    assert until(lambda: not page.ask.is_busy)
+    assert asked == [()] and "cancelled" in page.ask.words.value
+    page.ask.button.click()
+    assert until(lambda: is_answered(page) and not page._about.value)
+    assert asked == [(), ("deepspeed",)]
 
 
 def test_a_closed_page_asks_nothing_more(asked: list[tuple[str, ...]], held: Callable[[], None]) -> None:

@@ -223,25 +223,40 @@ def test_fault_31_adapters_do_not_go_on_over_a_base_of_another_seed(tmp_path: Pa
 
 
 def test_fault_31_adapters_do_not_go_on_over_other_weights(tmp_path: Path) -> None:
-    first = Finetune(weights=write_folder(tmp_path / "first"))
     plan = plan_of(2, L.ddp(), method="lora")
-    path = saved(tmp_path / "run", plan, frozen_base=first.frozen_base())
-    # Wherever the same weights lie.
-    shutil.copytree(tmp_path / "first", tmp_path / "copy")
-    fits = Finetune(weights=tmp_path / "copy", resume=path)
-    assert check_loads(path, plan, "x", seed=0, frozen_base=fits.frozen_base()) == []
-    other = tmp_path / "copy" / "model.safetensors"
-    # Further trained: all numbers are others.
-    data = bytearray(other.read_bytes())
-    end = 8 + int.from_bytes(data[:8], "little")
-    data[end:] = b"\x01" * (len(data) - end)
-    other.write_bytes(data)
-    with pytest.raises(
-        ValueError, match=r"over a base \S+/first, and this task's base is \S+/copy.*Nearest fix"
+    first, copy = write_folder(tmp_path / "first"), tmp_path / "copy"
+    path = saved(tmp_path / "run", plan, frozen_base=Finetune(weights=first).frozen_base())
+    # Wherever the same weights lie, and in however many files.
+    shutil.copytree(first, copy)
+    for same in (copy, write_folder(tmp_path / "shards", shards=3)):
+        base = Finetune(weights=same).frozen_base()
+        assert check_loads(path, plan, "x", seed=0, frozen_base=base) == []
+    for folder in (copy, first):
+        file = folder / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        # One norm, at the end of the file.
+        data[-4:] = b"\x01" * 4
+        file.write_bytes(data)
+    for task, words in (
+        (Finetune(weights=copy), f"Nearest fix: weights='{first}', as before"),
+        (Finetune(weights=first), "Nearest fix: Put back the weights that were there before"),
+        (Pretrain(), f"is drawn from seed 0.*Nearest fix: Finetune with weights='{first}', as before"),
     ):
-        check_loads(path, plan, "x", seed=0, frozen_base=fits.frozen_base())
-    with pytest.raises(ValueError, match=r"first, and this task's base is drawn from seed 0"):
-        check_loads(path, plan, "x", seed=0, frozen_base=Pretrain().frozen_base())
+        with pytest.raises(ValueError, match=rf"over a base of the weights in {first}, .*{words}"):
+            check_loads(path, plan, "x", seed=0, frozen_base=task.frozen_base())
+    path = saved(tmp_path / "drawn", plan, frozen_base=Pretrain(seed=3).frozen_base())
+    with pytest.raises(ValueError, match=r"Nearest fix: Pretrain with seed=3, as before"):
+        check_loads(path, plan, "x", seed=3, frozen_base=Finetune(weights=first).frozen_base())
+
+
+def test_fault_31_findings_do_not_read_a_base_that_no_adapters_are_over(tmp_path: Path) -> None:
+    whole, adapted = plan_of(2, L.ddp()), plan_of(2, L.ddp(), method="lora")
+    task = Finetune(weights=write_folder(tmp_path / "gone"), resume=saved(tmp_path / "run", whole))
+    over = {"frozen_base": {"seed": 1}}
+    other = Finetune(weights=tmp_path / "gone", resume=saved(tmp_path / "other", adapted, **over))
+    shutil.rmtree(tmp_path / "gone")
+    for plan, asked in ((whole, task), (adapted, other)):
+        assert "checkpoint-over-another-base" not in {finding.name for finding in plan.findings(asked)}
 
 
 # ---------------------------------------------------------------------------- functions of one's own

@@ -76,6 +76,8 @@ class PlansPage(widgets.VBox):
         self._asked: dict[str, Question] = {}
         self._answered: dict[str, Question] = {}
         self._is_frozen = False
+        self._is_next = False
+        """Whether a toggle was pressed while advice was asked: it is asked once that is done."""
         self.mode = shared.segments([("what to start with", "advice"), ("every layout", "search")], "Plans")
         self.mode.observe(self._look, "value")
         self.ask = WorkPanel(
@@ -136,7 +138,8 @@ class PlansPage(widgets.VBox):
         self._views[mode].freeze(is_old or self._is_frozen)
         button = self._panels[mode].button
         # Nothing is left to press while it is asked, and the words of that stand there.
-        is_on_its_way = button.disabled and (self._asked.get(mode) == asked or self._is_to_be_asked())
+        is_next = self._is_next and mode == "advice"
+        is_on_its_way = button.disabled and (is_next or self._asked.get(mode) == asked)
         self._about.value = (
             f"This was found {answered.beside(asked)}. {button.description} to apply one of its plans."
             if is_old and not is_on_its_way
@@ -150,25 +153,24 @@ class PlansPage(widgets.VBox):
 
     def _ask_at_once(self) -> None:
         """While something is asked already, mark what is there: the next question waits for its end."""
+        self._is_next = self.ask.is_busy
         self._ask()
         self._say_whose()
 
-    def _is_to_be_asked(self) -> bool:
-        """Whether a toggle was pressed since advice was asked, and nothing else changed."""
-        asked, now = self._asked.get("advice"), self._question("advice")
-        return asked is not None and now is not None and asked.is_but_for_the_team(now)
-
     def _begun_or_ended(self, change: dict[str, bool]) -> None:
-        if not change["new"] and self.comm is not None and self._is_to_be_asked():
+        if change["new"]:
+            self._say_whose()
+        elif self._is_next and not self.ask.is_cancelled:
             self._ask_at_once()
         else:
+            self._is_next = False
             self._say_whose()
 
     def _ask(self) -> None:
         plan, question = self._plan, self._question("advice")
         if plan is None or question is None or self.ask.is_busy:
             return
-        self._asked["advice"] = question
+        self._asked["advice"], self._is_next = question, False
         known = question.familiar_with
         self.advice.ask(*_nouns(plan), known, on_found=lambda: self._got("advice", question))
 

@@ -60,6 +60,8 @@ class WorkPanel(widgets.HBox):
         self._cancel = threading.Event()
         self.is_busy = False
         """Whether work is under way."""
+        # Reentrant: who sees the button let go may start the next work there and then.
+        self._changing = threading.RLock()
         self.button = shared.button(label, "ss-ghost", "ss-small", tooltip=tooltip, layout=widgets.Layout())
         self.button.on_click(lambda _: on_press())
         self.progress = widgets.FloatProgress(
@@ -92,10 +94,11 @@ class WorkPanel(widgets.HBox):
         None where ``on_done`` wrote that itself. ``expected_seconds`` stand beside those that have passed,
         until the work's own progress says more.
         """
-        if self.is_busy:
-            return
-        self._cancel.clear()
-        self._show_busy(True)
+        with self._changing:
+            if self.is_busy:
+                return
+            self._cancel.clear()
+            self._show_busy(True)
         threading.Thread(
             target=self._do,
             args=(work, on_done, done_words, expected_seconds),
@@ -136,7 +139,8 @@ class WorkPanel(widgets.HBox):
         except Exception as error:  # a notebook shows nobody what is raised in a thread
             self.say(str(error) or type(error).__name__, is_error=True)
         finally:
-            self._show_busy(False)
+            with self._changing:
+                self._show_busy(False)
 
     def _show_busy(self, busy: bool) -> None:
         self.is_busy = busy
@@ -145,6 +149,11 @@ class WorkPanel(widgets.HBox):
             widget.layout.display = "" if busy else "none"
         # Last: who watches it may start the next work.
         self.button.disabled = busy
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the latest work was told to stop."""
+        return self._cancel.is_set()
 
     def close(self) -> None:
         """End the work too: nobody is left to read what it finds."""

@@ -5,25 +5,30 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from shardscope.training.safetensors_header import LENGTH_BYTES
+
 if TYPE_CHECKING:
     from shardscope.training.weights_folder import WeightsFolder
 
-NUM_BLOCKS = 256
-BLOCK_BYTES = 4096
+MOST_TENSORS = 512
+SAMPLED_BYTES = 4096
 
 
 def base_sample(folder: WeightsFolder) -> str:
-    """SHA-256 of 256 blocks of 4 KiB, evenly spread, of each of the folder's files; its path is not in it.
+    """SHA-256 of the tensors' names, types and shapes, and of the first 4 KiB of up to 512 of them.
 
-    Of weights that were trained further every block is another: a fraction of a second for any model.
+    Neither paths are in it nor which file has what. Of a model of more tensors those read are spread evenly
+    over their names: further training changes every one that it trains.
     """
+    names = sorted(folder.tensors)
     digest = hashlib.sha256()
-    # In the order of tensors' names: the Hub's cache has other names for files than its snapshots.
-    for file in dict.fromkeys(file for _, (file, _) in sorted(folder.tensors.items())):
-        size = file.stat().st_size
-        digest.update(str(size).encode())
+    for name in names:
+        _, tensor = folder.tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+    for name in names[:: -(-len(names) // MOST_TENSORS)]:
+        file, tensor = folder.tensors[name]
         with file.open("rb") as opened:
-            for number in range(NUM_BLOCKS):
-                opened.seek(size * number // NUM_BLOCKS)
-                digest.update(opened.read(BLOCK_BYTES))
+            data = LENGTH_BYTES + int.from_bytes(opened.read(LENGTH_BYTES), "little")
+            opened.seek(data + tensor.begin)
+            digest.update(opened.read(min(SAMPLED_BYTES, tensor.num_bytes)))
     return digest.hexdigest()

@@ -38,7 +38,7 @@ def read_position(path: Path, plan: Plan) -> dict[str, Any]:
     """The position of the checkpoint at ``path``, which the engine of ``plan`` is about to load.
 
     Raises ``FileNotFoundError`` if it is no whole checkpoint, ``PermissionError`` if another user owns it,
-    ``ValueError`` if it is of another framework's format.
+    ``ValueError`` if it says that it is of another framework's format.
     """
     if not (path / POSITION_FILE).is_file():
         raise FileNotFoundError(f"{path} is not a whole checkpoint: it has no {POSITION_FILE}")

@@ -36,6 +36,13 @@ class StoredTensor(NamedTuple):
     dtype: str
     """As the format spells it: one of :data:`BITS`."""
     shape: tuple[int, ...]
+    begin: int
+    """Its first byte, counted from the first of all tensors' in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes there."""
+        return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 def read_header(path: Path, field: str) -> dict[str, StoredTensor]:
@@ -112,7 +119,7 @@ def _entry(name: str, entry: Any, field: str) -> tuple[str, StoredTensor, int, i
         refuse(f"{where} shape", shape, "a list of whole numbers from 0", COPY_AGAIN)
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse(f"{where} data_offsets", offsets, "where its bytes begin and end", COPY_AGAIN)
-    return name, StoredTensor(dtype, tuple(shape)), offsets[0], offsets[1]
+    return name, StoredTensor(dtype, tuple(shape), offsets[0]), offsets[0], offsets[1]
 
 
 def _sizes(value: Any) -> bool:

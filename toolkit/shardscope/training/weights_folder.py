@@ -216,7 +216,7 @@ class WeightsFolder:
             allowed = f"tensors of {arch.name}: {len(extra):,} have no place in it{_more(extra)}"
             refuse(self.field, extra[0], allowed, f"the files of a {arch.model_type} and nothing else")
         for name, shape in wanted.items():
-            dtype, found = stored[name]
+            dtype, found, _ = stored[name]
             if found != tuple(shape):
                 allowed = f"{tuple(shape)}, as the plan's architecture has it"
                 refuse(

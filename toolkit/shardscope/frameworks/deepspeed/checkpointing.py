@@ -122,6 +122,13 @@ def _own_settings(optimizer: Any) -> Iterator[None]:
 
 
 def _check_fits(path: Path, position: dict[str, Any], own: dict[str, Any]) -> None:
+    if position.get("framework") != own["framework"]:  # One of before its format was told.
+        refuse(
+            "checkpoint of",
+            position.get("framework"),
+            "'deepspeed': ZeRO reads its own format alone",
+            "Engine.export of the run that saved it, and these weights as the model to start from",
+        )
     for field, words in (
         ("stage", "ZeRO stage"),
         ("world_size", "number of ranks"),

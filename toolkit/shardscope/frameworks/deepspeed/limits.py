@@ -57,8 +57,8 @@ def _check_processor(precision: str) -> None:
         refuse(
             "Recipe.precision",
             precision,
-            "'fp32', 'bf16-mixed' on CPU ranks of a processor without AVX512-FP16, as this one is: there "
-            "DeepSpeed itself refuses fp16",
+            "'fp32', 'bf16', 'bf16-mixed' on CPU ranks of a processor without AVX512-FP16, as this one is: "
+            "there DeepSpeed itself refuses fp16",
             "precision='bf16-mixed'",
         )
 

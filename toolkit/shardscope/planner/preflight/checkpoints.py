@@ -170,29 +170,45 @@ def _trained(plan: Plan) -> str:
 
 def _other_base(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
     """The same of a base of the same shape: drawn from another seed, or of other weights."""
-    was, now = position.get("frozen_base"), getattr(case.task, "frozen_base", None)
-    now = now() if callable(now) else now
-    if not case.plan.recipe.has_adapters or not isinstance(was, Mapping) or not isinstance(now, Mapping):
+    was = position.get("frozen_base")
+    if not case.plan.recipe.has_adapters or not isinstance(was, Mapping):
         return
-    if (was.get("seed"), was.get("sample")) == (now.get("seed"), now.get("sample")):
+    now = _base_of(case.task)
+    if now is None or (was.get("seed"), was.get("sample")) == (now.get("seed"), now.get("sample")):
         return
-    told = [
-        f"drawn from seed {base['seed']}" if "seed" in base else str(base.get("weights"))
-        for base in (was, now)
-    ]
-    if told[0] == told[1]:
-        told[0] += " as it was then"
-    field = "seed" if "seed" in was else "weights"
-    value = was.get(field)
     yield Finding(
         name="checkpoint-over-another-base",
         severity="danger",
-        why=f"The checkpoint holds adapters over a base {told[0]}, and this task's base is {told[1]}: over "
-        "other weights they say nothing.",
+        why=f"The checkpoint holds adapters over a base {_base_words(was)}, and this task's is "
+        f"{_base_words(now)}: numbers of the one, which say nothing of the other.",
         number=None,
-        change=f"{field}={value!r}, as before",
-        task=changed_task(case.task, **{field: value}),
+        change=_base_before(was, now),
+        task=changed_task(case.task, seed=was["seed"]) if "seed" in was and "seed" in now else None,
     )
+
+
+def _base_of(task: object) -> Mapping[str, Any] | None:
+    """What adapters of ``task`` are over; None where that is not known, or its files cannot be read."""
+    found = getattr(task, "frozen_base", None)
+    try:
+        found = found() if callable(found) else found
+    except (ValueError, OSError):
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def _base_words(base: Mapping[str, Any]) -> str:
+    return f"drawn from seed {base['seed']}" if "seed" in base else f"of the weights in {base.get('weights')}"
+
+
+def _base_before(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In words, the task that goes on from a checkpoint over ``was``."""
+    if "seed" in was:
+        return f"{'' if 'seed' in now else 'Pretrain with '}seed={was['seed']}, as before"
+    folder = was.get("weights")
+    if folder == now.get("weights"):
+        return "Put back the weights that were there before, or start anew"
+    return f"{'Finetune with ' if 'seed' in now else ''}weights={folder!r}, as before"
 
 
 def _other_order(case: Case, position: Mapping[str, Any]) -> Iterator[Finding]:
