@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,8 @@ def one_row(
     run = ss.launch(plan, work.Curve(seed, num_steps), folder=folder, name=name)
     if run.wait(SECONDS_PER_ROW) != "finished":
         run.stop()
+        # Its folder goes with the table, and with it what the ranks said last.
+        print(f"{row.name}: {run.error}", file=sys.stderr, flush=True)
         return Outcome(row=row, verdict="failed", why=f"the run is {run.status}: {run.reason}")
     records: Mapping[int, Mapping[str, object]] = run.what_it_was()
     return compare(row, plan, alone, Curve.of(run.metrics(), row.num_ranks), records)
