@@ -35,11 +35,12 @@ class ChecksView(View):
     """Findings, the worst first: how bad, why with the number behind it, and what mends it.
 
     A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it; a mended task goes to
-    ``on_apply_task`` and :attr:`task`.
+    ``on_apply_task`` and :attr:`task`, a script's mended text to ``on_apply_source`` and :attr:`source`.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
     task = traitlets.Any(allow_none=True, default_value=None, help="The task that was applied last.")
+    source = traitlets.Unicode(allow_none=True, default_value=None, help="The text that was applied last.")
 
     def __init__(
         self,
@@ -47,9 +48,12 @@ class ChecksView(View):
         *,
         on_apply: Callable[[ss.Plan], None] | None = None,
         on_apply_task: Callable[[object], None] | None = None,
+        on_apply_source: Callable[[str], None] | None = None,
+        nothing: str = NOTHING,
     ) -> None:
         self.findings: list[Finding] = []
         self._on_apply, self._on_apply_task = on_apply, on_apply_task
+        self._on_apply_source, self._nothing = on_apply_source, nothing
         self.list = Clickable(self._act)
         super().__init__([Sheet(), self.list], layout=shared.layout())
         for name in ("ss-root", "ss-view", "ss-checks"):
@@ -60,7 +64,7 @@ class ChecksView(View):
     def show(self, findings: Sequence[Finding]) -> None:
         """Draw findings."""
         self.findings = worst_first(findings)
-        self.list.value = in_html(self.findings)
+        self.list.value = in_html(self.findings, self._nothing)
 
     def freeze(self, frozen: bool) -> None:
         """Let nothing be pressed: what is shown is no answer to what is asked now."""
@@ -68,9 +72,13 @@ class ChecksView(View):
 
     def _act(self, act: str) -> None:
         # By name: the list may have changed since it was drawn where the click came from.
-        found = next((finding for finding in self.findings if finding.name == act), None)
+        found = next((finding for finding in self.findings if _act_of(finding) == act), None)
         if found is None or not _is_applied(found):
             raise IgnoredError(act)
+        if found.source is not None:
+            self.source = found.source
+            if self._on_apply_source is not None:
+                self._on_apply_source(found.source)
         if found.plan is not None:
             self.plan = found.plan
             if self._on_apply is not None:
@@ -83,7 +91,12 @@ class ChecksView(View):
 
 def _is_applied(finding: Finding) -> bool:
     """Whether a click can mend it."""
-    return finding.plan is not None or finding.task is not None
+    return finding.plan is not None or finding.task is not None or finding.source is not None
+
+
+def _act_of(finding: Finding) -> str:
+    """Its name; a script may have one of a kind on several lines."""
+    return finding.name if finding.line is None else f"{finding.name}:{finding.line}"
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -97,10 +110,10 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for name, number in counts if number)
 
 
-def in_html(findings: Sequence[Finding]) -> str:
+def in_html(findings: Sequence[Finding], nothing: str = NOTHING) -> str:
     """The list, or that there is nothing to mend."""
     if not findings:
-        return f"<p class='ss-hint'>{NOTHING}</p>"
+        return f"<p class='ss-hint'>{nothing}</p>"
     rows = "".join(_row(finding) for finding in findings)
     return (
         f"<h2>{summary(findings)} <span class='ss-hint'>before a run finds out</span></h2>"
@@ -115,7 +128,7 @@ def _row(finding: Finding) -> str:
     if _is_applied(finding):
         label = escape(f"Apply: {finding.change}", quote=True)
         mend += (
-            f"<button type='button' class='ss-act' data-act='{escape(finding.name, quote=True)}'"
+            f"<button type='button' class='ss-act' data-act='{escape(_act_of(finding), quote=True)}'"
             f" aria-label='{label}'>Apply</button>"
         )
     return (

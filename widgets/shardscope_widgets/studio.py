@@ -32,6 +32,7 @@ from shardscope_widgets.plans_page import PlansPage
 from shardscope_widgets.rates import rates
 from shardscope_widgets.repairs_panel import RepairsPanel
 from shardscope_widgets.run_view import RunView
+from shardscope_widgets.script_checks import ScriptChecks
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.step_rows import RunSteps, shown_step
 from shardscope_widgets.step_view import StepView
@@ -143,15 +144,21 @@ class Studio(View):
     @cached_property
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
-        return self._put("Checks", ChecksView(on_apply=self.apply, on_apply_task=self._apply_task))
+        view = ChecksView(on_apply=self.apply, on_apply_task=self._apply_task)
+        return self._put("Checks", view, self.script)
+
+    @cached_property
+    def script(self) -> ScriptChecks:
+        """Under them, the checks of a script of the person's own."""
+        return ScriptChecks(self.plan, on_apply=self.apply)
 
     def _show_path(self, _: object) -> None:
         self.plans.mode.value = "advice"
         self.tabs.value = "Plans"
         self.sheet.show()
 
-    def _put(self, tab: str, view: Page) -> Page:
-        self._pages[tab].children = [view]
+    def _put(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
+        self._pages[tab].children = [view, *below]
         return view
 
     @property
@@ -206,7 +213,7 @@ class Studio(View):
         (self.add_class if wrong else self.remove_class)("ss-stale")
         self.launch_panel.blocked = "Mend the input marked in red first." if wrong else ""
         self.export_panel.is_blocked = wrong
-        for page in ("plans", "checks"):
+        for page in ("plans", "checks", "script"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
 
@@ -251,6 +258,7 @@ class Studio(View):
 
     def _draw_checks(self) -> None:
         self.checks.show(self.findings)
+        self.script.offer(self.plan)
 
     @property
     def findings(self) -> list[Finding]:

@@ -31,5 +31,7 @@ class Finding:
     """The mended plan; None where the change is one of a task, a script or the machine."""
     task: object = None
     """The mended task (``Pretrain(...)`` with another field); None where the change is none of its fields."""
+    source: str | None = None
+    """The mended text of the script or configuration; None where the change is not one of its words alone."""
     line: int | None = None
     """The line of the script that it is about, from 1; None: about no script."""

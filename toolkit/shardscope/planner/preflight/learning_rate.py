@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardscope.planner.preflight.case import Case, changed_task
+from shardscope.planner.preflight.edits import mended, replaced
 from shardscope.planner.preflight.finding import Finding, Severity
 from shardscope.planner.preflight.script import Script, keywords, source_of
 from shardscope.planner.preflight.usual_rates import TOO_HIGH, Usual, usual_rates
@@ -65,6 +66,7 @@ def rate_in_script(case: Case) -> Iterator[Finding]:
                 why=f"Line {call.lineno}: for a model of the plan's size, {_why(rate, usual)}",
                 number=rate / usual.rate,
                 change=f"lr={usual.advised:g}",
+                source=mended(script, replaced(script, given, f"{usual.advised:g}")),
                 line=call.lineno,
             )
             return

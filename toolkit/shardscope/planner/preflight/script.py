@@ -31,10 +31,17 @@ class Script:
     """What it will train."""
 
     @cached_property
+    def text(self) -> str:
+        """:attr:`source` from the margin on: that of a function may be of one inside another."""
+        is_inside = self.source.lstrip("\r\n")[:1].isspace()
+        # Else as it is: dedent empties lines of blanks, in texts of several lines as well.
+        return textwrap.dedent(self.source) if is_inside else self.source
+
+    @cached_property
     def tree(self) -> ast.Module | None:
-        """Its syntax; None where it is no Python (a configuration, a notebook's magics)."""
+        """The syntax of :attr:`text`; None where that is no Python (a configuration, a notebook's magics)."""
         try:
-            return ast.parse(textwrap.dedent(self.source))
+            return ast.parse(self.text)
         except (SyntaxError, ValueError, RecursionError):
             return None
 

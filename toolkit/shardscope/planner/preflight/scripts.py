@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.preflight import scaling
+from shardscope.planner.preflight import samplers, scaling
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.dealing import LOADER, Dealing
 from shardscope.planner.preflight.finding import SEVERITIES, Finding
@@ -64,6 +64,7 @@ def _shared_data(script: Script) -> Iterator[Finding]:
             "read the same and the batch is one rank's.",
             number=None if ranks is None else float(ranks),
             change="sampler=DistributedSampler(dataset, num_replicas=..., rank=...)",
+            source=samplers.dealt(script, call),
             line=call.lineno,
         )
     yield from _dealt_too_far(script)
@@ -88,6 +89,7 @@ def _dealt_too_far(script: Script) -> Iterator[Finding]:
             "ones.",
             number=shares / wanted,
             change=f"num_replicas={wanted}, rank=the rank among data-parallel ranks",
+            source=samplers.among_data_parallel_ranks(script, call, plan),
             line=call.lineno,
         )
 
@@ -107,5 +109,6 @@ def _same_order(script: Script) -> Iterator[Finding]:
         "called: every epoch has the first one's order.",
         number=None,
         change="sampler.set_epoch(epoch) before each epoch",
+        source=samplers.told_of_epochs(script, calls[0]),
         line=calls[0].lineno,
     )

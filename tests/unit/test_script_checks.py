@@ -1,0 +1,106 @@
+"""A script of one's own in the Checks tab: read, mended by clicks in a copy, never written itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.test_preflight_mends import CONFIG, NEW_CONFIG
+
+import shardscope as ss
+from shardscope_widgets import Studio
+from shardscope_widgets.script_checks import ScriptChecks
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+def press_all(view: ScriptChecks) -> None:
+    """Every button, the last first, as often as there is one."""
+    while view.checks.findings:
+        last = view.checks.findings[-1]
+        view.checks.list.press(f"{last.name}:{last.line}")
+        assert not view.checks.list.error
+
+
+def test_clicks_mend_a_copy_and_leave_the_file(config: Path) -> None:
+    view = ScriptChecks()
+    view.path.value = str(config)
+    assert view.checks.list.value.count("<button") == 7
+    assert not view.changed.value
+    press_all(view)
+    assert (config.parent / "accelerate.mended.yaml").read_text() == NEW_CONFIG
+    assert config.read_text() == CONFIG
+    assert "Nothing to mend: no check has anything against this file." in view.checks.list.value
+    assert "<span class='ss-removed'>-  fsdp_use_orig_params: true</span>" in view.changed.value
+    assert "<span class='ss-added'>+  fsdp_reshard_after_forward: false</span>" in view.changed.value
+
+
+def test_another_copy_is_not_overwritten(config: Path) -> None:
+    (config.parent / "accelerate.mended.yaml").write_text("mine")
+    view = ScriptChecks()
+    view.path.value = str(config)
+    press_all(view)
+    assert (config.parent / "accelerate.mended.yaml").read_text() == "mine"
+    assert (config.parent / "accelerate.mended-2.yaml").read_text() == NEW_CONFIG
+
+
+def test_a_strategy_goes_to_the_plan_as_well(config: Path) -> None:
+    studio = Studio()
+    studio.tabs.value = "Checks"
+    studio.script.path.value = str(config)
+    assert studio.plan.layout.reshard_after_forward
+    (found,) = [one for one in studio.script.checks.findings if one.name == "fsdp1-shard-grad-op"]
+    studio.script.checks.list.press(f"{found.name}:{found.line}")
+    assert not studio.plan.layout.reshard_after_forward
+    assert "fsdp_reshard_after_forward: false" in (config.parent / "accelerate.mended.yaml").read_text()
+    assert found.name not in [one.name for one in studio.script.checks.findings]
+
+
+def test_findings_are_against_the_plan_on_the_bench(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("from torch.utils.data import DataLoader\nfor b in DataLoader(data):\n    b.backward()\n")
+    studio = Studio()
+    studio.tabs.value = "Checks"
+    studio.script.path.value = str(file)
+    assert "all 8 ranks" in studio.script.checks.list.value
+    studio.cluster.fill(ss.Cluster.parse("4xh100-sxm-80gb"))
+    assert "all 4 ranks" in studio.script.checks.list.value
+
+
+def test_a_file_that_cannot_be_read_is_told_with_the_nearest(config: Path) -> None:
+    view = ScriptChecks()
+    for name, words in {
+        str(config.with_name("acelerate.yaml")): f"No such file or directory. Nearest: {config}.",
+        str(config.parent): "Is a directory",
+        "no\0path": "null byte",
+    }.items():
+        view.path.value = name
+        assert words in view.words.value
+        assert view.checks.layout.display == "none"
+    config.write_bytes(b"\xff")
+    view.path.value = str(config)
+    assert "is no text" in view.words.value
+    config.write_bytes(b"#" * 2**21)
+    view.path.value = ""
+    assert not view.words.value
+    view.path.value = str(config)
+    assert "more than 1 MiB" in view.words.value
+
+
+def test_a_folder_that_takes_no_copy_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = ScriptChecks()
+    view.path.value = str(config)
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    view.checks.list.press("fsdp1:3")
+    assert "can be written: Read-only file system" in view.words.value
+    assert not view.changed.value
+    assert "fsdp1" in [one.name for one in view.checks.findings]

@@ -1,0 +1,142 @@
+"""A training script or configuration of a person's own, checked; a click mends a copy beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches, unified_diff
+from html import escape
+from pathlib import Path
+
+import shardscope as ss
+from shardscope.planner.preflight import Finding, findings_in
+from shardscope_widgets import shared
+from shardscope_widgets.checks_view import ChecksView
+from shardscope_widgets.view import View
+
+NOTHING = "Nothing to mend: no check has anything against this file."
+MAX_BYTES = 2**20
+CONTEXT_LINES = 1
+
+
+class ScriptChecks(View):
+    """Asks for a file, and shows what the preflight finds in it; it is read, never run.
+
+    What is applied is written to a copy (``train.mended.py``); the file itself stays as it is. A strategy
+    that is a layout today is applied to the plan as well, through ``on_apply``.
+    """
+
+    def __init__(
+        self, plan: ss.Plan | None = None, *, on_apply: Callable[[ss.Plan], None] | None = None
+    ) -> None:
+        self._plan = plan
+        self._file: Path | None = None
+        self._copy: Path | None = None
+        self._before = self._text = ""
+        self.path = shared.text(
+            "",
+            "A training script, or an accelerate configuration: the path of a file",
+            placeholder="train.py or accelerate.yaml",
+        )
+        self.path.observe(self._read, "value")
+        self.words = shared.html()
+        self.checks = ChecksView(on_apply=on_apply, on_apply_source=self._take, nothing=NOTHING)
+        self.changed = shared.html()
+        head = shared.html("<h2>Your script <span class='ss-hint'>read, never run</span></h2>")
+        super().__init__([head, self.path, self.words, self.checks, self.changed], layout=shared.layout())
+        for name in ("ss-root", "ss-script"):
+            self.add_class(name)
+        self._show()
+
+    def offer(self, plan: ss.Plan) -> None:
+        """Check the file against ``plan``."""
+        if plan is not self._plan:
+            self._plan = plan
+            self._show()
+
+    def freeze(self, frozen: bool) -> None:
+        """Let nothing be pressed: what is shown is no answer to what is asked now."""
+        self.checks.freeze(frozen)
+
+    def _read(self, change: object = None) -> None:
+        self._file = self._copy = None
+        self._before = self._text = ""
+        name = self.path.value.strip()
+        try:
+            if name:
+                self._file, self._before = _read(Path(name).expanduser())
+                self._text = self._before
+        except ValueError as error:
+            self._show(str(error))
+            return
+        self._show()
+
+    def _take(self, text: str) -> None:
+        assert self._file is not None
+        try:
+            copy = self._copy or _free_name(self._file)
+            copy.write_bytes(text.encode())
+        except OSError as error:
+            self._show(f"No copy in {self._file.absolute().parent} can be written: {error.strerror}.")
+            return
+        self._copy, self._text = copy, text
+        self._show()
+
+    def _show(self, error: str = "") -> None:
+        self.words.value = f"<p class='ss-error'>{escape(error)}</p>" if error else ""
+        self.checks.layout = shared.layout(display="" if self._file else "none")
+        self.checks.show(self._found())
+        self.changed.value = "" if self._copy is None else _changed(self._before, self._text, self._copy)
+
+    def _found(self) -> list[Finding]:
+        return findings_in(self._text, self._plan) if self._text else []
+
+
+def _read(file: Path) -> tuple[Path, str]:
+    """The file and its text, line ends as they are. Raises ``ValueError`` in words."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: byte {error.start} is no UTF-8.") from None
+    except (OSError, ValueError) as error:
+        near = _nearest(file)
+        hint = f" Nearest: {near}." if near else ""
+        raise ValueError(
+            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.{hint}"
+        ) from None
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{file} has more than 1 MiB, which no training script has.")
+    return file, text
+
+
+def _nearest(file: Path) -> Path | None:
+    try:
+        names = [one.name for one in file.parent.iterdir() if one.suffix in (".py", ".yaml", ".yml")]
+    except OSError:
+        return None
+    found = get_close_matches(file.name, names, n=1)
+    return file.parent / found[0] if found else None
+
+
+def _free_name(file: Path) -> Path:
+    """``train.mended.py``, or with a number where that is there already."""
+    for number in range(1, 1000):
+        name = file.with_name(f"{file.stem}.mended{f'-{number}' * (number > 1)}{file.suffix}")
+        if not name.exists():
+            return name
+    raise OSError(None, "a thousand mended copies are there already")
+
+
+def _changed(before: str, after: str, copy: Path) -> str:
+    """Where the mended copy is, and what is other in it."""
+    lines = list(unified_diff(before.splitlines(), after.splitlines(), n=CONTEXT_LINES, lineterm=""))[2:]
+    rows = "".join(f"<span class='{_kind(line)}'>{escape(line) or ' '}</span>\n" for line in lines)
+    return (
+        f"<div class='ss-hint'>Written to <code>{escape(str(copy))}</code>; your own file is as it was.</div>"
+        f"<pre class='ss-diff'>{rows}</pre>"
+    )
+
+
+def _kind(line: str) -> str:
+    return {"+": "ss-added", "-": "ss-removed", "@": "ss-place"}.get(line[:1], "")
