@@ -37,7 +37,16 @@ def collective(ctx: Any) -> None:
     ctx.barrier()
     ctx.log(total=total, nan=float("nan"), inf=float("inf"), text="ok", nothing=None)
     ctx.log_memory()
-    ctx.record("engine", {"name": "none", "backend": dist.get_backend(), "threads": torch.get_num_threads()})
+    gloo = [dist.group.WORLD._get_backend(ctx.device), dist.new_group()._get_backend(ctx.device)]
+    ctx.record(
+        "engine",
+        {
+            "name": "none",
+            "backend": dist.get_backend(),
+            "threads": torch.get_num_threads(),
+            "gloo_threads": [group.options._threads for group in gloo],
+        },
+    )
     ctx.log(
         step=40,
         port=os.environ["MASTER_PORT"],

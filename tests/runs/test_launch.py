@@ -48,6 +48,7 @@ def test_finishes_with_metrics_of_both_ranks(plan: Any, tmp_path: Path) -> None:
     assert all(m["peak_memory_bytes"] >= m["memory_bytes"] > 1e7 for m in run.memory())
     engine = run.what_it_was()[1]["engine"]
     assert engine["backend"] == "gloo"
+    assert engine["gloo_threads"] == [1, 1]
     assert engine["threads"] == int(os.environ.get("OMP_NUM_THREADS", max(1, num_cores() // 2)))
     assert run.reason == "the task returned on every rank" and run.error is None
     assert run.folder.stat().st_mode & 0o777 == 0o700

@@ -51,6 +51,8 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
     else:
         device = torch.device("cpu")
     if num_ranks > 1:
+        from shardscope.runs.gloo import use_one_thread
+
         patience = timedelta(seconds=settings["timeout_seconds"])
         store = dist.TCPStore(
             "127.0.0.1",
@@ -62,6 +64,7 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
             # A socket that the kernel bound: no port can be lost between choosing and taking it.
             **({"master_listen_fd": settings["listening"]} if rank == 0 else {}),
         )
+        use_one_thread()  # As in a run, which is what these curves are for.
         # gloo beside NCCL: ranks agree on times by small tensors of the host.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=patience)

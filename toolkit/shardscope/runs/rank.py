@@ -88,8 +88,10 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
     import torch.distributed as dist
 
     from shardscope.runs.context import Context
+    from shardscope.runs.gloo import use_one_thread
     from shardscope.runs.loopback import serve_store
 
+    use_one_thread()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,0 +1,47 @@
+"""gloo's groups with one thread: made as torch makes them, and known to torch as its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from needs import needs
+
+needs("torch")
+
+# In a process of its own: what torch calls ProcessGroupGloo stays changed.
+SCRIPT = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from shardscope.runs.gloo import use_one_thread
+
+use_one_thread()
+os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+made = dist.group.WORLD._get_backend(torch.device("cpu"))
+assert type(made) is dist.ProcessGroupGloo, type(made)
+assert made.options._threads == 1, made.options._threads
+assert made.options._timeout == timedelta(seconds=7), made.options._timeout
+assert len(made.options._devices) == max(1, len([one for one in sys.argv[1].split(",") if one]))
+# Torch looks for the class by its name where it sets a timeout, and makes further groups.
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8), dist.group.WORLD)
+assert made.options._timeout == timedelta(seconds=8), made.options._timeout
+apart = dist.new_group([0])
+assert apart._get_backend(torch.device("cpu")).options._threads == 1
+dist.barrier(apart)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def test_groups_have_one_thread_on_the_interfaces_that_are_named() -> None:
+    for interfaces in ("lo", "lo,lo", ""):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, interfaces],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.stdout == "done\n", done.stderr[-2000:]
