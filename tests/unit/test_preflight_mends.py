@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from difflib import ndiff
 
 import pytest
@@ -14,7 +13,10 @@ PLAN = ss.Plan(
     ss.models["llama-3.1-8b"], ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2(tp=4)
 )
 HEAD = '"""Train."""\nfrom __future__ import annotations\nimport torch\n'
-LOADER = "from torch.utils.data import DataLoader\n"
+LOADER = (
+    "from torch.utils.data import DataLoader\nfrom torch.distributed import init_process_group\n"
+    "init_process_group()\n"
+)
 
 
 def one(source: str, name: str, plan: ss.Plan | None = None) -> Finding:
@@ -28,6 +30,9 @@ def changes(source: str, name: str, plan: ss.Plan | None = None) -> list[str]:
     assert after is not None
     assert name not in [finding.name for finding in findings_in(after, plan)]
     return [line.rstrip() for line in ndiff(source.splitlines(), after.splitlines()) if line[0] in "+-"]
+
+
+# ---- samplers
 
 
 def test_a_sampler_takes_the_place_of_shuffling() -> None:
@@ -46,18 +51,36 @@ def test_a_loader_that_did_not_shuffle_does_not_now() -> None:
     )
 
 
+def test_all_loaders_are_dealt_at_once() -> None:
+    source = f"{LOADER}train = DataLoader(a, shuffle=True)\nval = DataLoader(b)\n"
+    for finding in findings_in(source):
+        assert finding.source is not None
+        assert finding.source.count("sampler=DistributedSampler(") == 2
+
+
 @pytest.mark.parametrize(
     "loader",
     [
         "DataLoader(make_data())",
         "DataLoader(**options)",
+        "DataLoader(data, *rest)",
         "DataLoader(data, 4, True)",
         "DataLoader(load_dataset('text', streaming=True))",
+        "DataLoader(data.to_iterable_dataset())",
+        # A sampler of its own, for all that it knows no rank.
+        "DataLoader(data, sampler=own)",
     ],
 )
 def test_what_the_text_does_not_say_is_left_to_a_person(loader: str) -> None:
-    found = one(f"{LOADER}for batch in {loader}:\n    model(batch).backward()\n", "ranks-read-the-same-data")
-    assert found.source is None
+    source = f"{LOADER}own = SubsetRandomSampler(rows)\nfor batch in {loader}:\n    model(batch).backward()\n"
+    assert one(source, "ranks-read-the-same-data").source is None
+
+
+def test_without_a_process_group_no_sampler_could_ask_for_its_rank() -> None:
+    alone = "from torch.utils.data import DataLoader\nloader = DataLoader(data)\n"
+    later = f"{alone}import torch.distributed as dist\ndist.init_process_group()\n"
+    for source in (alone, later):
+        assert one(source, "ranks-read-the-same-data").source is None
 
 
 def test_no_sampler_is_written_for_ranks_that_work_together() -> None:
@@ -65,37 +88,95 @@ def test_no_sampler_is_written_for_ranks_that_work_together() -> None:
     assert one(source, "ranks-read-the-same-data", PLAN).source is None
 
 
-def test_shares_are_the_data_parallel_ranks() -> None:
-    source = (
-        f"{LOADER}sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)\n"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("num_replicas=world_size, rank=rank", "num_replicas=4, rank=rank // 4 % 4"),
+        ("rank=dist.get_rank()", "rank=dist.get_rank() // 4 % 4, num_replicas=4"),
+        (
+            "num_replicas=int(os.environ['WORLD_SIZE']), rank=int(os.environ['RANK'])",
+            "num_replicas=4, rank=int(os.environ['RANK']) // 4 % 4",
+        ),
+    ],
+)
+def test_shares_are_the_data_parallel_ranks(before: str, after: str) -> None:
+    source = f"{LOADER}sampler = DistributedSampler(data, {before}, shuffle=False)\n"
+    if before.startswith("rank"):
+        after = after.replace(", num_replicas=4", "") + ", shuffle=False, num_replicas=4"
+    else:
+        after += ", shuffle=False"
+    assert (
+        changes(source, "sampler-over-all-ranks", PLAN)[1] == f"+ sampler = DistributedSampler(data, {after})"
     )
-    assert changes(source, "sampler-over-all-ranks", PLAN) == [
-        "- sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)",
-        "+ sampler = DistributedSampler(data, num_replicas=4, rank=rank // 4 % 4, shuffle=False)",
-    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "num_replicas=dp_world_size, rank=dp_rank",
+        "num_replicas=dist.get_world_size(dp_group), rank=dist.get_rank(dp_group)",
+        "num_replicas=world_size // 4, rank=rank // 4",
+        "num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank()",
+    ],
+)
+def test_shares_that_may_be_right_are_not_accused(given: str) -> None:
+    found = findings_in(f"{LOADER}sampler = DistributedSampler(data, {given})\n", PLAN)
+    assert "sampler-over-all-ranks" not in [finding.name for finding in found]
+
+
+@pytest.mark.parametrize("given", ["world_size, rank=rank", "num_replicas=world_size, rank=local_rank"])
+def test_another_rank_or_a_place_is_left_to_a_person(given: str) -> None:
+    source = f"{LOADER}sampler = DistributedSampler(data, {given})\n"
+    assert one(source, "sampler-over-all-ranks", PLAN).source is None
+
+
+# ---- epochs
+
+EPOCHS = "for epoch in range(3):\n    for i, batch in enumerate(loader):\n        model(batch)\n"
+
+
+def indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 def test_the_sampler_is_told_of_each_epoch() -> None:
     for sampler, told in {
-        "sampler = DistributedSampler(data)\nloader = DataLoader(data, sampler=sampler)": "sampler",
-        "loader = DataLoader(data, sampler=DistributedSampler(data))": "loader.sampler",
+        "sampler = DistributedSampler(data)\nloader = DataLoader(data, sampler=sampler)\n": "sampler",
+        "loader = DataLoader(data, sampler=DistributedSampler(data))\n": "loader.sampler",
     }.items():
-        source = (
-            f"{LOADER}from torch.utils.data import DistributedSampler\n{sampler}\n"
-            "for warm_up in range(2):\n    pass\n"
-            "def train():\n    for epoch in range(3):\n        for i, batch in enumerate(loader):\n"
-            "            model(batch)\n"
-        )
+        source = f"{LOADER}{sampler}for warm_up in range(2):\n    pass\ndef train():\n{indented(EPOCHS)}"
         assert changes(source, "same-order-every-epoch") == [f"+         {told}.set_epoch(epoch)"]
 
 
-def test_a_sampler_inside_another_function_is_not_reached_for() -> None:
-    source = (
-        f"{LOADER}from torch.utils.data import DistributedSampler\n"
-        "def make():\n    loader = DataLoader(data, sampler=DistributedSampler(data))\n    return loader\n"
-        "def train(loader):\n    for epoch in range(3):\n        for batch in loader:\n            batch.x\n"
-    )
-    assert one(source, "same-order-every-epoch").source is None
+INLINE = "loader = DataLoader(data, sampler=DistributedSampler(data))\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # Made in a function that the loop is not in, or handed on under the same name.
+        f"def make():\n{indented(INLINE)}    return loader\ndef train(loader):\n{indented(EPOCHS)}",
+        f"{INLINE}def train(loader):\n{indented(EPOCHS)}",
+        # Made again and again, under a condition, or in two ways.
+        f"for fold in range(5):\n{indented(INLINE + EPOCHS)}",
+        f"if many:\n{indented(INLINE)}else:\n    loader = DataLoader(data)\n{EPOCHS}",
+        f"{INLINE}loader = wrap(loader)\n{EPOCHS}",
+        # Loops that count no epochs.
+        f"{INLINE}for epoch in epochs:\n    for batch in loader:\n        model(batch)\n",
+        f"{INLINE}for epoch in range(3):\n    while True:\n        for batch in loader:\n            x\n",
+        f"{INLINE}for batch in loader:\n    model(batch)\n",
+    ],
+)
+def test_a_loop_that_may_not_be_the_epochs_is_left_to_a_person(source: str) -> None:
+    assert one(f"{LOADER}{source}", "same-order-every-epoch").source is None
+
+
+def test_the_innermost_loop_counts_epochs() -> None:
+    source = f"{LOADER}{INLINE}for seed in range(2):\n{indented(EPOCHS)}"
+    assert changes(source, "same-order-every-epoch") == ["+         loader.sampler.set_epoch(epoch)"]
+
+
+# ---- reductions
 
 
 def test_reductions_are_in_fp32_beside_the_types_own_module() -> None:
@@ -104,129 +185,47 @@ def test_reductions_are_in_fp32_beside_the_types_own_module() -> None:
     for given in ("", ", reduce_dtype=torch.bfloat16"):
         source = f"{HEAD}p = {policy.format(given)}\n"
         assert changes(source, "policy-reduces-in-half-precision")[1] == f"+ p = {new}"
-    bare = "from torch import bfloat16\np = MixedPrecisionPolicy(param_dtype=bfloat16)\n"
-    assert one(bare, "policy-reduces-in-half-precision").source is None
-
-
-OLD = """
-import functools
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-def prepare(model):
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    model = FSDP(
-        model,
-        auto_wrap_policy=policy,
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        device_id=0,
-        use_orig_params=True,
-    )
-    return model
-"""
-
-
-def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
-    after = one(OLD, "fsdp1").source
-    assert after is not None
-    (function,) = [node for node in ast.parse(after).body if isinstance(node, ast.FunctionDef)]
-    assert [ast.unparse(line) for line in function.body[1:]] == [
-        "fsdp2_options = dict(reshard_after_forward=False, mp_policy=MixedPrecisionPolicy("
-        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))",
-        "for layer in [module for module in model.modules() if isinstance(module, Block)]:\n"
-        "    fully_shard(layer, **fsdp2_options)",
-        "model = fully_shard(model, **fsdp2_options)",
-        "return model",
-    ]
-    assert "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard" in after
-    # What is left of FSDP1 is told on: the policy that nobody reads any more.
-    assert {finding.name for finding in findings_in(after)} == {"fsdp1-transformer-auto-wrap-policy"}
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "compute", ["bfloat16", "cfg.float16_type", "torch.bfloat16 if a else torch.float16", "th.bfloat16"]
+)
+def test_a_type_that_is_chosen_elsewhere_is_left_to_a_person(compute: str) -> None:
+    source = f"{HEAD}from torch import bfloat16\np = MixedPrecisionPolicy(param_dtype={compute})\n"
+    assert one(source, "policy-reduces-in-half-precision").source is None
+
+
+# ---- imports
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
     [
-        ("auto_wrap_policy=policy,", ""),
-        ("{Block}", "{Block, Other}"),
-        ("{Block}", "classes"),
-        ("SHARD_GRAD_OP", "HYBRID_SHARD"),
-        ("SHARD_GRAD_OP", "NO_SHARD"),
-        ("use_orig_params=True", "sync_module_states=True"),
-        ("use_orig_params=True", "ignored_modules=[model.head]"),
-        ("use_orig_params=True", "**options"),
-        ("device_id=0", "forward_prefetch=True"),
-        ("model = FSDP(", "return FSDP("),
-        ("param_dtype=torch.bfloat16, ", "keep_low_precision_grads=True, "),
+        ("import torch  # noqa: E402\n", 2),
+        ("import torch; x = 1\n", 2),
+        ("import os\nos.environ['A'] = '1'\nimport torch\n", 4),
+        ("#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nimport torch\n", 4),
+        ("def f():\n    from torch.distributed.fsdp import fully_shard\nimport torch\n", 4),
+        ("import torch\rimport json\r", 3),
     ],
 )
-def test_a_call_with_something_that_has_no_counterpart_is_left_to_a_person(before: str, after: str) -> None:
-    source = OLD.replace(before, after)
-    assert source != OLD
-    assert one(source, "fsdp1").source is None
+def test_an_import_follows_the_last_of_the_module_before_its_use(before: str, line: int) -> None:
+    source = before + OLD_CALL
+    after = one(source, "fsdp1").source
+    assert after is not None
+    added = "from torch.distributed.fsdp import fully_shard"
+    lines = after.replace("\r", "\n").split("\n")
+    # The class itself is imported last of all here.
+    assert lines.index(added) + 1 == line + 2
 
 
-def test_norms_are_clipped_by_torch() -> None:
-    source = f"{HEAD}from torch.distributed.fsdp import FullyShardedDataParallel\nnet.clip_grad_norm_(1.0)\n"
-    assert changes(source, "fsdp1-clip-grad-norm")[1] == (
-        "+ torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)"
-    )
-
-
-CONFIG = """compute_environment: LOCAL_MACHINE
-fsdp_config:
-  fsdp_version: 1   # old
-  fsdp_sharding_strategy: SHARD_GRAD_OP
-  fsdp_backward_prefetch: BACKWARD_PRE
-  fsdp_use_orig_params: true
-  fsdp_sync_module_states: true
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
-  fsdp_min_num_params: 1000
-num_processes: 8
-"""
-NEW_CONFIG = """compute_environment: LOCAL_MACHINE
-fsdp_config:
-  fsdp_version: 2   # old
-  fsdp_reshard_after_forward: false
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-num_processes: 8
+OLD_CALL = """from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 """
 
 
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_configuration_is_mended_finding_by_finding_to_the_last(newline: str) -> None:
-    text = CONFIG.replace("\n", newline)
-    num_clicks = 0
-    while found := findings_in(text, PLAN):
-        assert found[-1].source is not None
-        text, num_clicks = found[-1].source, num_clicks + 1
-    assert text == NEW_CONFIG.replace("\n", newline)
-    assert num_clicks == 7
-
-
-def test_a_key_is_not_written_twice() -> None:
-    source = "fsdp_cpu_ram_efficient_loading: true\nfsdp_sync_module_states: true\n"
-    assert changes(source, "fsdp1-sync-module-states") == ["- fsdp_sync_module_states: true"]
-    off = "fsdp_sync_module_states: false\n"
-    assert changes(off, "fsdp1-sync-module-states") == ["- fsdp_sync_module_states: false"]
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD", "3"])
-def test_a_strategy_that_is_no_bool_is_left_to_a_person(strategy: str) -> None:
-    (found,) = findings_in(f"fsdp_sharding_strategy: {strategy}\n")
-    assert found.source is None
-
-
-def test_a_strategy_by_name_in_code_becomes_the_bool() -> None:
-    source = 'plugin = Plugin(fsdp_version=2, reshard_after_forward="full_shard")\n'
-    assert (
-        changes(source, "fsdp1-full-shard")[1]
-        == "+ plugin = Plugin(fsdp_version=2, reshard_after_forward=True)"
-    )
+# ---- rates, and texts as they are
 
 
 def test_a_rate_in_a_task_is_the_advised_one() -> None:

@@ -178,7 +178,7 @@ fsdp_config:
     whole = PLAN.architecture.num_parameters * 12 / 2**30
     assert found["checkpoint-gathered-on-one-rank"].number == whole
     by_number = by_name("fsdp_config:\n  fsdp_sharding_strategy: 2\n")
-    assert set(by_number) == {"fsdp1-shard-grad-op"}
+    assert set(by_number) == {"fsdp1", "fsdp1-shard-grad-op"}
     new = "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n"
     assert by_name(new) == {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.test_preflight_mends import CONFIG, NEW_CONFIG
+from tests.unit.test_fsdp1_mended import CONFIG, NEW_CONFIG
 
 import shardscope as ss
 from shardscope_widgets import Studio
@@ -21,8 +21,8 @@ def config(tmp_path: Path) -> Path:
 
 def press_all(view: ScriptChecks) -> None:
     """Every button, the last first, as often as there is one."""
-    while view.checks.findings:
-        last = view.checks.findings[-1]
+    while buttons := [one for one in view.checks.findings if one.source]:
+        last = buttons[-1]
         view.checks.list.press(f"{last.name}:{last.line}")
         assert not view.checks.list.error
 
@@ -30,7 +30,7 @@ def press_all(view: ScriptChecks) -> None:
 def test_clicks_mend_a_copy_and_leave_the_file(config: Path) -> None:
     view = ScriptChecks()
     view.path.value = str(config)
-    assert view.checks.list.value.count("<button") == 7
+    assert view.checks.list.value.count("<button") == 4
     assert not view.changed.value
     press_all(view)
     assert (config.parent / "accelerate.mended.yaml").read_text() == NEW_CONFIG
@@ -49,16 +49,81 @@ def test_another_copy_is_not_overwritten(config: Path) -> None:
     assert (config.parent / "accelerate.mended-2.yaml").read_text() == NEW_CONFIG
 
 
-def test_a_strategy_goes_to_the_plan_as_well(config: Path) -> None:
+def test_a_strategy_in_the_script_leaves_the_plan(config: Path) -> None:
     studio = Studio()
     studio.tabs.value = "Checks"
     studio.script.path.value = str(config)
-    assert studio.plan.layout.reshard_after_forward
+    plan = studio.plan
     (found,) = [one for one in studio.script.checks.findings if one.name == "fsdp1-shard-grad-op"]
     studio.script.checks.list.press(f"{found.name}:{found.line}")
-    assert not studio.plan.layout.reshard_after_forward
+    assert studio.plan is plan
     assert "fsdp_reshard_after_forward: false" in (config.parent / "accelerate.mended.yaml").read_text()
     assert found.name not in [one.name for one in studio.script.checks.findings]
+
+
+def test_a_copy_that_somebody_changed_is_not_overwritten(config: Path) -> None:
+    view = ScriptChecks()
+    view.path.value = str(config)
+    first, second = (config.parent / f"accelerate.mended{end}.yaml" for end in ("", "-2"))
+    view.checks.list.press("fsdp1:3")
+    first.write_text("mine")
+    press_all(view)
+    assert first.read_text() == "mine"
+    assert second.read_text() == NEW_CONFIG
+
+
+def test_a_link_is_not_written_through(config: Path) -> None:
+    (config.parent / "accelerate.mended.yaml").symlink_to(config.parent / "elsewhere")
+    view = ScriptChecks()
+    view.path.value = str(config)
+    press_all(view)
+    assert not (config.parent / "elsewhere").exists()
+    assert (config.parent / "accelerate.mended-2.yaml").read_text() == NEW_CONFIG
+
+
+def test_the_copy_is_beside_the_file_wherever_the_notebook_goes(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    view = ScriptChecks()
+    view.path.value = config.name
+    monkeypatch.chdir("/")
+    press_all(view)
+    assert (config.parent / "accelerate.mended.yaml").read_text() == NEW_CONFIG
+
+
+def test_two_loaders_of_one_line_have_a_button_each(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch.distributed as dist\nfrom torch.utils.data import DataLoader\n"
+        "dist.init_process_group()\na, b = DataLoader(x, shuffle=True), DataLoader(y)\n"
+    )
+    view = ScriptChecks()
+    view.path.value = str(file)
+    assert view.checks.list.value.count("data-act='ranks-read-the-same-data:4'") == 1
+    view.checks.list.press("ranks-read-the-same-data:4:1")
+    mended = (tmp_path / "train.mended.py").read_text()
+    assert "DataLoader(x, sampler=DistributedSampler(x, shuffle=True))" in mended
+    assert "DataLoader(y, sampler=DistributedSampler(y, shuffle=False))" in mended
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.py", "%matplotlib inline\n"), ("a.py", "x = (\n"), ("a.ipynb", "{}")]
+)
+def test_what_could_not_be_read_is_not_called_good(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    view = ScriptChecks()
+    view.path.value = str(tmp_path / name)
+    assert "Nothing was checked" in view.checks.list.value
+
+
+def test_a_byte_order_mark_stays(config: Path) -> None:
+    config.write_text("\ufeff" + CONFIG)
+    view = ScriptChecks()
+    view.path.value = str(config)
+    press_all(view)
+    assert (config.parent / "accelerate.mended.yaml").read_text() == "\ufeff" + NEW_CONFIG
+    assert not (config.parent / "accelerate.mended-2.yaml").exists()
 
 
 def test_findings_are_against_the_plan_on_the_bench(tmp_path: Path) -> None:
@@ -78,6 +143,7 @@ def test_a_file_that_cannot_be_read_is_told_with_the_nearest(config: Path) -> No
         str(config.with_name("acelerate.yaml")): f"No such file or directory. Nearest: {config}.",
         str(config.parent): "Is a directory",
         "no\0path": "null byte",
+        "~nobody-of-this-name/train.py": "cannot be read",
     }.items():
         view.path.value = name
         assert words in view.words.value
@@ -99,7 +165,7 @@ def test_a_folder_that_takes_no_copy_is_told(config: Path, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     view.checks.list.press("fsdp1:3")
     assert "can be written: Read-only file system" in view.words.value
     assert not view.changed.value

@@ -35,12 +35,12 @@ class ChecksView(View):
     """Findings, the worst first: how bad, why with the number behind it, and what mends it.
 
     A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it; a mended task goes to
-    ``on_apply_task`` and :attr:`task`, a script's mended text to ``on_apply_source`` and :attr:`source`.
+    ``on_apply_task`` and :attr:`task`. A script's mended text goes to ``on_apply_source``, and nothing else
+    of its finding anywhere; without one, it has no button.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
     task = traitlets.Any(allow_none=True, default_value=None, help="The task that was applied last.")
-    source = traitlets.Unicode(allow_none=True, default_value=None, help="The text that was applied last.")
 
     def __init__(
         self,
@@ -53,7 +53,9 @@ class ChecksView(View):
     ) -> None:
         self.findings: list[Finding] = []
         self._on_apply, self._on_apply_task = on_apply, on_apply_task
-        self._on_apply_source, self._nothing = on_apply_source, nothing
+        self._on_apply_source = on_apply_source
+        self.nothing = nothing
+        """What is said where nothing is found."""
         self.list = Clickable(self._act)
         super().__init__([Sheet(), self.list], layout=shared.layout())
         for name in ("ss-root", "ss-view", "ss-checks"):
@@ -64,7 +66,9 @@ class ChecksView(View):
     def show(self, findings: Sequence[Finding]) -> None:
         """Draw findings."""
         self.findings = worst_first(findings)
-        self.list.value = in_html(self.findings, self._nothing)
+        acts = zip(acts_of(self.findings), self.findings, strict=True)
+        rows = [_row(one, act if self._can_apply(one) else None) for act, one in acts]
+        self.list.value = in_html(self.findings, rows) if rows else f"<p class='ss-hint'>{self.nothing}</p>"
 
     def freeze(self, frozen: bool) -> None:
         """Let nothing be pressed: what is shown is no answer to what is asked now."""
@@ -72,13 +76,12 @@ class ChecksView(View):
 
     def _act(self, act: str) -> None:
         # By name: the list may have changed since it was drawn where the click came from.
-        found = next((finding for finding in self.findings if _act_of(finding) == act), None)
-        if found is None or not _is_applied(found):
+        found = dict(zip(acts_of(self.findings), self.findings, strict=True)).get(act)
+        if found is None or not self._can_apply(found):
             raise IgnoredError(act)
-        if found.source is not None:
-            self.source = found.source
-            if self._on_apply_source is not None:
-                self._on_apply_source(found.source)
+        if found.source is not None and self._on_apply_source is not None:
+            self._on_apply_source(found.source)
+            return
         if found.plan is not None:
             self.plan = found.plan
             if self._on_apply is not None:
@@ -88,15 +91,17 @@ class ChecksView(View):
             if self._on_apply_task is not None:
                 self._on_apply_task(found.task)
 
+    def _can_apply(self, finding: Finding) -> bool:
+        """Whether a click can mend it."""
+        in_text = finding.source is not None and self._on_apply_source is not None
+        return in_text or finding.plan is not None or finding.task is not None
 
-def _is_applied(finding: Finding) -> bool:
-    """Whether a click can mend it."""
-    return finding.plan is not None or finding.task is not None or finding.source is not None
 
-
-def _act_of(finding: Finding) -> str:
-    """Its name; a script may have one of a kind on several lines."""
-    return finding.name if finding.line is None else f"{finding.name}:{finding.line}"
+def acts_of(findings: Sequence[Finding]) -> list[str]:
+    """What tells each from the others: its name, and of a script its line, where it may be found twice."""
+    names = [one.name if one.line is None else f"{one.name}:{one.line}" for one in findings]
+    before = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}:{again}" if again else name for name, again in zip(names, before, strict=True)]
 
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -110,25 +115,23 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for name, number in counts if number)
 
 
-def in_html(findings: Sequence[Finding], nothing: str = NOTHING) -> str:
-    """The list, or that there is nothing to mend."""
-    if not findings:
-        return f"<p class='ss-hint'>{nothing}</p>"
-    rows = "".join(_row(finding) for finding in findings)
+def in_html(findings: Sequence[Finding], rows: Sequence[str]) -> str:
+    """The list of ``rows`` under how many ``findings`` of which severity they are."""
     return (
         f"<h2>{summary(findings)} <span class='ss-hint'>before a run finds out</span></h2>"
-        f"<ul class='ss-findings'>{rows}</ul>"
+        f"<ul class='ss-findings'>{''.join(rows)}</ul>"
     )
 
 
-def _row(finding: Finding) -> str:
+def _row(finding: Finding, act: str | None) -> str:
+    """One finding; ``act`` is what its button says, if it has one."""
     title = " ".join(_SPELLED.get(word, word) for word in finding.name.split("-"))
     title = title[:1].upper() + title[1:]
     mend = f"<span>{escape(finding.change)}</span>"
-    if _is_applied(finding):
+    if act is not None:
         label = escape(f"Apply: {finding.change}", quote=True)
         mend += (
-            f"<button type='button' class='ss-act' data-act='{escape(_act_of(finding), quote=True)}'"
+            f"<button type='button' class='ss-act' data-act='{escape(act, quote=True)}'"
             f" aria-label='{label}'>Apply</button>"
         )
     return (

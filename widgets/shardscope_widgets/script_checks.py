@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches, unified_diff
 from html import escape
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding, findings_in
+from shardscope.planner.preflight import findings_in
+from shardscope.planner.preflight.script import Script
 from shardscope_widgets import shared
 from shardscope_widgets.checks_view import ChecksView
 from shardscope_widgets.view import View
 
 NOTHING = "Nothing to mend: no check has anything against this file."
+NOT_READ = "This is no Python, nor a configuration: a syntax error, or a notebook. Nothing was checked."
+CONFIGURATIONS = (".yaml", ".yml")
 MAX_BYTES = 2**20
 CONTEXT_LINES = 1
+MARK = "\ufeff"
+"""What Windows' editors begin a file of UTF-8 with."""
 
 
 class ScriptChecks(View):
     """Asks for a file, and shows what the preflight finds in it; it is read, never run.
 
-    What is applied is written to a copy (``train.mended.py``); the file itself stays as it is. A strategy
-    that is a layout today is applied to the plan as well, through ``on_apply``.
+    What is applied is written to a copy (``train.mended.py``); the file itself stays as it is, and so does a
+    copy that somebody has changed meanwhile. ``on_apply`` gets the plan of a strategy that only a plan can
+    take over.
     """
 
     def __init__(
@@ -31,7 +38,7 @@ class ScriptChecks(View):
         self._plan = plan
         self._file: Path | None = None
         self._copy: Path | None = None
-        self._before = self._text = ""
+        self._mark = self._before = self._text = self._error = ""
         self.path = shared.text(
             "",
             "A training script, or an accelerate configuration: the path of a file",
@@ -39,7 +46,7 @@ class ScriptChecks(View):
         )
         self.path.observe(self._read, "value")
         self.words = shared.html()
-        self.checks = ChecksView(on_apply=on_apply, on_apply_source=self._take, nothing=NOTHING)
+        self.checks = ChecksView(on_apply=on_apply, on_apply_source=self._take)
         self.changed = shared.html()
         head = shared.html("<h2>Your script <span class='ss-hint'>read, never run</span></h2>")
         super().__init__([head, self.path, self.words, self.checks, self.changed], layout=shared.layout())
@@ -59,40 +66,53 @@ class ScriptChecks(View):
 
     def _read(self, change: object = None) -> None:
         self._file = self._copy = None
-        self._before = self._text = ""
+        self._mark = self._before = self._error = ""
         name = self.path.value.strip()
         try:
             if name:
-                self._file, self._before = _read(Path(name).expanduser())
-                self._text = self._before
+                # A notebook may change its folder before the click.
+                file = _expanded(name)
+                text = _text_of(file)
+                self._file, self._before = file.absolute(), text.removeprefix(MARK)
+                self._mark = text[: len(text) - len(self._before)]
         except ValueError as error:
-            self._show(str(error))
-            return
+            self._error = str(error)
+        self._text = self._before
         self._show()
 
     def _take(self, text: str) -> None:
         assert self._file is not None
         try:
-            copy = self._copy or _free_name(self._file)
-            copy.write_bytes(text.encode())
+            left, new = ((self._mark + each).encode() for each in (self._text, text))
+            self._copy = _write(new, self._file, self._copy, left)
         except OSError as error:
-            self._show(f"No copy in {self._file.absolute().parent} can be written: {error.strerror}.")
-            return
-        self._copy, self._text = copy, text
+            self._error = f"No copy in {self._file.parent} can be written: {error.strerror}."
+        else:
+            self._text, self._error = text, ""
         self._show()
 
-    def _show(self, error: str = "") -> None:
-        self.words.value = f"<p class='ss-error'>{escape(error)}</p>" if error else ""
+    def _show(self) -> None:
+        self.words.value = f"<p class='ss-error'>{escape(self._error)}</p>" if self._error else ""
         self.checks.layout = shared.layout(display="" if self._file else "none")
-        self.checks.show(self._found())
+        self.checks.nothing = NOTHING if self._is_understood() else NOT_READ
+        self.checks.show(findings_in(self._text, self._plan) if self._file else [])
         self.changed.value = "" if self._copy is None else _changed(self._before, self._text, self._copy)
 
-    def _found(self) -> list[Finding]:
-        return findings_in(self._text, self._plan) if self._text else []
+    def _is_understood(self) -> bool:
+        suffix = "" if self._file is None else self._file.suffix
+        is_python = suffix != ".ipynb" and Script(source=self._text).tree is not None
+        return is_python or suffix in CONFIGURATIONS
 
 
-def _read(file: Path) -> tuple[Path, str]:
-    """The file and its text, line ends as they are. Raises ``ValueError`` in words."""
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} cannot be read: {error}") from None
+
+
+def _text_of(file: Path) -> str:
+    """The file's text, line ends as they are. Raises ``ValueError`` in words."""
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
@@ -102,12 +122,24 @@ def _read(file: Path) -> tuple[Path, str]:
     except (OSError, ValueError) as error:
         near = _nearest(file)
         hint = f" Nearest: {near}." if near else ""
-        raise ValueError(
-            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.{hint}"
-        ) from None
+        words = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file} cannot be read: {words}.{hint}") from None
     if len(data) > MAX_BYTES:
         raise ValueError(f"{file} has more than 1 MiB, which no training script has.")
-    return file, text
+    return text
+
+
+def _write(data: bytes, file: Path, copy: Path | None, left: bytes) -> Path:
+    """Write to ``copy``, if that is as it was ``left``, or else to a new one. Raises ``OSError``."""
+    if copy is not None and not copy.is_symlink() and copy.is_file() and copy.read_bytes() == left:
+        copy.write_bytes(data)
+        return copy
+    for number in range(1, 1000):
+        name = file.with_name(f"{file.stem}.mended{f'-{number}' * (number > 1)}{file.suffix}")
+        with suppress(FileExistsError), name.open("xb") as opened:
+            opened.write(data)
+            return name
+    raise OSError(None, "a thousand mended copies are there already")
 
 
 def _nearest(file: Path) -> Path | None:
@@ -117,15 +149,6 @@ def _nearest(file: Path) -> Path | None:
         return None
     found = get_close_matches(file.name, names, n=1)
     return file.parent / found[0] if found else None
-
-
-def _free_name(file: Path) -> Path:
-    """``train.mended.py``, or with a number where that is there already."""
-    for number in range(1, 1000):
-        name = file.with_name(f"{file.stem}.mended{f'-{number}' * (number > 1)}{file.suffix}")
-        if not name.exists():
-            return name
-    raise OSError(None, "a thousand mended copies are there already")
 
 
 def _changed(before: str, after: str, copy: Path) -> str:

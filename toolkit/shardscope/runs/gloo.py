@@ -13,17 +13,21 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 
 class _Serial(type):
     """Makes and recognises ProcessGroupGloo's own objects: torch asks for their class by name."""
 
-    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> Any:
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = _devices()
         options._threads = 1
         return ProcessGroupGloo(store, rank, size, options)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(ProcessGroupGloo, name)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
@@ -34,7 +38,7 @@ class SerialGloo(metaclass=_Serial):
 
 
 def use_one_thread() -> None:
-    """From now on every gloo group that ``torch.distributed`` makes in this process has one thread."""
+    """From now on every gloo group of ``init_process_group`` and ``new_group`` in this process has one."""
     distributed_c10d.ProcessGroupGloo = SerialGloo
 
 

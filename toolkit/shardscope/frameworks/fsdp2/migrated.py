@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.planner.preflight.edits import imported, mended, replaced
+from shardscope.planner.preflight.bindings import is_dotted_name, only_value
+from shardscope.planner.preflight.edits import has_comment, imported, mended, replaced
 from shardscope.planner.preflight.script import Script, keywords
 
 MODULE = "torch.distributed.fsdp"
@@ -17,8 +18,8 @@ LITERAL = ("sync_module_states", "forward_prefetch")
 """What can be left out where it is off: on, each takes more than a word elsewhere."""
 
 
-OPTIONS = "fsdp2_options"
-"""The name that all units take them by: parents and layers are sharded alike, as FSDP1's are."""
+OPTIONS, LAYER = "fsdp2_options", "fsdp2_layer"
+"""Names for what all units take, parents and layers alike, as FSDP1's do, and for one of them."""
 
 
 class _Option(NamedTuple):
@@ -41,10 +42,13 @@ class _UnknownError(Exception):
 def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     """The script with its layers and its model sharded in the place of ``model = FSDP(model, ...)``.
 
-    None where wrapping is no list of classes, or an argument has no counterpart that the text settles.
+    None where wrapping is no class of layers, where an argument has no counterpart that the text settles, and
+    where a comment among them would be lost.
     """
     assigned = [one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is call]
     if len(script.calls("FullyShardedDataParallel")) != 1 or not assigned or len(assigned[0].targets) != 1:
+        return None
+    if has_comment(script, assigned[0]) or OPTIONS in script.text or LAYER in script.text:
         return None
     try:
         return _with_fully_shard(script, call, assigned[0])
@@ -54,30 +58,30 @@ def with_fully_shard(script: Script, call: ast.Call) -> str | None:
 
 def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> str | None:
     given = keywords(call)
-    if len(given) < len(call.keywords) or len(call.args) != 1:
+    if len(given) < len(call.keywords) or len(call.args) != 1 or not is_dotted_name(call.args[0]):
         raise _UnknownError
-    classes = _classes(script, given.pop("auto_wrap_policy", None))
+    classes = _classes(script, given.pop("auto_wrap_policy", None), call)
     if not set(given) <= set(_TRANSLATED):
         raise _UnknownError
     options = [option for name, value in given.items() if (option := _TRANSLATED[name](script, value))]
     classes_used = filter(None, (option.made_of for option in options))
-    local, imports = imported(script, MODULE, "fully_shard", *classes_used)
+    local, imports = imported(script, assigned, MODULE, "fully_shard", *classes_used)
     shard, model, to = local["fully_shard"], ast.unparse(call.args[0]), ast.unparse(assigned.targets[0])
     said = f"{OPTIONS} = dict({', '.join(option.written(local) for option in options)})"
     passed = f", **{OPTIONS}" if options else ""
     lines = [
         *([said] if options else []),
-        f"for layer in [module for module in {model}.modules() if isinstance(module, {classes})]:",
-        f"    {shard}(layer{passed})",
+        f"for {LAYER} in [module for module in {model}.modules() if isinstance(module, {classes})]:",
+        f"    {shard}({LAYER}{passed})",
         f"{to} = {shard}({model}{passed})",
     ]
     margin = "\n" + " " * assigned.col_offset
     return mended(script, replaced(script, assigned, margin.join(lines)), *imports)
 
 
-def _classes(script: Script, policy: ast.expr | None) -> str:
-    """The layers' classes of a policy, as ``isinstance`` takes them."""
-    made = _made(script, policy)
+def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
+    """The class of layers of a policy."""
+    made = only_value(script, policy.id, call) if isinstance(policy, ast.Name) else policy
     if isinstance(made, ast.Call) and script.called(made) == "ModuleWrapPolicy" and len(made.args) == 1:
         found = made.args[0]
     elif isinstance(made, ast.Call) and script.called(made) == "partial":
@@ -93,24 +97,23 @@ def _classes(script: Script, policy: ast.expr | None) -> str:
     if not isinstance(found, ast.Set | ast.List | ast.Tuple) or len(found.elts) != 1:
         # Of several, one could be inside another, which has to be sharded first.
         raise _UnknownError
+    if not is_dotted_name(found.elts[0]):
+        raise _UnknownError
     return ast.unparse(found.elts[0])
 
 
-def _made(script: Script, value: ast.expr | None) -> ast.expr | None:
-    """What a name stands for where the script gives it once."""
+def _made(script: Script, value: ast.expr) -> ast.expr:
+    """What a name stands for where the text settles that; anything else is itself."""
     if not isinstance(value, ast.Name):
         return value
-    given = [
-        one.value
-        for one in script.walk(ast.Assign)
-        if isinstance(one, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == value.id for target in one.targets)
-    ]
-    return given[0] if len(given) == 1 else None
+    found = only_value(script, value.id, value)
+    if found is None:
+        raise _UnknownError
+    return found
 
 
 def _strategy(_script: Script, value: ast.expr) -> _Option | None:
-    found = STRATEGIES.get(ast.unparse(value).rpartition(".")[2])
+    found = STRATEGIES.get(ast.unparse(value).rpartition(".")[2]) if is_dotted_name(value) else None
     if found is None or found.is_hybrid or not found.shards:
         raise _UnknownError
     return None if found.reshards else _Option("reshard_after_forward", "False")
@@ -123,6 +126,8 @@ def _precision(script: Script, value: ast.expr) -> _Option | None:
     if not isinstance(made, ast.Call) or script.called(made) != "MixedPrecision" or made.args:
         raise _UnknownError
     given = keywords(made)
+    if len(given) < len(made.keywords):
+        raise _UnknownError
     if not {"param_dtype"} <= set(given) <= {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise _UnknownError
     # Buffers keep their type in FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_api.py).
@@ -132,7 +137,8 @@ def _precision(script: Script, value: ast.expr) -> _Option | None:
 
 def _offload(script: Script, value: ast.expr) -> _Option | None:
     made = _made(script, value)
-    text = "" if made is None else ast.unparse(made).rpartition(".")[2]
+    called = made.func if isinstance(made, ast.Call) else made
+    text = ast.unparse(made).rpartition(".")[2] if is_dotted_name(called) else ast.unparse(made)
     if text in ("None", "CPUOffload()", "CPUOffload(offload_params=False)"):
         return None
     if text != "CPUOffload(offload_params=True)":

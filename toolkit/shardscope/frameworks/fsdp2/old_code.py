@@ -11,11 +11,12 @@ from shardscope.frameworks.fsdp2.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
-from shardscope.planner.preflight.edits import mended, replaced, with_keyword
+from shardscope.planner.preflight.edits import first_argument, mended, replaced, with_keyword
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script, keywords
 
 CLIPPING = "clip_grad_norm_"
+HALVES = ("bfloat16", "float16", "half")
 OLD_CLASS = "FullyShardedDataParallel"
 
 
@@ -93,18 +94,24 @@ def _instead(script: Script, name: str, line: int) -> Finding:
 
 
 def _clipped(script: Script) -> str | None:
-    """The script with the norms of FSDP1's own method clipped by torch's function, as DTensors have them."""
-    if script.aliases.get("torch") != "torch":
-        return None
+    """The script with the norms of models of FSDP2 clipped by torch's function, as DTensors have them.
+
+    Those of FSDP1 have their own method: each rank has a part of the norm only.
+    """
+    sharded = {
+        ast.unparse(target)
+        for one in script.walk(ast.Assign)
+        if isinstance(one, ast.Assign) and script.called(one.value) == "fully_shard"
+        for target in one.targets
+    }
     edits = []
     for call in script.calls(CLIPPING):
-        if isinstance(call.func, ast.Attribute) and call.args and "nn.utils" not in ast.unparse(call.func):
-            model, first = ast.unparse(call.func.value), ast.unparse(call.args[0])
-            edits += [
-                replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"),
-                replaced(script, call.args[0], f"{model}.parameters(), {first}"),
-            ]
-    return mended(script, *edits) if edits else None
+        model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if model in sharded and (call.args or call.keywords):
+            edits.append(replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"))
+            edits.append(first_argument(script, call, f"{model}.parameters()"))
+    is_ready = script.aliases.get("torch") == "torch" and not script.calls(OLD_CLASS)
+    return mended(script, *edits) if edits and is_ready else None
 
 
 BY_TEXT = ("fsdp", "sharding_strategy", "reshard_after_forward")
@@ -130,10 +137,15 @@ def _strategies(script: Script) -> Iterator[Finding]:
 
 
 def _resharding(script: Script, keyword: ast.keyword, name: str) -> str | None:
-    """The script with what FSDP2 takes in the place of a strategy's name; None where that is no bool."""
+    """The script with what version 2 of Accelerate's plugin takes in the place of a strategy's name."""
     known = STRATEGIES[name]
+    plugin = next((call for call in script.walk(ast.Call) if keyword in getattr(call, "keywords", ())), None)
+    version = keywords(plugin).get("fsdp_version") if isinstance(plugin, ast.Call) else None
+    is_second = isinstance(version, ast.Constant) and version.value == 2
     is_bool = keyword.arg == "reshard_after_forward" and known.shards and not known.is_hybrid
-    return mended(script, replaced(script, keyword.value, str(known.reshards))) if is_bool else None
+    if not is_second or not is_bool or not isinstance(keyword.value, ast.Constant):
+        return None
+    return mended(script, replaced(script, keyword.value, str(known.reshards)))
 
 
 def _whole_state(script: Script) -> Iterator[Finding]:
@@ -162,12 +174,17 @@ def _reductions(script: Script) -> Iterator[Finding]:
             f"reduce_dtype {'says so' if 'reduce_dtype' in given else 'left open is param_dtype'}.",
             number=None if ranks is None else float(ranks),
             change="reduce_dtype=torch.float32",
-            source=_reduced_in_fp32(script, call, given.get("param_dtype", "")),
+            source=_reduced_in_fp32(script, call),
             line=call.lineno,
         )
 
 
-def _reduced_in_fp32(script: Script, policy: ast.Call, compute: str) -> str | None:
-    """The script with ``reduce_dtype`` beside a ``param_dtype`` that says where its types are from."""
-    types, dot, _ = compute.rpartition(".")
-    return mended(script, with_keyword(script, policy, "reduce_dtype", f"{types}.float32")) if dot else None
+def _reduced_in_fp32(script: Script, policy: ast.Call) -> str | None:
+    """The script with ``reduce_dtype`` beside a ``param_dtype`` that is one of torch's types."""
+    compute = keywords(policy).get("param_dtype")
+    if not isinstance(compute, ast.Attribute) or not isinstance(compute.value, ast.Name):
+        return None
+    types = compute.value.id
+    if compute.attr not in HALVES or script.aliases.get(types) != "torch":
+        return None
+    return mended(script, with_keyword(script, policy, "reduce_dtype", f"{types}.float32"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,49 +18,65 @@ _LINE = re.compile(
 )
 RESHARD = "fsdp_reshard_after_forward"
 BY_LAYER = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
-_BY_NUMBER = {str(number): name for number, name in enumerate(STRATEGIES, 1)}
-_BY_NAME = {name.strip("_"): name for name in STRATEGIES}
+VERSION = "fsdp_version"
+STRATEGY_KEYS = ("fsdp_sharding_strategy", RESHARD)
+_KNOWN = {str(number): name for number, name in enumerate(STRATEGIES, 1)} | {
+    name.strip("_"): name for name in STRATEGIES
+}
+"""Strategies by accelerate's number and name of each."""
 
 
 def is_config(script: Script) -> bool:
-    """Lines of ``fsdp_...: value`` are Python, too: annotations."""
-    return any(_LINE.match(line) for line in script.source.splitlines())
+    """Lines of ``fsdp_...: value`` are Python, too: annotations, with nothing else among them."""
+    only_annotates = script.tree is None or all(isinstance(one, ast.AnnAssign) for one in script.tree.body)
+    return only_annotates and any(_LINE.match(line) for line in script.source.splitlines())
 
 
 def in_config(script: Script) -> Iterator[Finding]:
     """Accelerate's YAML: keys of version 1, strategies by name or by number, wrapping."""
-    for line, text in enumerate(script.source.splitlines(), 1):
-        match = _LINE.match(text)
-        if match:
-            key, value = match["key"], match["value"]
-            yield from _of_key(script, line, key, value)
-            yield from _of_wrapping(script, line, key, value)
+    lines = [
+        (line, match["key"], match["value"])
+        for line, text in enumerate(script.source.splitlines(), 1)
+        if (match := _matched(text))
+    ]
+    keys = {key: value for _, key, value in lines}
+    if lines and VERSION not in keys:
+        yield _first_version(script, lines[0][0], f"no {VERSION} is Accelerate's default, 1,", keys)
+    for line, key, value in lines:
+        yield from _of_key(script, line, key, value, keys)
+        yield from _of_wrapping(script, line, key, value)
 
 
-def _of_key(script: Script, line: int, key: str, value: str) -> Iterator[Finding]:
-    if key in ("fsdp_sharding_strategy", RESHARD):
-        name = (_BY_NAME | _BY_NUMBER).get(value.upper())
+def _first_version(script: Script, line: int, words: str, keys: Mapping[str, str]) -> Finding:
+    return Finding(
+        name="fsdp1",
+        severity="hint",
+        why=f"Line {line}: {words} PyTorch's first FSDP.",
+        number=None,
+        change=f"{VERSION}: 2 (`accelerate to-fsdp2` rewrites the file)",
+        source=_in_version_2(script, keys),
+        line=line,
+    )
+
+
+def _of_key(script: Script, line: int, key: str, value: str, keys: Mapping[str, str]) -> Iterator[Finding]:
+    if key in STRATEGY_KEYS:
+        name = _KNOWN.get(value.upper())
         if name is not None:
-            yield replace(strategy(name, line, script.plan), source=_resharding(script, key, name))
-    elif key == "fsdp_version" and value == "1":
-        yield Finding(
-            name="fsdp1",
-            severity="hint",
-            why=f"Line {line}: fsdp_version 1 is PyTorch's first FSDP.",
-            number=None,
-            change="fsdp_version: 2 (`accelerate to-fsdp2` rewrites the file)",
-            source=_rewritten(script, {key: "fsdp_version: 2"}),
-            line=line,
-        )
+            yield replace(strategy(name, line, script.plan), source=_in_version_2(script, keys))
+    elif key == VERSION and value == "1":
+        yield _first_version(script, line, f"{VERSION} 1 is", keys)
     elif key in CONFIG:
         new = CONFIG[key] if ": " in CONFIG[key] and not CONFIG[key].startswith("nothing") else None
+        # The first version reads them: there they say what its defaults do not.
+        is_read = keys.get(VERSION) != "2"
         yield Finding(
             name=f"fsdp1-{key.removeprefix('fsdp_').replace('_', '-')}",
             severity="hint",
             why=f"Line {line}: {key} is FSDP1's.",
             number=None,
             change=CONFIG[key],
-            source=_rewritten(script, {key: new if value.lower() == "true" else None}),
+            source=None if is_read else _rewritten(script, {key: new if value.lower() == "true" else None}),
             line=line,
         )
     elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
@@ -76,12 +93,26 @@ def _of_wrapping(script: Script, line: int, key: str, value: str) -> Iterator[Fi
             yield replace(finding, source=_rewritten(script, {key: None, "fsdp_auto_wrap_policy": BY_LAYER}))
 
 
-def _resharding(script: Script, key: str, name: str) -> str | None:
-    """With the strategy as version 2 says it; None of those that take a mesh, or another framework."""
-    known = STRATEGIES[name]
-    if known.is_hybrid or not known.shards:
-        return None
-    return _rewritten(script, {key: f"{RESHARD}: {str(known.reshards).lower()}"})
+def _in_version_2(script: Script, keys: Mapping[str, str]) -> str | None:
+    """Version and strategy at once, for each says something else without the other.
+
+    None of a strategy that takes a mesh, or another framework.
+    """
+    new: dict[str, str | None] = {VERSION: f"{VERSION}: 2"}
+    for key in STRATEGY_KEYS:
+        name = _KNOWN.get(keys.get(key, "").upper())
+        if name is not None:
+            known = STRATEGIES[name]
+            if known.is_hybrid or not known.shards:
+                return None
+            new[key] = f"{RESHARD}: {str(known.reshards).lower()}"
+    text = _rewritten(script, new)
+    if VERSION in keys:
+        return text
+    lines = text.splitlines(keepends=True)
+    at, first = next((at, match) for at, line in enumerate(lines) if (match := _matched(line)))
+    lines.insert(at, f"{first['before']}{VERSION}: 2{_ending(lines[at]) or chr(10)}")
+    return "".join(lines)
 
 
 def _rewritten(script: Script, new: Mapping[str, str | None]) -> str:
@@ -90,13 +121,21 @@ def _rewritten(script: Script, new: Mapping[str, str | None]) -> str:
     A line whose key another one has already is not written twice.
     """
     lines = script.source.splitlines(keepends=True)
-    found = [_LINE.match(line.rstrip("\r\n")) for line in lines]
+    found = [_matched(line) for line in lines]
     keys = {match["key"] for match in found if match} - set(new)
     for number, match in enumerate(found):
         if match is None or match["key"] not in new:
             continue
-        text, old = new[match["key"]], lines[number]
-        ending = old[len(old.rstrip("\r\n")) :]
+        text = new[match["key"]]
         is_needed = text is not None and text.partition(":")[0] not in keys
-        lines[number] = f"{match['before']}{text}{match['after']}{ending}" if is_needed else ""
+        line = f"{match['before']}{text}{match['after']}{_ending(lines[number])}"
+        lines[number] = line if is_needed else ""
     return "".join(lines)
+
+
+def _matched(line: str) -> re.Match[str] | None:
+    return _LINE.match(line.rstrip("\r\n"))
+
+
+def _ending(line: str) -> str:
+    return line[len(line.rstrip("\r\n")) :]

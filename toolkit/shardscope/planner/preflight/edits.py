@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
-from itertools import accumulate, takewhile
+import io
+import re
+import tokenize
+import warnings
+from itertools import accumulate
 from typing import NamedTuple
 
-from shardscope.planner.preflight.script import DEFINITIONS, Script, keywords
+from shardscope.planner.preflight.script import Script, keywords
 
 
 class Edit(NamedTuple):
@@ -25,9 +29,14 @@ def mended(script: Script, *edits: Edit) -> str | None:
     for edit in sorted(edits, reverse=True):
         found = found[: edit.start] + edit.text.replace("\n", newline).encode() + found[edit.end :]
     try:
-        ast.parse(text := found.decode())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # A keyword that is given twice is found by the compiler alone.
+            compile(
+                text := found.decode(), "script", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+            )
     except (SyntaxError, ValueError, RecursionError):
-        return None  # A last argument in parentheses of its own, say: a person finds better words.
+        return None
     return text
 
 
@@ -48,37 +57,63 @@ def with_keyword(script: Script, call: ast.Call, name: str, value: str) -> Edit:
     return Edit(closing, closing, f"{name}={value}")
 
 
+def first_argument(script: Script, call: ast.Call, text: str) -> Edit:
+    """``text`` before all other arguments of ``call``, of which there is one at least."""
+    at = script.text.encode().index(b"(", _end(script, call.func)) + 1
+    return Edit(at, at, f"{text}, ")
+
+
 def line_before(script: Script, statement: ast.stmt, text: str) -> Edit:
     """``text`` on a line of its own before ``statement``, as far from the margin."""
     at = _start(script, statement)
     return Edit(at, at, f"{text}\n{' ' * statement.col_offset}")
 
 
-def imported(script: Script, module: str, *names: str) -> tuple[dict[str, str], tuple[Edit, ...]]:
-    """What ``names`` are called in the script, and the import of those that it has none of yet."""
-    local = {name: name for name in names}
-    had = {original: here for here, original in script.aliases.items() if original in local}
+def imported(
+    script: Script, user: ast.expr | ast.stmt, module: str, *names: str
+) -> tuple[dict[str, str], tuple[Edit, ...]]:
+    """What ``names`` are called where ``user`` is, and the import of those that the module has not."""
+    assert script.tree is not None
+    heads = [
+        one
+        for one in script.tree.body
+        if isinstance(one, ast.Import | ast.ImportFrom) and one.lineno <= user.lineno
+    ]
+    had = {
+        alias.name: alias.asname or alias.name
+        for one in heads
+        if isinstance(one, ast.ImportFrom)
+        for alias in one.names
+        if alias.name in names
+    }
+    local = {name: name for name in names} | had
     missing = sorted(set(names) - set(had))
     if not missing:
-        return local | had, ()
-    assert script.tree is not None
+        return local, ()
     text = f"from {module} import {', '.join(missing)}"
-    head = list(takewhile(_is_head, script.tree.body))
-    end = _end(script, head[-1]) if head else 0
-    return local | had, (Edit(end, end, f"\n{text}" if head else f"{text}\n"),)
+    if heads:
+        end = _end_of_line(script, _end(script, heads[-1]))
+        return local, (Edit(end, end, f"\n{text}"),)
+    first = script.tree.body[0]
+    lines = [first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]
+    at = _offset(script, min(lines), 0)
+    return local, (Edit(at, at, f"{text}\n"),)
 
 
-def _is_head(statement: ast.stmt) -> bool:
-    """Imports, and the text that a module begins with."""
-    if isinstance(statement, ast.Import | ast.ImportFrom):
+def has_comment(script: Script, node: ast.expr | ast.stmt) -> bool:
+    """Whether a comment is in the lines of ``node``, but for one behind it."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(script.text).readline))
+    except (tokenize.TokenError, SyntaxError):
         return True
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    last = node.end_lineno or node.lineno
+    return any(one.type == tokenize.COMMENT and node.lineno <= one.start[0] < last for one in tokens)
 
 
-def scope_of(script: Script, node: ast.AST) -> ast.AST | None:
-    """The innermost function or class around ``node``; None: the module itself."""
-    around = [found for found in script.walk(*DEFINITIONS) if node in ast.walk(found)]
-    return max(around, key=lambda found: found.lineno, default=None)  # type: ignore[attr-defined]
+def _end_of_line(script: Script, end: int) -> int:
+    """Behind the comment that may follow; where a statement follows, ``end`` itself."""
+    rest = re.compile(rb"[ \t]*(#[^\r\n]*)?(?=[\r\n]|$)").match(script.text.encode(), end)
+    return end if rest is None else rest.end()
 
 
 def _start(script: Script, node: ast.expr | ast.keyword | ast.stmt) -> int:
@@ -92,5 +127,6 @@ def _end(script: Script, node: ast.expr | ast.keyword | ast.stmt) -> int:
 
 
 def _offset(script: Script, line: int, column: int) -> int:
-    lines = script.text.encode().split(b"\n")
-    return list(accumulate((len(each) + 1 for each in lines), initial=0))[line - 1] + column
+    # Python's own line ends, a lone carriage return among them.
+    lines = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", script.text.encode())
+    return list(accumulate(map(len, lines), initial=0))[line - 1] + column

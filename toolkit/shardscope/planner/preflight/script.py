@@ -32,18 +32,13 @@ class Script:
 
     @cached_property
     def text(self) -> str:
-        """:attr:`source` from the margin on: that of a function may be of one inside another."""
-        is_inside = self.source.lstrip("\r\n")[:1].isspace()
-        # Else as it is: dedent empties lines of blanks, in texts of several lines as well.
-        return textwrap.dedent(self.source) if is_inside else self.source
+        """:attr:`source`; that of a function inside another from the margin on."""
+        return self.source if _parsed(self.source) else textwrap.dedent(self.source)
 
     @cached_property
     def tree(self) -> ast.Module | None:
         """The syntax of :attr:`text`; None where that is no Python (a configuration, a notebook's magics)."""
-        try:
-            return ast.parse(self.text)
-        except (SyntaxError, ValueError, RecursionError):
-            return None
+        return _parsed(self.text)
 
     @cached_property
     def aliases(self) -> dict[str, str]:
@@ -113,6 +108,13 @@ class Script:
         handed_on = named > len(calls)
         looped = any(call in ast.walk(loop) for call in calls for loop in self.walk(*LOOPS))
         return len(calls) > 1 or handed_on or looped
+
+
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
 
 
 def _names_of(node: ast.AST) -> list[str]:

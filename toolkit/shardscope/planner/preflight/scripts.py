@@ -55,6 +55,7 @@ def _shared_data(script: Script) -> Iterator[Finding]:
     loaders = [] if works_together else script.calls(LOADER)
     if loaders and Dealing(script=script).is_found:
         loaders = []
+    source = samplers.dealt(script, loaders) if loaders else None
     for call in loaders:
         times = "all ranks" if ranks is None else f"all {ranks} ranks"
         yield Finding(
@@ -64,7 +65,7 @@ def _shared_data(script: Script) -> Iterator[Finding]:
             "read the same and the batch is one rank's.",
             number=None if ranks is None else float(ranks),
             change="sampler=DistributedSampler(dataset, num_replicas=..., rank=...)",
-            source=samplers.dealt(script, call),
+            source=source,
             line=call.lineno,
         )
     yield from _dealt_too_far(script)
@@ -77,8 +78,7 @@ def _dealt_too_far(script: Script) -> Iterator[Finding]:
     if plan is None or plan.degrees.data_parallel == plan.world_size:
         return
     for call in script.calls("DistributedSampler"):
-        given = keywords(call).get("num_replicas")
-        if given is not None and "world_size" not in ast.unparse(given):
+        if not samplers.deals_to_all(call):
             continue
         shares, wanted = plan.world_size, plan.degrees.data_parallel
         yield Finding(

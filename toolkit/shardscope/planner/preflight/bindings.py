@@ -1,0 +1,51 @@
+"""What a name of a script stands for, where the text settles it."""
+
+from __future__ import annotations
+
+import ast
+
+from shardscope.planner.preflight.script import DEFINITIONS, Script
+
+
+def only_value(script: Script, name: str, seen_from: ast.AST) -> ast.expr | None:
+    """What ``name`` is given, if that happens once in the whole script, whatever way the script goes.
+
+    None for parameters, for names that are given under a condition or in a loop, and for those of functions
+    that ``seen_from`` is not in.
+    """
+    bound = [
+        node
+        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS)
+        if _binds(node, name) and not isinstance(getattr(node, "ctx", None), ast.Load)
+    ]
+    assigned = [
+        one
+        for one in script.walk(ast.Assign)
+        if isinstance(one, ast.Assign) and len(one.targets) == 1 and one.targets[0] in bound
+    ]
+    if len(bound) != 1 or len(assigned) != 1:
+        return None
+    scope = scope_of(script, assigned[0])
+    body = script.tree if scope is None else scope
+    is_certain = assigned[0] in getattr(body, "body", ())
+    is_seen = scope is None or scope_of(script, seen_from) is scope
+    return assigned[0].value if is_certain and is_seen else None
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.alias):
+        return (node.asname or node.name.partition(".")[0]) == name
+    return name in (getattr(node, "id", None), getattr(node, "arg", None), getattr(node, "name", None))
+
+
+def scope_of(script: Script, node: ast.AST) -> ast.AST | None:
+    """The innermost function or class around ``node``; None: the module itself."""
+    around = [found for found in script.walk(*DEFINITIONS) if found is not node and node in ast.walk(found)]
+    return max(around, key=lambda found: found.lineno, default=None)  # type: ignore[attr-defined]
+
+
+def is_dotted_name(node: ast.AST | None) -> bool:
+    """``model`` or ``self.model``: said twice, it is the same thing."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
