@@ -24,7 +24,7 @@ def prepare(model):
         auto_wrap_policy=policy,
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        device_id=0,
+        device_id=torch.cuda.current_device(),
         use_orig_params=True,
     )
     return model
@@ -59,7 +59,15 @@ def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
         ("use_orig_params=True", "sync_module_states=True"),
         ("use_orig_params=True", "ignored_modules=[model.head]"),
         ("use_orig_params=True", "**options"),
-        ("device_id=0", "forward_prefetch=True"),
+        ("torch.cuda.current_device()", "rank"),
+        ("use_orig_params=True", "forward_prefetch=True"),
+        # What FSDP2 has not, or does otherwise, and parameters that it replaces.
+        ("    return model", "    save(model.state_dict())"),
+        ("    return model", "    return model.module"),
+        ("    return model", "    with model.no_sync():\n        pass"),
+        ("    return model", "    assert isinstance(model, FSDP)"),
+        ("    return model", "    other.clip_grad_norm_(1.0)"),
+        ("    policy = functools", "    opt = AdamW(model.parameters())\n    policy = functools"),
         ("model = FSDP(", "return FSDP("),
         ("param_dtype=torch.bfloat16, ", "keep_low_precision_grads=True, "),
         ("param_dtype=torch.bfloat16, ", "param_dtype=torch.bfloat16, **more, "),
@@ -133,6 +141,23 @@ num_processes: 8
 """
 
 
+def test_a_policy_that_is_changed_afterwards_is_left_to_a_person() -> None:
+    source = OLD.replace(
+        "    model = FSDP", "    mp = MixedPrecision(param_dtype=torch.bfloat16)\n    model = FSDP"
+    )
+    source = source.replace("MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),", "mp,")
+    assert one(source, "fsdp1").source is not None
+    changed = source.replace("    model = FSDP", "    mp.reduce_dtype = torch.float32\n    model = FSDP")
+    assert one(changed, "fsdp1").source is None
+
+
+def test_norms_are_clipped_by_torch_in_the_same_click() -> None:
+    source = OLD.replace("    return model", "    model.clip_grad_norm_(1.0)\n    return model")
+    after = one(source, "fsdp1").source
+    assert after is not None
+    assert "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" in after
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("version", ["  fsdp_version: 1   # old\n", ""])
 @pytest.mark.parametrize("place", [0, -1])
@@ -172,6 +197,32 @@ def test_a_key_is_not_written_twice() -> None:
 def test_a_strategy_that_is_no_bool_is_left_to_a_person(strategy: str) -> None:
     found = findings_in(f"fsdp_version: 1\nfsdp_sharding_strategy: {strategy}\n")
     assert [finding.source for finding in found] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "fsdp_state_dict_type: LOCAL_STATE_DICT",
+        "fsdp_reshard_after_forward: FULL_SHARD\nfsdp_sharding_strategy: SHARD_GRAD_OP",
+        "fsdp_sharding_strategy: !!str SHARD_GRAD_OP",
+        "fsdp_reshard_after_forward: true",
+    ],
+)
+def test_what_version_2_would_read_otherwise_is_left_to_a_person(lines: str) -> None:
+    found = findings_in(f"fsdp_version: 1\n{lines}\n")
+    assert {one.source for one in found if one.name != "checkpoint-gathered-on-one-rank"} == {None}
+
+
+def test_a_configuration_of_another_kind_has_no_version() -> None:
+    assert findings_in("distributed_type: 'NO'\nfsdp_config: null\n") == []
+
+
+def test_checkpoints_stay_whole_where_nothing_is_said_of_them() -> None:
+    after = one("fsdp_config:\n  fsdp_offload_params: false\n", "fsdp1").source
+    assert after == (
+        "fsdp_config:\n  fsdp_version: 2\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
+        "  fsdp_offload_params: false\n"
+    )
 
 
 def test_annotations_of_a_class_are_no_configuration() -> None:

@@ -44,31 +44,26 @@ def test_a_sampler_takes_the_place_of_shuffling() -> None:
     ]
 
 
-def test_a_loader_that_did_not_shuffle_does_not_now() -> None:
-    source = f"{LOADER}run(DataLoader(dataset=self.data,))\n"
-    assert changes(source, "ranks-read-the-same-data")[-1] == (
-        "+ run(DataLoader(dataset=self.data, sampler=DistributedSampler(self.data, shuffle=False),))"
-    )
-
-
-def test_all_loaders_are_dealt_at_once() -> None:
-    source = f"{LOADER}train = DataLoader(a, shuffle=True)\nval = DataLoader(b)\n"
+def test_a_loader_that_does_not_shuffle_may_be_of_a_test() -> None:
+    assert one(f"{LOADER}run(DataLoader(data))\n", "ranks-read-the-same-data").source is None
+    source = f"{LOADER}train = DataLoader(dataset=self.a, shuffle=on,)\nval = DataLoader(b)\n"
     for finding in findings_in(source):
         assert finding.source is not None
-        assert finding.source.count("sampler=DistributedSampler(") == 2
+        assert "DataLoader(dataset=self.a, sampler=DistributedSampler(self.a, shuffle=on),)" in finding.source
+        assert "val = DataLoader(b)\n" in finding.source
 
 
 @pytest.mark.parametrize(
     "loader",
     [
-        "DataLoader(make_data())",
-        "DataLoader(**options)",
-        "DataLoader(data, *rest)",
+        "DataLoader(make_data(), shuffle=True)",
+        "DataLoader(shuffle=True, **options)",
+        "DataLoader(data, *rest, shuffle=True)",
         "DataLoader(data, 4, True)",
-        "DataLoader(load_dataset('text', streaming=True))",
-        "DataLoader(data.to_iterable_dataset())",
+        "DataLoader(load_dataset('text', streaming=True), shuffle=True)",
+        "DataLoader(data.to_iterable_dataset(), shuffle=True)",
         # A sampler of its own, for all that it knows no rank.
-        "DataLoader(data, sampler=own)",
+        "DataLoader(data, shuffle=own is None, sampler=own)",
     ],
 )
 def test_what_the_text_does_not_say_is_left_to_a_person(loader: str) -> None:
@@ -76,22 +71,60 @@ def test_what_the_text_does_not_say_is_left_to_a_person(loader: str) -> None:
     assert one(source, "ranks-read-the-same-data").source is None
 
 
-def test_without_a_process_group_no_sampler_could_ask_for_its_rank() -> None:
-    alone = "from torch.utils.data import DataLoader\nloader = DataLoader(data)\n"
-    later = f"{alone}import torch.distributed as dist\ndist.init_process_group()\n"
-    for source in (alone, later):
-        assert one(source, "ranks-read-the-same-data").source is None
+IMPORTS = "from torch.utils.data import DataLoader\nimport torch.distributed as dist\n"
+SHUFFLED = "loader = DataLoader(data, shuffle=True)\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{IMPORTS}{SHUFFLED}",
+        f"{IMPORTS}{SHUFFLED}dist.init_process_group()\n",
+        f"{IMPORTS}if ddp:\n    dist.init_process_group()\n{SHUFFLED}",
+        f"{IMPORTS}def worker(data):\n    dist.init_process_group()\n{SHUFFLED}spawn(worker, loader)\n",
+        f"{IMPORTS}@click.pass_context\ndef main(ctx):\n    {SHUFFLED}",
+        # Ranks that work together, or are dealt to in another way.
+        f"{IMPORTS}dist.init_process_group()\nmesh = init_device_mesh('cuda', (2, 4))\n{SHUFFLED}",
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}for x in loader:\n    dist.broadcast(x, src=0)\n",
+        f"{IMPORTS}dist.init_process_group()\nacc = Accelerator()\n{SHUFFLED}setup(acc, loader)\n",
+        # A mean over all that the loader has.
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}print(hits / len(loader.dataset))\n",
+        # Another class of that name.
+        f"{IMPORTS}dist.init_process_group()\nclass DataLoader:\n    pass\n{SHUFFLED}",
+        f"from my import DataLoader\nimport torch.distributed as dist\ndist.init_process_group()\n{SHUFFLED}",
+    ],
+)
+def test_no_sampler_where_it_may_be_wrong_or_have_nobody_to_ask(source: str) -> None:
+    found = [one for one in findings_in(source) if one.name == "ranks-read-the-same-data"]
+    assert {finding.source for finding in found} <= {None}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"def train(ctx):\n    from torch.utils.data import DataLoader\n    {SHUFFLED}",
+        f"{IMPORTS}def setup():\n    dist.init_process_group()\nsetup()\n{SHUFFLED}",
+        f"import torch\ntorch.distributed.init_process_group()\ntorch.utils.data.{SHUFFLED[9:]}",
+    ],
+)
+def test_a_sampler_where_ranks_surely_know_of_each_other(source: str) -> None:
+    after = one(source, "ranks-read-the-same-data").source
+    assert after is not None
+    assert "sampler=DistributedSampler(data, shuffle=True)" in after
 
 
 def test_no_sampler_is_written_for_ranks_that_work_together() -> None:
-    source = f"{LOADER}for batch in DataLoader(data):\n    model(batch).backward()\n"
-    assert one(source, "ranks-read-the-same-data", PLAN).source is None
+    assert one(f"{LOADER}{SHUFFLED}", "ranks-read-the-same-data", PLAN).source is None
+
+
+OF_ALL = "rank = dist.get_rank()\nworld_size = int(os.environ['WORLD_SIZE'])\n"
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("num_replicas=world_size, rank=rank", "num_replicas=4, rank=rank // 4 % 4"),
+        ("num_replicas=ctx.world_size, rank=ctx.rank", "num_replicas=4, rank=ctx.rank // 4 % 4"),
         ("rank=dist.get_rank()", "rank=dist.get_rank() // 4 % 4, num_replicas=4"),
         (
             "num_replicas=int(os.environ['WORLD_SIZE']), rank=int(os.environ['RANK'])",
@@ -100,14 +133,9 @@ def test_no_sampler_is_written_for_ranks_that_work_together() -> None:
     ],
 )
 def test_shares_are_the_data_parallel_ranks(before: str, after: str) -> None:
-    source = f"{LOADER}sampler = DistributedSampler(data, {before}, shuffle=False)\n"
-    if before.startswith("rank"):
-        after = after.replace(", num_replicas=4", "") + ", shuffle=False, num_replicas=4"
-    else:
-        after += ", shuffle=False"
-    assert (
-        changes(source, "sampler-over-all-ranks", PLAN)[1] == f"+ sampler = DistributedSampler(data, {after})"
-    )
+    source = f"{LOADER}{OF_ALL}sampler = DistributedSampler(data, shuffle=False, {before})\n"
+    told = f"+ sampler = DistributedSampler(data, shuffle=False, {after})"
+    assert changes(source, "sampler-over-all-ranks", PLAN)[1] == told
 
 
 @pytest.mark.parametrize(
@@ -116,18 +144,36 @@ def test_shares_are_the_data_parallel_ranks(before: str, after: str) -> None:
         "num_replicas=dp_world_size, rank=dp_rank",
         "num_replicas=dist.get_world_size(dp_group), rank=dist.get_rank(dp_group)",
         "num_replicas=world_size // 4, rank=rank // 4",
+        "num_replicas=dp.world_size, rank=dp.rank",
         "num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank()",
     ],
 )
 def test_shares_that_may_be_right_are_not_accused(given: str) -> None:
     found = findings_in(f"{LOADER}sampler = DistributedSampler(data, {given})\n", PLAN)
     assert "sampler-over-all-ranks" not in [finding.name for finding in found]
+    # Nor under the plainest of names.
+    mesh = "rank, world_size = 0, 0\nworld = mesh['dp'].size()\n"
+    found = findings_in(f"{LOADER}{mesh}DistributedSampler(data, num_replicas=world, rank=rank)\n", PLAN)
+    assert "sampler-over-all-ranks" not in [finding.name for finding in found]
 
 
-@pytest.mark.parametrize("given", ["world_size, rank=rank", "num_replicas=world_size, rank=local_rank"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "world_size, rank=rank",
+        "num_replicas=world_size, rank=local_rank",
+        "num_replicas=world_size, rank=args.rank",
+        "num_replicas=world_size, rank=rank, **more",
+    ],
+)
 def test_another_rank_or_a_place_is_left_to_a_person(given: str) -> None:
-    source = f"{LOADER}sampler = DistributedSampler(data, {given})\n"
+    source = f"{LOADER}{OF_ALL}sampler = DistributedSampler(data, {given})\n"
     assert one(source, "sampler-over-all-ranks", PLAN).source is None
+    # What nothing in the text explains may be of data-parallel ranks.
+    handed = (
+        f"{LOADER}def f(rank, world_size):\n    DistributedSampler(d, num_replicas=world_size, rank=rank)\n"
+    )
+    assert one(handed, "sampler-over-all-ranks", PLAN).source is None
 
 
 # ---- epochs
@@ -188,7 +234,11 @@ def test_reductions_are_in_fp32_beside_the_types_own_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "compute", ["bfloat16", "cfg.float16_type", "torch.bfloat16 if a else torch.float16", "th.bfloat16"]
+    "compute",
+    [
+        *("bfloat16", "cfg.float16_type", "torch.bfloat16 if a else torch.float16", "th.bfloat16"),
+        "torch.bfloat16, **more",
+    ],
 )
 def test_a_type_that_is_chosen_elsewhere_is_left_to_a_person(compute: str) -> None:
     source = f"{HEAD}from torch import bfloat16\np = MixedPrecisionPolicy(param_dtype={compute})\n"

@@ -96,7 +96,7 @@ def test_two_loaders_of_one_line_have_a_button_each(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
         "import torch.distributed as dist\nfrom torch.utils.data import DataLoader\n"
-        "dist.init_process_group()\na, b = DataLoader(x, shuffle=True), DataLoader(y)\n"
+        "dist.init_process_group()\na, b = DataLoader(x, shuffle=True), DataLoader(y, shuffle=on)\n"
     )
     view = ScriptChecks()
     view.path.value = str(file)
@@ -104,7 +104,7 @@ def test_two_loaders_of_one_line_have_a_button_each(tmp_path: Path) -> None:
     view.checks.list.press("ranks-read-the-same-data:4:1")
     mended = (tmp_path / "train.mended.py").read_text()
     assert "DataLoader(x, sampler=DistributedSampler(x, shuffle=True))" in mended
-    assert "DataLoader(y, sampler=DistributedSampler(y, shuffle=False))" in mended
+    assert "DataLoader(y, sampler=DistributedSampler(y, shuffle=on))" in mended
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,32 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.planner.preflight.bindings import is_dotted_name, only_value
-from shardscope.planner.preflight.edits import has_comment, imported, mended, replaced
+from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
+from shardscope.planner.preflight.edits import (
+    Edit,
+    first_argument,
+    has_comment,
+    imported,
+    mended,
+    replaced,
+)
 from shardscope.planner.preflight.script import Script, keywords
 
 MODULE = "torch.distributed.fsdp"
-NO_EFFECT = ("use_orig_params", "limit_all_gathers", "device_id", "backward_prefetch")
-"""What FSDP2 always does, or has no choice of: parameters go to the devices of the mesh."""
+NO_EFFECT = ("use_orig_params", "limit_all_gathers", "backward_prefetch")
+"""What FSDP2 always does, or has no choice of."""
 LITERAL = ("sync_module_states", "forward_prefetch")
 """What can be left out where it is off: on, each takes more than a word elsewhere."""
 
 
+CLIPPING = "clip_grad_norm_"
+ITS_OWN = frozenset(
+    {
+        *("state_dict", "load_state_dict", "state_dict_type", "set_state_dict_type", "optim_state_dict"),
+        *("optim_state_dict_to_load", "no_sync", "summon_full_params", "module", "ShardedGradScaler"),
+    }
+)
+"""What is another thing of a model of FSDP2, or is not there: a person has to look at each."""
 OPTIONS, LAYER = "fsdp2_options", "fsdp2_layer"
 """Names for what all units take, parents and layers alike, as FSDP1's do, and for one of them."""
 
@@ -42,9 +57,12 @@ class _UnknownError(Exception):
 def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     """The script with its layers and its model sharded in the place of ``model = FSDP(model, ...)``.
 
-    None where wrapping is no class of layers, where an argument has no counterpart that the text settles, and
-    where a comment among them would be lost.
+    Its norms are clipped by torch's function then, as DTensors have them. None where wrapping is no class of
+    layers, where an argument has no counterpart that the text settles, where a comment among them would be
+    lost, and where the script does anything else with its model or its parameters that FSDP2 does otherwise.
     """
+    if not _is_all_that_is_done(script, call):
+        return None
     assigned = [one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is call]
     if len(script.calls("FullyShardedDataParallel")) != 1 or not assigned or len(assigned[0].targets) != 1:
         return None
@@ -76,7 +94,48 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
         f"{to} = {shard}({model}{passed})",
     ]
     margin = "\n" + " " * assigned.col_offset
-    return mended(script, replaced(script, assigned, margin.join(lines)), *imports)
+    clipped = clipped_by_torch(script, {to})
+    if clipped is None:
+        raise _UnknownError
+    return mended(script, replaced(script, assigned, margin.join(lines)), *imports, *clipped)
+
+
+def _is_all_that_is_done(script: Script, call: ast.Call) -> bool:
+    """Whether the class is used in that call alone, and its model in ways that FSDP2's is used as well."""
+    uses = [
+        node
+        for node in script.walk(ast.Name)
+        if isinstance(node, ast.Name) and script.aliases.get(node.id) == "FullyShardedDataParallel"
+    ]
+    attributes = {node.attr for node in script.walk(ast.Attribute) if isinstance(node, ast.Attribute)}
+    names = attributes | {node.id for node in script.walk(ast.Name) if isinstance(node, ast.Name)}
+    scope = scope_of(script, call)
+    # An optimizer that was made before would have parameters that are replaced.
+    asked_before = [
+        one
+        for name in ("parameters", "named_parameters")
+        for one in script.calls(name)
+        if one.lineno < call.lineno and scope_of(script, one) is scope
+    ]
+    # A loop's variable may well be called module.
+    own = ITS_OWN & attributes or (ITS_OWN - {"module"}) & names
+    return uses == [call.func] and not own and not asked_before
+
+
+def clipped_by_torch(script: Script, models: set[str]) -> list[Edit] | None:
+    """The norms of ``models`` by torch's function instead of their own; None where others have theirs clipped
+    so, or where the script has no name for torch."""
+    edits = []
+    for call in script.calls(CLIPPING):
+        given = "".join(map(ast.unparse, call.args))
+        model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if ".parameters()" in given:
+            continue
+        if model not in models or not (call.args or call.keywords):
+            return None
+        edits.append(replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"))
+        edits.append(first_argument(script, call, f"{model}.parameters()"))
+    return edits if not edits or script.aliases.get("torch") == "torch" else None
 
 
 def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
@@ -107,7 +166,13 @@ def _made(script: Script, value: ast.expr) -> ast.expr:
     if not isinstance(value, ast.Name):
         return value
     found = only_value(script, value.id, value)
-    if found is None:
+    is_changed = any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == value.id
+        for node in script.walk(ast.Attribute)
+    )
+    if found is None or is_changed:
         raise _UnknownError
     return found
 
@@ -146,6 +211,13 @@ def _offload(script: Script, value: ast.expr) -> _Option | None:
     return _Option("offload_policy", "()", "CPUOffloadPolicy")
 
 
+def _device(script: Script, value: ast.expr) -> _Option | None:
+    """FSDP2 takes the current device, which has to be that one."""
+    if ast.unparse(value) != "torch.cuda.current_device()" and "set_device" not in script.names:
+        raise _UnknownError
+    return None
+
+
 def _off(_script: Script, value: ast.expr) -> _Option | None:
     if not isinstance(value, ast.Constant) or value.value:
         raise _UnknownError
@@ -160,6 +232,7 @@ _TRANSLATED: dict[str, Callable[[Script, ast.expr], _Option | None]] = {
     "sharding_strategy": _strategy,
     "mixed_precision": _precision,
     "cpu_offload": _offload,
+    "device_id": _device,
     **dict.fromkeys(LITERAL, _off),
     **dict.fromkeys(NO_EFFECT, _nothing),
 }

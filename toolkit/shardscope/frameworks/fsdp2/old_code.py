@@ -6,16 +6,15 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardscope.frameworks.fsdp2.migrated import with_fully_shard
+from shardscope.frameworks.fsdp2.migrated import CLIPPING, clipped_by_torch, with_fully_shard
 from shardscope.frameworks.fsdp2.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
-from shardscope.planner.preflight.edits import first_argument, mended, replaced, with_keyword
+from shardscope.planner.preflight.edits import mended, replaced, with_keyword
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script, keywords
 
-CLIPPING = "clip_grad_norm_"
 HALVES = ("bfloat16", "float16", "half")
 OLD_CLASS = "FullyShardedDataParallel"
 
@@ -104,14 +103,8 @@ def _clipped(script: Script) -> str | None:
         if isinstance(one, ast.Assign) and script.called(one.value) == "fully_shard"
         for target in one.targets
     }
-    edits = []
-    for call in script.calls(CLIPPING):
-        model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        if model in sharded and (call.args or call.keywords):
-            edits.append(replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"))
-            edits.append(first_argument(script, call, f"{model}.parameters()"))
-    is_ready = script.aliases.get("torch") == "torch" and not script.calls(OLD_CLASS)
-    return mended(script, *edits) if edits and is_ready else None
+    edits = None if script.calls(OLD_CLASS) else clipped_by_torch(script, sharded)
+    return mended(script, *edits) if edits else None
 
 
 BY_TEXT = ("fsdp", "sharding_strategy", "reshard_after_forward")
@@ -185,6 +178,7 @@ def _reduced_in_fp32(script: Script, policy: ast.Call) -> str | None:
     if not isinstance(compute, ast.Attribute) or not isinstance(compute.value, ast.Name):
         return None
     types = compute.value.id
-    if compute.attr not in HALVES or script.aliases.get(types) != "torch":
+    has_more = len(keywords(policy)) < len(policy.keywords)
+    if has_more or compute.attr not in HALVES or script.aliases.get(types) != "torch":
         return None
     return mended(script, with_keyword(script, policy, "reduce_dtype", f"{types}.float32"))

@@ -14,11 +14,11 @@ from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script
 
 _LINE = re.compile(
-    r"^(?P<before>\s*)(?P<key>fsdp_\w+)\s*:\s*['\"]?(?P<value>\w+)['\"]?(?P<after>\s*(?:#.*)?)$"
+    r"^(?P<before>\s*)(?P<key>fsdp_(?!config\b)\w+)\s*:\s*['\"]?(?P<value>\w+)['\"]?(?P<after>\s*(?:#.*)?)$"
 )
 RESHARD = "fsdp_reshard_after_forward"
 BY_LAYER = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
-VERSION = "fsdp_version"
+VERSION, STATE = "fsdp_version", "fsdp_state_dict_type"
 STRATEGY_KEYS = ("fsdp_sharding_strategy", RESHARD)
 _KNOWN = {str(number): name for number, name in enumerate(STRATEGIES, 1)} | {
     name.strip("_"): name for name in STRATEGIES
@@ -79,8 +79,8 @@ def _of_key(script: Script, line: int, key: str, value: str, keys: Mapping[str, 
             source=None if is_read else _rewritten(script, {key: new if value.lower() == "true" else None}),
             line=line,
         )
-    elif key == "fsdp_state_dict_type" and value.upper() == "FULL_STATE_DICT":
-        sharded = _rewritten(script, {key: "fsdp_state_dict_type: SHARDED_STATE_DICT"})
+    elif key == STATE and value.upper() == "FULL_STATE_DICT":
+        sharded = _rewritten(script, {key: f"{STATE}: SHARDED_STATE_DICT"})
         yield replace(gathered_state(script, line, with_optimizer=True), source=sharded)
 
 
@@ -96,22 +96,23 @@ def _of_wrapping(script: Script, line: int, key: str, value: str) -> Iterator[Fi
 def _in_version_2(script: Script, keys: Mapping[str, str]) -> str | None:
     """Version and strategy at once, for each says something else without the other.
 
-    None of a strategy that takes a mesh, or another framework.
+    None of a strategy that takes a mesh, or another framework, of one that is not understood, and of what
+    version 2 refuses.
     """
     new: dict[str, str | None] = {VERSION: f"{VERSION}: 2"}
-    for key in STRATEGY_KEYS:
+    said = [key for key in STRATEGY_KEYS if key in script.source]
+    if len(said) > 1 or keys.get(STATE, "").upper() == "LOCAL_STATE_DICT":
+        return None
+    for key in said:
         name = _KNOWN.get(keys.get(key, "").upper())
-        if name is not None:
-            known = STRATEGIES[name]
-            if known.is_hybrid or not known.shards:
-                return None
-            new[key] = f"{RESHARD}: {str(known.reshards).lower()}"
-    text = _rewritten(script, new)
-    if VERSION in keys:
-        return text
-    lines = text.splitlines(keepends=True)
+        if name is None or STRATEGIES[name].is_hybrid or not STRATEGIES[name].shards:
+            return None
+        new[key] = f"{RESHARD}: {str(STRATEGIES[name].reshards).lower()}"
+    # Left open, the first version gathers a checkpoint whole and the second does not.
+    added = [f"{VERSION}: 2"] * (VERSION not in keys) + [f"{STATE}: FULL_STATE_DICT"] * (STATE not in keys)
+    lines = _rewritten(script, new).splitlines(keepends=True)
     at, first = next((at, match) for at, line in enumerate(lines) if (match := _matched(line)))
-    lines.insert(at, f"{first['before']}{VERSION}: 2{_ending(lines[at]) or chr(10)}")
+    lines[at:at] = [f"{first['before']}{line}{_ending(lines[at]) or chr(10)}" for line in added]
     return "".join(lines)
 
 

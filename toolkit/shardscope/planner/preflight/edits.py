@@ -35,7 +35,7 @@ def mended(script: Script, *edits: Edit) -> str | None:
             compile(
                 text := found.decode(), "script", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
             )
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return text
 

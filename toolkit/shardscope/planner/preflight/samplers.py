@@ -24,7 +24,12 @@ SAMPLER = "DistributedSampler"
 MODULE = "torch.utils.data.distributed"
 WITHOUT_LENGTH = ("IterableDataset", "streaming", "WebDataset", "to_iterable_dataset")
 """Names that tell of data which no sampler can deal."""
-GROUPS = ("init_process_group", "init_device_mesh", "init_distributed", "Accelerator", "PartialState")
+TOGETHER = (
+    *("init_device_mesh", "DeviceMesh", "parallelize_module", "context_parallel", "PipelineStage"),
+    *("broadcast", "broadcast_object_list", "new_group", "parallel_state", "mpu", "Accelerator", "prepare"),
+)
+"""Names that tell of ranks which may have to read the same, or of something else that deals."""
+GROUPS = ("init_process_group", "init_distributed")
 """Names that bring a process group up, which a sampler asks for its rank."""
 OURS = "ctx"
 """What a task's function gets is up already."""
@@ -34,22 +39,30 @@ OWN_SAMPLERS = ("sampler", "batch_sampler")
 
 
 def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
-    """The script with a sampler for each of ``loaders``, which shuffles as that loader did.
+    """The script with a sampler for each of ``loaders`` that shuffles: those that do not may be of a test.
 
-    None where ranks read other data than one each of all (the plan's ranks work together), where no process
-    group is up for a sampler to ask, and where a loader's arguments do not say what it loads, and how.
+    None where ranks may read other data than one each of all, where no process group is surely up for a
+    sampler to ask, and where a loader's arguments do not say what it loads, and how.
     """
     plan = script.plan
     if plan is not None and plan.degrees.data_parallel != plan.world_size:
         return None
-    if any(name in script.names for name in WITHOUT_LENGTH):
+    if any(name in script.names for name in (*WITHOUT_LENGTH, *TOGETHER)):
         return None
-    if not all(_has_group(script, loader) for loader in loaders):
+    if any(getattr(node, "attr", "") == "dataset" for node in script.walk(ast.Attribute)):
+        return None  # Its length may be what a mean is taken over.
+    shuffled = [loader for loader in loaders if _shuffles(loader)]
+    if not shuffled or not all(_is_torchs(script, one) and _has_group(script, one) for one in shuffled):
         return None
-    local, imports = imported(script, loaders[0], MODULE, SAMPLER)
-    edits = [_dealt(script, loader, local[SAMPLER]) for loader in loaders]
+    local, imports = imported(script, shuffled[0], MODULE, SAMPLER)
+    edits = [_dealt(script, loader, local[SAMPLER]) for loader in shuffled]
     found = [edit for edit in edits if edit is not None]
     return mended(script, *found, *imports) if len(found) == len(edits) else None
+
+
+def _shuffles(loader: ast.Call) -> bool:
+    shuffle = keywords(loader).get("shuffle")
+    return shuffle is not None and not (isinstance(shuffle, ast.Constant) and not shuffle.value)
 
 
 def _dealt(script: Script, loader: ast.Call, sampler: str) -> Edit | None:
@@ -61,39 +74,61 @@ def _dealt(script: Script, loader: ast.Call, sampler: str) -> Edit | None:
         return None
     if dataset is None or not is_dotted_name(dataset):
         return None
-    shuffle = given.get("shuffle")
-    if shuffle is None:
-        return with_keyword(script, loader, "sampler", f"{sampler}({ast.unparse(dataset)}, shuffle=False)")
     keyword = next(one for one in loader.keywords if one.arg == "shuffle")
-    made = f"{sampler}({ast.unparse(dataset)}, shuffle={ast.unparse(shuffle)})"
+    made = f"{sampler}({ast.unparse(dataset)}, shuffle={ast.unparse(keyword.value)})"
     return replaced(script, keyword, f"sampler={made}")
 
 
+def _is_torchs(script: Script, loader: ast.Call) -> bool:
+    """Whether that class is torch's own."""
+    if isinstance(loader.func, ast.Name):
+        module = script.modules.get(loader.func.id, "")
+        return module.startswith("torch.utils.data") and loader.func.id not in script.defined
+    return ast.unparse(loader.func) == "torch.utils.data.DataLoader"
+
+
 def _has_group(script: Script, loader: ast.Call) -> bool:
-    """Whether ranks know of each other where ``loader`` is made, as far as the text tells."""
-    if any(isinstance(node, ast.arg) and node.arg == OURS for node in script.walk(ast.arg)):
-        return True
-    makers = [call for name in GROUPS for call in script.calls(name)]
+    """Whether ranks know of each other where ``loader`` is made, whatever way the script goes there."""
+    scope = scope_of(script, loader)
+    if isinstance(scope, ast.FunctionDef) and not scope.decorator_list:
+        first = scope.args.args[:1]
+        if first and first[0].arg == OURS and not isinstance(scope_of(script, scope), ast.ClassDef):
+            return True
+    functions = [one for one in script.walk(ast.FunctionDef) if isinstance(one, ast.FunctionDef)]
+    makers = {one.name for one in functions if any(called in GROUPS for _, called in _called_in(script, one))}
     return any(
-        scope_of(script, call) is not scope_of(script, loader) or call.lineno < loader.lineno
-        for call in makers
+        line < loader.lineno and called in {*GROUPS, *makers} for line, called in _called_in(script, scope)
     )
 
 
-def deals_to_all(sampler: ast.Call) -> bool:
+def _called_in(script: Script, scope: ast.AST | None) -> list[tuple[int, str]]:
+    """Lines and names of what ``scope`` calls on the way through it, under no condition."""
+    body: list[ast.stmt] = getattr(script.tree if scope is None else scope, "body", [])
+    return [(one.lineno, script.called(one.value)) for one in body if isinstance(one, ast.Expr)]
+
+
+def deals_to_all(script: Script, sampler: ast.Call) -> bool:
     """Whether it says that it deals to all ranks, or leaves that to the process group of all."""
     given = keywords(sampler).get("num_replicas", sampler.args[1] if len(sampler.args) > 1 else None)
-    return given is None or _is_of_all(given, "world_size")
+    if given is None or _is_of_all(script, given, "world_size"):
+        return True
+    # Of a name that nothing in the text explains, what it says.
+    is_open = isinstance(given, ast.Name) and only_value(script, given.id, sampler) is None
+    return is_open and ast.unparse(given) == "world_size"
 
 
 def among_data_parallel_ranks(script: Script, sampler: ast.Call, plan: Plan) -> str | None:
     """The script with the plan's own number of shares, by the rank that the sampler is given.
 
     Ranks lie tp, cp, data, pp, inner to outer. None where the sampler asks the process group for its rank, or
-    is given anything but the rank among all.
+    is given what may be another than the rank among all.
     """
-    rank = keywords(sampler).get("rank")
-    if rank is None or len(sampler.args) != 1 or not _is_of_all(rank, "rank"):
+    given = keywords(sampler)
+    rank, shares_now = given.get("rank"), given.get("num_replicas")
+    is_said = len(given) == len(sampler.keywords) and len(sampler.args) == 1
+    if rank is None or not is_said or not _is_of_all(script, rank, "rank"):
+        return None
+    if shares_now is not None and not _is_of_all(script, shares_now, "world_size"):
         return None
     degrees = plan.degrees
     inner, shares = degrees.tp * degrees.cp, degrees.data_parallel
@@ -104,16 +139,19 @@ def among_data_parallel_ranks(script: Script, sampler: ast.Call, plan: Plan) -> 
     )
 
 
-def _is_of_all(given: ast.expr, name: str) -> bool:
-    """``rank``, ``args.rank``, ``dist.get_rank()`` and ``os.environ["RANK"]``; no ``dp_rank``, no group's."""
-    if isinstance(given, ast.Call) and ast.unparse(given.func) == "int" and len(given.args) == 1:
-        given = given.args[0]
-    if isinstance(given, ast.Subscript):
-        return ast.unparse(given.slice) == repr(name.upper())
-    if isinstance(given, ast.Call):
-        asked = ast.unparse(given.func).rpartition(".")[2]
-        return asked == f"get_{name}" and not given.args and not given.keywords
-    return is_dotted_name(given) and ast.unparse(given).rpartition(".")[2] == name
+def _is_of_all(script: Script, given: ast.expr, name: str) -> bool:
+    """``dist.get_rank()``, ``int(os.environ["RANK"])``, ``ctx.rank`` of a task, or a name for one of them."""
+    if ast.unparse(given) == f"{OURS}.{name}":
+        return True
+    if isinstance(given, ast.Name):
+        value = only_value(script, given.id, given)
+        return value is not None and not isinstance(value, ast.Name) and _is_of_all(script, value, name)
+    if not isinstance(given, ast.Call):
+        return False
+    if ast.unparse(given.func) == "int" and len(given.args) == 1:
+        return ast.unparse(given.args[0]) == f"os.environ[{name.upper()!r}]"
+    asked = ast.unparse(given.func).rpartition(".")[2]
+    return asked == f"get_{name}" and not given.args and not given.keywords
 
 
 def told_of_epochs(script: Script, sampler: ast.Call) -> str | None:

@@ -78,7 +78,7 @@ def _dealt_too_far(script: Script) -> Iterator[Finding]:
     if plan is None or plan.degrees.data_parallel == plan.world_size:
         return
     for call in script.calls("DistributedSampler"):
-        if not samplers.deals_to_all(call):
+        if not samplers.deals_to_all(script, call):
             continue
         shares, wanted = plan.world_size, plan.degrees.data_parallel
         yield Finding(
