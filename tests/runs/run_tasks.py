@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Log:
@@ -237,6 +237,17 @@ def accelerator(ctx: Any) -> None:
 
     state = Accelerator()
     ctx.log(num_processes=state.num_processes, device=str(state.device), index=state.process_index)
+
+
+class LateToJoin:
+    """Tells when each rank was through ``init_process_group`` and when it began; rank 1 is late."""
+
+    preload: ClassVar[tuple[str, ...]] = ("joins_late",)
+
+    def __call__(self, ctx: Any) -> None:
+        import joins_late
+
+        ctx.log(joined=joins_late.JOINED, begun=time.monotonic())
 
 
 def deletes_its_folder(ctx: Any) -> None:

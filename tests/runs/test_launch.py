@@ -196,6 +196,15 @@ def test_fault_22_accelerate_and_a_noisy_rank(plan: Any, tmp_path: Path) -> None
     assert len(noisy.logs(0, max_bytes=10)) <= 10
 
 
+def test_no_rank_begins_before_all_have_joined(plan: Any, tmp_path: Path) -> None:
+    """One that left at once would close its connection before a slower one has noticed that it was made."""
+    run = launch(plan, tasks.LateToJoin(), folder=tmp_path)
+    assert run.wait(80) == "finished", run.error
+    told = run.metrics()
+    assert len(told) == 2
+    assert min(m["begun"] for m in told) >= max(m["joined"] for m in told)
+
+
 def test_fault_16_a_live_name_is_refused(plan: Any, tmp_path: Path) -> None:
     run = launch(plan, tasks.Log(1000, 0.1), name="same", folder=tmp_path)
     with pytest.raises(ValueError, match=r"'same'.*run\.stop\(\)"):

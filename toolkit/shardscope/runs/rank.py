@@ -86,10 +86,11 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
     """Bring up the process group and wrap it for the task."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.elastic.utils.store import barrier
 
     from shardscope.runs.context import Context
     from shardscope.runs.gloo import use_one_thread
-    from shardscope.runs.loopback import serve_store
+    from shardscope.runs.loopback import TIMEOUT_SECONDS, serve_store
 
     use_one_thread()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -107,6 +108,9 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
     if not dist.is_initialized():
         group_store = dist.PrefixStore("shardscope/group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
+        # A rank that has little to do must not leave while another is still joining: gloo, woken only after
+        # the connection was made and closed again, raises "Connection closed by peer" there.
+        barrier(store, world_size, "shardscope/joined", TIMEOUT_SECONDS)
     return Context(
         rank=rank,
         world_size=world_size,
