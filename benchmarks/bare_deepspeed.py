@@ -4,31 +4,17 @@ The yardstick of ``python -m benchmarks``: it imports nothing of Shardscope, log
 ended, and takes the same model, text, order of the text, optimizer and clipping from ``job.json``.
 """
 
-import json
-import math
 import os
-import sys
-import time
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
+from bare_job import batches, cosine, job, say_loss, say_step_ended
 from transformers import LlamaConfig, LlamaForCausalLM
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 
-job = json.loads(Path(sys.argv[1]).read_text())
 deepspeed.init_distributed("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-
-text = Path(job["text"]).read_text(encoding="utf-8")
-ids = np.asarray(Tokenizer.from_file(job["tokenizer"]).encode(text).ids, dtype=np.int32)
-num_windows = len(ids) // job["seq_len"]
-windows = ids[: num_windows * job["seq_len"]].reshape(num_windows, job["seq_len"])
-order = np.random.default_rng([0, 0]).permutation(num_windows)
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**job["config"]))
@@ -41,9 +27,7 @@ optimizer = torch.optim.AdamW(
     betas=(0.9, 0.95),
     fused=True,
 )
-cosine = torch.optim.lr_scheduler.LambdaLR(
-    optimizer, lambda step: 0.1 + 0.9 * (1 + math.cos(math.pi * step / job["num_steps"])) / 2
-)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
 config = {
     "train_micro_batch_size_per_gpu": job["rows"],
     "gradient_accumulation_steps": 1,
@@ -51,19 +35,13 @@ config = {
     "zero_optimization": {"stage": 3},
     "steps_per_print": 10**9,
 }
-engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=cosine, config=config)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
 
-for step in range(job["num_steps"]):
-    first = (step * world_size + rank) * job["rows"]
-    batch = torch.from_numpy(windows[order[first : first + job["rows"]]].astype(np.int64))
+for batch in batches():
     loss = engine(input_ids=batch, labels=batch).loss
     engine.backward(loss)
     engine.step()
-    if rank == 0:
-        print(json.dumps({"time": time.time()}), flush=True)
+    say_step_ended()
 
-mean = loss.detach()
-dist.all_reduce(mean)
-if rank == 0:
-    print(json.dumps({"loss": mean.item() / world_size}), flush=True)
+say_loss(loss)
 dist.destroy_process_group()
