@@ -1,4 +1,4 @@
-"""A script of PyTorch's first FSDP, mended click by click, trains in FSDP2 on two ranks."""
+"""Scripts that were mended click by click train on two ranks as the findings said."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from needs import needs
 from shardscope.planner.preflight import findings_in
@@ -82,22 +85,57 @@ main()
 """
 
 
-def mended() -> str:
+WHOLE = """
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes))
+    fully_shard(model, reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(32).view(2, 16)
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    units = sorted(type(module).__name__ for module in model.modules() if "FSDP" in type(module).__name__)
+    with open(f"{sys.argv[1]}/told-{dist.get_rank()}.json", "w") as file:
+        json.dump({"losses": losses, "units": units}, file)
+    dist.destroy_process_group()
+
+
+main()
+"""
+
+
+def mended(text: str) -> str:
     """After a click on every button that there is."""
-    text = OLD
     while found := [finding for finding in findings_in(text) if finding.source]:
         assert found[0].source is not None
         text = found[0].source
     return text
 
 
-def test_an_fsdp1_script_becomes_one_of_fsdp2_that_trains(tmp_path: Path) -> None:
-    script = tmp_path / "train.mended.py"
-    script.write_text(mended())
+def told_by(text: str, folder: Path) -> list[dict[str, Any]]:
+    """What each of two ranks of the script told."""
+    script = folder / "train.mended.py"
+    script.write_text(text)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("--local-addr=127.0.0.1", str(script), str(tmp_path)),
+            *("--local-addr=127.0.0.1", str(script), str(folder)),
         ],
         capture_output=True,
         text=True,
@@ -106,7 +144,11 @@ def test_an_fsdp1_script_becomes_one_of_fsdp2_that_trains(tmp_path: Path) -> Non
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_an_fsdp1_script_becomes_one_of_fsdp2_that_trains(tmp_path: Path) -> None:
+    told = told_by(mended(OLD), tmp_path)
     for rank in told:
         # Each layer and the model.
         assert rank["units"] == 4
@@ -118,3 +160,12 @@ def test_an_fsdp1_script_becomes_one_of_fsdp2_that_trains(tmp_path: Path) -> Non
         assert len({tuple(rows) for rows in rank["seen"]}) == 4
     for own, others in zip(told[0]["seen"], told[1]["seen"], strict=True):
         assert sorted(own + others) == list(range(16))
+
+
+def test_a_model_that_was_one_unit_has_one_for_each_layer(tmp_path: Path) -> None:
+    needs("transformers")
+    (tmp_path / "before").mkdir()
+    (before, _), (after, _) = told_by(WHOLE, tmp_path / "before"), told_by(mended(WHOLE), tmp_path)
+    assert before["units"] == ["FSDPLlamaForCausalLM"]
+    assert after["units"] == ["FSDPLlamaDecoderLayer"] * 3 + ["FSDPLlamaForCausalLM"]
+    assert after["losses"] == pytest.approx(before["losses"], rel=1e-5)

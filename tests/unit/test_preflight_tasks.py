@@ -340,6 +340,10 @@ def test_a_checkpoint_of_another_model_or_format(tmp_path: Path) -> None:
     path = saved(tmp_path, plan_of("llama-3.1-8b"))
     assert names(plan_of(), path) == {"checkpoint-of-another-model"}
     assert names(plan_of("llama-3.1-8b", ss.Layout.zero()), path) == {"checkpoint-of-another-format"}
+    task = ss.Pretrain(resume=path, num_steps=200)
+    for now in (plan_of(), plan_of("llama-3.1-8b", ss.Layout.zero())):
+        (found,) = [one for one in now.findings(task) if one.name.startswith("checkpoint-of-another")]
+        assert found.plan is not None and names(found.plan, path) == set()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardscope.frameworks.fsdp2.inner_units import wraps_inside
+from shardscope.frameworks.fsdp2.units import by_layer, of_layers
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
 from shardscope.planner.preflight.finding import Finding
@@ -23,16 +24,16 @@ def in_script(script: Script) -> Iterator[Finding]:
     for name in WRAPS:
         calls = script.calls(name)
         if len(calls) == 1 and not script.is_repeated(calls[0]) and not wraps_inside(script, calls[0]):
-            yield one_unit(script, calls[0].lineno)
+            yield one_unit(script, calls[0].lineno, by_layer(script, calls[0]))
         yield from (_every_module(script, call) for call in calls if _wraps_everything(script, call))
     for call in (*script.calls("size_based_auto_wrap_policy"), *script.calls("partial")):
         size = keywords(call).get("min_num_params")
         number = _number(size)
-        if number is not None:
-            yield from too_fine(script, call.lineno, number)
+        if size is not None and number is not None:
+            yield from too_fine(script, call.lineno, number, of_layers(script, size))
 
 
-def one_unit(script: Script, line: int) -> Finding:
+def one_unit(script: Script, line: int, source: str | None = None) -> Finding:
     """All parameters are gathered before the first layer runs, and nothing runs beneath that."""
     number = None
     size = "the whole model is"
@@ -49,11 +50,12 @@ def one_unit(script: Script, line: int) -> Finding:
         "and no gather runs beneath arithmetic.",
         number=number,
         change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
+        source=source,
         line=line,
     )
 
 
-def too_fine(script: Script, line: int, num_parameters: int) -> Iterator[Finding]:
+def too_fine(script: Script, line: int, num_parameters: int, source: str | None = None) -> Iterator[Finding]:
     """Units of fewer parameters than a gather is worth."""
     if num_parameters >= SMALL_UNIT:
         return
@@ -68,6 +70,7 @@ def too_fine(script: Script, line: int, num_parameters: int) -> Iterator[Finding
         "gather has its latency.",
         number=float(num_parameters),
         change="One unit for each decoder layer",
+        source=source,
         line=line,
     )
 

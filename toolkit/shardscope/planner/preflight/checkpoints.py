@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
             f"reads {read.name}.",
             number=None,
             change=f"Go on with {before.layout.title}, or convert it",
+            plan=_with(now, layout=before.layout),
         )
         return
     others = _apart(saved, read)
@@ -82,6 +84,14 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
         change="; or ".join(filter(None, (change, saved.remedy))),
         plan=mended,
     )
+
+
+def _with(now: Plan, **parts: Any) -> Plan | None:
+    """``now`` with whole parts of another plan; None where they do not go with the rest of it."""
+    try:
+        return replace(now, **parts)
+    except ValueError:
+        return None
 
 
 def _format_of(plan: Plan) -> CheckpointFormat:
@@ -139,6 +149,7 @@ def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
         f"parameters), this plan trains {now.architecture.name} ({now.architecture.num_parameters:,}).",
         number=float(before.architecture.num_parameters),
         change=f"Train {before.architecture.name}, or start anew",
+        plan=_with(now, architecture=before.architecture),
     )
 
 

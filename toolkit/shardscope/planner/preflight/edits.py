@@ -45,6 +45,12 @@ def replaced(script: Script, node: ast.expr | ast.keyword | ast.stmt, text: str)
     return Edit(_start(script, node), _end(script, node), text)
 
 
+def renamed(script: Script, attribute: ast.Attribute, name: str) -> Edit:
+    """Another attribute of the same thing."""
+    end = _end(script, attribute)
+    return Edit(end - len(attribute.attr.encode()), end, name)
+
+
 def with_keyword(script: Script, call: ast.Call, name: str, value: str) -> Edit:
     """``name=value`` among the arguments of ``call``, whatever it was before."""
     before = keywords(call).get(name)

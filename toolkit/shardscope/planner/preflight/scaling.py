@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from shardscope.planner.preflight.brain_float import in_bf16
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -39,6 +40,7 @@ def unscaled(script: Script) -> Iterator[Finding]:
         "(Micikevicius et al. 2018, section 3.2).",
         number=smallest,
         change="torch.amp.GradScaler around backward and step, or bfloat16",
+        source=in_bf16(script),
         line=line,
     )
 

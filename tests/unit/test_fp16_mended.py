@@ -1,0 +1,83 @@
+"""fp16 that nothing scales, as bf16 by a click: on a GPU that has it, where all of fp16 goes."""
+
+from __future__ import annotations
+
+from difflib import ndiff
+
+import pytest
+
+import shardscope as ss
+from shardscope.planner.preflight import Finding, findings_in
+
+RECIPE = ss.Recipe(precision="fp16-mixed")
+H100, V100 = (
+    ss.Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse(f"8x{gpu}"), RECIPE, ss.Layout.fsdp2())
+    for gpu in ("h100-sxm-80gb", "v100-sxm-32gb")
+)
+NAME = "fp16-without-loss-scaling"
+HEAD = "import torch\nmodel = build()\n"
+TAIL = "loss = model(batch)\nloss.backward()\n"
+
+
+def one(source: str, plan: ss.Plan | None) -> Finding:
+    (found,) = [finding for finding in findings_in(source, plan) if finding.name == NAME]
+    return found
+
+
+def test_every_fp16_becomes_bf16() -> None:
+    source = (
+        "import torch as t\nmodel = build(dtype=t.float16)  # small\nmodel.half(\n)\n"
+        f"half = t.tensor(1.0).to(\n    t.half,  # here\n)\n{TAIL}"
+    )
+    after = one(source, H100).source
+    assert after is not None
+    assert NAME not in [finding.name for finding in findings_in(after, H100)]
+    assert [line for line in ndiff(source.splitlines(), after.splitlines()) if line[0] in "+-"] == [
+        "- model = build(dtype=t.float16)  # small",
+        "+ model = build(dtype=t.bfloat16)  # small",
+        "- model.half(",
+        "+ model.bfloat16(",
+        "-     t.half,  # here",
+        "+     t.bfloat16,  # here",
+    ]
+
+
+@pytest.mark.parametrize("plan", [None, V100])
+def test_a_gpu_that_may_have_no_bf16_gets_words(plan: ss.Plan | None) -> None:
+    found = one(f"{HEAD}model.half()\n{TAIL}", plan)
+    assert found.source is None and "GradScaler" in found.change
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if weight.dtype == torch.float16:\n    weight = weight.float()",
+        "kind = 'float16'",
+        "train(fp16=True)",
+        "if args.use_fp16:\n    pass",
+        "def in_fp16(x):\n    return x",
+        "x = x.type(torch.cuda.HalfTensor)",
+        "rows = rows.astype(np.float16)",
+        "cast = model.half",
+        "table.half(2)",
+        "from torch import half",
+        "from torch import float16 as small",
+        "with torch.autocast('cuda'):\n    pass",
+        "config = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float16)\nif d == torch.float16:\n    pass",
+    ],
+)
+def test_fp16_that_would_stay_is_left_to_a_person(line: str) -> None:
+    assert one(f"{HEAD}model.half()\n{line}\n{TAIL}", H100).source is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "with torch.autocast('cuda', dtype=torch.float16):\n    pass",
+        "half = size // 2",
+        "other = other.to(torch.bfloat16)",
+    ],
+)
+def test_what_is_no_hindrance(line: str) -> None:
+    after = one(f"{HEAD}model.half()\n{line}\n{TAIL}", H100).source
+    assert after is not None and "torch.float16" not in after
