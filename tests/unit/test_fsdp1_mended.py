@@ -35,7 +35,7 @@ def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
     after = one(OLD, "fsdp1").source
     assert after is not None
     (function,) = [node for node in ast.parse(after).body if isinstance(node, ast.FunctionDef)]
-    assert [ast.unparse(line) for line in function.body[1:]] == [
+    assert [ast.unparse(line) for line in function.body] == [
         "fsdp2_options = dict(reshard_after_forward=False, mp_policy=MixedPrecisionPolicy("
         "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))",
         "for fsdp2_layer in [module for module in model.modules() if isinstance(module, Block)]:\n"
@@ -44,8 +44,23 @@ def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
         "return model",
     ]
     assert "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard" in after
-    # What is left of FSDP1 is told on: the policy that nobody reads any more.
+    assert "policy" not in after.replace("transformer_auto_wrap_policy", "").replace("mp_policy", "")
+    assert findings_in(after) == []
+
+
+def test_what_the_call_is_told_is_mended_with_it() -> None:
+    found = findings_in(OLD)
+    names = {finding.name for finding in found}
+    assert {"fsdp1-shard-grad-op", "fsdp1-use-orig-params", "fsdp1-transformer-auto-wrap-policy"} < names
+    assert {finding.source for finding in found} == {one(OLD, "fsdp1").source}
+
+
+def test_a_policy_that_something_else_reads_stays() -> None:
+    source = OLD.replace("    return model", "    print(policy)\n    return model")
+    after = one(source, "fsdp1").source
+    assert after is not None and "policy = functools.partial(" in after
     assert {finding.name for finding in findings_in(after)} == {"fsdp1-transformer-auto-wrap-policy"}
+    assert one(source, "fsdp1-transformer-auto-wrap-policy").source is None
 
 
 @pytest.mark.parametrize(

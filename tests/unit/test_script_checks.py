@@ -170,3 +170,23 @@ def test_a_folder_that_takes_no_copy_is_told(config: Path, monkeypatch: pytest.M
     assert "can be written: Read-only file system" in view.words.value
     assert not view.changed.value
     assert "fsdp1" in [one.name for one in view.checks.findings]
+
+
+def test_what_no_click_can_mend_is_noted_in_the_copy(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("from torch.distributed.fsdp import fully_shard\nmodel = build()\nfully_shard(model)\n")
+    view = ScriptChecks()
+    view.path.value = str(file)
+    assert ">Note</button>" in view.checks.list.value and ">Apply<" not in view.checks.list.value
+    view.checks.list.press("whole-model-as-one-unit:3")
+    assert not view.checks.list.error
+    assert (tmp_path / "train.mended.py").read_text().splitlines()[2:] == [
+        "# TODO: fully_shard(layer) for each decoder layer, then fully_shard(model) "
+        "(shardscope: whole-model-as-one-unit)",
+        "fully_shard(model)",
+    ]
+    # It is found as before, and cannot be noted twice.
+    assert [one.line for one in view.checks.findings] == [4]
+    assert "<button" not in view.checks.list.value
+    view.checks.list.press("whole-model-as-one-unit:4")
+    assert (tmp_path / "train.mended.py").read_text().count("TODO") == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from html import escape
 
 import traitlets
@@ -36,7 +36,8 @@ class ChecksView(View):
 
     A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it; a mended task goes to
     ``on_apply_task`` and :attr:`task`. A script's mended text goes to ``on_apply_source``, and nothing else
-    of its finding anywhere; without one, it has no button.
+    of its finding anywhere; without one, it has no button. What no click can mend may be noted: then
+    ``on_note`` gets the finding.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -49,11 +50,13 @@ class ChecksView(View):
         on_apply: Callable[[ss.Plan], None] | None = None,
         on_apply_task: Callable[[object], None] | None = None,
         on_apply_source: Callable[[str], None] | None = None,
+        on_note: Callable[[Finding], None] | None = None,
         nothing: str = NOTHING,
     ) -> None:
         self.findings: list[Finding] = []
         self._on_apply, self._on_apply_task = on_apply, on_apply_task
-        self._on_apply_source = on_apply_source
+        self._on_apply_source, self._on_note = on_apply_source, on_note
+        self._notable: Container[Finding] = ()
         self.nothing = nothing
         """What is said where nothing is found."""
         self.list = Clickable(self._act)
@@ -63,11 +66,11 @@ class ChecksView(View):
         if plan is not None:
             self.show(plan.findings())
 
-    def show(self, findings: Sequence[Finding]) -> None:
-        """Draw findings."""
-        self.findings = worst_first(findings)
+    def show(self, findings: Sequence[Finding], notable: Container[Finding] = ()) -> None:
+        """Draw findings, of which those in ``notable`` can be noted where no click mends them."""
+        self.findings, self._notable = worst_first(findings), notable
         acts = zip(acts_of(self.findings), self.findings, strict=True)
-        rows = [_row(one, act if self._can_apply(one) else None) for act, one in acts]
+        rows = [_row(one, act, self._verb(one)) for act, one in acts]
         self.list.value = in_html(self.findings, rows) if rows else f"<p class='ss-hint'>{self.nothing}</p>"
 
     def freeze(self, frozen: bool) -> None:
@@ -77,8 +80,12 @@ class ChecksView(View):
     def _act(self, act: str) -> None:
         # By name: the list may have changed since it was drawn where the click came from.
         found = dict(zip(acts_of(self.findings), self.findings, strict=True)).get(act)
-        if found is None or not self._can_apply(found):
+        if found is None or self._verb(found) is None:
             raise IgnoredError(act)
+        if not self._can_apply(found):
+            assert self._on_note is not None
+            self._on_note(found)
+            return
         if found.source is not None and self._on_apply_source is not None:
             self._on_apply_source(found.source)
             return
@@ -90,6 +97,12 @@ class ChecksView(View):
             self.task = found.task
             if self._on_apply_task is not None:
                 self._on_apply_task(found.task)
+
+    def _verb(self, finding: Finding) -> str | None:
+        """What its button says; None: it has none."""
+        if self._can_apply(finding):
+            return "Apply"
+        return "Note" if self._on_note is not None and finding in self._notable else None
 
     def _can_apply(self, finding: Finding) -> bool:
         """Whether a click can mend it."""
@@ -123,16 +136,16 @@ def in_html(findings: Sequence[Finding], rows: Sequence[str]) -> str:
     )
 
 
-def _row(finding: Finding, act: str | None) -> str:
-    """One finding; ``act`` is what its button says, if it has one."""
+def _row(finding: Finding, act: str, verb: str | None) -> str:
+    """One finding; ``verb`` is what its button says, if it has one."""
     title = " ".join(_SPELLED.get(word, word) for word in finding.name.split("-"))
     title = title[:1].upper() + title[1:]
     mend = f"<span>{escape(finding.change)}</span>"
-    if act is not None:
-        label = escape(f"Apply: {finding.change}", quote=True)
+    if verb is not None:
+        label = escape(f"{verb}: {finding.change}", quote=True)
         mend += (
             f"<button type='button' class='ss-act' data-act='{escape(act, quote=True)}'"
-            f" aria-label='{label}'>Apply</button>"
+            f" aria-label='{label}'>{verb}</button>"
         )
     return (
         f"<li class='ss-is-{finding.severity}'><div class='ss-severity'><i>{SIGNS[finding.severity]}</i> "

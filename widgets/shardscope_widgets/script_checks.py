@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 import shardscope as ss
-from shardscope.planner.preflight import findings_in
+from shardscope.planner.preflight import Finding, findings_in, noted
 from shardscope.planner.preflight.script import Script
 from shardscope_widgets import shared
 from shardscope_widgets.checks_view import ChecksView
@@ -27,9 +27,9 @@ MARK = "\ufeff"
 class ScriptChecks(View):
     """Asks for a file, and shows what the preflight finds in it; it is read, never run.
 
-    What is applied is written to a copy (``train.mended.py``); the file itself stays as it is, and so does a
-    copy that somebody has changed meanwhile. ``on_apply`` gets the plan of a strategy that only a plan can
-    take over.
+    What is applied is written to a copy (``train.mended.py``), what no click can mend is noted there as a
+    comment. The file itself stays as it is, and so does a copy that somebody has changed meanwhile.
+    ``on_apply`` gets the plan of a strategy that only a plan can take over.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ScriptChecks(View):
         )
         self.path.observe(self._read, "value")
         self.words = shared.html()
-        self.checks = ChecksView(on_apply=on_apply, on_apply_source=self._take)
+        self.checks = ChecksView(on_apply=on_apply, on_apply_source=self._take, on_note=self._note)
         self.changed = shared.html()
         head = shared.html("<h2>Your script <span class='ss-hint'>read, never run</span></h2>")
         super().__init__([head, self.path, self.words, self.checks, self.changed], layout=shared.layout())
@@ -91,11 +91,17 @@ class ScriptChecks(View):
             self._text, self._error = text, ""
         self._show()
 
+    def _note(self, finding: Finding) -> None:
+        text = noted(self._text, finding)
+        assert text is not None
+        self._take(text)
+
     def _show(self) -> None:
         self.words.value = f"<p class='ss-error'>{escape(self._error)}</p>" if self._error else ""
         self.checks.layout = shared.layout(display="" if self._file else "none")
         self.checks.nothing = NOTHING if self._is_understood() else NOT_READ
-        self.checks.show(findings_in(self._text, self._plan) if self._file else [])
+        found = findings_in(self._text, self._plan) if self._file else []
+        self.checks.show(found, notable=[one for one in found if noted(self._text, one) is not None])
         self.changed.value = "" if self._copy is None else _changed(self._before, self._text, self._copy)
 
     def _is_understood(self) -> bool:

@@ -15,6 +15,7 @@ from shardscope.planner.preflight.edits import (
     imported,
     mended,
     replaced,
+    without,
 )
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -97,7 +98,20 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     clipped = clipped_by_torch(script, {to})
     if clipped is None:
         raise _UnknownError
-    return mended(script, replaced(script, assigned, margin.join(lines)), *imports, *clipped)
+    policy = _only_for(script, call)
+    return mended(script, replaced(script, assigned, margin.join(lines)), *imports, *clipped, *policy)
+
+
+def _only_for(script: Script, call: ast.Call) -> list[Edit]:
+    """The policy that nothing else reads, gone."""
+    policy = keywords(call).get("auto_wrap_policy")
+    if not isinstance(policy, ast.Name):
+        return []
+    uses = [one for one in script.walk(ast.Name) if getattr(one, "id", "") == policy.id]
+    made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
+    assert isinstance(made, ast.Assign)
+    gone = None if len(uses) > 2 or has_comment(script, made) else without(script, made)
+    return [] if gone is None else [gone]
 
 
 def _is_all_that_is_done(script: Script, call: ast.Call) -> bool:

@@ -50,15 +50,16 @@ def _old_class(script: Script) -> Iterator[Finding]:
 def _replaced(script: Script) -> Iterator[Finding]:
     """Arguments of the class, and names that only it has."""
     told: set[str] = set()
+    whole = _whole(script)
     for call in script.calls(OLD_CLASS):
         for name, value in keywords(call).items():
             if name in REPLACED and name not in told:
                 told.add(name)
-                yield _instead(script, name, value.lineno)
+                yield _instead(script, name, value.lineno, whole)
     for name, line in script.names.items():
         if name in REPLACED and name not in told and _is_its_own(script, name):
             told.add(name)
-            yield _instead(script, name, line)
+            yield _instead(script, name, min(_uses(script, name), default=line), _gone(whole, name))
     if "BACKWARD_POST" in script.names:
         yield Finding(
             name="fsdp1-backward-post",
@@ -67,6 +68,7 @@ def _replaced(script: Script) -> Iterator[Finding]:
             "held less: it gathers the next layer before this one's gradients.",
             number=None,
             change="module.set_modules_to_backward_prefetch([]) where memory is short",
+            source=_gone(whole, "BACKWARD_POST"),
             line=script.names["BACKWARD_POST"],
         )
 
@@ -77,17 +79,36 @@ def _is_its_own(script: Script, name: str) -> bool:
         if node.attr == name:  # type: ignore[attr-defined]
             # torch.nn.utils.clip_grad_norm_ is what replaces the method.
             return "nn.utils" not in ast.unparse(node)
-    return name in script.aliases.values() and name in REPLACED
+    # What is imported and no more may stay.
+    return bool(_uses(script, name))
 
 
-def _instead(script: Script, name: str, line: int) -> Finding:
+def _uses(script: Script, name: str) -> list[int]:
+    """Lines where a name that was imported is used by itself."""
+    names = (one for one in script.walk(ast.Name) if isinstance(one, ast.Name))
+    return [one.lineno for one in names if script.aliases.get(one.id) == name]
+
+
+def _whole(script: Script) -> str | None:
+    """The script with the class's own call as FSDP2 has it."""
+    calls = script.calls(OLD_CLASS)
+    return with_fully_shard(script, calls[0]) if calls else None
+
+
+def _gone(after: str | None, name: str) -> str | None:
+    """``after``, if it has no such name any more."""
+    uses = () if after is None else Script(source=after).walk(ast.Name, ast.Attribute)
+    return None if any(name in (getattr(one, "id", ""), getattr(one, "attr", "")) for one in uses) else after
+
+
+def _instead(script: Script, name: str, line: int, whole: str | None) -> Finding:
     return Finding(
         name=f"fsdp1-{name.strip('_').replace('_', '-').lower()}",
         severity="hint",
         why=f"Line {line}: {name} is FSDP1's.",
         number=None,
         change=REPLACED[name],
-        source=_clipped(script) if name == CLIPPING else None,
+        source=(_clipped(script) if name == CLIPPING else None) or whole,
         line=line,
     )
 
@@ -115,7 +136,8 @@ auto_wrap"``."""
 def _strategies(script: Script) -> Iterator[Finding]:
     """Strategies as members of the enumeration, or as text."""
     lines = {name: script.names[name] for name in STRATEGIES if name in script.names}
-    sources: dict[str, str | None] = {}
+    whole = _whole(script)
+    sources = {name: _gone(whole, name) for name in lines}
     for keyword in script.walk(ast.keyword):
         if not isinstance(keyword, ast.keyword) or keyword.arg not in BY_TEXT:
             continue

@@ -24,6 +24,7 @@ from shardscope.planner.preflight import (
 )
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.finding import SEVERITIES, Finding, Severity
+from shardscope.planner.preflight.notes import noted
 from shardscope.planner.preflight.scripts import findings_in
 from shardscope.validation import refuse
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.runs.run import Run
 
-__all__ = ["CHECKS", "SEVERITIES", "Finding", "Severity", "findings", "findings_in"]
+__all__ = ["CHECKS", "SEVERITIES", "Finding", "Severity", "findings", "findings_in", "noted"]
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     room.no_room,

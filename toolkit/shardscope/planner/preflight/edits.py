@@ -75,6 +75,23 @@ def line_before(script: Script, statement: ast.stmt, text: str) -> Edit:
     return Edit(at, at, f"{text}\n{' ' * statement.col_offset}")
 
 
+def without(script: Script, statement: ast.stmt) -> Edit | None:
+    """The lines of ``statement`` gone; None where they have anything else in them."""
+    start, end = _start(script, statement), _end(script, statement)
+    text = script.text.encode()
+    line = _offset(script, statement.lineno, 0)
+    rest = re.compile(rb"[ \t]*(\r\n|\n|\r)").match(text, end)
+    return None if rest is None or text[line:start].strip() else Edit(line, rest.end(), "")
+
+
+def line_above(script: Script, number: int, text: str) -> Edit:
+    """``text`` on a line of its own above that line, as far from the margin."""
+    at = _offset(script, number, 0)
+    margin = re.compile(rb"[ \t]*").match(script.text.encode(), at)
+    assert margin is not None
+    return Edit(at, at, f"{margin.group().decode()}{text}\n")
+
+
 def imported(
     script: Script, user: ast.expr | ast.stmt, module: str, *names: str
 ) -> tuple[dict[str, str], tuple[Edit, ...]]:
