@@ -26,6 +26,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,7 +69,11 @@ def main():
             rows += (batch[:, 0] * 16).int().tolist()
         seen.append(rows)
     layer = model[0]
+    saved = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, saved):
+        state = model.state_dict()
     told = {
+        "saved": {name: (type(value).__name__, list(value.shape)) for name, value in state.items()},
         "losses": losses,
         "seen": seen,
         "units": sum("FSDP" in type(module).__name__ for module in model.modules()),
@@ -158,6 +163,9 @@ def test_an_fsdp1_script_becomes_one_of_fsdp2_that_trains(tmp_path: Path) -> Non
         assert rank["losses"][-1] < rank["losses"][0] / 2
         # Another order each epoch.
         assert len({tuple(rows) for rows in rank["seen"]}) == 4
+    blocks = {f"{block}.up.weight": ["Tensor", [32, 8]] for block in range(3)}
+    assert blocks.items() <= told[0]["saved"].items() and len(told[0]["saved"]) == 12
+    assert told[1]["saved"] == {}
     for own, others in zip(told[0]["seen"], told[1]["seen"], strict=True):
         assert sorted(own + others) == list(range(16))
 

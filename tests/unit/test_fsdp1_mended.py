@@ -104,6 +104,68 @@ def test_a_call_with_something_that_has_no_counterpart_is_left_to_a_person(befor
     assert one(source, "fsdp1").source is None
 
 
+GATHERED = """    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        state = model.state_dict()
+    torch.save(state, path)
+"""
+CONFIGURED = "    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)\n"
+
+
+def saving(block: str = GATHERED, config: str = CONFIGURED) -> str:
+    imports = "from torch.distributed.fsdp import FullStateDictConfig, StateDictType\n"
+    return imports + OLD.replace("    return model\n", config + block)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("offload_to_cpu=True, rank0_only=True", "full_state_dict=True, cpu_offload=True"),
+        ("rank0_only=True", "full_state_dict=True, cpu_offload=True"),
+        ("", "full_state_dict=True"),
+    ],
+)
+def test_a_whole_checkpoint_is_gathered_by_the_function_of_fsdp2(config: str, options: str) -> None:
+    after = one(saving(config=f"    config = FullStateDictConfig({config})\n"), "fsdp1").source
+    assert after is not None and "config" not in after
+    assert f"state = get_model_state_dict(model, options=StateDictOptions({options}))\n" in after
+    found = findings_in(after)
+    assert [finding.name for finding in found] == ["checkpoint-gathered-on-one-rank"]
+    assert "full_state_dict=True gathers" in found[0].why
+
+
+def test_in_another_function_and_without_a_config() -> None:
+    block = "def save(net):\n    with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):\n"
+    block += "        weights = net.state_dict()\n    return weights\n"
+    after = one(saving(block, ""), "fsdp1").source
+    assert after is not None
+    assert "weights = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))" in after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+        ("rank0_only=True", "rank0_only=False"),
+        ("rank0_only=True", "rank0_only=on"),
+        ("rank0_only=True", "**more"),
+        ("        state = model", "        print(1)\n        state = model"),
+        ("        state = model", "        # all of it\n        state = model"),
+        ("        state = model.", "        state = other."),
+        ("        state = model.", "        self.state = model."),
+        ("model.state_dict()", "model.state_dict(prefix='a')"),
+        ("model.state_dict()", "FSDP.optim_state_dict(model, optimizer)"),
+        ("config):", "config) as kind:"),
+        ("config):", "config, other):"),
+        ("torch.save(state", "torch.save(model.state_dict()"),
+        ("with FSDP", "with other"),
+    ],
+)
+def test_a_checkpoint_that_is_not_understood_is_left_to_a_person(before: str, after: str) -> None:
+    source = saving(GATHERED.replace(before, after), CONFIGURED.replace(before, after))
+    assert source != saving()
+    assert one(source, "fsdp1").source is None
+
+
 CLIPPED = f"{HEAD}from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
 
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
 from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
 from shardscope.planner.preflight.edits import (
@@ -20,6 +21,7 @@ from shardscope.planner.preflight.edits import (
 from shardscope.planner.preflight.script import Script, keywords
 
 MODULE = "torch.distributed.fsdp"
+OLD_CLASS = "FullyShardedDataParallel"
 NO_EFFECT = ("use_orig_params", "limit_all_gathers", "backward_prefetch")
 """What FSDP2 always does, or has no choice of."""
 LITERAL = ("sync_module_states", "forward_prefetch")
@@ -65,7 +67,7 @@ def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     if not _is_all_that_is_done(script, call):
         return None
     assigned = [one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is call]
-    if len(script.calls("FullyShardedDataParallel")) != 1 or not assigned or len(assigned[0].targets) != 1:
+    if len(script.calls(OLD_CLASS)) != 1 or not assigned or len(assigned[0].targets) != 1:
         return None
     if has_comment(script, assigned[0]) or OPTIONS in script.text or LAYER in script.text:
         return None
@@ -99,7 +101,10 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     if clipped is None:
         raise _UnknownError
     policy = _only_for(script, call)
-    return mended(script, replaced(script, assigned, margin.join(lines)), *imports, *clipped, *policy)
+    states = by_function(script, gatherings(script, OLD_CLASS))
+    return mended(
+        script, replaced(script, assigned, margin.join(lines)), *imports, *clipped, *policy, *states
+    )
 
 
 def _only_for(script: Script, call: ast.Call) -> list[Edit]:
@@ -116,13 +121,12 @@ def _only_for(script: Script, call: ast.Call) -> list[Edit]:
 
 def _is_all_that_is_done(script: Script, call: ast.Call) -> bool:
     """Whether the class is used in that call alone, and its model in ways that FSDP2's is used as well."""
-    uses = [
-        node
-        for node in script.walk(ast.Name)
-        if isinstance(node, ast.Name) and script.aliases.get(node.id) == "FullyShardedDataParallel"
-    ]
-    attributes = {node.attr for node in script.walk(ast.Attribute) if isinstance(node, ast.Attribute)}
-    names = attributes | {node.id for node in script.walk(ast.Name) if isinstance(node, ast.Name)}
+    understood = {id(node) for one in gatherings(script, OLD_CLASS) for node in ast.walk(one.block)}
+    nodes = [one for one in script.walk(ast.Name, ast.Attribute) if id(one) not in understood]
+    local = [one for one in nodes if isinstance(one, ast.Name)]
+    attributes = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+    uses = [one for one in local if script.aliases.get(one.id) == OLD_CLASS]
+    names = attributes | {one.id for one in local}
     scope = scope_of(script, call)
     # An optimizer that was made before would have parameters that are replaced.
     asked_before = [

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardscope.frameworks.fsdp2.migrated import CLIPPING, clipped_by_torch, with_fully_shard
+from shardscope.frameworks.fsdp2.migrated import CLIPPING, OLD_CLASS, clipped_by_torch, with_fully_shard
 from shardscope.frameworks.fsdp2.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
@@ -16,7 +16,6 @@ from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script, keywords
 
 HALVES = ("bfloat16", "float16", "half")
-OLD_CLASS = "FullyShardedDataParallel"
 
 
 def in_script(script: Script) -> Iterator[Finding]:
@@ -165,9 +164,16 @@ def _resharding(script: Script, keyword: ast.keyword, name: str) -> str | None:
 
 def _whole_state(script: Script) -> Iterator[Finding]:
     """A checkpoint gathered whole on one rank: in host memory, and over one file."""
+    with_optimizer = any(name in script.names for name in ("optim_state_dict", "get_optimizer_state_dict"))
     line = script.names.get("FULL_STATE_DICT")
     if line is not None:
-        yield gathered_state(script, line, "optim_state_dict" in script.names)
+        yield gathered_state(script, line, with_optimizer)
+    for call in script.calls("StateDictOptions"):
+        given = {name: ast.unparse(value) for name, value in keywords(call).items()}
+        # Rank 0 reads a whole one to hand it out as well: that is no checkpoint.
+        if given.get("full_state_dict") == "True" and given.get("broadcast_from_rank0", "False") == "False":
+            yield gathered_state(script, call.lineno, with_optimizer, "full_state_dict=True")
+            return
 
 
 def _reductions(script: Script) -> Iterator[Finding]:

@@ -54,7 +54,9 @@ def _peak(plan: Plan) -> int | None:
         return None
 
 
-def gathered_state(script: Script, line: int, with_optimizer: bool) -> Finding:
+def gathered_state(
+    script: Script, line: int, with_optimizer: bool, words: str = "FULL_STATE_DICT"
+) -> Finding:
     """A checkpoint that one rank gathers whole, and what that takes of its host."""
     number = None
     severity = "hint"
@@ -68,8 +70,7 @@ def gathered_state(script: Script, line: int, with_optimizer: bool) -> Finding:
     return Finding(
         name="checkpoint-gathered-on-one-rank",
         severity=severity,  # type: ignore[arg-type]
-        why=f"Line {line}: FULL_STATE_DICT gathers {size} in the host memory of rank 0 while all others "
-        "wait.",
+        why=f"Line {line}: {words} gathers {size} in the host memory of rank 0 while all others wait.",
         number=number,
         change="A sharded checkpoint: torch.distributed.checkpoint.save(get_model_state_dict(model), ...), "
         "which loads over any number of ranks",

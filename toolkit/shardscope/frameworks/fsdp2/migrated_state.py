@@ -1,0 +1,110 @@
+"""A checkpoint that FSDP1 gathers whole, as the function has it that reads models of FSDP2."""
+
+from __future__ import annotations
+
+import ast
+from typing import NamedTuple
+
+from shardscope.planner.preflight.bindings import is_dotted_name, only_value
+from shardscope.planner.preflight.edits import Edit, has_comment, imported, replaced, without
+from shardscope.planner.preflight.script import Script, keywords
+
+MODULE = "torch.distributed.checkpoint.state_dict"
+GET, OPTIONS = "get_model_state_dict", "StateDictOptions"
+KIND = "StateDictType.FULL_STATE_DICT"
+ON_ONE_RANK = ("offload_to_cpu", "rank0_only")
+
+
+class Gathering(NamedTuple):
+    """``with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): state = model.state_dict()``."""
+
+    block: ast.With
+    model: str
+    state: str
+    is_on_one_rank: bool
+    """Whether rank 0 alone gets it, in its host's memory."""
+    config: ast.expr | None
+    """A name of what it was told, if it has one."""
+
+
+def gatherings(script: Script, old_class: str) -> list[Gathering]:
+    """Blocks of which the text settles what they gather, and where to."""
+    found = (_gathering(script, block, old_class) for block in script.walk(ast.With))
+    return [one for one in found if one is not None]
+
+
+def by_function(script: Script, found: list[Gathering]) -> list[Edit]:
+    """Those blocks as ``get_model_state_dict``, and what they alone were told gone."""
+    if not found:
+        return []
+    local, imports = imported(script, found[0].block, MODULE, GET, OPTIONS)
+    edits = list(imports)
+    for one in found:
+        kept = ", cpu_offload=True" if one.is_on_one_rank else ""
+        options = f"{local[OPTIONS]}(full_state_dict=True{kept})"
+        edits.append(
+            replaced(script, one.block, f"{one.state} = {local[GET]}({one.model}, options={options})")
+        )
+    configs = {one.config.id for one in found if isinstance(one.config, ast.Name)}
+    return edits + [edit for name in sorted(configs) for edit in _unread(script, name, found)]
+
+
+def _gathering(script: Script, block: ast.AST, old_class: str) -> Gathering | None:
+    assert isinstance(block, ast.With)
+    call = block.items[0].context_expr
+    if len(block.items) > 1 or block.items[0].optional_vars is not None or has_comment(script, block):
+        return None
+    if not isinstance(call, ast.Call) or call.keywords or not 2 <= len(call.args) <= 3:
+        return None
+    if not _is_method(script, call, "state_dict_type") or _root(script, call.func) != old_class:
+        return None
+    model, kind, config = call.args[0], call.args[1], call.args[2] if len(call.args) > 2 else None
+    inside = block.body[0]
+    if len(block.body) > 1 or not isinstance(inside, ast.Assign) or len(inside.targets) > 1:
+        return None
+    asked = inside.value
+    if not isinstance(asked, ast.Call) or asked.args or asked.keywords:
+        return None
+    if not is_dotted_name(model) or ast.unparse(asked.func) != f"{ast.unparse(model)}.state_dict":
+        return None
+    place = _placed(script, config)
+    if place is None or not isinstance(inside.targets[0], ast.Name) or ast.unparse(kind) != KIND:
+        return None
+    return Gathering(block, ast.unparse(model), inside.targets[0].id, place, config)
+
+
+def _is_method(script: Script, call: ast.Call, name: str) -> bool:
+    return isinstance(call.func, ast.Attribute) and script.called(call) == name
+
+
+def _root(script: Script, function: ast.expr) -> str:
+    root = function.value if isinstance(function, ast.Attribute) else function
+    return script.aliases.get(root.id, root.id) if isinstance(root, ast.Name) else ""
+
+
+def _placed(script: Script, config: ast.expr | None) -> bool | None:
+    """Whether rank 0 alone gets it; None where the text does not settle that."""
+    if config is None:
+        return False
+    made = only_value(script, config.id, config) if isinstance(config, ast.Name) else config
+    if not isinstance(made, ast.Call) or script.called(made) != "FullStateDictConfig" or made.args:
+        return None
+    given = {name: ast.unparse(value) for name, value in keywords(made).items()}
+    if len(given) < len(made.keywords) or not set(given) <= set(ON_ONE_RANK):
+        return None
+    offload, rank0_only = (given.get(name, "False") for name in ON_ONE_RANK)
+    # Whole on rank 0's own GPU is no choice that the function has: it is in the host's memory then. Nor is
+    # whole in that of every rank, which no other place is as good as.
+    return {("True", "True"): True, ("False", "True"): True, ("False", "False"): False}.get(
+        (offload, rank0_only)
+    )
+
+
+def _unread(script: Script, name: str, found: list[Gathering]) -> list[Edit]:
+    """The line that makes it, if only those blocks read it."""
+    uses = [one for one in script.walk(ast.Name) if getattr(one, "id", "") == name]
+    made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
+    assert isinstance(made, ast.Assign)
+    is_read = len(uses) > 1 + len(found) or has_comment(script, made)
+    gone = None if is_read else without(script, made)
+    return [] if gone is None else [gone]
