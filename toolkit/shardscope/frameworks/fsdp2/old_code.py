@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -58,7 +59,8 @@ def _replaced(script: Script) -> Iterator[Finding]:
     for name, line in script.names.items():
         if name in REPLACED and name not in told and _is_its_own(script, name):
             told.add(name)
-            yield _instead(script, name, min(_uses(script, name), default=line), _gone(whole, name))
+            after = whole if name == CLIPPING else _gone(whole, name)
+            yield _instead(script, name, min(_uses(script, name), default=line), after)
     if "BACKWARD_POST" in script.names:
         yield Finding(
             name="fsdp1-backward-post",
@@ -100,9 +102,13 @@ def _gone(after: str | None, name: str) -> str | None:
     return None if any(name in (getattr(one, "id", ""), getattr(one, "attr", "")) for one in uses) else after
 
 
+_WORDS = re.compile(r"_|(?<=[a-z])(?=[A-Z])")
+"""Between the words of a name: ``use_orig_params``, ``FullStateDictConfig``."""
+
+
 def _instead(script: Script, name: str, line: int, whole: str | None) -> Finding:
     return Finding(
-        name=f"fsdp1-{name.strip('_').replace('_', '-').lower()}",
+        name=f"fsdp1-{_WORDS.sub('-', name.strip('_')).lower()}",
         severity="hint",
         why=f"Line {line}: {name} is FSDP1's.",
         number=None,
