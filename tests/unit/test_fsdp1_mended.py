@@ -166,6 +166,15 @@ def test_a_checkpoint_that_is_not_understood_is_left_to_a_person(before: str, af
     assert one(source, "fsdp1").source is None
 
 
+def test_a_name_that_is_something_else_is_not_used() -> None:
+    """A person's own function of that name, or another library's."""
+    for line in ("from mine import fully_shard", "def fully_shard(x):\n    return x"):
+        after = one(OLD.replace("import functools", f"import functools\n{line}"), "fsdp1").source
+        assert after is not None
+        assert "import MixedPrecisionPolicy, fully_shard as torch_fully_shard\n" in after
+        assert "model = torch_fully_shard(model, **fsdp2_options)" in after
+
+
 CLIPPED = f"{HEAD}from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
 
 

@@ -13,23 +13,28 @@ def only_value(script: Script, name: str, seen_from: ast.AST) -> ast.expr | None
     None for parameters, for names that are given under a condition or in a loop, and for those of functions
     that ``seen_from`` is not in.
     """
-    bound = [
-        node
-        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS)
-        if _binds(node, name) and not isinstance(getattr(node, "ctx", None), ast.Load)
-    ]
+    places = bound(script, name)
     assigned = [
         one
         for one in script.walk(ast.Assign)
-        if isinstance(one, ast.Assign) and len(one.targets) == 1 and one.targets[0] in bound
+        if isinstance(one, ast.Assign) and len(one.targets) == 1 and one.targets[0] in places
     ]
-    if len(bound) != 1 or len(assigned) != 1:
+    if len(places) != 1 or len(assigned) != 1:
         return None
     scope = scope_of(script, assigned[0])
     body = script.tree if scope is None else scope
     is_certain = assigned[0] in getattr(body, "body", ())
     is_seen = scope is None or scope_of(script, seen_from) is scope
     return assigned[0].value if is_certain and is_seen else None
+
+
+def bound(script: Script, name: str) -> list[ast.AST]:
+    """Where the script gives ``name`` something: imports, definitions, parameters, assignments."""
+    return [
+        node
+        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS)
+        if _binds(node, name) and not isinstance(getattr(node, "ctx", None), ast.Load)
+    ]
 
 
 def _binds(node: ast.AST, name: str) -> bool:

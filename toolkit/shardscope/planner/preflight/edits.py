@@ -10,6 +10,7 @@ import warnings
 from itertools import accumulate
 from typing import NamedTuple
 
+from shardscope.planner.preflight.bindings import bound
 from shardscope.planner.preflight.script import Script, keywords
 
 
@@ -95,8 +96,12 @@ def line_above(script: Script, number: int, text: str) -> Edit:
 def imported(
     script: Script, user: ast.expr | ast.stmt, module: str, *names: str
 ) -> tuple[dict[str, str], tuple[Edit, ...]]:
-    """What ``names`` are called where ``user`` is, and the import of those that the module has not."""
+    """What ``names`` are called where ``user`` is, and the import of those that the module has not.
+
+    One that the script uses for something else is imported as ``torch_...``, after its package.
+    """
     assert script.tree is not None
+    package = module.partition(".")[0]
     heads = [
         one
         for one in script.tree.body
@@ -105,15 +110,18 @@ def imported(
     had = {
         alias.name: alias.asname or alias.name
         for one in heads
-        if isinstance(one, ast.ImportFrom)
+        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == package
         for alias in one.names
         if alias.name in names
     }
-    local = {name: name for name in names} | had
+    had = {name: local for name, local in had.items() if not _means_another(script, local, package)}
+    taken = [name for name in names if _means_another(script, name, package)]
+    local = {name: f"{package}_{name}" if name in taken else name for name in names} | had
     missing = sorted(set(names) - set(had))
     if not missing:
         return local, ()
-    text = f"from {module} import {', '.join(missing)}"
+    text = f"from {module} import "
+    text += ", ".join(name if local[name] == name else f"{name} as {local[name]}" for name in missing)
     if heads:
         end = _end_of_line(script, _end(script, heads[-1]))
         return local, (Edit(end, end, f"\n{text}"),)
@@ -121,6 +129,17 @@ def imported(
     lines = [first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]
     at = _offset(script, min(lines), 0)
     return local, (Edit(at, at, f"{text}\n"),)
+
+
+def _means_another(script: Script, name: str, package: str) -> bool:
+    """Whether ``name`` is given anything but what ``package`` has, anywhere in the script."""
+    its_own = [
+        alias
+        for one in script.walk(ast.ImportFrom)
+        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == package
+        for alias in one.names
+    ]
+    return any(node not in its_own for node in bound(script, name))
 
 
 def has_comment(script: Script, node: ast.expr | ast.stmt) -> bool:
