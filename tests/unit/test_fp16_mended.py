@@ -15,7 +15,7 @@ H100, V100 = (
     for gpu in ("h100-sxm-80gb", "v100-sxm-32gb")
 )
 NAME = "fp16-without-loss-scaling"
-HEAD = "import torch\nmodel = build()\n"
+HEAD = "import torch\nmodel = build()\noptimizer = torch.optim.SGD(model.parameters())\n"
 TAIL = "loss = model(batch)\nloss.backward()\n"
 
 
@@ -24,19 +24,23 @@ def one(source: str, plan: ss.Plan | None) -> Finding:
     return found
 
 
+def test_what_is_no_models_own_is_left_to_a_person() -> None:
+    assert one(f"import torch\nx = x.half()\n{TAIL}", H100).source is None
+
+
 def test_every_fp16_becomes_bf16() -> None:
     source = (
-        "import torch as t\nmodel = build(dtype=t.float16)  # small\nmodel.half(\n)\n"
+        "import torch as t\nmodel = Auto.from_pretrained(name, dtype=t.float16)  # small\nx.half(\n)\n"
         f"half = t.tensor(1.0).to(\n    t.half,  # here\n)\n{TAIL}"
     )
     after = one(source, H100).source
     assert after is not None
     assert NAME not in [finding.name for finding in findings_in(after, H100)]
     assert [line for line in ndiff(source.splitlines(), after.splitlines()) if line[0] in "+-"] == [
-        "- model = build(dtype=t.float16)  # small",
-        "+ model = build(dtype=t.bfloat16)  # small",
-        "- model.half(",
-        "+ model.bfloat16(",
+        "- model = Auto.from_pretrained(name, dtype=t.float16)  # small",
+        "+ model = Auto.from_pretrained(name, dtype=t.bfloat16)  # small",
+        "- x.half(",
+        "+ x.bfloat16(",
         "-     t.half,  # here",
         "+     t.bfloat16,  # here",
     ]
@@ -63,6 +67,22 @@ def test_a_gpu_that_may_have_no_bf16_gets_words(plan: ss.Plan | None) -> None:
         "from torch import half",
         "from torch import float16 as small",
         "with torch.autocast('cuda'):\n    pass",
+        # Not the model's own type, or not all models'.
+        "other = Auto.from_pretrained(name)",
+        # Stored numbers, libraries and tables that have no bf16, and models beside the trained one.
+        "x = torch.frombuffer(raw, dtype=torch.float16)",
+        "x = raw.view(torch.float16)",
+        "out = model(x).detach().cpu().numpy()",
+        "kind = getattr(torch, name)",
+        "torch.save({name: value.half() for name, value in weights}, path)",
+        "torch.save(weights.half(), path)",
+        "teacher = build().half().eval()",
+        "kind = torch.float16 if old else torch.float32",
+        "TOLERANCE = {torch.float16: 1e-3}",
+        "match d:\n    case torch.float16:\n        pass",
+        "other = other.to(torch.bfloat16)",
+        "class Net:\n    def half(self):\n        return self",
+        "import numpy as np\nx = np.half()",
         "config = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float16)\nif d == torch.float16:\n    pass",
     ],
 )
@@ -75,7 +95,8 @@ def test_fp16_that_would_stay_is_left_to_a_person(line: str) -> None:
     [
         "with torch.autocast('cuda', dtype=torch.float16):\n    pass",
         "half = size // 2",
-        "other = other.to(torch.bfloat16)",
+        "batch = batch.to(device, torch.float16)",
+        "tokenizer = AutoTokenizer.from_pretrained(name)\nother = Auto.from_config(c, dtype=torch.half)",
     ],
 )
 def test_what_is_no_hindrance(line: str) -> None:

@@ -265,6 +265,9 @@ def test_units_that_are_too_fine(source: str) -> None:
     [
         "for m in model.modules():\n    if is_layer(m):\n        fully_shard(m)\nfully_shard(model)\n",
         "policy = partial(size_based_auto_wrap_policy, min_num_params=int(1e8))\n",
+        "policy = partial(size_based_auto_wrap_policy, min_num_params=1e400)\n",
+        "policy = partial(size_based_auto_wrap_policy, min_num_params=max(1000, size))\n",
+        "policy = partial(prune_small_layers, min_num_params=1000)\n",
         "model = FullyShardedDataParallel(model, auto_wrap_policy=policy)\n",
         "for layer in model.layers:\n    fully_shard(layer)\nfully_shard(model)\n",
         "def cut(m):\n    fully_shard(m)\nfor m in model.layers:\n    cut(m)\ncut(model)\n",
@@ -352,6 +355,8 @@ def test_fp16_that_nothing_scales(source: str) -> None:
         "np.save(path, rows.astype(np.float16))\nloss.backward()\n",
         "if weight.dtype == torch.float16:\n    raise TypeError\nloss.backward()\n",
         "config = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float16)\nloss.backward()\n",
+        "loss.backward()\ntorch.save({name: value.half() for name, value in weights}, path)\n",
+        "kind = torch.bfloat16 if has_it() else torch.float16\nloss.backward()\n",
     ],
 )
 def test_fp16_that_is_scaled_or_is_none(source: str) -> None:

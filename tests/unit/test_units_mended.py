@@ -1,4 +1,4 @@
-"""Units of one decoder layer each, by a click: of a model of transformers, or by the plan's size."""
+"""Units of one decoder layer each, by a click, of a model of transformers whose layers are known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shardscope as ss
 from shardscope.planner.preflight import Finding, findings_in
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
-WHOLE, FINE = "whole-model-as-one-unit", "wrapped-too-finely"
+WHOLE = "whole-model-as-one-unit"
 HEAD = (
     "from torch.distributed.fsdp import fully_shard\nfrom transformers import AutoModelForCausalLM\n"
     "model = AutoModelForCausalLM.from_pretrained(name)\n"
@@ -43,17 +43,37 @@ def test_what_the_model_is_told_holds_for_its_layers() -> None:
     source = (
         "import torch\nfrom torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as shard\n"
         "from transformers import LlamaForCausalLM\n\ndef main():\n    net = LlamaForCausalLM(config)\n"
-        "    whole = shard(net, mesh=mesh(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16))\n"
+        "    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)\n"
+        "    shard(net, mesh=mesh(2), mp_policy=half)\n    net.train()\n"
+        "    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)\n    net(x).loss.backward()\n"
+        "    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n    state = get_model_state_dict(net)\n"
     )
     assert changes(source, WHOLE) == [
         "+ from transformers.modeling_layers import GradientCheckpointingLayer",
-        "-     whole = shard(net, mesh=mesh(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16))",
-        "+     fsdp2_options = dict(mesh=mesh(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16))",
+        "-     shard(net, mesh=mesh(2), mp_policy=half)",
+        "+     fsdp2_options = dict(mesh=mesh(2), mp_policy=half)",
         "+     for fsdp2_layer in net.modules():",
         "+         if isinstance(fsdp2_layer, GradientCheckpointingLayer):",
         "+             shard(fsdp2_layer, **fsdp2_options)",
-        "+     whole = shard(net, **fsdp2_options)",
+        "+     shard(net, **fsdp2_options)",
     ]
+
+
+def test_an_import_stays_behind_what_is_set_up_for_it() -> None:
+    source = (
+        "'Train.'\nimport os\nfrom torch.distributed.fsdp import fully_shard\n"
+        "os.environ['HF_HOME'] = here\n"
+        "def main():\n    from transformers import GPT2LMHeadModel, LlamaForCausalLM\n"
+        "    model = LlamaForCausalLM(config)\n    fully_shard(model)\n"
+    )
+    assert changes(source, WHOLE)[0] == (
+        "+     from transformers.modeling_layers import GradientCheckpointingLayer"
+    )
+
+
+def test_an_auto_class_is_known_by_its_plan() -> None:
+    assert one(f"{HEAD}fully_shard(model)\n", WHOLE).source is not None
+    assert one(f"{HEAD}fully_shard(model)\n", WHOLE, plan=None).source is None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +97,23 @@ def test_what_the_model_is_told_holds_for_its_layers() -> None:
         # A comment would go; a name would mean two things.
         f"{HEAD}fully_shard(  # all\n    model, mesh=mesh\n)\n",
         f"fsdp2_layer = 1\n{HEAD}fully_shard(model)\n",
+        # Models whose layers are not known, or code of their own.
+        HEAD.replace("name", "name, trust_remote_code=True") + "fully_shard(model)\n",
+        HEAD.replace("name", "name, **options") + "fully_shard(model)\n",
+        HEAD.replace("AutoModelForCausalLM", "SwinModel") + "fully_shard(model)\n",
+        HEAD.replace("AutoModelForCausalLM", "AutoTokenizer") + "fully_shard(model)\n",
+        # What a layer's unit would do otherwise.
+        f"{HEAD}fully_shard(model)\nmodel.set_gradient_divide_factor(1.0)\n",
+        f"{HEAD}fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))\n",
+        f"{HEAD}shard_blocks(model)\nfully_shard(model)\n",
+        f"{HEAD}fully_shard(model)\nmodel.unshard()\n",
+        f"{HEAD}fully_shard(model)\nloss += sum(p.pow(2).sum() for p in model.parameters())\n",
+        f"{HEAD}fully_shard(model)\nweight = model.model.layers[0].mlp.up_proj.weight\n",
+        f"{HEAD}fully_shard(model)\nmodel.lm_head = other\n",
+        f"{HEAD}whole = fully_shard(model)\n",
+        # The first FSDP's class wraps what it returns.
+        HEAD.replace("fully_shard", "FullyShardedDataParallel as FSDP") + "net = FSDP(model)\n",
+        HEAD.replace("fully_shard", "FullyShardedDataParallel as FSDP") + "FSDP(model)\n",
         # Somebody else's function.
         "from mine import fully_shard\nfrom transformers import LlamaModel\nmodel = LlamaModel(c)\n"
         "fully_shard(model)\n",
@@ -84,13 +121,3 @@ def test_what_the_model_is_told_holds_for_its_layers() -> None:
 )
 def test_what_the_text_does_not_settle_gets_words(source: str) -> None:
     assert one(source, WHOLE).source is None
-
-
-def test_a_size_becomes_that_of_a_decoder_layer() -> None:
-    size = sum(PLAN.architecture.layer_parameters(0).values())
-    source = "policy = partial(size_based_auto_wrap_policy, min_num_params=int(1e4))  # small\n"
-    assert changes(source, FINE) == [
-        "- policy = partial(size_based_auto_wrap_policy, min_num_params=int(1e4))  # small",
-        f"+ policy = partial(size_based_auto_wrap_policy, min_num_params={size:_})  # small",
-    ]
-    assert one(source, FINE, plan=None).source is None

@@ -35,16 +35,14 @@ def gatherings(script: Script, old_class: str) -> list[Gathering]:
 
 def by_function(script: Script, found: list[Gathering]) -> list[Edit]:
     """Those blocks as ``get_model_state_dict``, and what they alone were told gone."""
-    if not found:
-        return []
-    local, imports = imported(script, found[0].block, MODULE, GET, OPTIONS)
-    edits = list(imports)
+    edits: list[Edit] = []
     for one in found:
+        local, imports = imported(script, one.block, MODULE, GET, OPTIONS)
         kept = ", cpu_offload=True" if one.is_on_one_rank else ""
         options = f"{local[OPTIONS]}(full_state_dict=True{kept})"
-        edits.append(
-            replaced(script, one.block, f"{one.state} = {local[GET]}({one.model}, options={options})")
-        )
+        text = f"{one.state} = {local[GET]}({one.model}, options={options})"
+        # One import at the top serves all of them.
+        edits += [*(edit for edit in imports if edit not in edits), replaced(script, one.block, text)]
     configs = {one.config.id for one in found if isinstance(one.config, ast.Name)}
     return edits + [edit for name in sorted(configs) for edit in _unread(script, name, found)]
 

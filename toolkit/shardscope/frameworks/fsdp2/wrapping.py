@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from math import isfinite
 
 from shardscope.frameworks.fsdp2.inner_units import wraps_inside
-from shardscope.frameworks.fsdp2.units import by_layer, of_layers
+from shardscope.frameworks.fsdp2.units import by_layer
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
 from shardscope.planner.preflight.finding import Finding
@@ -16,6 +17,7 @@ SMALL_UNIT = 1_000_000
 """Parameters below which a unit's gather is a few hundred kilobytes a rank at most: its latency is all of
 it."""
 WRAPS = ("fully_shard", "FullyShardedDataParallel")
+BY_SIZE = "size_based_auto_wrap_policy"
 EVERYTHING = ("modules", "named_modules")
 
 
@@ -26,11 +28,23 @@ def in_script(script: Script) -> Iterator[Finding]:
         if len(calls) == 1 and not script.is_repeated(calls[0]) and not wraps_inside(script, calls[0]):
             yield one_unit(script, calls[0].lineno, by_layer(script, calls[0]))
         yield from (_every_module(script, call) for call in calls if _wraps_everything(script, call))
-    for call in (*script.calls("size_based_auto_wrap_policy"), *script.calls("partial")):
-        size = keywords(call).get("min_num_params")
-        number = _number(size)
-        if size is not None and number is not None:
-            yield from too_fine(script, call.lineno, number, of_layers(script, size))
+    for call in (*script.calls(BY_SIZE), *_partials(script)):
+        number = _number(keywords(call).get("min_num_params"))
+        if number is not None:
+            yield from too_fine(script, call.lineno, number)
+
+
+def _partials(script: Script) -> list[ast.Call]:
+    """``partial`` of the policy by size: other functions may have an argument of that name."""
+    return [
+        call
+        for call in script.calls("partial")
+        if call.args and script.aliases.get(_last(call.args[0]), _last(call.args[0])) == BY_SIZE
+    ]
+
+
+def _last(function: ast.expr) -> str:
+    return ast.unparse(function).rpartition(".")[2]
 
 
 def one_unit(script: Script, line: int, source: str | None = None) -> Finding:
@@ -70,7 +84,6 @@ def too_fine(script: Script, line: int, num_parameters: int, source: str | None 
         "gather has its latency.",
         number=float(num_parameters),
         change="One unit for each decoder layer",
-        source=source,
         line=line,
     )
 
@@ -106,7 +119,9 @@ def _wraps_everything(script: Script, call: ast.Call) -> bool:
 
 def _number(value: ast.expr | None) -> int | None:
     """A literal number, also as ``int(1e5)``."""
-    if isinstance(value, ast.Call) and value.args:
-        value = value.args[0]
+    if isinstance(value, ast.Call):
+        is_cast = ast.unparse(value.func) in ("int", "float") and len(value.args) == 1
+        value = value.args[0] if is_cast else None
     found = getattr(value, "value", None)
-    return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and isfinite(found)
+    return int(found) if is_number else None  # type: ignore[arg-type]

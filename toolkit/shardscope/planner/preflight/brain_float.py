@@ -5,53 +5,107 @@ from __future__ import annotations
 import ast
 import re
 
+from shardscope.planner.preflight.bindings import is_dotted_name
 from shardscope.planner.preflight.edits import Edit, mended, renamed, replaced
-from shardscope.planner.preflight.script import DEFINITIONS, Script, keywords
+from shardscope.planner.preflight.script import Script, keywords
 
 HALVES = ("float16", "half")
 """What torch calls fp16."""
-TOLD_OTHERWISE = re.compile(r"fp16|(?<!b)float16|HalfTensor", re.IGNORECASE)
-"""What texts and names have in them that say fp16 to something else: an option, a library, a type."""
+TOLD_OTHERWISE = re.compile(r"fp16|float16|HalfTensor|bf16", re.IGNORECASE)
+"""What texts and names have in them that say a type to something else, or bf16 already."""
 SAYING = ("value", "id", "attr", "arg", "name")
 """Where nodes of the syntax have their text."""
-WITH_A_DEFAULT = "autocast"
-"""What computes in fp16 on a GPU where it is told no type."""
+NOT_FOR_BF16 = frozenset(
+    {
+        *("numpy", "asarray", "array", "frombuffer", "from_file", "memmap", "getattr", "Fabric"),
+        *("quantize", "quantize_dynamic", "export", "onnx", "no_grad", "inference_mode", "eval"),
+    }
+)
+"""What has no bf16, reads stored numbers, chooses a type by itself, or runs models beside the trained one."""
+TYPES = ("dtype", "torch_dtype")
+MAKERS = ("from_pretrained", "from_config")
+AUTOCAST = "autocast"
 
 
 def in_bf16(script: Script) -> str | None:
     """The script with torch's bf16 wherever it says torch's fp16.
 
-    None on a GPU without bf16, and where fp16 is also said in a way that this does not change, or asked for.
+    None on a GPU without bf16, where the text does not show that it is a model's own type, and where fp16 is
+    also said in a way that this does not change, asked for, or of something that is no part of training.
     """
     if script.plan is None or "bf16" not in script.plan.cluster.gpu.peak_flops:
         return None
-    if _is_said_otherwise(script) or any(
-        "dtype" not in keywords(one) for one in script.calls(WITH_A_DEFAULT)
-    ):
+    if _is_said_otherwise(script) or NOT_FOR_BF16 & set(script.names) or "half" in script.defined:
         return None
-    edits: list[Edit] = []
-    for node in script.walk(ast.Attribute):
-        assert isinstance(node, ast.Attribute)
-        if node.attr not in HALVES:
-            continue
-        if _is_torch(script, node.value):
-            edits.append(replaced(script, node, f"{ast.unparse(node.value)}.bfloat16"))
-        elif node.attr == "half" and _is_called(script, node):
-            edits.append(renamed(script, node, "bfloat16"))
-        else:
-            return None
-    return mended(script, *edits) if edits else None
+    places = _places(script)
+    said = [
+        node for node in script.walk(ast.Attribute) if isinstance(node, ast.Attribute) and node.attr in HALVES
+    ]
+    if any(id(node) not in places for node in said) or not _is_of_a_model(script):
+        return None
+    edits: list[Edit] = [
+        replaced(script, node, f"{ast.unparse(node.value)}.bfloat16")
+        if _is_type(script, node)
+        else renamed(script, node, "bfloat16")
+        for node in said
+    ]
+    return mended(script, *edits)
 
 
-def _is_torch(script: Script, node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and script.aliases.get(node.id) == "torch"
+def _places(script: Script) -> set[int]:
+    """Where fp16 is given as a type, or made: not in a table, nor by choice, nor as it is saved."""
+    found = set()
+    for call in script.walk(ast.Call):
+        assert isinstance(call, ast.Call)
+        for keyword in call.keywords:
+            if keyword.arg in TYPES and _is_type(script, keyword.value):
+                found.add(id(keyword.value))
+        if script.called(call) == "to":
+            found |= {id(one) for one in call.args if _is_type(script, one)}
+        if _makes_half(script, call):
+            found.add(id(call.func))
+    inside = script.walk(ast.Dict, ast.IfExp, ast.Lambda, ast.ListComp, ast.DictComp, ast.GeneratorExp)
+    apart = {id(node) for one in inside for node in ast.walk(one)}
+    saved = {id(node) for call in script.calls("save") for node in ast.walk(call)}
+    return found - apart - saved
 
 
-def _is_called(script: Script, function: ast.Attribute) -> bool:
-    """``tensor.half()``; handed on it may be anything's."""
+def _is_type(script: Script, node: ast.expr) -> bool:
+    """``torch.float16``."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return False
+    return node.attr in HALVES and script.aliases.get(node.value.id) == "torch"
+
+
+def _makes_half(script: Script, call: ast.Call) -> bool:
+    """``x.half()`` of what is no module."""
+    made = call.func
+    if not isinstance(made, ast.Attribute) or made.attr != "half" or call.args or call.keywords:
+        return False
+    return ast.unparse(made.value) not in script.aliases
+
+
+def _is_of_a_model(script: Script) -> bool:
+    """Whether all models are made in fp16, or computed in it, or changed to it by name."""
+    types = [
+        any(_is_type(script, value) for name, value in keywords(call).items() if name in TYPES)
+        for name in (*MAKERS, AUTOCAST)
+        for call in script.calls(name)
+        if not re.search("Tokenizer|Processor|Config", ast.unparse(call.func))
+    ]
+    if types:
+        return all(types)
+    trained = {
+        ast.unparse(call.func.value)
+        for call in script.calls("parameters")
+        if isinstance(call.func, ast.Attribute)
+    }
     return any(
-        isinstance(call, ast.Call) and call.func is function and not call.args and not call.keywords
-        for call in script.walk(ast.Call)
+        ast.unparse(call.func.value) in trained
+        for call in (*script.calls("half"), *script.calls("to"))
+        if isinstance(call.func, ast.Attribute)
+        and is_dotted_name(call.func.value)
+        and (_makes_half(script, call) or any(_is_type(script, one) for one in call.args))
     )
 
 
@@ -59,11 +113,10 @@ def _is_said_otherwise(script: Script) -> bool:
     """Whether fp16 is a text, an option, a name of its own, or what something is compared with."""
     if any(alias.name in HALVES for one in script.walk(ast.ImportFrom) for alias in one.names):  # type: ignore[attr-defined]
         return True
-    for node in script.walk(ast.Constant, ast.Name, ast.Attribute, ast.keyword, ast.arg, *DEFINITIONS):
+    for node in script.walk(ast.Constant, ast.Name, ast.Attribute, ast.keyword, ast.arg):
         said = next((text for name in SAYING if isinstance(text := getattr(node, name, None), str)), "")
         if said not in HALVES and TOLD_OTHERWISE.search(said):
             return True
         if isinstance(node, ast.Constant) and said in HALVES:
             return True
-    compared = (found for one in script.walk(ast.Compare) for found in ast.walk(one))
-    return any(isinstance(found, ast.Attribute) and found.attr in HALVES for found in compared)
+    return any(True for _ in script.walk(ast.Match)) or any(map(TOLD_OTHERWISE.search, script.defined))

@@ -12,8 +12,9 @@ from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.words import count
-from shardscope.planner.preflight.case import Case, changed_plan, changed_task
+from shardscope.planner.preflight.case import Case, changed_plan, changed_task, memory_of
 from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -87,11 +88,15 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
 
 
 def _with(now: Plan, **parts: Any) -> Plan | None:
-    """``now`` with whole parts of another plan; None where they do not go with the rest of it."""
+    """``now`` with whole parts of another plan; None where they do not go with the rest of it, or do not fit
+    where ``now`` does."""
     try:
-        return replace(now, **parts)
+        mended = replace(now, **parts)
     except ValueError:
         return None
+    before, after = memory_of(now), memory_of(mended)
+    had_room = before is not None and fits(now, before)
+    return None if had_room and (after is None or not fits(mended, after)) else mended
 
 
 def _format_of(plan: Plan) -> CheckpointFormat:

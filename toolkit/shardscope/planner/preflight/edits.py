@@ -122,13 +122,23 @@ def imported(
         return local, ()
     text = f"from {module} import "
     text += ", ".join(name if local[name] == name else f"{name} as {local[name]}" for name in missing)
-    if heads:
+    if any(_imports(one, package) for one in heads):
         end = _end_of_line(script, _end(script, heads[-1]))
         return local, (Edit(end, end, f"\n{text}"),)
-    first = script.tree.body[0]
-    lines = [first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]
-    at = _offset(script, min(lines), 0)
-    return local, (Edit(at, at, f"{text}\n"),)
+    # What the script sets up before it imports that package has to come first.
+    return local, (line_before(script, _statement_of(script, user), text),)
+
+
+def _imports(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
+    own = getattr(statement, "module", None)
+    names = [own or ""] if isinstance(statement, ast.ImportFrom) else [one.name for one in statement.names]
+    return package in [name.partition(".")[0] for name in names]
+
+
+def _statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
+    """The innermost statement around ``node``."""
+    around = [one for one in script.walk(ast.stmt) if isinstance(one, ast.stmt) and node in ast.walk(one)]
+    return max(around, key=lambda one: (one.lineno, one.col_offset))
 
 
 def _means_another(script: Script, name: str, package: str) -> bool:

@@ -54,10 +54,15 @@ def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
     shuffled = [loader for loader in loaders if _shuffles(loader)]
     if not shuffled or not all(_is_torchs(script, one) and _has_group(script, one) for one in shuffled):
         return None
-    local, imports = imported(script, shuffled[0], MODULE, SAMPLER)
-    edits = [_dealt(script, loader, local[SAMPLER]) for loader in shuffled]
-    found = [edit for edit in edits if edit is not None]
-    return mended(script, *found, *imports) if len(found) == len(edits) else None
+    found: list[Edit] = []
+    for loader in shuffled:
+        local, imports = imported(script, loader, MODULE, SAMPLER)
+        edit = _dealt(script, loader, local[SAMPLER])
+        if edit is None:
+            return None
+        # One import at the top serves all of them.
+        found += [*(one for one in imports if one not in found), edit]
+    return mended(script, *found)
 
 
 def _shuffles(loader: ast.Call) -> bool:

@@ -49,10 +49,12 @@ def _halved(script: Script) -> Iterator[int]:
     """Lines that say fp16 as a type of torch, or ``.half()``; a number of that name is none."""
     apart = {
         id(node)
-        for found in script.walk(ast.Compare, ast.keyword)
-        if isinstance(found, ast.Compare) or getattr(found, "arg", None) in NOT_WEIGHTS
+        for found in script.walk(ast.Compare, ast.keyword, ast.IfExp)
+        if isinstance(found, ast.Compare) or getattr(found, "arg", None) in NOT_WEIGHTS or _has_bf16(found)
         for node in ast.walk(found)
     }
+    # What is saved in fp16 is trained in something else.
+    apart |= {id(node) for call in script.calls("save") for node in ast.walk(call)}
     for node in script.walk(ast.Call, ast.Attribute, ast.Name):
         if id(node) in apart:
             continue
@@ -64,6 +66,11 @@ def _halved(script: Script) -> Iterator[int]:
                 yield node.lineno
         if isinstance(node, ast.Name) and script.aliases.get(node.id) in ("float16", "half"):
             yield node.lineno
+
+
+def _has_bf16(node: ast.AST) -> bool:
+    """``torch.bfloat16 if is_there else torch.float16``."""
+    return isinstance(node, ast.IfExp) and "bfloat16" in ast.unparse(node)
 
 
 def _scales(script: Script) -> bool:
