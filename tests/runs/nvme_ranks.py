@@ -18,8 +18,11 @@ def main(plan_json: str, folder: str, prefetch: str, buffers: str) -> None:
 
     import shardscope as ss
     from shardscope.frameworks.deepspeed.config import deepspeed_config
+    from shardscope.frameworks.deepspeed.extensions import load
     from shardscope.training.model import config_values
 
+    # Built once for all: one that was killed while DeepSpeed built it leaves a lock, which others wait for.
+    load("async_io")
     deepspeed.init_distributed("gloo")
     plan = ss.Plan.from_json(plan_json)
     config = deepspeed_config(plan, nvme_folder=folder)
