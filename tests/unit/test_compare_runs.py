@@ -332,3 +332,9 @@ def test_without_tokens_the_seconds_of_a_step_stand_beside_their_prediction(two:
     assert "step seconds</figcaption>" in html and "a: predicted 0.3" in html
     levels = [title for title, *_ in paths(html)]
     assert levels[2:] == ["a: 0.2 at step 9", "b<i>: 0.4 at step 9"]
+
+
+def test_an_error_of_less_than_half_a_percent_has_no_minus() -> None:
+    from shardscope.runs.compare import _shown
+
+    assert [_shown("memory_error", error) for error in (-0.0003, 0.0, -0.012)] == ["+0%", "+0%", "-1%"]

@@ -27,10 +27,10 @@ SHOWN = {
     "loss": "{:.4g}",
     "step_seconds": "{:.3g}",
     "predicted_step_seconds": "{:.3g}",
-    "step_error": "{:+.0%}",
+    "step_error": "{:+z.0%}",
     "tensors_gib": "{:.3g}",
     "predicted_tensors_gib": "{:.3g}",
-    "memory_error": "{:+.0%}",
+    "memory_error": "{:+z.0%}",
 }
 
 
