@@ -55,8 +55,16 @@ def test_what_the_call_is_told_is_mended_with_it() -> None:
     assert {finding.source for finding in found} == {one(OLD, "fsdp1").source}
 
 
-def test_a_policy_that_something_else_reads_stays() -> None:
-    source = OLD.replace("    return model", "    print(policy)\n    return model")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("    return model", "    print(policy)\n    return model"),
+        ("    return model", "    return locals()['policy']"),
+        ("    policy = functools", "    global policy\n    policy = functools"),
+    ],
+)
+def test_a_policy_that_something_else_may_read_stays(before: str, after: str) -> None:
+    source = OLD.replace(before, after)
     after = one(source, "fsdp1").source
     assert after is not None and "policy = functools.partial(" in after
     assert {finding.name for finding in findings_in(after)} == {"fsdp1-transformer-auto-wrap-policy"}

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings
+from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings, unread
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
 from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
 from shardscope.planner.preflight.edits import (
@@ -16,7 +16,6 @@ from shardscope.planner.preflight.edits import (
     imported,
     mended,
     replaced,
-    without,
 )
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -100,23 +99,10 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     clipped = clipped_by_torch(script, {to})
     if clipped is None:
         raise _UnknownError
-    policy = _only_for(script, call)
-    states = by_function(script, gatherings(script, OLD_CLASS))
-    return mended(
-        script, replaced(script, assigned, margin.join(lines)), *imports, *clipped, *policy, *states
-    )
-
-
-def _only_for(script: Script, call: ast.Call) -> list[Edit]:
-    """The policy that nothing else reads, gone."""
+    others = [*imports, *clipped, *by_function(script, gatherings(script, OLD_CLASS))]
     policy = keywords(call).get("auto_wrap_policy")
-    if not isinstance(policy, ast.Name):
-        return []
-    uses = [one for one in script.walk(ast.Name) if getattr(one, "id", "") == policy.id]
-    made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
-    assert isinstance(made, ast.Assign)
-    gone = None if len(uses) > 2 or has_comment(script, made) else without(script, made)
-    return [] if gone is None else [gone]
+    others += unread(script, policy) if isinstance(policy, ast.Name) else []
+    return mended(script, replaced(script, assigned, margin.join(lines)), *others)
 
 
 def _is_all_that_is_done(script: Script, call: ast.Call) -> bool:

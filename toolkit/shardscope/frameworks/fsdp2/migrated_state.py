@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import NamedTuple
 
-from shardscope.planner.preflight.bindings import is_dotted_name, only_value
+from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
 from shardscope.planner.preflight.edits import Edit, has_comment, imported, replaced, without
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -43,8 +43,25 @@ def by_function(script: Script, found: list[Gathering]) -> list[Edit]:
         text = f"{one.state} = {local[GET]}({one.model}, options={options})"
         # One import at the top serves all of them.
         edits += [*(edit for edit in imports if edit not in edits), replaced(script, one.block, text)]
-    configs = {one.config.id for one in found if isinstance(one.config, ast.Name)}
-    return edits + [edit for name in sorted(configs) for edit in _unread(script, name, found)]
+    configs = {one.config.id: one.config for one in found if isinstance(one.config, ast.Name)}
+    return edits + [edit for config in configs.values() for edit in unread(script, config, len(found))]
+
+
+def unread(script: Script, read: ast.Name, num_reads: int = 1) -> list[Edit]:
+    """The line that gives ``read`` its value gone, if at most ``num_reads`` places read it, all known.
+
+    One of the module that a function reads may be for other modules, too.
+    """
+    uses = [one for one in script.walk(ast.Name) if getattr(one, "id", "") == read.id]
+    made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
+    assert isinstance(made, ast.Assign)
+    is_local = scope_of(script, made) is scope_of(script, read)
+    named = [*script.walk(ast.Constant), *script.walk(ast.Global)]
+    is_named = any(read.id in (getattr(one, "value", ""), *getattr(one, "names", ())) for one in named)
+    if len(uses) > 1 + num_reads or not is_local or is_named or has_comment(script, made):
+        return []
+    gone = without(script, made)
+    return [] if gone is None else [gone]
 
 
 def _gathering(script: Script, block: ast.AST, old_class: str) -> Gathering | None:
@@ -96,13 +113,3 @@ def _placed(script: Script, config: ast.expr | None) -> bool | None:
     return {("True", "True"): True, ("False", "True"): True, ("False", "False"): False}.get(
         (offload, rank0_only)
     )
-
-
-def _unread(script: Script, name: str, found: list[Gathering]) -> list[Edit]:
-    """The line that makes it, if only those blocks read it."""
-    uses = [one for one in script.walk(ast.Name) if getattr(one, "id", "") == name]
-    made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
-    assert isinstance(made, ast.Assign)
-    is_read = len(uses) > 1 + len(found) or has_comment(script, made)
-    gone = None if is_read else without(script, made)
-    return [] if gone is None else [gone]
