@@ -12,6 +12,13 @@ from shardscope.planner.preflight.script import Script, keywords
 MODULE = "torch.distributed.checkpoint.state_dict"
 GET, OPTIONS = "get_model_state_dict", "StateDictOptions"
 KIND = "StateDictType.FULL_STATE_DICT"
+OTHER_NAMES = frozenset(
+    {
+        *("compile", "DistributedDataParallel", "DataParallel", "_metadata", "move_to_end"),
+        *("_register_state_dict_hook", "register_state_dict_post_hook"),
+    }
+)
+"""What has the function give weights other names than the model does, or reads more than weights of it."""
 ON_ONE_RANK = ("offload_to_cpu", "rank0_only")
 
 
@@ -29,6 +36,8 @@ class Gathering(NamedTuple):
 
 def gatherings(script: Script, old_class: str) -> list[Gathering]:
     """Blocks of which the text settles what they gather, and where to."""
+    if OTHER_NAMES & set(script.names):
+        return []
     found = (_gathering(script, block, old_class) for block in script.walk(ast.With))
     return [one for one in found if one is not None]
 
@@ -44,7 +53,13 @@ def by_function(script: Script, found: list[Gathering]) -> list[Edit]:
         # One import at the top serves all of them.
         edits += [*(edit for edit in imports if edit not in edits), replaced(script, one.block, text)]
     configs = {one.config.id: one.config for one in found if isinstance(one.config, ast.Name)}
-    return edits + [edit for config in configs.values() for edit in unread(script, config, len(found))]
+    return edits + [
+        edit for config in configs.values() for edit in unread(script, config, _readers(found, config))
+    ]
+
+
+def _readers(found: list[Gathering], config: ast.Name) -> int:
+    return sum(isinstance(one.config, ast.Name) and one.config.id == config.id for one in found)
 
 
 def unread(script: Script, read: ast.Name, num_reads: int = 1) -> list[Edit]:
@@ -56,8 +71,11 @@ def unread(script: Script, read: ast.Name, num_reads: int = 1) -> list[Edit]:
     made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
     assert isinstance(made, ast.Assign)
     is_local = scope_of(script, made) is scope_of(script, read)
-    named = [*script.walk(ast.Constant), *script.walk(ast.Global)]
-    is_named = any(read.id in (getattr(one, "value", ""), *getattr(one, "names", ())) for one in named)
+    named = script.walk(ast.Constant, ast.Global, ast.Attribute)
+    is_named = any(
+        read.id in (getattr(one, "value", ""), getattr(one, "attr", ""), *getattr(one, "names", ()))
+        for one in named
+    ) or isinstance(scope_of(script, made), ast.ClassDef)
     if len(uses) > 1 + num_reads or not is_local or is_named or has_comment(script, made):
         return []
     gone = without(script, made)
@@ -102,6 +120,8 @@ def _placed(script: Script, config: ast.expr | None) -> bool | None:
     if config is None:
         return False
     made = only_value(script, config.id, config) if isinstance(config, ast.Name) else config
+    if isinstance(config, ast.Name) and _is_touched(script, config.id):
+        return None
     if not isinstance(made, ast.Call) or script.called(made) != "FullStateDictConfig" or made.args:
         return None
     given = {name: ast.unparse(value) for name, value in keywords(made).items()}
@@ -113,3 +133,10 @@ def _placed(script: Script, config: ast.expr | None) -> bool | None:
     return {("True", "True"): True, ("False", "True"): True, ("False", "False"): False}.get(
         (offload, rank0_only)
     )
+
+
+def _is_touched(script: Script, name: str) -> bool:
+    """Whether a config is used but where it is made and as the last argument of ``state_dict_type``."""
+    given = {id(call.args[2]) for call in script.calls("state_dict_type") if len(call.args) == 3}
+    uses = [one for one in script.walk(ast.Name) if isinstance(one, ast.Name) and one.id == name]
+    return any(isinstance(one.ctx, ast.Load) and id(one) not in given for one in uses)

@@ -18,6 +18,7 @@ SAYING = ("value", "id", "attr", "arg", "name")
 NOT_FOR_BF16 = frozenset(
     {
         *("numpy", "asarray", "array", "frombuffer", "from_file", "memmap", "getattr", "Fabric"),
+        *("view", "set_", "arange", "int16", "uint16", "save_pretrained", "push_to_hub", "save_file"),
         *("quantize", "quantize_dynamic", "export", "onnx", "no_grad", "inference_mode", "eval"),
     }
 )

@@ -17,7 +17,7 @@ def noted(source: str, finding: Finding) -> str | None:
     has no place for a comment there, as inside a string.
     """
     script = Script(source=source)
-    if script.tree is None or finding.line is None:
+    if script.tree is None or finding.line is None or finding.line > len(source.splitlines()):
         return None
     note = f"# TODO: {finding.change} (shardscope: {finding.name})"
     meaning = ast.dump(script.tree)
