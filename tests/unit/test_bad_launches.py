@@ -105,7 +105,7 @@ def test_fault_24_the_folder_goes_while_the_studio_watches(studio: Studio) -> No
 def test_fault_18_a_number_of_processes_that_is_none(studio: Studio, count: str) -> None:
     plan = studio.plan
     studio.cluster.count.value = count
-    errors = " ".join(row.error.value for row in studio.cluster.rows.values())
+    errors = " ".join(row.message for row in studio.cluster.rows.values())
     assert "allowed: " in errors and studio.launch_panel.button.disabled
     assert "Mend the input marked in red" in said(studio)
     assert studio.plan is plan

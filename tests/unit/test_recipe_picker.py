@@ -62,7 +62,7 @@ def test_a_message_stands_at_a_hidden_input(box: str, text: str) -> None:
     getattr(picker.advanced, box).value = text
     field = {"interval": "recompute_interval"}.get(box, box)
     assert picker.is_wrong
-    assert picker.rows[field].error.value
+    assert picker.rows[field].message
     assert shown(picker) == {field}
     getattr(picker.advanced, box).value = "1" if box == "interval" else "0"
     assert not picker.is_wrong
@@ -98,9 +98,9 @@ def test_a_choice_that_a_framework_lost_says_so() -> None:
     studio.recipe.advanced.dropdowns["optimizer"].value = "muon"
     assert studio.plan.recipe.optimizer == "muon"
     studio.layout_picker.framework.value = "fsdp2"
-    assert "muon" in studio.recipe.rows["optimizer"].error.value
+    assert "muon" in studio.recipe.rows["optimizer"].message
     assert "optimizer" in shown(studio.recipe)
     studio.recipe.advanced.dropdowns["optimizer"].value = "adamw"
-    assert not studio.recipe.rows["optimizer"].error.value
+    assert not studio.recipe.rows["optimizer"].message
     assert studio.plan.layout.framework == "fsdp2"
     assert "muon" not in {value for _, value in studio.recipe.advanced.dropdowns["optimizer"].options}

@@ -176,10 +176,10 @@ def test_the_budget_is_the_reports_own_days(text: str) -> None:
 def test_a_budget_that_is_no_number_is_said_at_the_input() -> None:
     view = StepView(plan_of())
     view.budget.value = "many"
-    assert "num_tokens is 'many'" in words(view.budget_row.error.value)
+    assert "num_tokens is 'many'" in words(view.budget_row.message)
     assert not view.budget_words.value
     view.budget.value = "1B"
-    assert not view.budget_row.error.value and view.budget_words.value
+    assert not view.budget_row.message and view.budget_words.value
 
 
 def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:

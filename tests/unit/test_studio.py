@@ -79,7 +79,7 @@ def test_fault_33_bad_numbers_are_named_at_the_input_and_the_plan_stays(
 ) -> None:
     before = studio.plan, words(studio.headline.value)
     getattr(studio.recipe, box).value = text
-    shown = " ".join(row.error.value for row in studio.recipe.rows.values())
+    shown = " ".join(row.message for row in studio.recipe.rows.values())
     assert "allowed: a whole number from 1 to" in shown
     assert (studio.plan, words(studio.headline.value)) == before
     assert getattr(studio.recipe, box).value == text, "what was typed is not lost"
@@ -89,22 +89,22 @@ def test_a_mended_input_takes_its_message_away(studio: Studio) -> None:
     studio.recipe.seq_len.value = "nan"
     studio.recipe.seq_len.value = "2048"
     assert studio.plan.recipe.seq_len == 2048
-    assert not any(row.error.value for row in studio.recipe.rows.values())
+    assert not any(row.message for row in studio.recipe.rows.values())
 
 
 def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio: Studio) -> None:
     studio.cluster.count.value = "3"
-    assert "global_batch_size=63" in studio.recipe.rows["global_batch_size"].error.value
+    assert "global_batch_size=63" in studio.recipe.rows["global_batch_size"].message
     assert studio.plan.cluster.num_gpus == 8
     studio.recipe.global_batch.value = "63"
     assert studio.plan.cluster.num_gpus == 3
-    assert not studio.recipe.rows["global_batch_size"].error.value
+    assert not studio.recipe.rows["global_batch_size"].message
 
 
 @pytest.mark.parametrize("name", ["llama-9", "", "/nowhere/config.json", "7q"])
 def test_an_unknown_model_keeps_the_last_one(studio: Studio, name: str) -> None:
     studio.architecture.name.value = name
-    assert studio.architecture.rows["model"].error.value
+    assert studio.architecture.rows["model"].message
     assert studio.plan.architecture.name == "llama-3.1-8b"
 
 
@@ -126,7 +126,7 @@ def test_every_choice_on_offer_can_run(studio: Studio, framework: str, model: st
             if value not in [offered for _, offered in control.options]:
                 continue
             control.value = value
-            assert not any(row.error.value for row in picker.rows.values()), (field, value)
+            assert not any(row.message for row in picker.rows.values()), (field, value)
             plan = studio.plan
             assert plan.layout == picker.value.settled(plan.architecture, plan.cluster, plan.recipe)
 
@@ -252,7 +252,7 @@ def test_one_is_said_as_one() -> None:
 def test_a_hub_id_is_not_fetched_at_a_keystroke(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ss.Architecture, "from_hf", lambda _: pytest.fail("the network was asked"))
     studio.architecture.name.value = "Mistralai/mistral-7b-instruct"
-    said = studio.architecture.rows["model"].error.value
+    said = studio.architecture.rows["model"].message
     assert "path of a config.json that exists" in said and "mistral-7b." in said
 
 
@@ -266,7 +266,7 @@ def test_a_model_of_the_catalogue_has_the_hubs_name_as_well(
     Path("qwen").mkdir()
     Path("qwen/qwen3-8b").write_text("no json")
     studio.architecture.name.value = "qwen/qwen3-8b"
-    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].error.value, "what lies here counts"
+    assert "qwen3-8b, line 1" in studio.architecture.rows["model"].message, "what lies here counts"
 
 
 def test_a_replaced_trace_is_let_go_of(studio: Studio) -> None:
@@ -303,7 +303,7 @@ def test_a_plan_that_is_applied_mends_every_wrong_input(studio: Studio) -> None:
 @pytest.mark.parametrize("steps", ["abc", "0", "2.5", "-1", ""])
 def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
     studio.launch_panel.steps.value = steps
-    assert "Pretrain.num_steps" in studio.launch_panel.steps_row.error.value
+    assert "Pretrain.num_steps" in studio.launch_panel.steps_row.message
     assert studio.launch_panel.button.disabled
 
 
@@ -312,7 +312,7 @@ FRAMEWORKS = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "
 
 def errors(studio: Studio) -> list[str]:
     rows = [row for picker in studio._pickers for row in picker.rows.values()]
-    return [unescape(words(row.error.value)) for row in rows if row.error.value]
+    return [unescape(words(row.message)) for row in rows if row.message]
 
 
 @pytest.mark.parametrize("framework", few(FRAMEWORKS, ["fsdp2", "megatron"]))
@@ -346,7 +346,7 @@ def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> No
     before = studio.plan, studio.headline.value, bars(studio.memory)
     studio.architecture.name.value = "falcon-rw-1b"
     (said,) = errors(studio)
-    assert "'alibi'" in said and "alibi" in studio.architecture.rows["model"].error.value
+    assert "'alibi'" in said and "alibi" in studio.architecture.rows["model"].message
     assert (studio.plan, studio.headline.value, bars(studio.memory)) == before
     assert "ss-stale" in studio._dom_classes and studio.launch_panel.button.disabled
     studio.architecture.name.value = "falcon-7b"
@@ -550,9 +550,9 @@ def test_while_the_steps_are_no_number_the_plan_alone_is_checked(studio: Studio)
 def test_fault_33_a_rate_that_is_none_stands_at_its_input(studio: Studio, text: str) -> None:
     panel = studio.launch_panel
     panel.rate.value = text
-    assert "Pretrain.learning_rate is" in words(panel.steps_row.error.value) and panel.button.disabled
+    assert "Pretrain.learning_rate is" in words(panel.steps_row.message) and panel.button.disabled
     panel.rate.value = ""
-    assert not panel.steps_row.error.value
+    assert not panel.steps_row.message
 
 
 def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> None:

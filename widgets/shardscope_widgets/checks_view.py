@@ -12,6 +12,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight import SEVERITIES, Finding
 from shardscope_widgets import shared
 from shardscope_widgets.clickable import Clickable, IgnoredError
+from shardscope_widgets.pickers.base import typed_bytes
 from shardscope_widgets.sheet import Sheet
 from shardscope_widgets.view import View
 
@@ -37,7 +38,8 @@ class ChecksView(View):
     A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it; a mended task goes to
     ``on_apply_task`` and :attr:`task`. A script's mended text goes to ``on_apply_source``, and nothing else
     of its finding anywhere; without one, it has no button. What no click can mend may be noted: then
-    ``on_note`` gets the finding.
+    ``on_note`` gets the finding. Where a finding asks how much of something a node has, the plan with the
+    answer is applied.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -59,7 +61,7 @@ class ChecksView(View):
         self._notable: Container[Finding] = ()
         self.nothing = nothing
         """What is said where nothing is found."""
-        self.list = Clickable(self._act)
+        self.list = Clickable(self._act, on_answer=self._answer)
         super().__init__([Sheet(), self.list], layout=shared.layout())
         for name in ("ss-root", "ss-view", "ss-checks"):
             self.add_class(name)
@@ -78,29 +80,47 @@ class ChecksView(View):
         self.list.frozen = frozen
 
     def _act(self, act: str) -> None:
-        # By name: the list may have changed since it was drawn where the click came from.
-        found = dict(zip(acts_of(self.findings), self.findings, strict=True)).get(act)
-        if found is None or self._verb(found) is None:
-            raise IgnoredError(act)
-        if not self._can_apply(found):
-            assert self._on_note is not None
+        found = self._named(act)
+        if self._can_apply(found):
+            self._apply(found)
+        elif self._on_note is not None and found in self._notable:
             self._on_note(found)
-            return
+        else:
+            raise IgnoredError(act)
+
+    def _answer(self, act: str, typed: str) -> None:
+        """GiB of what a node has."""
+        question = self._named(act).question
+        if question is None:
+            raise IgnoredError(act)
+        self._take(question.answered(typed_bytes(typed)))
+
+    def _named(self, act: str) -> Finding:
+        """By name: the list may have changed since it was drawn where the click came from."""
+        found = dict(zip(acts_of(self.findings), self.findings, strict=True)).get(act)
+        if found is None:
+            raise IgnoredError(act)
+        return found
+
+    def _apply(self, found: Finding) -> None:
         if found.source is not None and self._on_apply_source is not None:
             self._on_apply_source(found.source)
             return
         if found.plan is not None:
-            self.plan = found.plan
-            if self._on_apply is not None:
-                self._on_apply(found.plan)
+            self._take(found.plan)
         if found.task is not None:
             self.task = found.task
             if self._on_apply_task is not None:
                 self._on_apply_task(found.task)
 
+    def _take(self, plan: ss.Plan) -> None:
+        self.plan = plan
+        if self._on_apply is not None:
+            self._on_apply(plan)
+
     def _verb(self, finding: Finding) -> str | None:
         """What its button says; None: it has none."""
-        if self._can_apply(finding):
+        if finding.question is not None or self._can_apply(finding):
             return "Apply"
         return "Note" if self._on_note is not None and finding in self._notable else None
 
@@ -141,6 +161,11 @@ def _row(finding: Finding, act: str, verb: str | None) -> str:
     title = " ".join(_SPELLED.get(word, word) for word in finding.name.split("-"))
     title = title[:1].upper() + title[1:]
     mend = f"<span>{escape(finding.change)}</span>"
+    if finding.question is not None:
+        mend += (
+            f"<label class='ss-answer'><input data-answer='{escape(act, quote=True)}' inputmode='decimal'"
+            f" aria-label='{escape(finding.change, quote=True)}, in GiB'> GiB</label>"
+        )
     if verb is not None:
         label = escape(f"{verb}: {finding.change}", quote=True)
         mend += (

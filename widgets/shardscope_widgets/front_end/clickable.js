@@ -1,14 +1,16 @@
 // HTML that Python writes and a person presses: tables whose rows, headings and buttons do something.
 
-/** Write the HTML anew; what had the keyboard keeps it, and what was opened stays open.
+/** Write the HTML anew; what had the keyboard keeps it, what was opened stays open, what was typed stays typed.
  * @param {HTMLElement} el @param {string} html @param {string} error what is said below it, if anything
  * @param {boolean} frozen whether nothing of it can be pressed */
 function write(el, html, error, frozen) {
-  const focused = el.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
+  const focused = el.contains(document.activeElement) ? place(document.activeElement) : undefined;
+  const typed = new Map([...el.querySelectorAll("input[data-answer]")].map((box) => [box.dataset.answer, box.value]));
   const open = new Set([...el.querySelectorAll("details[open][data-key]")].map((row) => row.dataset.key));
   el.innerHTML = html;
   el.classList.toggle("ss-frozen", frozen);
-  if (frozen) for (const button of el.querySelectorAll("button[data-act]")) button.disabled = true;
+  for (const box of el.querySelectorAll("input[data-answer]")) box.value = typed.get(box.dataset.answer) ?? "";
+  if (frozen) for (const each of el.querySelectorAll("button[data-act], input[data-answer]")) each.disabled = true;
   if (error) {
     const said = document.createElement("p");
     said.className = "ss-error";
@@ -18,7 +20,20 @@ function write(el, html, error, frozen) {
   }
   for (const row of el.querySelectorAll("details[data-key]")) row.open = open.has(row.dataset.key);
   if (focused === undefined) return;
-  [...el.querySelectorAll("[data-act]")].find((other) => other.dataset.act === focused)?.focus();
+  [...el.querySelectorAll("[data-act], [data-answer]")].find((other) => place(other) === focused)?.focus();
+}
+
+/** What tells an element that takes the keyboard from the others.
+ * @param {HTMLElement} one */
+function place(one) {
+  return one.dataset.answer === undefined ? one.dataset.act : `answer ${one.dataset.answer}`;
+}
+
+/** What is sent of a press: a button beside a box of its own name sends what was typed there.
+ * @param {HTMLElement} el @param {string} act */
+function message(el, act) {
+  const box = [...el.querySelectorAll("input[data-answer]")].find((one) => one.dataset.answer === act);
+  return box === undefined ? { act } : { act, answer: box.value };
 }
 
 /** Copy what a button carries, and say on it that this was done.
@@ -57,9 +72,13 @@ function render({ model, el }) {
     // A selection that ends on a row is no press.
     if (String(getSelection()) !== "" && !target.closest("button")) return;
     const pressed = target.closest("[data-act]");
-    if (pressed && el.contains(pressed)) model.send({ act: pressed.dataset.act });
+    if (pressed && el.contains(pressed)) model.send(message(el, pressed.dataset.act));
+  };
+  const enter = ({ key, target }) => {
+    if (key === "Enter" && target.dataset.answer && !model.get("frozen")) model.send(message(el, target.dataset.answer));
   };
   el.addEventListener("click", press, { signal: ended.signal });
+  el.addEventListener("keydown", enter, { signal: ended.signal });
   model.on("change:value change:error change:frozen", draw);
   draw();
   return () => {

@@ -18,14 +18,23 @@ class Row(widgets.HBox):
 
     def __init__(self, label: str, *controls: widgets.Widget) -> None:
         self.name = shared.label(label, LABEL_WIDTH)
-        self.error = shared.html("", "ss-error", "ss-off")
-        super().__init__([self.name, *controls, self.error])
+        self.message = ""
+        """What is wrong; empty: nothing."""
+        self._error: widgets.HTML | None = None
+        super().__init__([self.name, *controls])
         self.add_class("ss-row")
 
     def show_error(self, message: str) -> None:
         """Put ``message`` under the input; an empty one takes it away."""
-        self.error.value = f"<span role='alert'>{escape(message)}</span>" if message else ""
-        (self.error.remove_class if message else self.error.add_class)("ss-off")
+        self.message = message
+        if self._error is None:
+            if not message:
+                return
+            # Not before: most rows never have one, and a page that is loaded anew has less to get.
+            self._error = shared.html("", "ss-error")
+            self.children = (*self.children, self._error)
+        self._error.value = f"<span role='alert'>{escape(message)}</span>" if message else ""
+        (self._error.remove_class if message else self._error.add_class)("ss-off")
 
 
 class Picker(widgets.VBox):
@@ -100,6 +109,15 @@ def typed_number(text: str) -> Any:
     try:
         return int(cleaned)
     except ValueError:
+        return text
+
+
+def typed_bytes(text: str) -> Any:
+    """What a person typed as a number of GiB ("2,048") in bytes if it is one, else the text, for the noun to
+    refuse."""
+    try:
+        return round(float(text.strip().replace(",", "")) * 2**30)
+    except (ValueError, OverflowError):
         return text
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets import shared
-from shardscope_widgets.pickers.base import Picker, Row, typed_number
+from shardscope_widgets.pickers.base import Picker, Row, typed_bytes, typed_number, typed_rate
 from shardscope_widgets.words import device_count, title
+
+GIB = 2**30
+UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
+"""Of what is typed: bytes to a GiB, bytes a second to a GB/s."""
 
 
 class ClusterPicker(Picker):
-    """The GPU inventory. "Use this machine" fills in what is here."""
+    """The GPU inventory. "Use this machine" fills in what is here.
+
+    What a person says of a node's host memory and NVMe takes the place of what the catalogue says of such
+    nodes; left empty, nobody knows.
+    """
 
     heading = "GPUs"
 
@@ -23,25 +34,46 @@ class ClusterPicker(Picker):
         self.type = shared.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
         self.count = shared.text(cluster.gpus_per_node, "GPUs in each node", "48px")
         self.nodes = shared.text(cluster.num_nodes, "Nodes", "40px")
+        self.host = shared.text("", "Host memory of each node, in GiB; empty: not known", "64px")
+        self.nvme = shared.text("", "NVMe space of each node, in GiB; empty: not known", "64px")
+        self.speed = shared.text("", "What a node reads from its NVMe, in GB/s; empty: not known", "48px")
         self.hint = shared.html("", "ss-hint")
         self.use_machine = shared.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
         counts = Row("Count", self.count, shared.label("GPUs ×"), self.nodes, shared.label("nodes"))
+        host = Row("Host memory", self.host, shared.label("GiB a node"))
+        nvme = Row("NVMe", self.nvme, shared.label("GiB at"), self.speed, shared.label("GB/s"))
         super().__init__(
-            {"gpu": Row("Type", self.type), "gpus_per_node": counts, "num_nodes": counts},
+            {
+                "gpu": Row("Type", self.type),
+                "gpus_per_node": counts,
+                "num_nodes": counts,
+                "host_memory_bytes": host,
+                "nvme_bytes": nvme,
+                "nvme_bandwidth_bytes_per_second": nvme,
+            },
             widgets.VBox([self.hint, self.use_machine], layout=shared.layout(align_items="flex-start")),
         )
         self._filling = False
+        self._base = cluster
+        """What says all that no input does; its sizes are exact, those of the inputs rounded."""
+        self._show_node()
         self.use_machine.on_click(lambda _: self.fill(self.machine))
-        for control in (self.type, self.count, self.nodes):
+        self.type.observe(self._of_another_type, "value")
+        for control in (self.count, self.nodes, self.host, self.nvme, self.speed):
             control.observe(self.read, "value")
         self.read()
 
     def make(self) -> ss.Cluster:
         """The cluster that the inputs describe."""
-        gpu = self._known[self.type.value]
-        if gpu.name == "cpu" and typed_number(self.nodes.value) != 1:
+        gpu, nodes = self._base.gpu, typed_number(self.nodes.value)
+        if gpu.name == "cpu" and nodes != 1:
             return ss.Cluster.parse(f"{self.nodes.value}x{self.count.value}xcpu")
-        return ss.Cluster.of(gpu, typed_number(self.count.value), typed_number(self.nodes.value))
+        typed = {
+            name: _typed(name, box.value)
+            for name, box in self._node.items()
+            if box.value != _shown(name, getattr(self._base, name))
+        }
+        return replace(self._base, gpus_per_node=typed_number(self.count.value), num_nodes=nodes, **typed)
 
     def fill(self, cluster: ss.Cluster) -> None:
         """Set the inputs to ``cluster``, as one change."""
@@ -50,6 +82,33 @@ class ClusterPicker(Picker):
             self._known.setdefault(cluster.gpu.name, cluster.gpu)
             self.type.value = cluster.gpu.name
             self.count.value, self.nodes.value = str(cluster.gpus_per_node), str(cluster.num_nodes)
+            self._base = cluster
+            self._show_node()
+        finally:
+            self._filling = False
+        self.read()
+
+    @property
+    def _node(self) -> dict[str, widgets.Text]:
+        """What each node has, by field."""
+        return {
+            "host_memory_bytes": self.host,
+            "nvme_bytes": self.nvme,
+            "nvme_bandwidth_bytes_per_second": self.speed,
+        }
+
+    def _show_node(self) -> None:
+        for name, box in self._node.items():
+            box.value = _shown(name, getattr(self._base, name))
+
+    def _of_another_type(self, change: object) -> None:
+        """Such nodes come with other hosts and links."""
+        if self._filling:
+            return
+        self._filling = True
+        try:
+            self._base = ss.Cluster.of(self._known[self.type.value], 1)
+            self._show_node()
         finally:
             self._filling = False
         self.read()
@@ -75,3 +134,18 @@ class ClusterPicker(Picker):
                 f" · {title(across.name)}: {across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
             )
         self.hint.value = words
+
+
+def _shown(name: str, value: float | None) -> str:
+    """``2,048``; empty for what is not known."""
+    return "" if value is None else f"{value / UNITS[name]:,.10g}"
+
+
+def _typed(name: str, text: str) -> Any:
+    """In bytes, or bytes a second; None for nothing, the text for what is no number."""
+    if not text.strip():
+        return None
+    if UNITS[name] == GIB:
+        return typed_bytes(text)
+    number = typed_rate(text.replace(",", ""))
+    return number * UNITS[name] if isinstance(number, float) else text

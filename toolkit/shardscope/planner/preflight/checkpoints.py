@@ -12,12 +12,16 @@ from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.words import count
+from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.preflight.case import Case, changed_plan, changed_task, memory_of
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+
+CUTS = ("tp", "pp", "vpp", "cp", "ep")
+"""Degrees that cut a model or its work, and not only the state of it."""
 
 
 def tied_checkpoints(case: Case) -> Iterator[Finding]:
@@ -28,14 +32,35 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
     if not tied:
         return
     told = " and ".join(tie.words for tie in tied)
+    loose = _not_tied(plan)
     yield Finding(
         name="checkpoint-tied-to-ranks",
         severity="hint",
         why=f"{saved.name} loads with its optimizer over exactly {told} ({saved.source}): on other numbers "
         "of GPUs a run cannot go on from it as it is.",
         number=float(tied[0].num_ranks),
-        change=saved.remedy,
+        change=saved.remedy
+        if loose is None
+        else f"{loose.layout.description}, which loads over any number of ranks; or {saved.remedy}",
+        plan=loose,
     )
+
+
+def _not_tied(plan: Plan) -> Plan | None:
+    """The plan of another framework that cuts the model the same way, loads over any ranks and has room."""
+    wanted = {name: getattr(plan.degrees, name) for name in CUTS}
+    for framework in frameworks.values():
+        known = framework.layout_class.__dataclass_fields__
+        if isinstance(plan.layout, framework.layout_class) or any(
+            number > 1 and name not in known for name, number in wanted.items()
+        ):
+            continue
+        same = {name: number for name, number in wanted.items() if name in known}
+        for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
+            found = _with(plan, layout=framework.layout_class(**same, **moved))
+            if found is not None and all(tie.num_ranks == 1 for tie in _format_of(found).ties.values()):
+                return found
+    return None
 
 
 def resumed(case: Case) -> Iterator[Finding]:

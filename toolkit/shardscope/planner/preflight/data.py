@@ -29,14 +29,17 @@ def same_windows(case: Case) -> Iterator[Finding]:
     batch = recipe.global_batch_size
     if batch > windows:
         largest = windows - windows % (recipe.micro_batch_size * case.plan.degrees.data_parallel)
+        shorter = windows * recipe.seq_len // batch
         yield Finding(
             name="ranks-read-the-same-text",
             severity="danger",
             why=f"A step takes {batch:,} windows of {recipe.seq_len:,} tokens, and the text has at most "
             f"{windows:,}: in every step ranks read each about {batch / max(1, windows):.2g} times.",
             number=batch / max(1, windows),
-            change=f"global_batch_size={largest}" if largest else "A longer text, or a shorter sequence",
-            plan=changed_plan(case.plan, recipe={"global_batch_size": largest}) if largest else None,
+            change=f"global_batch_size={largest}" if largest else f"A longer text, or seq_len={shorter}",
+            plan=changed_plan(
+                case.plan, recipe={"global_batch_size": largest} if largest else {"seq_len": shorter}
+            ),
         )
         return
     epochs = getattr(case.task, "num_steps", 0) * batch / windows

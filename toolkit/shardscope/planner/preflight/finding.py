@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from shardscope.planner.preflight.question import Question
+
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
@@ -33,5 +35,7 @@ class Finding:
     """The mended task (``Pretrain(...)`` with another field); None where the change is none of its fields."""
     source: str | None = None
     """The mended text of the script or configuration; None where the change is not one of its words alone."""
+    question: Question | None = None
+    """What only a person knows, and what a plan is with the answer; None: nothing is asked."""
     line: int | None = None
     """The line of the script that it is about, from 1; None: about no script."""

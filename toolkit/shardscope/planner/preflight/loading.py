@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.dealing import LOADER
+from shardscope.planner.preflight.edits import mended, with_keyword
 from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.script import Script, keywords, source_of
 
 READS_PER_SECOND = 3_000
 """Reads a second of a cloud's usual volume: AWS gp3's baseline (docs.aws.amazon.com/ebs/latest/userguide/
@@ -16,6 +20,13 @@ huggingface/tokenizers)."""
 TEXT_BYTES_PER_TOKEN = 3.17
 """Of English, with Llama 2's vocabulary; larger ones have more to a token, Llama 3's 3.94 (Grattafiori et al.
 2024, section 3.2)."""
+
+WORKERS = 4
+"""Processes of a DataLoader that has none (an assumption: enough to read and tokenize beside a step, and each
+costs memory of the host)."""
+IN_MEMORY = "Tokenize before the run and keep the tokens in memory or on local flash, as Pretrain does"
+WORKERS_PLACE = 5
+"""Of ``num_workers`` among a DataLoader's arguments (torch/utils/data/dataloader.py)."""
 
 
 def starved(case: Case) -> Iterator[Finding]:
@@ -34,7 +45,10 @@ def starved(case: Case) -> Iterator[Finding]:
     text_bytes = samples * recipe.seq_len * TEXT_BYTES_PER_TOKEN
     if samples <= READS_PER_SECOND and text_bytes <= TOKENIZED_BYTES_PER_SECOND:
         return
+    from shardscope.training.pretrain import Pretrain  # it imports this package
+
     too_many = samples > READS_PER_SECOND
+    source, line = _with_workers(case)
     limit = (
         f"a cloud's usual volume gives {READS_PER_SECOND:,} reads a second (AWS gp3's baseline), and a "
         "window of text is one"
@@ -49,6 +63,31 @@ def starved(case: Case) -> Iterator[Finding]:
         f"tokens: {samples * recipe.seq_len * 4 / 1e6:,.1f} MB/s of tokens in 4 bytes, or at least "
         f"{text_bytes / 1e6:,.1f} MB/s of English text; {limit}.",
         number=samples,
-        change="Tokenize before the run and keep the tokens in memory or on local flash, as Pretrain does"
-        + ("; several DataLoader workers" if case.task is not None else ""),
+        change=IN_MEMORY if source is None else f"num_workers={WORKERS} in the DataLoader; or: {IN_MEMORY}",
+        # What nobody has written yet can be what has all tokens in memory.
+        task=Pretrain() if case.task is None else None,
+        source=source,
+        line=line,
     )
+
+
+def _with_workers(case: Case) -> tuple[str | None, int | None]:
+    """A task's text whose DataLoaders read beside the step, and the line of the first that did not; where all
+    do or there are none, its first line."""
+    source = source_of(case.task)
+    if source is None:
+        return None, None
+    script = Script(source=source, plan=case.plan)
+    idle = [call for call in script.calls(LOADER) if _reads_in_the_step(call)]
+    if not idle:
+        return None, 1
+    edits = [with_keyword(script, call, "num_workers", str(WORKERS)) for call in idle]
+    return mended(script, *edits), idle[0].lineno
+
+
+def _reads_in_the_step(call: ast.Call) -> bool:
+    """Whether a DataLoader has no worker; what its number is where that is no plain one is not known."""
+    if len(call.args) > WORKERS_PLACE or any(one.arg is None for one in call.keywords):
+        return False
+    given = keywords(call).get("num_workers")
+    return given is None or (isinstance(given, ast.Constant) and given.value == 0)

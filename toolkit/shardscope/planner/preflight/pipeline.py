@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from shardscope.layout import divisors
 from shardscope.planner.preflight.case import Case, Change, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
+from shardscope.planner.several import Way, searched
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
 
 
 def few_micro_batches(case: Case) -> Iterator[Finding]:
@@ -22,15 +27,26 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
         share = ratio / (1 + ratio)
     found = (variant for variant in variants(plan, _changes(case)) if _has_enough(variant.plan))
     mended = fastest(variant for variant in found if case.gain(variant) > 0)
+    elsewhere = _filled(case) if mended is None else None
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
         why=f"{number} micro-batches fill {stages} pipeline stages for part of the step only: they wait for "
         f"{percent(share)} of it.",
         number=100 * share,
-        change=_words(case, mended.plan if mended else None),
-        plan=mended.plan if mended else None,
+        change=_words(case, mended.plan)
+        if mended
+        else elsewhere.words
+        if elsewhere
+        else f"Fewer stages than {stages}, or more micro-batches",
+        plan=mended.plan if mended else elsewhere.plan if elsewhere else None,
     )
+
+
+def _filled(case: Case) -> Way | None:
+    """The best of all plans, if its stages have enough to do."""
+    found = searched(case.plan)
+    return found if found and _has_enough(found.plan) else None
 
 
 def _changes(case: Case) -> Iterator[Change]:
@@ -43,15 +59,13 @@ def _changes(case: Case) -> Iterator[Change]:
         yield {"global_batch_size": recipe.global_batch_size * times}, {}
 
 
-def _has_enough(plan: object) -> bool:
-    return plan.num_micro_batches >= plan.degrees.pp  # type: ignore[attr-defined,no-any-return]
+def _has_enough(plan: Plan) -> bool:
+    return plan.num_micro_batches >= plan.degrees.pp
 
 
-def _words(case: Case, mended: object) -> str:
-    recipe, stages = case.plan.recipe, case.plan.degrees.pp
-    if mended is None:
-        return f"Fewer stages than {stages}, or more micro-batches"
-    size, batch = mended.recipe.micro_batch_size, mended.recipe.global_batch_size  # type: ignore[attr-defined]
+def _words(case: Case, mended: Plan) -> str:
+    recipe = case.plan.recipe
+    size, batch = mended.recipe.micro_batch_size, mended.recipe.global_batch_size
     if batch == recipe.global_batch_size:
         return f"Micro-batch {size} instead of {recipe.micro_batch_size}"
     return f"Global batch {batch:,} instead of {recipe.global_batch_size:,} sequences"

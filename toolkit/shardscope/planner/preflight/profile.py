@@ -29,6 +29,8 @@ def never_profiled(case: Case) -> Iterator[Finding]:
         number=float(number),
         change="Pretrain(profile=True), or `with ctx.profile():` in a task of your own",
         task=changed_task(case.task, profile=True),
+        # Of a person's own code the first line is where it can be noted.
+        line=None if source_of(case.task) is None else 1,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardscope.layout import divisors
 from shardscope.memory.overheads import TIGHT_PERCENT
@@ -11,10 +11,15 @@ from shardscope.memory.words import gib
 from shardscope.planner.changes import RECIPE_WORDS
 from shardscope.planner.preflight.case import Case, Variant, fastest, variants
 from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.question import Question
 from shardscope.planner.preflight.recomputation import recomputing
 from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import Place, fits, places
+from shardscope.planner.several import MOST_TIMES_THE_NODES, Way, on_more_nodes, searched
 from shardscope.support import supported
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
 
 RECOMPUTED = ("none", "selective", "full")
 
@@ -34,7 +39,7 @@ def no_room(case: Case) -> Iterator[Finding]:
         if place.short_bytes and not (place.name == "GPU memory" and recomputing(case)):
             yield _short(case, place)
         elif place.room_bytes is None:
-            yield _unknown(place)
+            yield _unknown(case.plan, place)
 
 
 def nearly_full(case: Case) -> Iterator[Finding]:
@@ -54,6 +59,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         changes.append({"loss": "chunked"})
     found = variants(case.plan, [(change, {}) for change in changes])
     best = fastest(variant for variant in found if not variant.memory.is_tight)
+    elsewhere = _roomier(case) if best is None else None
     share = memory.peak_bytes / memory.usable_bytes
     yield Finding(
         name="card-nearly-full",
@@ -61,11 +67,22 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
         f"{percent(share)} of the card: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
         number=100 * share,
-        change="No smaller micro-batch and no recomputation is enough: another layout, or more GPUs"
-        if best is None
-        else _words(case, best),
-        plan=None if best is None else best.plan,
+        change=_words(case, best) if best else elsewhere.words if elsewhere else "A smaller model",
+        plan=best.plan if best else elsewhere.plan if elsewhere else None,
     )
+
+
+def _roomier(case: Case) -> Way | None:
+    """Of all plans on these GPUs the best that is not tight; else this one on more nodes."""
+    usable = case.plan.cluster.usable_bytes_per_gpu
+    kept_free = usable - usable * TIGHT_PERCENT // 100
+    found = searched(case.plan, headroom_bytes=kept_free)
+    return found or on_more_nodes([Way((), case.plan)], _has_ease)
+
+
+def _has_ease(plan: Plan) -> bool:
+    memory = plan.memory()
+    return fits(plan, memory) and not memory.is_tight
 
 
 def _words(case: Case, variant: Variant) -> str:
@@ -80,24 +97,31 @@ def _words(case: Case, variant: Variant) -> str:
 def _short(case: Case, place: Place) -> Finding:
     assert place.room_bytes is not None
     whose = "The worst rank" if place.name == "GPU memory" else "A node"
-    # Adapters in place of full training would be another task: only where nothing else is enough.
-    same_task = (repair for repair in case.repairs if repair.plan.recipe.method == case.plan.recipe.method)
-    best = next(same_task, next(iter(case.repairs), None))
-    enough = best is not None and fits(best.plan, best.plan.memory())
+    change, plan = _mended(case)
     return Finding(
         name=f"out-of-{NAMES[place.name]}",
         severity="danger",
         why=f"{whose} needs {gib(place.needed_bytes)} GiB of {place.name}, and has {gib(place.room_bytes)}: "
         f"{gib(place.short_bytes)} GiB too little.",
         number=place.short_bytes / 2**30,
-        change="No single change is enough: ss.recommend(...) looks at several"
-        if best is None or not enough
-        else best.change,
-        plan=best.plan if best is not None and enough else None,
+        change=change,
+        plan=plan,
     )
 
 
-def _unknown(place: Place) -> Finding:
+def _mended(case: Case) -> tuple[str, Plan | None]:
+    """In words and as a plan, the cheapest change that is enough and leaves the task what it is; else several
+    changes."""
+    method = case.plan.recipe.method
+    for repair in case.repairs:
+        if repair.plan.recipe.method == method and fits(repair.plan, repair.plan.memory()):
+            return repair.change, repair.plan
+    if case.way is not None:
+        return case.way.words, case.way.plan
+    return f"A smaller model: nothing fits on {MOST_TIMES_THE_NODES} times the nodes either", None
+
+
+def _unknown(plan: Plan, place: Place) -> Finding:
     field = "nvme_bytes" if place.name == "NVMe" else "host_memory_bytes"
     return Finding(
         name=f"{NAMES[place.name]}-not-known",
@@ -105,4 +129,5 @@ def _unknown(place: Place) -> Finding:
         why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and nobody said how much it has.",
         number=place.needed_bytes / 2**30,
         change=f"Say it: Cluster.{field}",
+        question=Question(plan=plan, field=field),
     )

@@ -11,6 +11,8 @@ from shardscope.planner.preflight import samplers, scaling
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.dealing import LOADER, Dealing
 from shardscope.planner.preflight.finding import SEVERITIES, Finding
+from shardscope.planner.preflight.learning_rate import rate_in_script
+from shardscope.planner.preflight.loading import starved
 from shardscope.planner.preflight.script import MAX_CHARACTERS, Script, keywords, source_of
 from shardscope.validation import refuse
 
@@ -29,7 +31,22 @@ def findings_in(source: str, plan: Plan | None = None) -> list[Finding]:
         refuse("source", source, f"text of at most {MAX_CHARACTERS:,} characters", "Path(...).read_text()")
     script = Script(source=source, plan=plan)
     found = list(_in_script(script))
+    if plan is not None:
+        case = Case(plan=plan, task=_Text(source))
+        found += rate_in_script(case)
+        found += starved(case) if script.calls(LOADER) else ()
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), one.line or 0))
+
+
+class _Text:
+    """Stands for what the text will run."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def source_text(self) -> str:
+        """What the checks of a task read."""
+        return self._source
 
 
 def in_task(case: Case) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from shardscope.layout import divisors
 from shardscope.planner.preflight.case import NOTICEABLE, Case, Change, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import gigabytes_per_second, percent
+from shardscope.planner.several import Way, searched
 
 WAITS = 0.2
 """Share of a step from which on waiting for tensor-parallel collectives is worth a look (an assumption):
@@ -26,6 +27,7 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
     mended = fastest(faster)
     if mended is None and not crosses:
         return
+    elsewhere = _inside_nodes(case) if mended is None else None
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
     gain = "" if mended is None else f", and {_degrees(mended.plan)} is {percent(case.gain(mended))} faster"
@@ -36,11 +38,19 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
         f"({gigabytes_per_second(link.bandwidth_bytes_per_second)} a GPU): waiting for it takes "
         f"{percent(share)} of the step{gain}.",
         number=100 * share,
-        change=f"At most tp={cluster.gpus_per_node}, a node's GPUs"
-        if mended is None
-        else f"{_degrees(mended.plan)} instead of {_degrees(plan)}",
-        plan=None if mended is None else mended.plan,
+        change=f"{_degrees(mended.plan)} instead of {_degrees(plan)}"
+        if mended
+        else elsewhere.words
+        if elsewhere
+        else f"At most tp={cluster.gpus_per_node}, a node's GPUs, on more of them",
+        plan=mended.plan if mended else elsewhere.plan if elsewhere else None,
     )
+
+
+def _inside_nodes(case: Case) -> Way | None:
+    """The best of all plans, if its tensor parallel ranks are in one node."""
+    found = searched(case.plan)
+    return found if found and found.plan.degrees.tp <= case.plan.cluster.gpus_per_node else None
 
 
 def _changes(case: Case) -> Iterator[Change]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
@@ -11,6 +10,7 @@ from shardscope.layout import divisors
 from shardscope.memory.precision import FP32, HALF
 from shardscope.planner.preflight.case import Case, changed_plan, fastest, variants
 from shardscope.planner.preflight.finding import Finding
+from shardscope.planner.preflight.wider import aligned, wider
 from shardscope.planner.preflight.words import percent
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.layers import PEAKS
@@ -25,6 +25,8 @@ of 4 in TF32, of 16 in 8 bits (NVIDIA, Matrix Multiplication Background User's G
 PADDED_MUCH = 0.05
 """Rows that are padding, as a share of the vocabulary, from which on it is worth a look: below, it is lost in
 the step's noise."""
+WORTH_A_WORD = 0.005
+"""Share of a step from which on it is said that a change is slower."""
 BYTES = {"fp32": FP32, "fp8-mixed": 1}
 """Of a number that products read; half precision where nothing is said."""
 
@@ -63,8 +65,9 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
     name = missed[0]
     others = f" ({', '.join(missed[1:])} too)" if len(missed) > 1 else ""
     smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
-    aligned = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
-    mended = fastest(variant for variant in aligned if case.gain(variant) > 0)
+    even = (variant for variant in smaller if not _weight_widths(variant.plan)[name] % ALIGNED)
+    mended = fastest(variant for variant in even if case.gain(variant) > 0)
+    words, other_model = aligned(plan, name, ALIGNED)
     yield Finding(
         name="width-off-128-bytes",
         severity="hint",
@@ -72,10 +75,8 @@ def slower_off_cache_lines(case: Case) -> Iterator[Finding]:
         f"numbers, which are 128 bytes. Products with it took {percent(slower)} longer in published runs on "
         "this generation, and so they do in this prediction.",
         number=100 * slower,
-        change=f"tp={mended.plan.degrees.tp} instead of {plan.degrees.tp}"
-        if mended
-        else f"A model of which the {name} is a multiple of {ALIGNED} x tp",
-        plan=mended.plan if mended else None,
+        change=f"tp={mended.plan.degrees.tp} instead of {plan.degrees.tp}" if mended else words,
+        plan=mended.plan if mended else other_model,
     )
 
 
@@ -126,17 +127,17 @@ def padded_vocabulary(case: Case) -> Iterator[Finding]:
         return
     smaller = variants(plan, [({}, {"tp": tp}) for tp in divisors(plan.degrees.tp)[:-1]])
     better = (variant for variant in smaller if 1 - real / _padded(variant.plan) < PADDED_MUCH)
-    mended = fastest(variant for variant in better if case.gain(variant) >= 0)
+    mended = fastest(better)
+    lost = -case.gain(mended) if mended else 0.0
+    slower = f", {percent(lost)} slower" if lost >= WORTH_A_WORD else ""
     yield Finding(
         name="vocabulary-padded-much",
         severity="hint",
         why=f"tp={plan.degrees.tp} pads the vocabulary of {real:,} to {rows:,} rows: {percent(share)} of the "
         "embedding, the head and the logits stand for no token.",
         number=100 * share,
-        change=f"tp={mended.plan.degrees.tp}"
-        if mended
-        else "A smaller tp where that is no slower, or a vocabulary nearer to that",
-        plan=mended.plan if mended else None,
+        change=f"tp={mended.plan.degrees.tp}{slower}" if mended else f"A vocabulary of {rows:,} tokens",
+        plan=mended.plan if mended else wider(plan, vocab_size=rows),
     )
 
 
@@ -158,19 +159,9 @@ def _aligned(plan: Plan, name: str, multiple: int) -> tuple[str, Plan | None]:
     if name == "vocabulary":
         step = ALIGNED * plan.degrees.tp
         rows = -(-plan.architecture.vocab_size // step) * step
-        return f"Pad the vocabulary to {rows:,} tokens", _with_vocabulary(plan, rows)
+        return f"Pad the vocabulary to {rows:,} tokens", wider(plan, vocab_size=rows)
     for tp in reversed(divisors(plan.degrees.tp)[:-1]):
         smaller = changed_plan(plan, layout={"tp": tp})
         if smaller is not None and not widths_on_a_rank(smaller)[name] % multiple:
             return f"tp={tp} instead of {plan.degrees.tp}", smaller
-    return f"A model of which the {name} is a multiple of {multiple}", None
-
-
-def _with_vocabulary(plan: Plan, rows: int) -> Plan | None:
-    try:
-        arch = plan.architecture
-        # Another model than the catalogue's of that name.
-        padded = replace(arch, name=f"{arch.name}-vocab-{rows}", vocab_size=rows)
-        return replace(plan, architecture=padded)
-    except ValueError:
-        return None
+    return aligned(plan, name, multiple)

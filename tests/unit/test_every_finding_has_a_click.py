@@ -1,0 +1,90 @@
+"""Each finding comes with what mends it: a plan, a task, a text, a question, or a line to note it at."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from planning import plans
+
+import shardscope as ss
+from shardscope.planner.preflight import Finding, noted
+
+LAYOUTS = {
+    "ddp": ss.Layout.ddp(),
+    "fsdp2": ss.Layout.fsdp2(),
+    "fsdp2-cpu": ss.Layout.fsdp2(offload="cpu"),
+    "zero-2": ss.Layout.zero(stage=2),
+    "zero-3": ss.Layout.zero(stage=3),
+    "zero-cpu": ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu"),
+    "zero-nvme": ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme"),
+    "megatron-tp": ss.Layout.megatron(tp=8),
+    "megatron-across": ss.Layout.megatron(tp=16),
+    "megatron-pp": ss.Layout.megatron(tp=4, pp=8),
+}
+RECIPES: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16", "seq_len": 1001},
+    {"precision": "fp16-mixed", "global_batch_size": 8},
+    {"micro_batch_size": 16, "global_batch_size": 1024},
+]
+CLUSTERS = ("rtx-4090-24gb", "8xv100-sxm-32gb", "8xh100-sxm-80gb", "4x8xh100-sxm-80gb")
+
+
+def without_a_click(found: list[Finding]) -> list[str]:
+    return [
+        one.name
+        for one in found
+        if one.plan is None and one.task is None and one.source is None and one.question is None
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_of_plans_that_people_make(layout: ss.Layout) -> None:
+    number = 0
+    for cluster, recipe in itertools.product(CLUSTERS, RECIPES):
+        try:
+            plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
+        except ValueError:  # Refused in words: nothing to find.
+            continue
+        found = plan.findings()
+        number += len(found)
+        assert not without_a_click(found), (str(plan.cluster), recipe)
+    assert number
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(plan=plans())
+def test_of_any_plan(plan: ss.Plan) -> None:
+    assert not without_a_click(plan.findings())
+
+
+def own_code(ctx: Any) -> None:
+    from torch.optim import AdamW
+    from torch.utils.data import DataLoader
+
+    optimizer = AdamW(ctx.model.parameters(), lr=0.3)
+    for batch in DataLoader(ctx.data, batch_size=4):
+        ctx.model(batch).backward()
+        optimizer.step()
+
+
+def test_of_a_function() -> None:
+    """A finding of its text has a mended one, or a line to note it at."""
+    import inspect
+
+    plan = ss.Plan(
+        ss.models["gpt2"],
+        ss.Cluster.parse("8xb200-sxm-180gb"),
+        ss.Recipe(seq_len=256, micro_batch_size=128, global_batch_size=2048),
+        ss.Layout.ddp(),
+    )
+    source = inspect.getsource(own_code)
+    found = plan.findings(own_code)
+    names = {one.name for one in found}
+    assert {"data-loading", "learning-rate-against-batch", "never-profiled"} <= names
+    for one in found:
+        if one.name in without_a_click([one]):
+            assert noted(source, one) is not None, one.name

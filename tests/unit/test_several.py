@@ -1,0 +1,92 @@
+"""Several changes at once: what they come to fits, and they are the nearest that do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.planner.repairs import repairs
+from shardscope.planner.room import fits
+from shardscope.planner.several import MOST_CHANGES, Way, on_more_nodes, searched, several
+
+
+def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
+    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
+
+
+def has_room(plan: ss.Plan) -> bool:
+    return fits(plan, plan.memory())
+
+
+STEP_BY_STEP = [
+    plan_of("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp()),
+    plan_of("llama-3.1-8b", "8xa100-sxm-80gb", ss.Layout.ddp(), micro_batch_size=16, global_batch_size=1024),
+    plan_of("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.zero(stage=2), seq_len=32768, recompute="full"),
+    plan_of("mixtral-8x7b", "8xa100-sxm-80gb", ss.Layout.zero(stage=2), global_batch_size=8),
+]
+
+
+@pytest.mark.parametrize(
+    "plan", STEP_BY_STEP, ids=lambda plan: f"{plan.architecture.name} {plan.layout.title}"
+)
+def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
+    assert not any(has_room(repair.plan) for repair in repairs(plan))
+    way = several(plan)
+    assert way is not None and has_room(way.plan)
+    assert 2 <= len(way.changes) <= MOST_CHANGES
+    assert way.words == " + ".join(way.changes)
+    # On the same GPUs, and what is learnt stays the same.
+    assert way.plan.cluster == plan.cluster and way.plan.recipe.method == plan.recipe.method
+    assert way.plan.recipe.global_batch_size == plan.recipe.global_batch_size
+
+
+def test_the_last_change_is_one_upon_the_others() -> None:
+    """Each of the words is what ``repairs()`` said of the plan before it."""
+    plan = STEP_BY_STEP[0]
+    way = several(plan)
+    assert way is not None
+    for words in way.changes:
+        (plan,) = [repair.plan for repair in repairs(plan) if repair.change == words]
+    assert plan == way.plan
+
+
+def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> None:
+    plan = plan_of("llama-3.1-70b", "8xh100-sxm-80gb", ss.Layout.megatron(tp=8), precision="fp16-mixed")
+    way = several(plan)
+    assert way is not None and has_room(way.plan) and way.plan.cluster == plan.cluster
+    assert way.plan == ss.search(plan.architecture, plan.cluster, plan.recipe).best
+    assert way.plan.layout.title in way.words
+
+
+def test_room_that_is_to_stay_free_does() -> None:
+    plan = plan_of("llama-3.1-8b", "8xh100-sxm-80gb", ss.Layout.fsdp2())
+    free = 40 * 2**30
+    way = searched(plan, headroom_bytes=free)
+    assert way is not None
+    memory = way.plan.memory()
+    assert memory.usable_bytes - memory.peak_bytes >= free
+    assert searched(plan, headroom_bytes=79 * 2**30) is None
+
+
+def test_adapters_come_in_before_more_nodes_do() -> None:
+    plan = plan_of("llama-3.1-70b", "8xv100-sxm-32gb", ss.Layout.fsdp2(), precision="fp16-mixed")
+    way = several(plan)
+    assert way is not None and has_room(way.plan)
+    assert way.plan.recipe.method != "full" and way.plan.cluster == plan.cluster
+
+
+def test_where_nothing_fits_the_fewest_nodes_do() -> None:
+    plan = plan_of("llama-3.1-405b", "8xh100-sxm-80gb", ss.Layout.fsdp2(), micro_batch_size=8)
+    cpu = replace(plan.cluster, host_memory_bytes=2**38)
+    plan = replace(plan, cluster=cpu)
+    way = on_more_nodes([Way((), plan)], has_room)
+    assert way is not None and has_room(way.plan)
+    nodes = way.plan.cluster.num_nodes
+    assert nodes > 1 and way.changes[0] == f"{nodes} nodes of 8 GPUs"
+    half = replace(way.plan.cluster, num_nodes=nodes // 2)
+    layout = replace(way.plan.layout, shard=None)  # type: ignore[call-arg]
+    assert not has_room(replace(way.plan, cluster=half, layout=layout))
+    assert on_more_nodes([Way((), plan)], lambda plan: False) is None

@@ -1,0 +1,140 @@
+"""Several changes, one upon the other, that together make a plan fit where no single one is enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.advising.words import named
+from shardscope.planner.repairs import repairs
+from shardscope.planner.room import fits
+from shardscope.planner.search import search
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
+
+MOST_CHANGES = 4
+"""One upon the other; who needs more is better served by a search."""
+KEPT = 2
+"""Plans of each round that the next one goes on from: those that win most."""
+MOST_TIMES_THE_NODES = 64
+
+
+class Way(NamedTuple):
+    """A plan that fits, or on the way to one, and what makes it of the one that does not."""
+
+    changes: tuple[str, ...]
+    plan: Plan
+    seconds_lost: float = 0.0
+    """Of an optimizer step; NaN where that is not known."""
+
+    @property
+    def words(self) -> str:
+        """``Recompute selectively + Optimizer state in 8 bits``."""
+        return " + ".join(self.changes)
+
+
+def several(plan: Plan) -> Way | None:
+    """The nearest plan that fits, for one that no change of ``plan.repairs()`` is enough for; None: none was
+    found.
+
+    First the fewest such changes, each upon those that win most, and of equally few the fastest. Then what a
+    search ranks first, of any framework. Only then adapters in place of full training, and last more nodes.
+    """
+    stuck = [Way((), plan)]
+    return (
+        _step_by_step(stuck, [plan.recipe.method])
+        or searched(plan)
+        or _step_by_step([Way((), plan)], ["full", "lora", "qlora"])
+        or on_more_nodes([*stuck, *_of_other_frameworks(plan)], _has_room)
+    )
+
+
+def _step_by_step(ways: list[Way], methods: Sequence[str]) -> Way | None:
+    """The first round that is enough; ``ways`` are those of the last round that was not."""
+    for _ in range(MOST_CHANGES):
+        further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
+        enough = [way for way in further if _has_room(way.plan)]
+        if enough:
+            return min(enough, key=_cheapest_first)
+        if not further:
+            return None
+        ways[:] = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
+    return None
+
+
+def _further(way: Way) -> Iterator[Way]:
+    for repair in repairs(way.plan):
+        yield Way((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
+
+
+def _apart(ways: list[Way]) -> list[Way]:
+    """Without those that come to the same in another order."""
+    found: list[Way] = []
+    for way in ways:
+        if all(way.plan != other.plan for other in found):
+            found.append(way)
+    return found
+
+
+def _cheapest_first(way: Way) -> tuple[bool, float]:
+    return math.isnan(way.seconds_lost), way.seconds_lost
+
+
+def _has_room(plan: Plan) -> bool:
+    return fits(plan, plan.memory())
+
+
+def searched(plan: Plan, *, headroom_bytes: int = 0) -> Way | None:
+    """What a search over the same GPUs ranks first, with ``headroom_bytes`` of each card free; None: nothing
+    fits so, or a figure is not known."""
+    try:
+        found = search(plan.architecture, plan.cluster, plan.recipe, headroom_bytes=headroom_bytes).best
+    except ValueError:
+        return None
+    return Way((named(found, plan.recipe),), found)
+
+
+def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
+    """The fewest nodes, doubled each time, on which one more change at most is enough; None: nothing is on
+    :data:`MOST_TIMES_THE_NODES` times as many."""
+    for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
+        larger = [found for way in ways if (found := _with_nodes(way, 2**power))]
+        for one in [*larger, *(each for way in larger for each in _further(way))]:
+            if is_enough(one.plan):
+                return one
+    return None
+
+
+def _of_other_frameworks(plan: Plan) -> Iterator[Way]:
+    """As each of them comes: some have no part of a node's memory that never shrinks."""
+    for framework in frameworks.values():
+        try:
+            other = replace(plan, layout=framework.layout_class())
+            other.memory()
+        except ValueError:
+            continue
+        yield Way((other.layout.description,), other)
+
+
+def _with_nodes(way: Way, times: int) -> Way | None:
+    """Every rank as busy as before: the batch grows where it would be too small for them."""
+    plan = way.plan
+    cluster = replace(plan.cluster, num_nodes=plan.cluster.num_nodes * times)
+    layout = plan.layout
+    if "shard" in layout.__dataclass_fields__:
+        layout = replace(layout, shard=None)  # type: ignore[call-arg]
+    for batch in (plan.recipe.global_batch_size, plan.recipe.global_batch_size * times):
+        recipe = replace(plan.recipe, global_batch_size=batch)
+        try:
+            larger = replace(plan, cluster=cluster, recipe=recipe, layout=layout)
+            larger.memory()
+        except ValueError:
+            continue
+        told = [f"{cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs"]
+        told += [f"Global batch {batch:,}"] * (batch != plan.recipe.global_batch_size)
+        return Way((*told, *way.changes), larger)
+    return None

@@ -1,0 +1,95 @@
+"""Code of a person's own that is checked: a file, or a function of this notebook by its name."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_BYTES = 2**20
+MARK = "\ufeff"
+"""What Windows' editors begin a file of UTF-8 with."""
+SUFFIXES = (".py", ".yaml", ".yml")
+
+
+class OwnCode(NamedTuple):
+    """What was read, and beside which file a mended copy of it goes."""
+
+    text: str
+    file: Path
+    mark: str = ""
+    """What stands in front of the text."""
+    function: str = ""
+    """The name of the function that it is; empty: it is a file's."""
+
+
+def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
+    """The file at the path ``name``, or where there is none the function of that name among ``functions``.
+
+    Line ends are as they are. Raises ``ValueError`` in words.
+    """
+    file = _expanded(name)
+    # A notebook may change its folder before the click.
+    place = file.absolute()
+    if not file.exists() and inspect.isfunction(functions.get(name)):
+        return OwnCode(_text_of_function(name, functions[name]), place.with_name(f"{name}.py"), "", name)
+    text = _text_of(file, functions)
+    found = text.removeprefix(MARK)
+    return OwnCode(found, place, text[: len(text) - len(found)])
+
+
+def functions_here() -> Mapping[str, Any]:
+    """What the notebook's cells have defined; nothing outside of a notebook."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return {} if shell is None else shell.user_ns
+
+
+def _text_of_function(name: str, function: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise ValueError(f"{name} is a function whose text nobody has kept: define it in a cell.") from None
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} cannot be read: {error}") from None
+
+
+def _text_of(file: Path, functions: Mapping[str, Any]) -> str:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: byte {error.start} is no UTF-8.") from None
+    except (OSError, ValueError) as error:
+        near = _nearest(file, functions)
+        hint = f" Nearest: {near}." if near else ""
+        words = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file} cannot be read: {words}.{hint}") from None
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{file} has more than 1 MiB, which no training script has.")
+    return text
+
+
+def _nearest(file: Path, functions: Mapping[str, Any]) -> str | None:
+    """Of the files beside it, and of the notebook's own functions."""
+    try:
+        files = {one.name: str(one) for one in file.parent.iterdir() if one.suffix in SUFFIXES}
+    except OSError:
+        files = {}
+    own = {
+        name: name
+        for name, value in functions.items()
+        if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == "__main__"
+    }
+    found = get_close_matches(file.name, [*files, *own], n=1)
+    return {**own, **files}[found[0]] if found else None
