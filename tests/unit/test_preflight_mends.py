@@ -255,7 +255,6 @@ def test_a_type_that_is_chosen_elsewhere_is_left_to_a_person(compute: str) -> No
         ("import torch; x = 1\n", 2),
         ("import os\nos.environ['A'] = '1'\nimport torch\n", 4),
         ("#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nimport torch\n", 4),
-        ("def f():\n    from torch.distributed.fsdp import fully_shard\nimport torch\n", 4),
         ("import torch\rimport json\r", 3),
     ],
 )
@@ -267,6 +266,42 @@ def test_an_import_follows_the_last_of_the_module_before_its_use(before: str, li
     lines = after.replace("\r", "\n").split("\n")
     # The class itself is imported last of all here.
     assert lines.index(added) + 1 == line + 2
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        # Hides the module's own in all of that function, or may not be done.
+        "def f():\n    from torch.distributed.fsdp import fully_shard\nimport torch\n",
+        "import torch\nif new:\n    from torch.distributed.fsdp import fully_shard\n",
+        "try:\n    from torch.distributed.fsdp import fully_shard\nexcept ImportError:\n    pass\n",
+        # Something else of that name, or of a name that nobody knows.
+        "from torch.distributed.fsdp import FSDPModule as fully_shard\n",
+        "from .torch.distributed.fsdp import fully_shard\n",
+        "from torch.distributed._composable import fully_shard\n",
+        "try:\n    pass\nexcept OSError as fully_shard:\n    pass\n",
+        "match 1:\n    case [*fully_shard]:\n        pass\n",
+        "match {}:\n    case {**fully_shard}:\n        pass\n",
+        "from mine import *\n",
+    ],
+)
+def test_a_name_that_another_import_may_hide_is_imported_under_another(before: str) -> None:
+    after = one(before + OLD_CALL, "fsdp1").source
+    assert after is not None
+    assert "\nfrom torch.distributed.fsdp import fully_shard as torch_fully_shard\n" in after
+    assert "\nmodel = torch_fully_shard(model)\n" in after
+
+
+def test_a_name_that_is_taken_twice_gets_one_that_is_free() -> None:
+    after = one(f"fully_shard = torch_fully_shard = None\n{OLD_CALL}", "fsdp1").source
+    assert after is not None and "\nmodel = torch_torch_fully_shard(model)\n" in after
+
+
+def test_an_import_that_is_there_is_used() -> None:
+    head = "from torch.distributed.fsdp import fully_shard as shard\n"
+    after = one(head + OLD_CALL, "fsdp1").source
+    assert after is not None and "\nmodel = shard(model)\n" in after
+    assert after.count("import") == (head + OLD_CALL).count("import")
 
 
 OLD_CALL = """from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

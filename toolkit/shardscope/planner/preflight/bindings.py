@@ -6,6 +6,9 @@ import ast
 
 from shardscope.planner.preflight.script import DEFINITIONS, Script
 
+OTHERS = (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping)
+"""What gives a name something, and is neither a name, an import, a parameter nor a definition."""
+
 
 def only_value(script: Script, name: str, seen_from: ast.AST) -> ast.expr | None:
     """What ``name`` is given, if that happens once in the whole script, whatever way the script goes.
@@ -32,7 +35,7 @@ def bound(script: Script, name: str) -> list[ast.AST]:
     """Where the script gives ``name`` something: imports, definitions, parameters, assignments."""
     return [
         node
-        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS)
+        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS, *OTHERS)
         if _binds(node, name) and not isinstance(getattr(node, "ctx", None), ast.Load)
     ]
 
@@ -40,7 +43,7 @@ def bound(script: Script, name: str) -> list[ast.AST]:
 def _binds(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.alias):
         return (node.asname or node.name.partition(".")[0]) == name
-    return name in (getattr(node, "id", None), getattr(node, "arg", None), getattr(node, "name", None))
+    return name in [getattr(node, field, None) for field in ("id", "arg", "name", "rest")]
 
 
 def scope_of(script: Script, node: ast.AST) -> ast.AST | None:

@@ -110,13 +110,11 @@ def imported(
     had = {
         alias.name: alias.asname or alias.name
         for one in heads
-        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == package
         for alias in one.names
-        if alias.name in names
+        if alias.name in names and _is_from(one, module)
     }
-    had = {name: local for name, local in had.items() if not _means_another(script, local, package)}
-    taken = [name for name in names if _means_another(script, name, package)]
-    local = {name: f"{package}_{name}" if name in taken else name for name in names} | had
+    had = {name: local for name, local in had.items() if not _means_another(script, local, name, module)}
+    local = {name: had.get(name) or _free_name(script, name, module) for name in names}
     missing = sorted(set(names) - set(had))
     if not missing:
         return local, ()
@@ -130,9 +128,25 @@ def imported(
 
 
 def _imports(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
-    own = getattr(statement, "module", None)
-    names = [own or ""] if isinstance(statement, ast.ImportFrom) else [one.name for one in statement.names]
-    return package in [name.partition(".")[0] for name in names]
+    if isinstance(statement, ast.ImportFrom):
+        return not statement.level and (statement.module or "").partition(".")[0] == package
+    return package in [one.name.partition(".")[0] for one in statement.names]
+
+
+def _is_from(statement: ast.stmt, module: str) -> bool:
+    """Whether it imports from that module, or from one around or inside of it, which has the same."""
+    if not isinstance(statement, ast.ImportFrom) or statement.level:
+        return False
+    inner, outer = f"{module}.", f"{statement.module}."
+    return inner.startswith(outer) or outer.startswith(inner)
+
+
+def _free_name(script: Script, name: str, module: str) -> str:
+    """``name``, or with its package before it so often that the script has no other use for that."""
+    local = name
+    while _means_another(script, local, name, module):
+        local = f"{module.partition('.')[0]}_{local}"
+    return local
 
 
 def _statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
@@ -141,15 +155,22 @@ def _statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
     return max(around, key=lambda one: (one.lineno, one.col_offset))
 
 
-def _means_another(script: Script, name: str, package: str) -> bool:
-    """Whether ``name`` is given anything but what ``package`` has, anywhere in the script."""
+def _means_another(script: Script, local: str, name: str, module: str) -> bool:
+    """Whether ``local`` may be anything but what ``module`` has under ``name``, anywhere in the script.
+
+    An import inside a function hides the module's there, and one under a condition may not be done: only one
+    of the module's own lines is surely the same. What ``*`` brings in is not known.
+    """
+    assert script.tree is not None
     its_own = [
         alias
-        for one in script.walk(ast.ImportFrom)
-        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == package
+        for one in script.tree.body
+        if isinstance(one, ast.ImportFrom) and _is_from(one, module)
         for alias in one.names
+        if alias.name == name
     ]
-    return any(node not in its_own for node in bound(script, name))
+    has_unknown = bool(bound(script, "*")) and local == name
+    return has_unknown or any(node not in its_own for node in bound(script, local))
 
 
 def has_comment(script: Script, node: ast.expr | ast.stmt) -> bool:

@@ -51,9 +51,12 @@ class Script:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Local name -> the module that it was imported from: ``wrap`` -> ``torch.distributed.fsdp.wrap``."""
+        """Local name -> the module that it was imported from: ``wrap`` -> ``torch.distributed.fsdp.wrap``.
+
+        One of the person's own package has its dots before it.
+        """
         return {
-            alias.asname or alias.name: node.module or ""
+            alias.asname or alias.name: "." * node.level + (node.module or "")
             for node in self.walk(ast.ImportFrom)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
