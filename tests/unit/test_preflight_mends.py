@@ -332,3 +332,10 @@ def test_text_in_lines_of_blanks_stays() -> None:
     after = one(source, "policy-reduces-in-half-precision").source
     assert after is not None
     assert '"""\n   \n"""' in after
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_comment_is_not_lost_whatever_ends_its_line(end: str) -> None:
+    call = OLD_CALL.replace("FSDP(model,", "FSDP(model,  # whole\n").replace("\n", end)
+    assert one(call, "fsdp1").source is None
+    assert one(call.replace("  # whole", ""), "fsdp1").source is not None

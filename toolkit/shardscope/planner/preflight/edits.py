@@ -175,8 +175,10 @@ def _means_another(script: Script, local: str, name: str, module: str) -> bool:
 
 def has_comment(script: Script, node: ast.expr | ast.stmt) -> bool:
     """Whether a comment is in the lines of ``node``, but for one behind it."""
+    # A lone carriage return ends a line for Python's parser, and not for tokenize.
+    text = script.text.replace("\r\n", "\n").replace("\r", "\n")
     try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(script.text).readline))
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
         return True
     last = node.end_lineno or node.lineno
