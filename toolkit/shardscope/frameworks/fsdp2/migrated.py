@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings, unread
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
+from shardscope.planner.preflight.bindings import is_dotted_name, means_the_same, only_value, scope_of
 from shardscope.planner.preflight.edits import (
     Edit,
     first_argument,
@@ -37,6 +37,8 @@ ITS_OWN = frozenset(
 """What is another thing of a model of FSDP2, or is not there: a person has to look at each."""
 OPTIONS, LAYER = "fsdp2_options", "fsdp2_layer"
 """Names for what all units take, parents and layers alike, as FSDP1's do, and for one of them."""
+LISTED = "module"
+"""The name for one of all modules where the layers are picked out."""
 
 
 class _Option(NamedTuple):
@@ -91,7 +93,7 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     passed = f", **{OPTIONS}" if options else ""
     lines = [
         *([said] if options else []),
-        f"for {LAYER} in [module for module in {model}.modules() if isinstance(module, {classes})]:",
+        f"for {LAYER} in [{LISTED} for {LISTED} in {model}.modules() if isinstance({LISTED}, {classes})]:",
         f"    {shard}({LAYER}{passed})",
         f"{to} = {shard}({model}{passed})",
     ]
@@ -160,13 +162,19 @@ def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
     if not isinstance(found, ast.Set | ast.List | ast.Tuple) or len(found.elts) != 1:
         # Of several, one could be inside another, which has to be sharded first.
         raise _UnknownError
-    if not is_dotted_name(found.elts[0]):
+    kind = found.elts[0]
+    is_moved = isinstance(policy, ast.Name)
+    if not is_dotted_name(kind) or (is_moved and not means_the_same(script, kind, call)):
         raise _UnknownError
-    return ast.unparse(found.elts[0])
+    text = ast.unparse(kind)
+    # Where the layers are listed, a name of a class's own body is not seen, and this one is each layer's.
+    if text.partition(".")[0] == LISTED or isinstance(scope_of(script, call), ast.ClassDef):
+        raise _UnknownError
+    return text
 
 
 def _made(script: Script, value: ast.expr) -> ast.expr:
-    """What a name stands for where the text settles that; anything else is itself."""
+    """What a name stands for where the text settles that, here as there; anything else is itself."""
     if not isinstance(value, ast.Name):
         return value
     found = only_value(script, value.id, value)
@@ -176,7 +184,9 @@ def _made(script: Script, value: ast.expr) -> ast.expr:
         and ast.unparse(node.value) == value.id
         for node in script.walk(ast.Attribute)
     )
-    if found is None or is_changed:
+    given = keywords(found).values() if isinstance(found, ast.Call) else ()
+    is_plain = all(isinstance(one, ast.Constant) or is_dotted_name(one) for one in given)
+    if found is None or is_changed or not is_plain or not means_the_same(script, found, value):
         raise _UnknownError
     return found
 

@@ -31,6 +31,28 @@ def only_value(script: Script, name: str, seen_from: ast.AST) -> ast.expr | None
     return assigned[0].value if is_certain and is_seen else None
 
 
+def means_the_same(script: Script, value: ast.expr, elsewhere: ast.AST) -> bool:
+    """Whether all names in ``value`` stand for one thing in the whole script, also at ``elsewhere``."""
+    named = [one for one in ast.walk(value) if isinstance(one, ast.Name)]
+    looked_up = {one.attr for one in ast.walk(value) if isinstance(one, ast.Attribute)}
+    is_set = any(
+        isinstance(one, ast.Attribute) and one.attr in looked_up and not isinstance(one.ctx, ast.Load)
+        for one in script.walk(ast.Attribute)
+    )
+    return not is_set and all(_is_settled(script, one, elsewhere) for one in named)
+
+
+def _is_settled(script: Script, name: ast.Name, elsewhere: ast.AST) -> bool:
+    places = bound(script, name.id)
+    if len(places) != 1:
+        return not places
+    scope = scope_of(script, places[0])
+    if scope is not None and not scope is scope_of(script, name) is scope_of(script, elsewhere):
+        return False
+    is_fixed = isinstance(places[0], (ast.alias, ast.arg, *DEFINITIONS))
+    return is_fixed or only_value(script, name.id, elsewhere) is not None
+
+
 def bound(script: Script, name: str) -> list[ast.AST]:
     """Where the script gives ``name`` something: imports, definitions, parameters, assignments."""
     return [
