@@ -16,6 +16,7 @@ from shardscope.planner.preflight.edits import (
     imported,
     mended,
     replaced,
+    unless_too_deep,
 )
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -58,6 +59,7 @@ class _UnknownError(Exception):
     """An argument that the text does not settle."""
 
 
+@unless_too_deep
 def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     """The script with its layers and its model sharded in the place of ``model = FSDP(model, ...)``.
 

@@ -6,7 +6,7 @@ import ast
 import re
 
 from shardscope.planner.preflight.bindings import is_dotted_name
-from shardscope.planner.preflight.edits import Edit, mended, renamed, replaced
+from shardscope.planner.preflight.edits import Edit, mended, renamed, replaced, unless_too_deep
 from shardscope.planner.preflight.exported import comes_after_training
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -31,6 +31,7 @@ NO_MODEL = re.compile("Tokenizer|Processor|Config")
 """What is made as a model is, and is none."""
 
 
+@unless_too_deep
 def in_bf16(script: Script) -> str | None:
     """The script with torch's bf16 wherever it says torch's fp16.
 

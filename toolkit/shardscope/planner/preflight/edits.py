@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
 import warnings
+from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 from shardscope.planner.preflight.bindings import bound
 from shardscope.planner.preflight.script import Script, keywords
+
+P = ParamSpec("P")
+
+
+def unless_too_deep(mend: Callable[P, str | None]) -> Callable[P, str | None]:
+    """``mend``, and None where the text nests deeper than Python follows: generated lists and chains do."""
+
+    @functools.wraps(mend)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> str | None:
+        try:
+            return mend(*args, **kwargs)
+        except RecursionError:
+            return None
+
+    return guarded
 
 
 class Edit(NamedTuple):
@@ -202,6 +219,9 @@ def _end(script: Script, node: ast.expr | ast.keyword | ast.stmt) -> int:
 
 
 def _offset(script: Script, line: int, column: int) -> int:
-    # Python's own line ends, a lone carriage return among them.
-    lines = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", script.text.encode())
-    return list(accumulate(map(len, lines), initial=0))[line - 1] + column
+    return list(accumulate(map(len, lines_of(script)), initial=0))[line - 1] + column
+
+
+def lines_of(script: Script) -> list[bytes]:
+    """By Python's own line ends, a lone carriage return among them; other lists of lines have more."""
+    return [one for one in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", script.text.encode()) if one]

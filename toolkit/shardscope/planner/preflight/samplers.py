@@ -13,6 +13,7 @@ from shardscope.planner.preflight.edits import (
     line_before,
     mended,
     replaced,
+    unless_too_deep,
     with_keyword,
 )
 from shardscope.planner.preflight.script import Script, keywords
@@ -38,6 +39,7 @@ WALKED = ("enumerate", "tqdm", "iter")
 OWN_SAMPLERS = ("sampler", "batch_sampler")
 
 
+@unless_too_deep
 def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
     """The script with a sampler for each of ``loaders`` that shuffles: those that do not may be of a test.
 
@@ -122,6 +124,7 @@ def deals_to_all(script: Script, sampler: ast.Call) -> bool:
     return is_open and ast.unparse(given) == "world_size"
 
 
+@unless_too_deep
 def among_data_parallel_ranks(script: Script, sampler: ast.Call, plan: Plan) -> str | None:
     """The script with the plan's own number of shares, by the rank that the sampler is given.
 
@@ -159,6 +162,7 @@ def _is_of_all(script: Script, given: ast.expr, name: str) -> bool:
     return asked == f"get_{name}" and not given.args and not given.keywords
 
 
+@unless_too_deep
 def told_of_epochs(script: Script, sampler: ast.Call) -> str | None:
     """The script with ``set_epoch`` first in its loop over epochs; None where the text shows no such loop.
 
