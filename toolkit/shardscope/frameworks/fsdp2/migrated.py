@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings, unread
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
+from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, are_plain, clipped_by_torch
 from shardscope.planner.preflight.bindings import is_dotted_name, means_the_same, only_value, scope_of
 from shardscope.planner.preflight.edits import (
-    Edit,
-    first_argument,
     has_comment,
     imported,
     mended,
@@ -21,23 +20,15 @@ from shardscope.planner.preflight.edits import (
 from shardscope.planner.preflight.script import Script, keywords
 
 MODULE = "torch.distributed.fsdp"
-OLD_CLASS = "FullyShardedDataParallel"
 NO_EFFECT = ("use_orig_params", "limit_all_gathers", "backward_prefetch")
 """What FSDP2 always does, or has no choice of."""
 LITERAL = ("sync_module_states", "forward_prefetch")
 """What can be left out where it is off: on, each takes more than a word elsewhere."""
 
-
-CLIPPING = "clip_grad_norm_"
-ITS_OWN = frozenset(
-    {
-        *("state_dict", "load_state_dict", "state_dict_type", "set_state_dict_type", "optim_state_dict"),
-        *("optim_state_dict_to_load", "no_sync", "summon_full_params", "module", "ShardedGradScaler"),
-    }
-)
-"""What is another thing of a model of FSDP2, or is not there: a person has to look at each."""
 OPTIONS, LAYER = "fsdp2_options", "fsdp2_layer"
 """Names for what all units take, parents and layers alike, as FSDP1's do, and for one of them."""
+NESTED = ("Module", "Sequential", "ModuleList", "ModuleDict")
+"""Classes that lie in one another, and that the model itself may be of."""
 LISTED = "module"
 """The name for one of all modules where the layers are picked out."""
 
@@ -67,7 +58,7 @@ def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     layers, where an argument has no counterpart that the text settles, where a comment among them would be
     lost, and where the script does anything else with its model or its parameters that FSDP2 does otherwise.
     """
-    if not _is_all_that_is_done(script, call):
+    if not are_plain(script, call):
         return None
     assigned = [one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is call]
     if len(script.calls(OLD_CLASS)) != 1 or not assigned or len(assigned[0].targets) != 1:
@@ -93,9 +84,11 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     shard, model, to = local["fully_shard"], ast.unparse(call.args[0]), ast.unparse(assigned.targets[0])
     said = f"{OPTIONS} = dict({', '.join(option.written(local) for option in options)})"
     passed = f", **{OPTIONS}" if options else ""
+    found = f"{LISTED} for {LISTED} in {model}.modules() if isinstance({LISTED}, {classes})"
     lines = [
         *([said] if options else []),
-        f"for {LAYER} in [{LISTED} for {LISTED} in {model}.modules() if isinstance({LISTED}, {classes})]:",
+        # One that lies in another first.
+        f"for {LAYER} in reversed([{found}]):",
         f"    {shard}({LAYER}{passed})",
         f"{to} = {shard}({model}{passed})",
     ]
@@ -107,43 +100,6 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     policy = keywords(call).get("auto_wrap_policy")
     others += unread(script, policy) if isinstance(policy, ast.Name) else []
     return mended(script, replaced(script, assigned, margin.join(lines)), *others)
-
-
-def _is_all_that_is_done(script: Script, call: ast.Call) -> bool:
-    """Whether the class is used in that call alone, and its model in ways that FSDP2's is used as well."""
-    understood = {id(node) for one in gatherings(script, OLD_CLASS) for node in ast.walk(one.block)}
-    nodes = [one for one in script.walk(ast.Name, ast.Attribute) if id(one) not in understood]
-    local = [one for one in nodes if isinstance(one, ast.Name)]
-    attributes = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
-    uses = [one for one in local if script.aliases.get(one.id) == OLD_CLASS]
-    names = attributes | {one.id for one in local}
-    scope = scope_of(script, call)
-    # An optimizer that was made before would have parameters that are replaced.
-    asked_before = [
-        one
-        for name in ("parameters", "named_parameters")
-        for one in script.calls(name)
-        if one.lineno < call.lineno and scope_of(script, one) is scope
-    ]
-    # A loop's variable may well be called module.
-    own = ITS_OWN & attributes or (ITS_OWN - {"module"}) & names
-    return uses == [call.func] and not own and not asked_before
-
-
-def clipped_by_torch(script: Script, models: set[str]) -> list[Edit] | None:
-    """The norms of ``models`` by torch's function instead of their own; None where others have theirs clipped
-    so, or where the script has no name for torch."""
-    edits = []
-    for call in script.calls(CLIPPING):
-        given = "".join(map(ast.unparse, call.args))
-        model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        if ".parameters()" in given:
-            continue
-        if model not in models or not (call.args or call.keywords):
-            return None
-        edits.append(replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"))
-        edits.append(first_argument(script, call, f"{model}.parameters()"))
-    return edits if not edits or script.aliases.get("torch") == "torch" else None
 
 
 def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
@@ -171,6 +127,8 @@ def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
     text = ast.unparse(kind)
     # Where the layers are listed, a name of a class's own body is not seen, and this one is each layer's.
     if text.partition(".")[0] == LISTED or isinstance(scope_of(script, call), ast.ClassDef):
+        raise _UnknownError
+    if text.rpartition(".")[2] in NESTED:
         raise _UnknownError
     return text
 
@@ -211,6 +169,8 @@ def _precision(script: Script, value: ast.expr) -> _Option | None:
         raise _UnknownError
     if not {"param_dtype"} <= set(given) <= {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise _UnknownError
+    if any("BatchNorm" in name for name in script.names):
+        raise _UnknownError  # FSDP1 leaves them in fp32.
     # Buffers keep their type in FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_api.py).
     kept = [f"{name}={ast.unparse(value)}" for name, value in given.items() if name != "buffer_dtype"]
     return _Option("mp_policy", f"({', '.join(kept)})", "MixedPrecisionPolicy")
@@ -224,6 +184,8 @@ def _offload(script: Script, value: ast.expr) -> _Option | None:
         return None
     if text != "CPUOffload(offload_params=True)":
         raise _UnknownError
+    if CLIPPING in script.names:
+        raise _UnknownError  # Ranks add their parts of a norm up on the CPU, for which there may be no group.
     return _Option("offload_policy", "()", "CPUOffloadPolicy")
 
 

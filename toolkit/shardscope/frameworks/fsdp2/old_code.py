@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardscope.frameworks.fsdp2.migrated import CLIPPING, OLD_CLASS, clipped_by_torch, with_fully_shard
+from shardscope.frameworks.fsdp2.migrated import with_fully_shard
 from shardscope.frameworks.fsdp2.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
+from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
 from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
 from shardscope.planner.preflight.edits import mended, replaced, unless_too_deep, with_keyword
 from shardscope.planner.preflight.finding import Finding

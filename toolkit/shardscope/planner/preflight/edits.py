@@ -87,6 +87,11 @@ def first_argument(script: Script, call: ast.Call, text: str) -> Edit:
     return Edit(at, at, f"{text}, ")
 
 
+def behind(script: Script, node: ast.expr, text: str) -> Edit:
+    """``text`` right behind ``node``."""
+    return Edit(_end(script, node), _end(script, node), text)
+
+
 def line_before(script: Script, statement: ast.stmt, text: str) -> Edit:
     """``text`` on a line of its own before ``statement``, as far from the margin."""
     at = _start(script, statement)
