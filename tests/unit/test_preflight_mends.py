@@ -87,6 +87,12 @@ SHUFFLED = "loader = DataLoader(data, shuffle=True)\n"
         f"{IMPORTS}dist.init_process_group()\nmesh = init_device_mesh('cuda', (2, 4))\n{SHUFFLED}",
         f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}for x in loader:\n    dist.broadcast(x, src=0)\n",
         f"{IMPORTS}dist.init_process_group()\nacc = Accelerator()\n{SHUFFLED}setup(acc, loader)\n",
+        # Steps that are counted, and what not all ranks load, or measure with.
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}schedule(len(data) // 8)\n",
+        f"{IMPORTS}dist.init_process_group()\nif rank == 0:\n    {SHUFFLED}",
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED[:-1]} if is_main() else None\n",
+        f"{IMPORTS}dist.init_process_group()\nval_{SHUFFLED}",
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED.replace('data', 'sets.test')}",
         # A mean over all that the loader has.
         f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}print(hits / len(loader.dataset))\n",
         # Another class of that name.
@@ -105,12 +111,19 @@ def test_no_sampler_where_it_may_be_wrong_or_have_nobody_to_ask(source: str) -> 
         f"def train(ctx):\n    from torch.utils.data import DataLoader\n    {SHUFFLED}",
         f"{IMPORTS}def setup():\n    dist.init_process_group()\nsetup()\n{SHUFFLED}",
         f"import torch\ntorch.distributed.init_process_group()\ntorch.utils.data.{SHUFFLED[9:]}",
+        f"{IMPORTS}dist.init_process_group()\nif __name__ == '__main__':\n    {SHUFFLED}",
     ],
 )
 def test_a_sampler_where_ranks_surely_know_of_each_other(source: str) -> None:
     after = one(source, "ranks-read-the-same-data").source
     assert after is not None
     assert "sampler=DistributedSampler(data, shuffle=True)" in after
+
+
+def test_what_is_measured_with_is_not_dealt_beside_what_is_trained_on() -> None:
+    measured = f"val_{SHUFFLED.replace('data', 'rest')}print(len(rest))\n"
+    for finding in findings_in(f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}{measured}"):
+        assert finding.source is not None and finding.source.endswith(f"shuffle=True))\n{measured}")
 
 
 def test_no_sampler_is_written_for_ranks_that_work_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,10 @@ OURS = "ctx"
 """What a task's function gets is up already."""
 WALKED = ("enumerate", "tqdm", "iter")
 """Functions that a loop hands its loader to."""
+OF_TESTS = re.compile(r"(^|[._])(val|valid|validation|test|eval|dev)", re.IGNORECASE)
+"""Names of what is measured with."""
+OF_RANKS = re.compile(r"rank|master|(?<!__)main(?!__)|process", re.IGNORECASE)
+"""What conditions say that are not true on all ranks."""
 OWN_SAMPLERS = ("sampler", "batch_sampler")
 
 
@@ -53,7 +58,9 @@ def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
         return None
     if any(getattr(node, "attr", "") == "dataset" for node in script.walk(ast.Attribute)):
         return None  # Its length may be what a mean is taken over.
-    shuffled = [loader for loader in loaders if _shuffles(loader)]
+    shuffled = [loader for loader in loaders if _shuffles(loader) and not _is_of_a_test(script, loader)]
+    if any(_is_counted(script, one) or _is_of_some_ranks(script, one) for one in shuffled):
+        return None
     if not shuffled or not all(_is_torchs(script, one) and _has_group(script, one) for one in shuffled):
         return None
     found: list[Edit] = []
@@ -70,6 +77,34 @@ def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
 def _shuffles(loader: ast.Call) -> bool:
     shuffle = keywords(loader).get("shuffle")
     return shuffle is not None and not (isinstance(shuffle, ast.Constant) and not shuffle.value)
+
+
+def _is_of_a_test(script: Script, loader: ast.Call) -> bool:
+    """Whether it, or what it loads, is called so: each rank would see a part of what is measured."""
+    names = [ast.unparse(one) for one in _datasets(loader)]
+    for one in script.walk(ast.Assign):
+        if isinstance(one, ast.Assign) and one.value is loader:
+            names += map(ast.unparse, one.targets)
+    return any(map(OF_TESTS.search, names))
+
+
+def _is_counted(script: Script, loader: ast.Call) -> bool:
+    """Whether the script takes the length of what it loads, which may say how many steps there are."""
+    counted = [ast.unparse(one) for call in script.calls("len") for one in call.args]
+    return any(ast.unparse(one) in counted for one in _datasets(loader))
+
+
+def _is_of_some_ranks(script: Script, loader: ast.Call) -> bool:
+    """Whether it is made on ranks alone that a condition names, who would load a part then."""
+    return any(
+        OF_RANKS.search(ast.unparse(one.test))  # type: ignore[attr-defined]
+        for one in script.walk(ast.If, ast.IfExp)
+        if loader in ast.walk(one)
+    )
+
+
+def _datasets(loader: ast.Call) -> list[ast.expr]:
+    return [*loader.args[:1], *(one.value for one in loader.keywords if one.arg == "dataset")]
 
 
 def _dealt(script: Script, loader: ast.Call, sampler: str) -> Edit | None:
