@@ -46,6 +46,20 @@ def test_every_fp16_becomes_bf16() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("maker", "is_mended"),
+    [
+        ("model = Auto.from_pretrained(name, dtype=torch.float16).cuda()", True),
+        ("model = Net(Auto.from_pretrained(name, dtype=torch.float16))", True),
+        # One that makes what another is trained on.
+        ("model = Net()\nencoder = Clip.from_pretrained(name, dtype=torch.float16)", False),
+    ],
+)
+def test_the_model_that_is_trained_is_the_one_in_fp16(maker: str, is_mended: bool) -> None:
+    source = f"import torch\n{maker}\noptimizer = torch.optim.SGD(model.parameters())\n{TAIL}"
+    assert (one(source, H100).source is not None) == is_mended
+
+
 @pytest.mark.parametrize("plan", [None, V100])
 def test_a_gpu_that_may_have_no_bf16_gets_words(plan: ss.Plan | None) -> None:
     found = one(f"{HEAD}model.half()\n{TAIL}", plan)

@@ -101,14 +101,31 @@ def _makes_half(script: Script, call: ast.Call) -> bool:
 
 
 def _is_of_a_model(script: Script) -> bool:
-    """Whether all models are made in fp16, or computed in it, or changed to it by name."""
-    if told := _told(script):
-        return all(_types(script, call) for call in told)
+    """Whether all models are made in fp16, or computed in it, or changed to it by name, a trained one too."""
+    told = _told(script)
+    if not all(_types(script, call) for call in told):
+        return False
     trained = {
         ast.unparse(call.func.value)
         for call in script.calls("parameters")
         if isinstance(call.func, ast.Attribute)
     }
+    is_computed = any(script.called(call) == AUTOCAST for call in told)
+    is_made = bool(told) and (not trained or bool(_made(script, told) & trained))
+    return is_computed or is_made or _is_changed(script, trained)
+
+
+def _made(script: Script, makers: list[ast.Call]) -> set[str]:
+    """What ``makers`` make, and what is made of that at once."""
+    return {
+        ast.unparse(target)
+        for one in script.walk(ast.Assign)
+        if isinstance(one, ast.Assign) and any(node in makers for node in ast.walk(one.value))
+        for target in one.targets
+    }
+
+
+def _is_changed(script: Script, trained: set[str]) -> bool:
     return any(
         ast.unparse(call.func.value) in trained
         for call in (*script.calls("half"), *script.calls("to"))
