@@ -11,6 +11,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 """
 CALL = "model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))\n"
 MAKER = "def make(model):\n    return torch.optim.AdamW(model.parameters())\n"
+TORCHS = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+OF_SELF = CALL.replace("model", "self.model")
 OWN = "self.optimizer = build(model)\n"
 COUNTER = "def count(model):\n    return sum(p.numel() for p in model.parameters())\n"
 LOW = CALL.replace("}))", "}), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))")
@@ -31,6 +33,9 @@ def indented(text: str) -> str:
         f"norm = torch.nn.BatchNorm1d(8)\n{CALL}",
         LOW,
         OFFLOADED,
+        f"class Run:\n    def wrap(self):\n{indented(indented(OF_SELF))}",
+        f"if sharded:\n{indented(CALL)}{TORCHS}\n",
+        f"if __name__ == '__main__':\n{indented(CALL)}    norm = {TORCHS}\n",
     ],
 )
 def test_what_is_no_hindrance(source: str) -> None:
@@ -59,7 +64,15 @@ def test_what_is_no_hindrance(source: str) -> None:
         # Layers that lie in one another, and types that FSDP1 leaves alone.
         CALL.replace("Block", "torch.nn.Sequential"),
         f"norm = torch.nn.BatchNorm1d(8)\n{LOW}",
-        # Norms on the CPU.
+        f"model = parallelize_module(model, mesh, {{}})\n{CALL}",
+        f"{CALL}model.register_comm_hook(state, hook)\n",
+        # A part of a model.
+        CALL.replace("model", "model.decoder"),
+        f"class Net(torch.nn.Module):\n    def wrap(self):\n{indented(indented(OF_SELF))}",
+        # Norms that are DTensors, or plain by a condition, or of more than one model, or on the CPU.
+        f"if sharded:\n{indented(CALL)}norm = {TORCHS}\n",
+        f"{CALL}norm = {TORCHS.replace('model', 'other')}\n",
+        f"{CALL}norm = {TORCHS.replace('model.', '*')}\n",
         f"{OFFLOADED}model.clip_grad_norm_(1.0)\n",
     ],
 )
@@ -84,6 +97,9 @@ def test_a_class_of_another_library_is_left_to_a_person() -> None:
             "norm = model.clip_grad_norm_(max_norm=1.0)",
             "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).full_tensor()",
         ),
+        (TORCHS, TORCHS),
+        (f"norm = {TORCHS}", f"norm = {TORCHS}.full_tensor()"),
+        (f"if __name__ == '__main__':\n    norm = {TORCHS}", f"    norm = {TORCHS}.full_tensor()"),
     ],
 )
 def test_a_norm_that_is_read_is_a_plain_tensor(line: str, after: str) -> None:

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings, unread
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, are_plain, clipped_by_torch
+from shardscope.frameworks.fsdp2.old_uses import (
+    CLIPPING,
+    OLD_CLASS,
+    are_plain,
+    clipped_by_torch,
+    norms_as_numbers,
+)
 from shardscope.planner.preflight.bindings import is_dotted_name, means_the_same, only_value, scope_of
 from shardscope.planner.preflight.edits import (
     has_comment,
@@ -93,10 +99,10 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
         f"{to} = {shard}({model}{passed})",
     ]
     margin = "\n" + " " * assigned.col_offset
-    clipped = clipped_by_torch(script, {to})
-    if clipped is None:
+    clipped, told = clipped_by_torch(script, {to}), norms_as_numbers(script, to, assigned)
+    if clipped is None or told is None:
         raise _UnknownError
-    others = [*imports, *clipped, *by_function(script, gatherings(script, OLD_CLASS))]
+    others = [*imports, *clipped, *told, *by_function(script, gatherings(script, OLD_CLASS))]
     policy = keywords(call).get("auto_wrap_policy")
     others += unread(script, policy) if isinstance(policy, ast.Name) else []
     return mended(script, replaced(script, assigned, margin.join(lines)), *others)

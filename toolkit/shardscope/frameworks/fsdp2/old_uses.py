@@ -16,7 +16,8 @@ ITS_OWN = frozenset(
     {
         *("state_dict", "load_state_dict", "state_dict_type", "set_state_dict_type", "optim_state_dict"),
         *("optim_state_dict_to_load", "no_sync", "summon_full_params", "module", "ShardedGradScaler"),
-        *("_fsdp_wrapped_module", "deepcopy", "init_empty_weights", "deferred_init"),
+        *("_fsdp_wrapped_module", "deepcopy", "init_empty_weights", "deferred_init", "parallelize_module"),
+        *("register_comm_hook", "check_is_root", "full_optim_state_dict", "full_tensor"),
     }
 )
 """What is another thing of a model of FSDP2, or is not there: a person has to look at each.
@@ -46,12 +47,23 @@ def are_plain(script: Script, call: ast.Call) -> bool:
         and not own
         and not _is_on_meta(script)
         and not _has_other_optimizers(script)
+        and not _is_part(script, call)
         and not _is_optimized_before(script, call)
     )
 
 
 def _is_on_meta(script: Script) -> bool:
     return any(isinstance(one, ast.Constant) and one.value == META for one in script.walk(ast.Constant))
+
+
+def _is_part(script: Script, call: ast.Call) -> bool:
+    """Whether a part of a model is wrapped: with the rest there would be DTensors beside plain ones."""
+    model = call.args[0] if call.args else None
+    if not isinstance(model, ast.Attribute):
+        return False
+    kinds = [one for one in script.walk(ast.ClassDef) if call in ast.walk(one)]
+    bases = [ast.unparse(base) for one in kinds if isinstance(one, ast.ClassDef) for base in one.bases]
+    return ast.unparse(model.value) != "self" or any(base.endswith("Module") for base in bases)
 
 
 def _has_other_optimizers(script: Script) -> bool:
@@ -108,9 +120,8 @@ def clipped_by_torch(script: Script, models: set[str]) -> list[Edit] | None:
     so, or where the script has no name for torch."""
     edits = []
     for call in script.calls(CLIPPING):
-        given = "".join(map(ast.unparse, call.args))
         model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        if ".parameters()" in given:
+        if _is_given_parameters(call):
             continue
         if model not in models or not (call.args or call.keywords) or not _sees_torch(script, call):
             return None
@@ -118,6 +129,26 @@ def clipped_by_torch(script: Script, models: set[str]) -> list[Edit] | None:
         edits.append(first_argument(script, call, f"{model}.parameters()"))
         edits += _as_number(script, call)
     return edits
+
+
+def _is_given_parameters(call: ast.Call) -> bool:
+    """Whether it is torch's function, or works as that does."""
+    return ".parameters()" in "".join(map(ast.unparse, call.args))
+
+
+def norms_as_numbers(script: Script, model: str, made: ast.stmt) -> list[Edit] | None:
+    """Norms that torch's function tells of ``model`` already, read as plain tensors after ``made``.
+
+    None where it is asked for others' as well, or where a condition leaves the model as it is.
+    """
+    told = [
+        call for call in script.calls(CLIPPING) if ".parameters()" in "".join(map(ast.unparse, call.args))
+    ]
+    edits = [edit for call in told for edit in _as_number(script, call)]
+    is_sure = all(ast.unparse(call.args[0]) == f"{model}.parameters()" for call in told)
+    around = [ast.unparse(one.test) for one in script.walk(ast.If) if made in ast.walk(one)]  # type: ignore[attr-defined]
+    is_sure = is_sure and all("__name__" in test for test in around)
+    return edits if is_sure or not edits else None
 
 
 def _sees_torch(script: Script, call: ast.Call) -> bool:
