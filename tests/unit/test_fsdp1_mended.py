@@ -38,7 +38,7 @@ def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
     assert [ast.unparse(line) for line in function.body] == [
         "fsdp2_options = dict(reshard_after_forward=False, mp_policy=MixedPrecisionPolicy("
         "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))",
-        "for fsdp2_layer in [module for module in model.modules() if isinstance(module, Block)]:\n"
+        "for fsdp2_layer in reversed([module for module in model.modules() if isinstance(module, Block)]):\n"
         "    fully_shard(fsdp2_layer, **fsdp2_options)",
         "model = fully_shard(model, **fsdp2_options)",
         "return model",

@@ -35,7 +35,10 @@ def test_a_note_stands_above_its_line(source: str, line: int, after: str) -> Non
     assert noted(found, at(line + 1)) is None
 
 
-@pytest.mark.parametrize(("source", "line"), [("a = 1\n", None), ("a: [\n", 1), ("%matplotlib inline\n", 1)])
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [("a = 1\n", None), ("a = 1\n", 2), ("a = 1", 5), ("a: [\n", 1), ("%matplotlib inline\n", 1)],
+)
 def test_what_cannot_be_noted(source: str, line: int | None) -> None:
     assert noted(source, at(line)) is None
 

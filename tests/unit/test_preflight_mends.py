@@ -87,6 +87,12 @@ SHUFFLED = "loader = DataLoader(data, shuffle=True)\n"
         f"{IMPORTS}dist.init_process_group()\nmesh = init_device_mesh('cuda', (2, 4))\n{SHUFFLED}",
         f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}for x in loader:\n    dist.broadcast(x, src=0)\n",
         f"{IMPORTS}dist.init_process_group()\nacc = Accelerator()\n{SHUFFLED}setup(acc, loader)\n",
+        # Steps that are counted, and what not all ranks load, or measure with.
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}schedule(len(data) // 8)\n",
+        f"{IMPORTS}dist.init_process_group()\nif rank == 0:\n    {SHUFFLED}",
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED[:-1]} if is_main() else None\n",
+        f"{IMPORTS}dist.init_process_group()\nval_{SHUFFLED}",
+        f"{IMPORTS}dist.init_process_group()\n{SHUFFLED.replace('data', 'sets.test')}",
         # A mean over all that the loader has.
         f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}print(hits / len(loader.dataset))\n",
         # Another class of that name.
@@ -105,12 +111,19 @@ def test_no_sampler_where_it_may_be_wrong_or_have_nobody_to_ask(source: str) -> 
         f"def train(ctx):\n    from torch.utils.data import DataLoader\n    {SHUFFLED}",
         f"{IMPORTS}def setup():\n    dist.init_process_group()\nsetup()\n{SHUFFLED}",
         f"import torch\ntorch.distributed.init_process_group()\ntorch.utils.data.{SHUFFLED[9:]}",
+        f"{IMPORTS}dist.init_process_group()\nif __name__ == '__main__':\n    {SHUFFLED}",
     ],
 )
 def test_a_sampler_where_ranks_surely_know_of_each_other(source: str) -> None:
     after = one(source, "ranks-read-the-same-data").source
     assert after is not None
     assert "sampler=DistributedSampler(data, shuffle=True)" in after
+
+
+def test_what_is_measured_with_is_not_dealt_beside_what_is_trained_on() -> None:
+    measured = f"val_{SHUFFLED.replace('data', 'rest')}print(len(rest))\n"
+    for finding in findings_in(f"{IMPORTS}dist.init_process_group()\n{SHUFFLED}{measured}"):
+        assert finding.source is not None and finding.source.endswith(f"shuffle=True))\n{measured}")
 
 
 def test_no_sampler_is_written_for_ranks_that_work_together() -> None:
@@ -255,7 +268,6 @@ def test_a_type_that_is_chosen_elsewhere_is_left_to_a_person(compute: str) -> No
         ("import torch; x = 1\n", 2),
         ("import os\nos.environ['A'] = '1'\nimport torch\n", 4),
         ("#!/usr/bin/env python\n# -*- coding: utf-8 -*-\nimport torch\n", 4),
-        ("def f():\n    from torch.distributed.fsdp import fully_shard\nimport torch\n", 4),
         ("import torch\rimport json\r", 3),
     ],
 )
@@ -267,6 +279,42 @@ def test_an_import_follows_the_last_of_the_module_before_its_use(before: str, li
     lines = after.replace("\r", "\n").split("\n")
     # The class itself is imported last of all here.
     assert lines.index(added) + 1 == line + 2
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        # Hides the module's own in all of that function, or may not be done.
+        "def f():\n    from torch.distributed.fsdp import fully_shard\nimport torch\n",
+        "import torch\nif new:\n    from torch.distributed.fsdp import fully_shard\n",
+        "try:\n    from torch.distributed.fsdp import fully_shard\nexcept ImportError:\n    pass\n",
+        # Something else of that name, or of a name that nobody knows.
+        "from torch.distributed.fsdp import FSDPModule as fully_shard\n",
+        "from .torch.distributed.fsdp import fully_shard\n",
+        "from torch.distributed._composable import fully_shard\n",
+        "try:\n    pass\nexcept OSError as fully_shard:\n    pass\n",
+        "match 1:\n    case [*fully_shard]:\n        pass\n",
+        "match {}:\n    case {**fully_shard}:\n        pass\n",
+        "from mine import *\n",
+    ],
+)
+def test_a_name_that_another_import_may_hide_is_imported_under_another(before: str) -> None:
+    after = one(before + OLD_CALL, "fsdp1").source
+    assert after is not None
+    assert "\nfrom torch.distributed.fsdp import fully_shard as torch_fully_shard\n" in after
+    assert "\nmodel = torch_fully_shard(model)\n" in after
+
+
+def test_a_name_that_is_taken_twice_gets_one_that_is_free() -> None:
+    after = one(f"fully_shard = torch_fully_shard = None\n{OLD_CALL}", "fsdp1").source
+    assert after is not None and "\nmodel = torch_torch_fully_shard(model)\n" in after
+
+
+def test_an_import_that_is_there_is_used() -> None:
+    head = "from torch.distributed.fsdp import fully_shard as shard\n"
+    after = one(head + OLD_CALL, "fsdp1").source
+    assert after is not None and "\nmodel = shard(model)\n" in after
+    assert after.count("import") == (head + OLD_CALL).count("import")
 
 
 OLD_CALL = """from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -297,3 +345,10 @@ def test_text_in_lines_of_blanks_stays() -> None:
     after = one(source, "policy-reduces-in-half-precision").source
     assert after is not None
     assert '"""\n   \n"""' in after
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_comment_is_not_lost_whatever_ends_its_line(end: str) -> None:
+    call = OLD_CALL.replace("FSDP(model,", "FSDP(model,  # whole\n").replace("\n", end)
+    assert one(call, "fsdp1").source is None
+    assert one(call.replace("  # whole", ""), "fsdp1").source is not None

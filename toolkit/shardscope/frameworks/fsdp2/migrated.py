@@ -8,35 +8,35 @@ from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings, unread
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
+from shardscope.frameworks.fsdp2.old_uses import (
+    CLIPPING,
+    OLD_CLASS,
+    are_plain,
+    clipped_by_torch,
+    norms_as_numbers,
+)
+from shardscope.planner.preflight.bindings import is_dotted_name, means_the_same, only_value, scope_of
 from shardscope.planner.preflight.edits import (
-    Edit,
-    first_argument,
     has_comment,
     imported,
     mended,
     replaced,
+    unless_too_deep,
 )
 from shardscope.planner.preflight.script import Script, keywords
 
 MODULE = "torch.distributed.fsdp"
-OLD_CLASS = "FullyShardedDataParallel"
 NO_EFFECT = ("use_orig_params", "limit_all_gathers", "backward_prefetch")
 """What FSDP2 always does, or has no choice of."""
 LITERAL = ("sync_module_states", "forward_prefetch")
 """What can be left out where it is off: on, each takes more than a word elsewhere."""
 
-
-CLIPPING = "clip_grad_norm_"
-ITS_OWN = frozenset(
-    {
-        *("state_dict", "load_state_dict", "state_dict_type", "set_state_dict_type", "optim_state_dict"),
-        *("optim_state_dict_to_load", "no_sync", "summon_full_params", "module", "ShardedGradScaler"),
-    }
-)
-"""What is another thing of a model of FSDP2, or is not there: a person has to look at each."""
 OPTIONS, LAYER = "fsdp2_options", "fsdp2_layer"
 """Names for what all units take, parents and layers alike, as FSDP1's do, and for one of them."""
+NESTED = ("Module", "Sequential", "ModuleList", "ModuleDict")
+"""Classes that lie in one another, and that the model itself may be of."""
+LISTED = "module"
+"""The name for one of all modules where the layers are picked out."""
 
 
 class _Option(NamedTuple):
@@ -56,6 +56,7 @@ class _UnknownError(Exception):
     """An argument that the text does not settle."""
 
 
+@unless_too_deep
 def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     """The script with its layers and its model sharded in the place of ``model = FSDP(model, ...)``.
 
@@ -63,7 +64,7 @@ def with_fully_shard(script: Script, call: ast.Call) -> str | None:
     layers, where an argument has no counterpart that the text settles, where a comment among them would be
     lost, and where the script does anything else with its model or its parameters that FSDP2 does otherwise.
     """
-    if not _is_all_that_is_done(script, call):
+    if not are_plain(script, call):
         return None
     assigned = [one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is call]
     if len(script.calls(OLD_CLASS)) != 1 or not assigned or len(assigned[0].targets) != 1:
@@ -89,57 +90,22 @@ def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> s
     shard, model, to = local["fully_shard"], ast.unparse(call.args[0]), ast.unparse(assigned.targets[0])
     said = f"{OPTIONS} = dict({', '.join(option.written(local) for option in options)})"
     passed = f", **{OPTIONS}" if options else ""
+    found = f"{LISTED} for {LISTED} in {model}.modules() if isinstance({LISTED}, {classes})"
     lines = [
         *([said] if options else []),
-        f"for {LAYER} in [module for module in {model}.modules() if isinstance(module, {classes})]:",
+        # One that lies in another first.
+        f"for {LAYER} in reversed([{found}]):",
         f"    {shard}({LAYER}{passed})",
         f"{to} = {shard}({model}{passed})",
     ]
     margin = "\n" + " " * assigned.col_offset
-    clipped = clipped_by_torch(script, {to})
-    if clipped is None:
+    clipped, told = clipped_by_torch(script, {to}), norms_as_numbers(script, to, assigned)
+    if clipped is None or told is None:
         raise _UnknownError
-    others = [*imports, *clipped, *by_function(script, gatherings(script, OLD_CLASS))]
+    others = [*imports, *clipped, *told, *by_function(script, gatherings(script, OLD_CLASS))]
     policy = keywords(call).get("auto_wrap_policy")
     others += unread(script, policy) if isinstance(policy, ast.Name) else []
     return mended(script, replaced(script, assigned, margin.join(lines)), *others)
-
-
-def _is_all_that_is_done(script: Script, call: ast.Call) -> bool:
-    """Whether the class is used in that call alone, and its model in ways that FSDP2's is used as well."""
-    understood = {id(node) for one in gatherings(script, OLD_CLASS) for node in ast.walk(one.block)}
-    nodes = [one for one in script.walk(ast.Name, ast.Attribute) if id(one) not in understood]
-    local = [one for one in nodes if isinstance(one, ast.Name)]
-    attributes = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
-    uses = [one for one in local if script.aliases.get(one.id) == OLD_CLASS]
-    names = attributes | {one.id for one in local}
-    scope = scope_of(script, call)
-    # An optimizer that was made before would have parameters that are replaced.
-    asked_before = [
-        one
-        for name in ("parameters", "named_parameters")
-        for one in script.calls(name)
-        if one.lineno < call.lineno and scope_of(script, one) is scope
-    ]
-    # A loop's variable may well be called module.
-    own = ITS_OWN & attributes or (ITS_OWN - {"module"}) & names
-    return uses == [call.func] and not own and not asked_before
-
-
-def clipped_by_torch(script: Script, models: set[str]) -> list[Edit] | None:
-    """The norms of ``models`` by torch's function instead of their own; None where others have theirs clipped
-    so, or where the script has no name for torch."""
-    edits = []
-    for call in script.calls(CLIPPING):
-        given = "".join(map(ast.unparse, call.args))
-        model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        if ".parameters()" in given:
-            continue
-        if model not in models or not (call.args or call.keywords):
-            return None
-        edits.append(replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"))
-        edits.append(first_argument(script, call, f"{model}.parameters()"))
-    return edits if not edits or script.aliases.get("torch") == "torch" else None
 
 
 def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
@@ -160,13 +126,21 @@ def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
     if not isinstance(found, ast.Set | ast.List | ast.Tuple) or len(found.elts) != 1:
         # Of several, one could be inside another, which has to be sharded first.
         raise _UnknownError
-    if not is_dotted_name(found.elts[0]):
+    kind = found.elts[0]
+    is_moved = isinstance(policy, ast.Name)
+    if not is_dotted_name(kind) or (is_moved and not means_the_same(script, kind, call)):
         raise _UnknownError
-    return ast.unparse(found.elts[0])
+    text = ast.unparse(kind)
+    # Where the layers are listed, a name of a class's own body is not seen, and this one is each layer's.
+    if text.partition(".")[0] == LISTED or isinstance(scope_of(script, call), ast.ClassDef):
+        raise _UnknownError
+    if text.rpartition(".")[2] in NESTED:
+        raise _UnknownError
+    return text
 
 
 def _made(script: Script, value: ast.expr) -> ast.expr:
-    """What a name stands for where the text settles that; anything else is itself."""
+    """What a name stands for where the text settles that, here as there; anything else is itself."""
     if not isinstance(value, ast.Name):
         return value
     found = only_value(script, value.id, value)
@@ -176,7 +150,9 @@ def _made(script: Script, value: ast.expr) -> ast.expr:
         and ast.unparse(node.value) == value.id
         for node in script.walk(ast.Attribute)
     )
-    if found is None or is_changed:
+    given = keywords(found).values() if isinstance(found, ast.Call) else ()
+    is_plain = all(isinstance(one, ast.Constant) or is_dotted_name(one) for one in given)
+    if found is None or is_changed or not is_plain or not means_the_same(script, found, value):
         raise _UnknownError
     return found
 
@@ -199,6 +175,8 @@ def _precision(script: Script, value: ast.expr) -> _Option | None:
         raise _UnknownError
     if not {"param_dtype"} <= set(given) <= {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise _UnknownError
+    if any("BatchNorm" in name for name in script.names):
+        raise _UnknownError  # FSDP1 leaves them in fp32.
     # Buffers keep their type in FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_api.py).
     kept = [f"{name}={ast.unparse(value)}" for name, value in given.items() if name != "buffer_dtype"]
     return _Option("mp_policy", f"({', '.join(kept)})", "MixedPrecisionPolicy")
@@ -212,6 +190,8 @@ def _offload(script: Script, value: ast.expr) -> _Option | None:
         return None
     if text != "CPUOffload(offload_params=True)":
         raise _UnknownError
+    if CLIPPING in script.names:
+        raise _UnknownError  # Ranks add their parts of a norm up on the CPU, for which there may be no group.
     return _Option("offload_policy", "()", "CPUOffloadPolicy")
 
 

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardscope.frameworks.fsdp2.migrated import CLIPPING, OLD_CLASS, clipped_by_torch, with_fully_shard
+from shardscope.frameworks.fsdp2.migrated import with_fully_shard
 from shardscope.frameworks.fsdp2.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
+from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
 from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
-from shardscope.planner.preflight.edits import mended, replaced, with_keyword
+from shardscope.planner.preflight.edits import mended, replaced, unless_too_deep, with_keyword
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -118,6 +119,7 @@ def _instead(script: Script, name: str, line: int, whole: str | None) -> Finding
     )
 
 
+@unless_too_deep
 def _clipped(script: Script) -> str | None:
     """The script with the norms of models of FSDP2 clipped by torch's function, as DTensors have them.
 
@@ -156,6 +158,7 @@ def _strategies(script: Script) -> Iterator[Finding]:
         yield replace(strategy(name, line, script.plan), source=sources.get(name))
 
 
+@unless_too_deep
 def _resharding(script: Script, keyword: ast.keyword, name: str) -> str | None:
     """The script with what version 2 of Accelerate's plugin takes in the place of a strategy's name."""
     known = STRATEGIES[name]
@@ -206,6 +209,7 @@ def _reductions(script: Script) -> Iterator[Finding]:
         )
 
 
+@unless_too_deep
 def _reduced_in_fp32(script: Script, policy: ast.Call) -> str | None:
     """The script with ``reduce_dtype`` beside a ``param_dtype`` that is one of torch's types."""
     compute = keywords(policy).get("param_dtype")

@@ -7,7 +7,7 @@ import ast
 from shardscope.architecture import MODEL_TYPES
 from shardscope.frameworks.fsdp2.migrated import LAYER, MODULE, OPTIONS
 from shardscope.planner.preflight.bindings import only_value
-from shardscope.planner.preflight.edits import has_comment, imported, mended, replaced
+from shardscope.planner.preflight.edits import has_comment, imported, mended, replaced, unless_too_deep
 from shardscope.planner.preflight.script import Script, keywords
 
 SHARD = "fully_shard"
@@ -26,6 +26,7 @@ READERS = (SHARD, "print", "get_model_state_dict", "get_state_dict", "get_optimi
 """Functions that take a model of many units as they take one."""
 
 
+@unless_too_deep
 def by_layer(script: Script, call: ast.Call) -> str | None:
     """The script with each layer of a model of transformers sharded before the model is.
 

@@ -6,6 +6,9 @@ import ast
 
 from shardscope.planner.preflight.script import DEFINITIONS, Script
 
+OTHERS = (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping)
+"""What gives a name something, and is neither a name, an import, a parameter nor a definition."""
+
 
 def only_value(script: Script, name: str, seen_from: ast.AST) -> ast.expr | None:
     """What ``name`` is given, if that happens once in the whole script, whatever way the script goes.
@@ -28,11 +31,33 @@ def only_value(script: Script, name: str, seen_from: ast.AST) -> ast.expr | None
     return assigned[0].value if is_certain and is_seen else None
 
 
+def means_the_same(script: Script, value: ast.expr, elsewhere: ast.AST) -> bool:
+    """Whether all names in ``value`` stand for one thing in the whole script, also at ``elsewhere``."""
+    named = [one for one in ast.walk(value) if isinstance(one, ast.Name)]
+    looked_up = {one.attr for one in ast.walk(value) if isinstance(one, ast.Attribute)}
+    is_set = any(
+        isinstance(one, ast.Attribute) and one.attr in looked_up and not isinstance(one.ctx, ast.Load)
+        for one in script.walk(ast.Attribute)
+    )
+    return not is_set and all(_is_settled(script, one, elsewhere) for one in named)
+
+
+def _is_settled(script: Script, name: ast.Name, elsewhere: ast.AST) -> bool:
+    places = bound(script, name.id)
+    if len(places) != 1:
+        return not places
+    scope = scope_of(script, places[0])
+    if scope is not None and not scope is scope_of(script, name) is scope_of(script, elsewhere):
+        return False
+    is_fixed = isinstance(places[0], (ast.alias, ast.arg, *DEFINITIONS))
+    return is_fixed or only_value(script, name.id, elsewhere) is not None
+
+
 def bound(script: Script, name: str) -> list[ast.AST]:
     """Where the script gives ``name`` something: imports, definitions, parameters, assignments."""
     return [
         node
-        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS)
+        for node in script.walk(ast.Name, ast.arg, ast.alias, *DEFINITIONS, *OTHERS)
         if _binds(node, name) and not isinstance(getattr(node, "ctx", None), ast.Load)
     ]
 
@@ -40,7 +65,7 @@ def bound(script: Script, name: str) -> list[ast.AST]:
 def _binds(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.alias):
         return (node.asname or node.name.partition(".")[0]) == name
-    return name in (getattr(node, "id", None), getattr(node, "arg", None), getattr(node, "name", None))
+    return name in [getattr(node, field, None) for field in ("id", "arg", "name", "rest")]
 
 
 def scope_of(script: Script, node: ast.AST) -> ast.AST | None:

@@ -6,7 +6,8 @@ import ast
 import re
 
 from shardscope.planner.preflight.bindings import is_dotted_name
-from shardscope.planner.preflight.edits import Edit, mended, renamed, replaced
+from shardscope.planner.preflight.edits import Edit, mended, renamed, replaced, unless_too_deep
+from shardscope.planner.preflight.exported import comes_after_training
 from shardscope.planner.preflight.script import Script, keywords
 
 HALVES = ("float16", "half")
@@ -26,8 +27,11 @@ NOT_FOR_BF16 = frozenset(
 TYPES = ("dtype", "torch_dtype")
 MAKERS = ("from_pretrained", "from_config")
 AUTOCAST = "autocast"
+NO_MODEL = re.compile("Tokenizer|Processor|Config")
+"""What is made as a model is, and is none."""
 
 
+@unless_too_deep
 def in_bf16(script: Script) -> str | None:
     """The script with torch's bf16 wherever it says torch's fp16.
 
@@ -42,7 +46,9 @@ def in_bf16(script: Script) -> str | None:
     said = [
         node for node in script.walk(ast.Attribute) if isinstance(node, ast.Attribute) and node.attr in HALVES
     ]
-    if any(id(node) not in places for node in said) or not _is_of_a_model(script):
+    if any(id(node) not in places or comes_after_training(script, node) for node in said):
+        return None
+    if not _is_of_a_model(script):
         return None
     edits: list[Edit] = [
         replaced(script, node, f"{ast.unparse(node.value)}.bfloat16")
@@ -54,21 +60,29 @@ def in_bf16(script: Script) -> str | None:
 
 
 def _places(script: Script) -> set[int]:
-    """Where fp16 is given as a type, or made: not in a table, nor by choice, nor as it is saved."""
-    found = set()
+    """Where a model is told fp16, or something is made it: no table, no choice, and nothing that is saved."""
+    found = {id(value) for call in _told(script) for value in _types(script, call)}
     for call in script.walk(ast.Call):
         assert isinstance(call, ast.Call)
-        for keyword in call.keywords:
-            if keyword.arg in TYPES and _is_type(script, keyword.value):
-                found.add(id(keyword.value))
         if script.called(call) == "to":
-            found |= {id(one) for one in call.args if _is_type(script, one)}
+            found |= {id(one) for one in (*call.args, *_types(script, call)) if _is_type(script, one)}
         if _makes_half(script, call):
             found.add(id(call.func))
     inside = script.walk(ast.Dict, ast.IfExp, ast.Lambda, ast.ListComp, ast.DictComp, ast.GeneratorExp)
     apart = {id(node) for one in inside for node in ast.walk(one)}
     saved = {id(node) for call in script.calls("save") for node in ast.walk(call)}
     return found - apart - saved
+
+
+def _told(script: Script) -> list[ast.Call]:
+    """Calls that take the type which a model is made in, or computed in."""
+    calls = (call for name in (*MAKERS, AUTOCAST) for call in script.calls(name))
+    return [call for call in calls if not NO_MODEL.search(ast.unparse(call.func))]
+
+
+def _types(script: Script, call: ast.Call) -> list[ast.expr]:
+    """fp16 among the keywords of ``call``."""
+    return [value for name, value in keywords(call).items() if name in TYPES and _is_type(script, value)]
 
 
 def _is_type(script: Script, node: ast.expr) -> bool:
@@ -87,20 +101,31 @@ def _makes_half(script: Script, call: ast.Call) -> bool:
 
 
 def _is_of_a_model(script: Script) -> bool:
-    """Whether all models are made in fp16, or computed in it, or changed to it by name."""
-    types = [
-        any(_is_type(script, value) for name, value in keywords(call).items() if name in TYPES)
-        for name in (*MAKERS, AUTOCAST)
-        for call in script.calls(name)
-        if not re.search("Tokenizer|Processor|Config", ast.unparse(call.func))
-    ]
-    if types:
-        return all(types)
+    """Whether all models are made in fp16, or computed in it, or changed to it by name, a trained one too."""
+    told = _told(script)
+    if not all(_types(script, call) for call in told):
+        return False
     trained = {
         ast.unparse(call.func.value)
         for call in script.calls("parameters")
         if isinstance(call.func, ast.Attribute)
     }
+    is_computed = any(script.called(call) == AUTOCAST for call in told)
+    is_made = bool(told) and (not trained or bool(_made(script, told) & trained))
+    return is_computed or is_made or _is_changed(script, trained)
+
+
+def _made(script: Script, makers: list[ast.Call]) -> set[str]:
+    """What ``makers`` make, and what is made of that at once."""
+    return {
+        ast.unparse(target)
+        for one in script.walk(ast.Assign)
+        if isinstance(one, ast.Assign) and any(node in makers for node in ast.walk(one.value))
+        for target in one.targets
+    }
+
+
+def _is_changed(script: Script, trained: set[str]) -> bool:
     return any(
         ast.unparse(call.func.value) in trained
         for call in (*script.calls("half"), *script.calls("to"))

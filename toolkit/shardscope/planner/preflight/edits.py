@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
 import warnings
+from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 from shardscope.planner.preflight.bindings import bound
 from shardscope.planner.preflight.script import Script, keywords
+
+P = ParamSpec("P")
+
+
+def unless_too_deep(mend: Callable[P, str | None]) -> Callable[P, str | None]:
+    """``mend``, and None where the text nests deeper than Python follows: generated lists and chains do."""
+
+    @functools.wraps(mend)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> str | None:
+        try:
+            return mend(*args, **kwargs)
+        except RecursionError:
+            return None
+
+    return guarded
 
 
 class Edit(NamedTuple):
@@ -70,6 +87,11 @@ def first_argument(script: Script, call: ast.Call, text: str) -> Edit:
     return Edit(at, at, f"{text}, ")
 
 
+def behind(script: Script, node: ast.expr, text: str) -> Edit:
+    """``text`` right behind ``node``."""
+    return Edit(_end(script, node), _end(script, node), text)
+
+
 def line_before(script: Script, statement: ast.stmt, text: str) -> Edit:
     """``text`` on a line of its own before ``statement``, as far from the margin."""
     at = _start(script, statement)
@@ -110,13 +132,11 @@ def imported(
     had = {
         alias.name: alias.asname or alias.name
         for one in heads
-        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == package
         for alias in one.names
-        if alias.name in names
+        if alias.name in names and _is_from(one, module)
     }
-    had = {name: local for name, local in had.items() if not _means_another(script, local, package)}
-    taken = [name for name in names if _means_another(script, name, package)]
-    local = {name: f"{package}_{name}" if name in taken else name for name in names} | had
+    had = {name: local for name, local in had.items() if not _means_another(script, local, name, module)}
+    local = {name: had.get(name) or _free_name(script, name, module) for name in names}
     missing = sorted(set(names) - set(had))
     if not missing:
         return local, ()
@@ -130,9 +150,25 @@ def imported(
 
 
 def _imports(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
-    own = getattr(statement, "module", None)
-    names = [own or ""] if isinstance(statement, ast.ImportFrom) else [one.name for one in statement.names]
-    return package in [name.partition(".")[0] for name in names]
+    if isinstance(statement, ast.ImportFrom):
+        return not statement.level and (statement.module or "").partition(".")[0] == package
+    return package in [one.name.partition(".")[0] for one in statement.names]
+
+
+def _is_from(statement: ast.stmt, module: str) -> bool:
+    """Whether it imports from that module, or from one around or inside of it, which has the same."""
+    if not isinstance(statement, ast.ImportFrom) or statement.level:
+        return False
+    inner, outer = f"{module}.", f"{statement.module}."
+    return inner.startswith(outer) or outer.startswith(inner)
+
+
+def _free_name(script: Script, name: str, module: str) -> str:
+    """``name``, or with its package before it so often that the script has no other use for that."""
+    local = name
+    while _means_another(script, local, name, module):
+        local = f"{module.partition('.')[0]}_{local}"
+    return local
 
 
 def _statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
@@ -141,21 +177,30 @@ def _statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
     return max(around, key=lambda one: (one.lineno, one.col_offset))
 
 
-def _means_another(script: Script, name: str, package: str) -> bool:
-    """Whether ``name`` is given anything but what ``package`` has, anywhere in the script."""
+def _means_another(script: Script, local: str, name: str, module: str) -> bool:
+    """Whether ``local`` may be anything but what ``module`` has under ``name``, anywhere in the script.
+
+    An import inside a function hides the module's there, and one under a condition may not be done: only one
+    of the module's own lines is surely the same. What ``*`` brings in is not known.
+    """
+    assert script.tree is not None
     its_own = [
         alias
-        for one in script.walk(ast.ImportFrom)
-        if isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == package
+        for one in script.tree.body
+        if isinstance(one, ast.ImportFrom) and _is_from(one, module)
         for alias in one.names
+        if alias.name == name
     ]
-    return any(node not in its_own for node in bound(script, name))
+    has_unknown = bool(bound(script, "*")) and local == name
+    return has_unknown or any(node not in its_own for node in bound(script, local))
 
 
 def has_comment(script: Script, node: ast.expr | ast.stmt) -> bool:
     """Whether a comment is in the lines of ``node``, but for one behind it."""
+    # A lone carriage return ends a line for Python's parser, and not for tokenize.
+    text = script.text.replace("\r\n", "\n").replace("\r", "\n")
     try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(script.text).readline))
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
         return True
     last = node.end_lineno or node.lineno
@@ -179,6 +224,9 @@ def _end(script: Script, node: ast.expr | ast.keyword | ast.stmt) -> int:
 
 
 def _offset(script: Script, line: int, column: int) -> int:
-    # Python's own line ends, a lone carriage return among them.
-    lines = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", script.text.encode())
-    return list(accumulate(map(len, lines), initial=0))[line - 1] + column
+    return list(accumulate(map(len, lines_of(script)), initial=0))[line - 1] + column
+
+
+def lines_of(script: Script) -> list[bytes]:
+    """By Python's own line ends, a lone carriage return among them; other lists of lines have more."""
+    return [one for one in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", script.text.encode()) if one]

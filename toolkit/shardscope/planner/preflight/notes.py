@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardscope.planner.preflight.edits import Edit, line_above, mended
+from shardscope.planner.preflight.edits import Edit, line_above, lines_of, mended, unless_too_deep
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script
 
 
+@unless_too_deep
 def noted(source: str, finding: Finding) -> str | None:
     """``source`` with ``# TODO:`` and what mends ``finding`` above the line that it is about.
 
@@ -17,7 +18,7 @@ def noted(source: str, finding: Finding) -> str | None:
     has no place for a comment there, as inside a string.
     """
     script = Script(source=source)
-    if script.tree is None or finding.line is None or finding.line > len(source.splitlines()):
+    if script.tree is None or finding.line is None or finding.line > len(lines_of(script)):
         return None
     note = f"# TODO: {finding.change} (shardscope: {finding.name})"
     meaning = ast.dump(script.tree)

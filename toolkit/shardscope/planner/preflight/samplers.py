@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from shardscope.planner.preflight.edits import (
     line_before,
     mended,
     replaced,
+    unless_too_deep,
     with_keyword,
 )
 from shardscope.planner.preflight.script import Script, keywords
@@ -35,9 +37,14 @@ OURS = "ctx"
 """What a task's function gets is up already."""
 WALKED = ("enumerate", "tqdm", "iter")
 """Functions that a loop hands its loader to."""
+OF_TESTS = re.compile(r"(^|[._])(val|valid|validation|test|eval|dev)", re.IGNORECASE)
+"""Names of what is measured with."""
+OF_RANKS = re.compile(r"rank|master|(?<!__)main(?!__)|process", re.IGNORECASE)
+"""What conditions say that are not true on all ranks."""
 OWN_SAMPLERS = ("sampler", "batch_sampler")
 
 
+@unless_too_deep
 def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
     """The script with a sampler for each of ``loaders`` that shuffles: those that do not may be of a test.
 
@@ -51,7 +58,9 @@ def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
         return None
     if any(getattr(node, "attr", "") == "dataset" for node in script.walk(ast.Attribute)):
         return None  # Its length may be what a mean is taken over.
-    shuffled = [loader for loader in loaders if _shuffles(loader)]
+    shuffled = [loader for loader in loaders if _shuffles(loader) and not _is_of_a_test(script, loader)]
+    if any(_is_counted(script, one) or _is_of_some_ranks(script, one) for one in shuffled):
+        return None
     if not shuffled or not all(_is_torchs(script, one) and _has_group(script, one) for one in shuffled):
         return None
     found: list[Edit] = []
@@ -68,6 +77,34 @@ def dealt(script: Script, loaders: Sequence[ast.Call]) -> str | None:
 def _shuffles(loader: ast.Call) -> bool:
     shuffle = keywords(loader).get("shuffle")
     return shuffle is not None and not (isinstance(shuffle, ast.Constant) and not shuffle.value)
+
+
+def _is_of_a_test(script: Script, loader: ast.Call) -> bool:
+    """Whether it, or what it loads, is called so: each rank would see a part of what is measured."""
+    names = [ast.unparse(one) for one in _datasets(loader)]
+    for one in script.walk(ast.Assign):
+        if isinstance(one, ast.Assign) and one.value is loader:
+            names += map(ast.unparse, one.targets)
+    return any(map(OF_TESTS.search, names))
+
+
+def _is_counted(script: Script, loader: ast.Call) -> bool:
+    """Whether the script takes the length of what it loads, which may say how many steps there are."""
+    counted = [ast.unparse(one) for call in script.calls("len") for one in call.args]
+    return any(ast.unparse(one) in counted for one in _datasets(loader))
+
+
+def _is_of_some_ranks(script: Script, loader: ast.Call) -> bool:
+    """Whether it is made on ranks alone that a condition names, who would load a part then."""
+    return any(
+        OF_RANKS.search(ast.unparse(one.test))  # type: ignore[attr-defined]
+        for one in script.walk(ast.If, ast.IfExp)
+        if loader in ast.walk(one)
+    )
+
+
+def _datasets(loader: ast.Call) -> list[ast.expr]:
+    return [*loader.args[:1], *(one.value for one in loader.keywords if one.arg == "dataset")]
 
 
 def _dealt(script: Script, loader: ast.Call, sampler: str) -> Edit | None:
@@ -122,6 +159,7 @@ def deals_to_all(script: Script, sampler: ast.Call) -> bool:
     return is_open and ast.unparse(given) == "world_size"
 
 
+@unless_too_deep
 def among_data_parallel_ranks(script: Script, sampler: ast.Call, plan: Plan) -> str | None:
     """The script with the plan's own number of shares, by the rank that the sampler is given.
 
@@ -159,6 +197,7 @@ def _is_of_all(script: Script, given: ast.expr, name: str) -> bool:
     return asked == f"get_{name}" and not given.args and not given.keywords
 
 
+@unless_too_deep
 def told_of_epochs(script: Script, sampler: ast.Call) -> str | None:
     """The script with ``set_epoch`` first in its loop over epochs; None where the text shows no such loop.
 

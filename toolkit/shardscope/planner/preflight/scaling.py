@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from shardscope.planner.preflight.brain_float import in_bf16
+from shardscope.planner.preflight.exported import comes_after_training
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.script import Script, keywords
 
@@ -46,7 +47,7 @@ def unscaled(script: Script) -> Iterator[Finding]:
 
 
 def _halved(script: Script) -> Iterator[int]:
-    """Lines that say fp16 as a type of torch, or ``.half()``; a number of that name is none."""
+    """Lines that say fp16 as a type of torch, or ``.half()``, of what is trained afterwards."""
     apart = {
         id(node)
         for found in script.walk(ast.Compare, ast.keyword, ast.IfExp)
@@ -55,17 +56,21 @@ def _halved(script: Script) -> Iterator[int]:
     }
     # What is saved in fp16 is trained in something else.
     apart |= {id(node) for call in script.calls("save") for node in ast.walk(call)}
+    said = ((node, line) for node, line in _said(script) if id(node) not in apart)
+    yield from (line for node, line in said if not comes_after_training(script, node))
+
+
+def _said(script: Script) -> Iterator[tuple[ast.AST, int]]:
+    """All places of fp16 and their lines; a number of that name is none."""
     for node in script.walk(ast.Call, ast.Attribute, ast.Name):
-        if id(node) in apart:
-            continue
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "half":
-            yield node.lineno
+            yield node, node.lineno
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             of_torch = script.aliases.get(node.value.id, node.value.id) == "torch"
             if of_torch and node.attr in ("float16", "half"):
-                yield node.lineno
+                yield node, node.lineno
         if isinstance(node, ast.Name) and script.aliases.get(node.id) in ("float16", "half"):
-            yield node.lineno
+            yield node, node.lineno
 
 
 def _has_bf16(node: ast.AST) -> bool:

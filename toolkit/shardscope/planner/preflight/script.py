@@ -51,9 +51,12 @@ class Script:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Local name -> the module that it was imported from: ``wrap`` -> ``torch.distributed.fsdp.wrap``."""
+        """Local name -> the module that it was imported from: ``wrap`` -> ``torch.distributed.fsdp.wrap``.
+
+        One of the person's own package has its dots before it.
+        """
         return {
-            alias.asname or alias.name: node.module or ""
+            alias.asname or alias.name: "." * node.level + (node.module or "")
             for node in self.walk(ast.ImportFrom)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
@@ -97,12 +100,13 @@ class Script:
         """Whether a call may run more than once: in a loop, or in a function that runs more than once or is
         handed on."""
         return any(call in ast.walk(loop) for loop in self.walk(*LOOPS)) or any(
-            call in ast.walk(function) and self._is_used_often(function.name)
+            call in ast.walk(function) and self.is_used_often(function.name)
             for function in self.walk(ast.FunctionDef, ast.AsyncFunctionDef)
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         )
 
-    def _is_used_often(self, function: str) -> bool:
+    def is_used_often(self, function: str) -> bool:
+        """Whether a function is called more than once or in a loop, or is handed on."""
         calls = self.calls(function)
         named = sum(isinstance(node, ast.Name) and node.id == function for node in self.walk(ast.Name))
         handed_on = named > len(calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
@@ -57,10 +58,11 @@ def in_task(case: Case) -> Iterator[Finding]:
 
 
 def _in_script(script: Script) -> Iterator[Finding]:
-    yield from _shared_data(script)
-    yield from scaling.unscaled(script)
-    for framework in frameworks.values():
-        yield from framework.habits().in_script(script)
+    checks = [_shared_data, scaling.unscaled, *(one.habits().in_script for one in frameworks.values())]
+    for check in checks:
+        # What nests deeper than Python follows is not looked into.
+        with suppress(RecursionError):
+            yield from check(script)
 
 
 def _shared_data(script: Script) -> Iterator[Finding]:
