@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import unescape
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.planner.preflight import Finding
+from shardscope.planner.preflight.question import Question
 from shardscope_widgets.checks_view import NOTHING, SIGNS, ChecksView, summary, worst_first
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
@@ -87,3 +89,25 @@ def test_nothing_found_is_said() -> None:
 def test_the_summary_counts_each_kind() -> None:
     assert summary([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
     assert summary([]) == ""
+
+
+def test_what_only_a_person_knows_is_asked_for_in_place() -> None:
+    cluster = replace(PLAN.cluster, host_memory_bytes=None)
+    plan = replace(PLAN, cluster=cluster)
+    asked = replace(
+        finding("host-memory-not-known", "warning"), question=Question(plan=plan, field="host_memory_bytes")
+    )
+    applied: list[ss.Plan] = []
+    view = shown(asked, on_apply=applied.append)
+    assert "data-answer='host-memory-not-known'" in view.list.value
+    view.list._handle_custom_msg({"act": "host-memory-not-known", "answer": "1,024"}, [])
+    assert [one.cluster.host_memory_bytes for one in applied] == [2**40] and view.plan == applied[0]
+    for typed in ("", "x", "-3", "nan", "1e99"):
+        view.list._handle_custom_msg({"act": "host-memory-not-known", "answer": typed}, [])
+        assert "Cluster.host_memory_bytes is" in view.list.error and len(applied) == 1
+    for content in ({"act": "host-memory-not-known"}, {"act": "else", "answer": "1"}, {"answer": "1"}, 3):
+        view.list._handle_custom_msg(content, [])
+        assert "means nothing here" in view.list.error and len(applied) == 1
+    unasked = shown(finding("a-hint", "hint", PLAN))
+    unasked.list.answer("a-hint", "1")
+    assert "means nothing here" in unasked.list.error

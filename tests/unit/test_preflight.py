@@ -316,6 +316,37 @@ def test_a_vocabulary_padded_much() -> None:
     assert finding.plan is not None
     assert found_in(finding.plan, "vocabulary-padded-much") is None
     assert found_in(plan_of(layout=ss.Layout.megatron(tp=8)), "vocabulary-padded-much") is None
+    # Where tp cannot be less, for the model would not fit, the vocabulary can be more.
+    small = replace(arch, vocab_size=129)
+    plan = ss.Plan(small, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.megatron(tp=1))
+    finding = one(plan, "vocabulary-padded-much")
+    assert finding.plan is not None and finding.plan.architecture.vocab_size == 256
+    assert finding.plan.architecture.name == f"{small.name}-vocab-256"
+    assert found_in(finding.plan, "vocabulary-padded-much") is None
+
+
+@pytest.mark.parametrize(
+    ("width", "changed"),
+    [
+        ("hidden size", {"hidden_size": 4100}),
+        ("width of the MLP", {"intermediate_size": 11_001}),
+        ("width of the queries", {"num_attention_heads": 31, "num_key_value_heads": 31, "head_dim": 129}),
+    ],
+)
+def test_a_width_that_tp_does_not_mend_is_mended_by_a_model(width: str, changed: dict[str, int]) -> None:
+    arch = replace(ss.models["llama-2-7b"], name="mine", **changed)
+    plan = ss.Plan(arch, ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
+    finding = one(plan, "width-misses-matrix-units")
+    assert width in finding.why and finding.plan is not None
+    assert finding.plan.architecture.name.startswith("mine-") and "A model with" in finding.change
+    (field, value), *_ = [
+        (name, getattr(finding.plan.architecture, name))
+        for name in changed
+        if getattr(finding.plan.architecture, name) != changed[name]
+    ]
+    assert changed[field] < value < changed[field] + 8
+    after = found_in(finding.plan, "width-misses-matrix-units")
+    assert after is None or width not in after.why
 
 
 # ---------------------------------------------------------------------------------------------- room
@@ -418,6 +449,21 @@ def test_checkpoints_tied_to_their_ranks(layout: ss.Layout, ranks: int | None) -
     plan = plan_of("llama-3.2-1b", "2x8xh100-sxm-80gb", layout)
     finding = found_in(plan, "checkpoint-tied-to-ranks")
     assert (None if finding is None else finding.number) == ranks
+    if finding is None:
+        return
+    # What loads over any ranks cuts model and state the same way.
+    assert finding.plan is not None and found_in(finding.plan, "checkpoint-tied-to-ranks") is None
+    assert (finding.plan.degrees.tp, finding.plan.degrees.shard) == (plan.degrees.tp, plan.degrees.shard)
+    assert finding.plan.layout.description in finding.change and "ds_to_universal" in finding.change
+
+
+def test_what_is_offloaded_stays_so_where_a_checkpoint_is_to_be_loose() -> None:
+    layout = ss.Layout.zero(offload_optimizer="cpu", offload_params="cpu")
+    plan = plan_of("llama-3.1-70b", layout=layout, recompute="full")
+    assert fits(plan, plan.memory())
+    finding = one(plan, "checkpoint-tied-to-ranks")
+    assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
+    assert getattr(finding.plan.layout, "offload", None) == "cpu"
 
 
 def test_every_framework_tells_its_habits() -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.needs import needs
 
 import shardscope as ss
-from shardscope.planner.preflight import Finding
+from shardscope.planner.preflight import Finding, findings_in
 from shardscope.planner.preflight.data import SHIPPED_TOKENS
 from shardscope.planner.preflight.learning_rate import WARM_UP_STEPS
+from shardscope.planner.preflight.loading import WORKERS
 from shardscope.planner.preflight.usual_rates import (
     REFERENCES,
     reference_for,
@@ -273,8 +274,44 @@ def test_a_node_that_must_be_fed_faster_than_usual_storage_reads() -> None:
     assert f"{samples * 256 * 4 / 1e6:,.1f} MB/s of tokens" in finding.why and "AWS gp3" in finding.why
     alone = found_in(plan, "data-loading")
     assert alone is not None and alone.severity == "hint"
+    assert found_in(plan, "data-loading", alone.task) is None, "what it offers has its tokens in memory"
+    assert finding.source is None and finding.line == 1
     assert found_in(plan, "data-loading", ss.Pretrain(num_steps=1)) is None, "it has its tokens in memory"
     assert found_in(plan_of(), "data-loading", own_loader) is None
+
+
+def idle_loaders(ctx: Any) -> None:
+    from torch.utils.data import DataLoader
+
+    for batch in DataLoader(ctx.data, batch_size=4):
+        ctx.log(loss=float(batch.sum()))
+    for batch in DataLoader(ctx.data, batch_size=4, num_workers=0):
+        ctx.log(loss=float(batch.sum()))
+    for batch in DataLoader(ctx.data, batch_size=4, num_workers=2):
+        ctx.log(loss=float(batch.sum()))
+
+
+def test_loaders_that_read_within_the_step_get_workers() -> None:
+    finding = found_in(fast(256), "data-loading", idle_loaders)
+    assert finding is not None and finding.source is not None and finding.line == 4
+    assert (
+        finding.source.count(f"num_workers={WORKERS})") == 2 and finding.source.count("num_workers=2)") == 1
+    )
+    busy = finding.source.replace("idle_loaders", "busy")
+    again = [one for one in findings_in(busy, fast(256)) if one.name == "data-loading"]
+    assert [one.source for one in again] == [None], "more of them are for a person to try"
+    assert not [one for one in findings_in("x: 1\n", fast(256)) if one.name == "data-loading"]
+
+
+def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("a" * 4095)
+    plan = tiny(seq_len=256, micro_batch_size=16, global_batch_size=64)
+    task = ss.Pretrain(text=text, num_steps=1)
+    finding = found_in(plan, "ranks-read-the-same-text", task)
+    assert finding is not None and finding.plan is not None
+    assert finding.plan.recipe.seq_len == 64 and "seq_len=64" in finding.change
+    assert found_in(finding.plan, "ranks-read-the-same-text", task) is None
 
 
 def test_ranks_that_share_a_sequence_each_read_it() -> None:

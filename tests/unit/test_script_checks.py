@@ -190,3 +190,56 @@ def test_what_no_click_can_mend_is_noted_in_the_copy(tmp_path: Path) -> None:
     assert "<button" not in view.checks.list.value
     view.checks.list.press("whole-model-as-one-unit:4")
     assert (tmp_path / "train.mended.py").read_text().count("TODO") == 1
+
+
+OLD_STEP = """def train(ctx):
+    from torch.optim import AdamW
+    optimizer = AdamW(ctx.model.parameters(), lr=0.3)
+    for batch in ctx.batches:
+        ctx.model(batch).backward()
+        optimizer.step()
+"""
+
+
+def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
+    """What a notebook's cell would have defined."""
+    file = tmp_path / "cell.py"
+    file.write_text(source)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(source, str(file), "exec"), namespace)
+    assert name in namespace
+    return namespace
+
+
+def test_a_function_of_the_notebook_is_checked_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = defined(OLD_STEP, "train", tmp_path)
+    plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024),
+                   ss.Layout.ddp())  # fmt: skip
+    view = ScriptChecks(plan, functions=functions)
+    view.path.value = "train"
+    assert not view.words.value
+    assert "learning-rate-against-batch" in [one.name for one in view.checks.findings]
+    press_all(view)
+    mended = (tmp_path / "train.mended.py").read_text()
+    assert "lr=0.3" not in mended and "lr=" in mended and mended.startswith("def train(ctx):")
+    compile(mended, "mended", "exec")
+    assert "%load train.mended.py" in view.changed.value and "<code>train</code>" in view.changed.value
+
+
+def test_a_file_of_that_name_goes_before_and_what_is_neither_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = defined(OLD_STEP, "train", tmp_path)
+    view = ScriptChecks(functions=functions)
+    view.path.value = "trian"
+    assert "trian cannot be read" in view.words.value and "Nearest: train." in view.words.value
+    functions["lost"] = eval("lambda ctx: ctx")
+    view.path.value = "lost"
+    assert "whose text nobody has kept" in view.words.value
+    (tmp_path / "train").write_text("x = 1\n")
+    view.path.value = "train"
+    assert "Nothing to mend" in view.checks.list.value and not view.words.value

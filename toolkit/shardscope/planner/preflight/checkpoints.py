@@ -47,7 +47,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
 
 
 def _not_tied(plan: Plan) -> Plan | None:
-    """The plan of another framework that cuts the model the same way, loads over any ranks and has room."""
+    """Another framework's plan that cuts model and state the same way, loads over any ranks and has room."""
     wanted = {name: getattr(plan.degrees, name) for name in CUTS}
     for framework in frameworks.values():
         known = framework.layout_class.__dataclass_fields__
@@ -58,7 +58,9 @@ def _not_tied(plan: Plan) -> Plan | None:
         same = {name: number for name, number in wanted.items() if name in known}
         for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
             found = _with(plan, layout=framework.layout_class(**same, **moved))
-            if found is not None and all(tie.num_ranks == 1 for tie in _format_of(found).ties.values()):
+            if found is None or found.degrees.shard != plan.degrees.shard:
+                continue
+            if all(tie.num_ranks == 1 for tie in _format_of(found).ties.values()):
                 return found
     return None
 

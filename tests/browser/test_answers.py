@@ -1,0 +1,51 @@
+"""An input among clickable HTML: what is typed there is sent with the press, and is not lost on the way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.browser.test_ignored_messages import SHOW
+
+from shardscope_widgets.clickable import Clickable
+
+VALUE = (
+    "<input data-answer='a' aria-label='GiB'><button data-act='a'>Apply</button>"
+    "<button data-act='b'>Other</button>"
+)
+
+
+def test_what_was_typed_goes_with_its_own_button_and_stays_on_errors(browser: Any) -> None:
+    heard: list[tuple[str, str]] = []
+
+    def answered(act: str, typed: str) -> None:
+        heard.append((act, typed))
+        raise ValueError(f"{typed} is no number")
+
+    pressed: list[str] = []
+    widget = Clickable(pressed.append, on_answer=answered)
+    widget.value = VALUE
+    state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
+    page = browser.new_page()
+    try:
+        page.evaluate(SHOW, [str(widget._esm), json.loads(json.dumps(state, default=str))])
+        page.evaluate("() => { model.sent = []; model.send = content => model.sent.push(content); }")
+        page.get_by_label("GiB").fill("much")
+        page.get_by_text("Apply").click()
+        page.get_by_text("Other").click()
+        page.get_by_label("GiB").press("Enter")
+        sent = page.evaluate("model.sent")
+        assert sent == [{"act": "a", "answer": "much"}, {"act": "b"}, {"act": "a", "answer": "much"}]
+        for content in sent:
+            widget._handle_custom_msg(content, [])
+        assert heard == [("a", "much"), ("a", "much")] and pressed == ["b"]
+        page.evaluate("error => model.set('error', error)", widget.error)
+        assert page.locator("[role=alert]").inner_text() == "much is no number"
+        assert page.get_by_label("GiB").input_value() == "much"
+        assert page.evaluate("document.activeElement.dataset.answer") == "a", "it keeps the keyboard"
+        page.evaluate("model.set('frozen', true)")
+        assert page.get_by_label("GiB").is_disabled()
+        page.evaluate("html => model.set('value', html)", VALUE.replace("data-answer='a'", "data-answer='c'"))
+        assert page.get_by_label("GiB").input_value() == "", "another question has another answer"
+    finally:
+        page.close()

@@ -1,0 +1,87 @@
+"""The GPU inventory's inputs: what a node has beside its GPUs is kept exactly, typed, or not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import shardscope as ss
+from shardscope_widgets import Studio
+from shardscope_widgets.pickers import ClusterPicker
+
+H100 = ss.Cluster.parse("8xh100-sxm-80gb")
+
+
+def test_it_begins_with_what_the_catalogue_says_of_a_node() -> None:
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    assert picker.value == H100
+    assert H100.host_memory_bytes is not None
+    assert picker.host.value == f"{H100.host_memory_bytes / 2**30:,.0f}" and picker.nvme.value == ""
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        replace(H100, host_memory_bytes=123_456_789_012, nvme_bytes=1, nvme_bandwidth_bytes_per_second=3.3e9),
+        replace(H100, host_memory_bytes=None),
+        replace(H100, num_nodes=3, host_link=H100.inter_node_link),
+        ss.Cluster.parse("2xcpu"),
+        ss.Cluster.detect(),
+    ],
+    ids=["bytes", "unknown", "links", "cpu", "detected"],
+)
+def test_what_is_filled_in_is_kept_to_the_byte(cluster: ss.Cluster) -> None:
+    picker = ClusterPicker()
+    picker.fill(cluster)
+    assert picker.value == cluster and not picker.is_wrong
+    picker.count.value = "1"
+    assert picker.value == replace(cluster, gpus_per_node=1), "another input leaves it as it is"
+
+
+def test_what_is_typed_takes_the_catalogues_place() -> None:
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    picker.host.value, picker.nvme.value, picker.speed.value = "1,024", "3500.5", "6.4"
+    assert picker.value.host_memory_bytes == 2**40
+    assert picker.value.nvme_bytes == round(3500.5 * 2**30)
+    assert picker.value.nvme_bandwidth_bytes_per_second == pytest.approx(6.4e9)
+    picker.host.value = " "
+    assert picker.value.host_memory_bytes is None, "nobody knows"
+    picker.type.value = "a100-sxm-80gb"
+    assert picker.value == ss.Cluster.parse("8xa100-sxm-80gb"), "such a node has another host"
+
+
+@pytest.mark.parametrize(
+    ("box", "typed", "field"),
+    [
+        ("host", "much", "Cluster.host_memory_bytes is 'much'"),
+        ("host", "-1", "Cluster.host_memory_bytes"),
+        ("nvme", "1e30", "Cluster.nvme_bytes"),
+        ("nvme", "inf", "Cluster.nvme_bytes is 'inf'"),
+        ("speed", "fast", "Cluster.nvme_bandwidth_bytes_per_second is 'fast'"),
+    ],
+)
+def test_what_is_no_size_is_said_at_its_input_and_nothing_is_lost(box: str, typed: str, field: str) -> None:
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    getattr(picker, box).value = typed
+    row = picker.rows["host_memory_bytes" if box == "host" else "nvme_bytes"]
+    assert field in row.message.replace("&#x27;", "'") and picker.is_wrong
+    assert picker.value == H100 and getattr(picker, box).value == typed
+    getattr(picker, box).value = ""
+    assert not picker.is_wrong and not row.message
+
+
+def test_what_was_asked_for_in_place_goes_to_its_input() -> None:
+    studio = Studio()
+    layout = ss.Layout.zero(offload_optimizer="nvme", offload_params="nvme")
+    studio.apply(replace(studio.plan, layout=layout))
+    studio.tabs.value = "Checks"
+    assert "nvme-not-known" in [one.name for one in studio.checks.findings]
+    studio.checks.list.answer("nvme-not-known", "lots")
+    assert (
+        "Cluster.nvme_bytes is 'lots'" in studio.checks.list.error and studio.plan.cluster.nvme_bytes is None
+    )
+    studio.checks.list.answer("nvme-not-known", "4,096")
+    assert studio.plan.cluster.nvme_bytes == 2**42 and studio.cluster.nvme.value == "4,096"
+    assert "nvme-not-known" not in [one.name for one in studio.checks.findings]
+    assert not studio.checks.list.error
