@@ -93,7 +93,7 @@ class ChecksView(View):
         question = self._named(act).question
         if question is None:
             raise IgnoredError(act)
-        self._take(question.answered(typed_bytes(typed)))
+        self._take(question.answered(typed_bytes(f"Cluster.{question.field}", typed)))
 
     def _named(self, act: str) -> Finding:
         """By name: the list may have changed since it was drawn where the click came from."""
@@ -163,8 +163,8 @@ def _row(finding: Finding, act: str, verb: str | None) -> str:
     mend = f"<span>{escape(finding.change)}</span>"
     if finding.question is not None:
         mend += (
-            f"<label class='ss-answer'><input data-answer='{escape(act, quote=True)}' inputmode='decimal'"
-            f" aria-label='{escape(finding.change, quote=True)}, in GiB'> GiB</label>"
+            f"<label class='ss-answer'><input type='text' inputmode='decimal'"
+            f" data-answer='{escape(act, quote=True)}' aria-label='{escape(finding.change, quote=True)}, in GiB'> GiB</label>"
         )
     if verb is not None:
         label = escape(f"{verb}: {finding.change}", quote=True)

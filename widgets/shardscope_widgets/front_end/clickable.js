@@ -11,16 +11,20 @@ function write(el, html, error, frozen) {
   el.classList.toggle("ss-frozen", frozen);
   for (const box of el.querySelectorAll("input[data-answer]")) box.value = typed.get(box.dataset.answer) ?? "";
   if (frozen) for (const each of el.querySelectorAll("button[data-act], input[data-answer]")) each.disabled = true;
-  if (error) {
-    const said = document.createElement("p");
-    said.className = "ss-error";
-    said.setAttribute("role", "alert");
-    said.textContent = error;
-    el.append(said);
-  }
   for (const row of el.querySelectorAll("details[data-key]")) row.open = open.has(row.dataset.key);
-  if (focused === undefined) return;
-  [...el.querySelectorAll("[data-act], [data-answer]")].find((other) => place(other) === focused)?.focus();
+  const pressed = [...el.querySelectorAll("[data-act], [data-answer]")].find((other) => place(other) === focused);
+  pressed?.focus();
+  if (error) say(error, pressed?.closest(".ss-mend") ?? el);
+}
+
+/** Say below what was pressed, or else below all, what is wrong with it.
+ * @param {string} error @param {HTMLElement} where */
+function say(error, where) {
+  const said = document.createElement("p");
+  said.className = "ss-error";
+  said.setAttribute("role", "alert");
+  said.textContent = error;
+  where.append(said);
 }
 
 /** What tells an element that takes the keyboard from the others.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from html import escape
+from math import nan
 from typing import Any
 
 import ipywidgets as widgets
 import traitlets
 
+from shardscope.cluster import MAX_BYTES
+from shardscope.validation import refuse
 from shardscope_widgets import shared
 
 LABEL_WIDTH = "84px"
@@ -112,13 +115,20 @@ def typed_number(text: str) -> Any:
         return text
 
 
-def typed_bytes(text: str) -> Any:
-    """What a person typed as a number of GiB ("2,048") in bytes if it is one, else the text, for the noun to
-    refuse."""
+def typed_size(field: str, text: str, unit: str, most: float) -> float:
+    """A number of ``unit`` that a person typed, as "2,048". Raises ``ValueError`` beyond 0 to ``most``."""
     try:
-        return round(float(text.strip().replace(",", "")) * 2**30)
-    except (ValueError, OverflowError):
-        return text
+        number = float(text.strip().replace(",", ""))
+    except ValueError:
+        number = nan
+    if not 0 <= number <= most:
+        refuse(field, text, f"a number of {unit} from 0 to {most:,.0f}", "1,024")
+    return number
+
+
+def typed_bytes(field: str, text: str) -> int:
+    """What a person typed in GiB, in bytes. Raises ``ValueError``."""
+    return round(typed_size(field, text, "GiB", MAX_BYTES / 2**30) * 2**30)
 
 
 def typed_rate(text: str) -> Any:

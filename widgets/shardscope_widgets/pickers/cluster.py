@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope_widgets import shared
-from shardscope_widgets.pickers.base import Picker, Row, typed_bytes, typed_number, typed_rate
+from shardscope_widgets.pickers.base import Picker, Row, typed_bytes, typed_number, typed_size
 from shardscope_widgets.words import device_count, title
 
 GIB = 2**30
@@ -40,7 +39,7 @@ class ClusterPicker(Picker):
         self.hint = shared.html("", "ss-hint")
         self.use_machine = shared.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
         counts = Row("Count", self.count, shared.label("GPUs ×"), self.nodes, shared.label("nodes"))
-        host = Row("Host memory", self.host, shared.label("GiB a node"))
+        host = Row("Host", self.host, shared.label("GiB of memory"))
         nvme = Row("NVMe", self.nvme, shared.label("GiB at"), self.speed, shared.label("GB/s"))
         super().__init__(
             {
@@ -141,11 +140,9 @@ def _shown(name: str, value: float | None) -> str:
     return "" if value is None else f"{value / UNITS[name]:,.10g}"
 
 
-def _typed(name: str, text: str) -> Any:
-    """In bytes, or bytes a second; None for nothing, the text for what is no number."""
+def _typed(name: str, text: str) -> float | None:
+    """In bytes, or bytes a second; None for nothing. Raises ``ValueError``."""
     if not text.strip():
         return None
-    if UNITS[name] == GIB:
-        return typed_bytes(text)
-    number = typed_rate(text.replace(",", ""))
-    return number * UNITS[name] if isinstance(number, float) else text
+    field = f"Cluster.{name}"
+    return typed_bytes(field, text) if UNITS[name] == GIB else typed_size(field, text, "GB/s", 10_000) * 1e9

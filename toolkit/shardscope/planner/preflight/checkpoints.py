@@ -41,7 +41,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
         number=float(tied[0].num_ranks),
         change=saved.remedy
         if loose is None
-        else f"{loose.layout.description}, which loads over any number of ranks; or {saved.remedy}",
+        else f"{loose.layout.description}, which loads over any number of ranks{_or(saved)}",
         plan=loose,
     )
 
@@ -109,7 +109,7 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
         why=f"The checkpoint was saved with {was}, and this plan has {wanted}: "
         f"{saved.name} does not load so ({saved.source}).",
         number=float(others[0][0].num_ranks),
-        change="; or ".join(filter(None, (change, saved.remedy))),
+        change=f"{change}{_or(saved)}",
         plan=mended,
     )
 
@@ -124,6 +124,11 @@ def _with(now: Plan, **parts: Any) -> Plan | None:
     before, after = memory_of(now), memory_of(mended)
     had_room = before is not None and fits(now, before)
     return None if had_room and (after is None or not fits(mended, after)) else mended
+
+
+def _or(saved: CheckpointFormat) -> str:
+    """What else loosens it, as the end of a sentence."""
+    return f"; or {saved.remedy[:1].lower()}{saved.remedy[1:]}" if saved.remedy else ""
 
 
 def _format_of(plan: Plan) -> CheckpointFormat:

@@ -128,6 +128,6 @@ def _unknown(plan: Plan, place: Place) -> Finding:
         severity="hint" if place.name.endswith("is made") else "warning",
         why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and nobody said how much it has.",
         number=place.needed_bytes / 2**30,
-        change=f"Say it: Cluster.{field}",
+        change=f"Say how much: Cluster.{field}",
         question=Question(plan=plan, field=field),
     )
