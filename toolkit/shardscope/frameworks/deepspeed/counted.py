@@ -170,6 +170,7 @@ def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _
             layout.stage3_max_live_parameters,
             layout.stage3_max_reuse_distance,
             layout.reduce_bucket_size,
+            layout.contiguous_gradients,
             bool(layout.offload_params) and (on_gpu or layout.offload_params == "nvme"),
             swaps_of(layout, recipe),
             norm,

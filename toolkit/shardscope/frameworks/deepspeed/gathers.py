@@ -172,6 +172,8 @@ class _Step:
         self.largest = max(self.largest, -(-size // self.ranks))
         if size > bucket:
             self.oversized = size
+        elif not self.limits.contiguous:
+            self.oversized = self.fill
         return copy
 
     def _leaving(self) -> int:

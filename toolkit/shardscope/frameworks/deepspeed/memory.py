@@ -268,10 +268,13 @@ def _bucket(plan: Plan, c: Counted) -> Any:
 
 
 def _reducing(plan: Plan, n: _Numbers) -> Any:
-    """Bytes of buckets while stages reduce: of contiguous ones, a second beside that of the backwards."""
+    """Bytes of buckets and of copies while stages reduce: of contiguous ones, a second beside that of the
+    backwards (``reduce_gradients``)."""
     layout: Any = plan.layout
-    copies = 2 if layout.contiguous_gradients else 1
-    return (layout.stage == 1) * copies * n.half * _bucket(plan, n.counted)
+    elements = _bucket(plan, n.counted)
+    if layout.contiguous_gradients:
+        elements = 2 * elements + n.counted.end[1].staging
+    return (layout.stage == 1) * n.half * elements
 
 
 def _bucket_term(layout: Any, bucket: int) -> Term:
