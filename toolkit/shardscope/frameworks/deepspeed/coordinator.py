@@ -35,6 +35,8 @@ class Thresholds(NamedTuple):
     """As of :class:`~shardscope.frameworks.deepspeed.buckets.Cut`."""
     comes_back: bool = False
     """Whether a reduced part comes back from the host for its norm."""
+    cast: int = 0
+    """As of the same."""
 
 
 class Coordinator:
