@@ -107,6 +107,10 @@ TWO |= {
     "ddp muon of adapters": {"optimizer": "muon", "method": "lora", "lora_rank": 4},
     "fsdp2 lora in chunks bf16": {"method": "lora", "lora_rank": 4, "precision": "bf16-mixed", **CHUNKS},
     "zero-2 in chunks": {"layout": {"stage": 2}, **CHUNKS},
+    "zero-3 bf16 in fp32": {
+        "layout": {"stage": 3, "communication_data_type": "fp32"},
+        "precision": "bf16-mixed",
+    },
     "ddp chunks of granite": {"architecture": replace(tiny_llama(), model_type="granite"), **CHUNKS},
     "ddp compiled": {"kernels": "compiled", "num_micro_batches": 2},
     "fsdp2 compiled full": {"kernels": "compiled", "recompute": "full"},
@@ -178,7 +182,7 @@ MORE = {
     *("fsdp2 qlora bf16", "megatron gpt2 pp", "megatron biases", "megatron tp", "zero-1", "ddp"),
     *("fsdp2 tp from qwen3", "zero-3 from mixtral", "megatron from gpt2", "zero-3 lora from gpt2"),
     *("ddp qlora from llama bf16", "ddp int8 from llama bf16", "fsdp2 lora from llama"),
-    *("fsdp2 lora", "ddp compiled"),
+    *("fsdp2 lora", "ddp compiled", "zero-3 bf16 in fp32"),
     *FOUR,
 }
 """Others of their kind run in every test."""

@@ -127,6 +127,7 @@ ANY_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "allgather_bucket_size": (500_000_000, 1_000_000),
         "overlap_comm": (None, True, False),
         "contiguous_gradients": (True, False),
+        "communication_data_type": (None, "fp32"),
         "sub_group_size": (1_000_000_000, 10_000_000),
         "stage3_prefetch_bucket_size": (50_000_000, 0),
         "stage3_param_persistence_threshold": (100_000, 0, 10_000_000),

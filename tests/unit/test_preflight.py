@@ -233,7 +233,11 @@ def test_reductions_in_half_precision() -> None:
     finding = one(plan, name)
     # Seven additions of 8 significant bits each.
     assert finding.number == pytest.approx(100 * 7**0.5 / 256)
-    assert finding.severity == "hint" and finding.plan is None and "communication_data_type" in finding.change
+    assert finding.severity == "hint" and finding.change == "communication_data_type='fp32'"
+    assert finding.plan is not None and found_in(finding.plan, name) is None
+    parted = plan_of("mixtral-8x7b", layout=ss.Layout.zero(stage=2, ep=8))
+    in_words = one(parted, name)
+    assert in_words.plan is None and "in the DeepSpeed configuration" in in_words.change
     many = plan_of(cluster="32x8xh100-sxm-80gb", layout=ss.Layout.zero(stage=2), global_batch_size=256)
     assert one(many, name).severity == "warning"
     assert found_in(plan_of(), name) is None, "FSDP2's engine reduces in fp32"
@@ -481,11 +485,17 @@ def test_every_framework_tells_its_habits() -> None:
         (ss.Layout.zero(2, stage3_prefetch_bucket_size=10**6), "stage3_prefetch_bucket_size", "in stage 3"),
         (ss.Layout.zero(3, offload_optimizer_buffer_count=7), "offload_optimizer_buffer_count", "with NVMe"),
         (ss.Layout.zero(3, pin_memory=False), "pin_memory", "with offloading"),
+        (
+            ss.Layout.zero(2, communication_data_type="fp32"),
+            "communication_data_type",
+            "in half precision",
+        ),
         (ss.Layout.megatron(cross_entropy_fusion_impl="te"), "cross_entropy_fusion_impl", "loss='fused'"),
     ],
 )
 def test_an_option_that_nobody_reads_is_found(layout: ss.Layout, named: str, where: str) -> None:
-    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
+    recipe = ss.Recipe(precision="fp32" if "half precision" in where else "bf16-mixed")
+    plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, layout)
     (found,) = [finding for finding in plan.findings() if finding.name == "option-without-use"]
     assert named in found.why and where in found.why and found.number == 1
     assert found.plan is not None and getattr(found.plan.layout, named) != getattr(layout, named)
@@ -498,6 +508,7 @@ def test_an_option_that_nobody_reads_is_found(layout: ss.Layout, named: str, whe
     [
         ss.Layout.zero(3, stage3_prefetch_bucket_size=10**6),
         ss.Layout.zero(2, reduce_bucket_size=10**6, offload_optimizer="cpu", pin_memory=False),
+        ss.Layout.zero(0, communication_data_type="fp32"),
         ss.Layout.fsdp2(reshard_after_forward=False),
         ss.Layout.megatron(overlap_grad_reduce=True),
     ],

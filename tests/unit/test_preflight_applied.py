@@ -19,6 +19,8 @@ from shardscope_widgets import Studio
         ("llama-3.1-8b", ss.Layout.fsdp2(), {"micro_batch_size": 2}, "recomputation-off"),
         ("llama-3.1-8b", ss.Layout.fsdp2(), {"precision": "fp16-mixed"}, "fp16-though-bf16-is-there"),
         ("llama-3.1-8b", ss.Layout.ddp(), {"recompute": "full"}, "out-of-gpu-memory"),
+        ("llama-3.1-8b", ss.Layout.zero(2), {}, "reductions-in-half-precision"),
+        ("llama-3.1-8b", ss.Layout.zero(3), {}, "reductions-in-half-precision"),
         ("llama-3.1-8b", ss.Layout.megatron(tp=8), {"recompute": "full"}, "tensor-parallel-over-slow-link"),
     ],
 )
@@ -33,6 +35,16 @@ def test_a_mended_plan_goes_through_the_inputs(
     assert told(studio.plan) == told(plan)
     studio.apply(found.plan)
     assert told(studio.plan) == told(found.plan)
+    assert name not in [finding.name for finding in studio.plan.findings()]
+
+
+def test_an_option_without_an_input_is_told_beside_them() -> None:
+    studio = Studio()
+    cluster = ss.Cluster.parse("8xa100-sxm-80gb")
+    layout = ss.Layout.zero(2, communication_data_type="fp32")
+    studio.apply(ss.Plan(ss.models["llama-3.1-8b"], cluster, ss.Recipe(), layout))
+    assert studio.plan.layout == layout
+    assert "Also: communication data type fp32" in studio.layout_picker.hint.value
 
 
 def told(plan: ss.Plan) -> tuple[Any, ...]:

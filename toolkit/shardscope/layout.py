@@ -199,11 +199,11 @@ class Layout(JsonNoun):
         ep: int = 1,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_params: Literal["cpu", "nvme"] | None = None,
-        **options: int | bool | None,
+        **options: int | bool | str | None,
     ) -> Layout:
         """DeepSpeed ZeRO: stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too.
 
-        ``options`` are its buckets and thresholds, and those of ZeRO++, in its own spelling
+        ``options`` are its buckets, thresholds and types, and those of ZeRO++, in its own spelling
         (``reduce_bucket_size=...``, ``zero_hpz_partition_size=...``).
         """
         return _layout_class("deepspeed")(

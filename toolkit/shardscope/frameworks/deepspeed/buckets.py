@@ -72,6 +72,9 @@ class Cut(NamedTuple):
     norm: int = 0
     """Where reduced gradients go to the host one by one: how many of their elements weigh as much as one in
     double precision, in which a norm is taken of each; 0: they stay on the device."""
+    cast: int = 0
+    """How many of their elements weigh as much as one cast to the type in which they are reduced; 0: none
+    is cast."""
 
     def pieces(self, sizes: tuple[int, ...], vectors: tuple[bool, ...]) -> list[Piece]:
         """Where each of ``sizes`` lies."""
@@ -106,6 +109,7 @@ def early(
     tied: int,
     attention: int = 0,
     wide: tuple[bool, ...] = (),
+    accumulated: int = 0,
 ) -> tuple[Part, ...]:
     """Parts of a backward that reduces as it goes; the last one is the reduction that ends it.
 
@@ -113,36 +117,37 @@ def early(
     copied, for the all-reduce. ``tied``: elements of a head whose gradient waits for the embedding's;
     ``attention``: tensors of a layer that come after its feed-forward's in backward; ``wide``: which are that
     one's large matrices; ``vectors``: which have a flat buffer of their own; ``order``: places in ``sizes``
-    as gradients come, part by part as ``groups`` count them.
+    as gradients come, part by part as ``groups`` count them; ``accumulated``: all elements, where those of
+    micro-batches before lie in place until the bucket takes them.
     """
     waiting: list[Piece] = []
-    pieces = cut.pieces(sizes, vectors)
+    pieces, left_over = cut.pieces(sizes, vectors), accumulated
     kept = oversized = elements = stays = 0
     whole = 0 if cut.norm else cut.whole
     found: list[Part] = []
     comes = iter(order)
     for place, count in enumerate(groups):
         waits = tied if place else 0
-        base = peak = middle = Instant(waits + oversized, kept)
+        base = peak = middle = Instant(waits + oversized, kept + left_over)
         inner: list[Instant] = []
         behind = Instant(0, 0)
         for left in range(count, 0, -1):
             if left == attention:
-                middle = Instant(waits + oversized, kept)
+                middle = Instant(waits + oversized, kept + left_over)
             if not place and left == 1:
                 # The final norm comes behind the head, whose gradient is tied or reduced, or waits for that.
-                base = Instant(tied + oversized, kept)
+                base = Instant(tied + oversized, kept + left_over)
             index = next(comes)
             size = sizes[index]
-            now = Instant(waits + size + oversized, kept)
+            now = Instant(waits + size + oversized, kept + left_over)
             if tied and not index:
                 # Both gradients of a tied embedding and their sum, which alone is left.
-                now, waits = Instant(waits + 2 * size + oversized, kept), 0
+                now, waits = Instant(waits + 2 * size + oversized, kept + left_over), 0
             if waiting and elements + size > cut.bucket:
                 held = waits + size + oversized
-                now = max(now, Instant(held + reduced(waiting, cut), kept), key=_total)
+                now = max(now, Instant(held + reduced(waiting, cut), kept + left_over), key=_total)
                 kept = whole if kept or cut.touches(waiting) else 0
-                now = max(now, Instant(held, kept), key=_total)
+                now = max(now, Instant(held, kept + left_over), key=_total)
                 stays = oversized if not (cut.drops or cut.touches(waiting)) else stays
                 waiting, elements, oversized = [], 0, stays
             peak = max(peak, now, key=_total)
@@ -153,10 +158,11 @@ def early(
                 behind = max(behind, now, key=_total)
             waiting.append(pieces[index])
             elements += size
+            left_over -= size * (accumulated > 0)
             if size > cut.bucket:
                 oversized = stays + size
                 # What goes to the host is no view of what autograd made.
-                cloned = Instant(waits + oversized + (cut.norm > 0) * size, kept)
+                cloned = Instant(waits + oversized + (cut.norm > 0) * size, kept + left_over)
                 peak = max(peak, cloned, key=_total)
         if not place and tied:
             peak = max(peak, base, key=_total)
@@ -250,7 +256,7 @@ def copied(waiting: list[Piece], cut: Cut) -> int:
             if size
             for owner in (start // part, (start + size - 1) // part)
         }
-        return elements if len(owners) > 1 else 0
+        return _flattened(elements, len(owners), cut.cast)
     runs: list[tuple[int, int]] = []
     owner = -1
     for piece in waiting:
@@ -272,16 +278,22 @@ def copied(waiting: list[Piece], cut: Cut) -> int:
         if tail:
             runs.append((tail, 1))
         owner = first + whole + (tail > 0)
-    return _largest_flat(runs, cut.bucket)
+    return _largest_flat(runs, cut.bucket, cut.cast)
 
 
 @lru_cache(maxsize=1024)
-def all_reduce_bucket(sizes: tuple[int, ...], elements: int = ALL_REDUCE_ELEMENTS) -> int:
-    """Elements of stage 0's largest flattened copy."""
-    return _largest_flat([(size, 1) for size in sizes], elements)
+def all_reduce_bucket(sizes: tuple[int, ...], elements: int = ALL_REDUCE_ELEMENTS, cast: int = 0) -> int:
+    """Elements of stage 0's largest flattened copy, and of what is cast of it."""
+    return _largest_flat([(size, 1) for size in sizes], elements, cast)
 
 
-def _largest_flat(runs: list[tuple[int, int]], elements: int) -> int:
+def _flattened(elements: int, number: int, cast: int) -> int:
+    """Elements beside ``number`` pieces that are reduced together: one alone lies flat already. What is cast
+    stands beside what was flattened (``allreduce_bucket``)."""
+    return elements * ((number > 1) + cast)
+
+
+def _largest_flat(runs: list[tuple[int, int]], elements: int, cast: int) -> int:
     """The largest run of pieces that is flattened: it ends with the one that overfills it.
 
     ``runs`` are sizes of pieces and how many of that size follow one another.
@@ -294,13 +306,12 @@ def _largest_flat(runs: list[tuple[int, int]], elements: int) -> int:
             taken = min(needed, left)
             group, number, left = group + taken * size, number + taken, left - taken
             if group > elements:
-                largest, group, number = max(largest, group if number > 1 else 0), 0, 0
+                largest, group, number = max(largest, _flattened(group, number, cast)), 0, 0
                 # As many again overfill the next ones too, and these are as large as each other.
                 again = elements // size + 1
                 if left >= again:
-                    largest, left = max(largest, again * size if again > 1 else 0), left % again
-    # One piece is reduced where it lies.
-    return max(largest, group if number > 1 else 0)
+                    largest, left = max(largest, _flattened(again * size, again, cast)), left % again
+    return max(largest, _flattened(group, number, cast))
 
 
 def _total(instant: Instant) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.offload import params_buffer_elements
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
@@ -32,6 +33,8 @@ def deepspeed_config(plan: Plan, *, nvme_folder: str = NVME_FOLDER) -> dict[str,
         # (``DeepSpeedConfig._batch_assertion``), and AutoTP's are made later: it follows from the others.
         del found["train_batch_size"]
         found["tensor_parallel"] = {"autotp_size": layout.tp}
+    if casts(layout, recipe):
+        found["communication_data_type"] = layout.communication_data_type
     if recipe.precision == "fp16-mixed":
         found["fp16"] = {"enabled": True}
     elif recipe.precision != "fp32":

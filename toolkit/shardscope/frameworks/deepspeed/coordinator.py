@@ -25,6 +25,8 @@ class Thresholds(NamedTuple):
     max_live: int
     max_reuse_distance: int
     reduce_bucket: int
+    contiguous: bool = True
+    """Whether gradients wait in the bucket; else each waits where it was made."""
     offloads: bool = False
     """Whether parts are on the host or on NVMe: then one rank alone gathers too, from there."""
     swaps: Swaps | None = None
@@ -33,6 +35,8 @@ class Thresholds(NamedTuple):
     """As of :class:`~shardscope.frameworks.deepspeed.buckets.Cut`."""
     comes_back: bool = False
     """Whether a reduced part comes back from the host for its norm."""
+    cast: int = 0
+    """As of the same."""
 
 
 class Coordinator:

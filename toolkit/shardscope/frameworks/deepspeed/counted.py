@@ -19,6 +19,7 @@ from shardscope.frameworks.deepspeed.buckets import (
     late,
     parts_of,
 )
+from shardscope.frameworks.deepspeed.communication import cast_elements
 from shardscope.frameworks.deepspeed.coordinator import Thresholds
 from shardscope.frameworks.deepspeed.gathers import gathered
 from shardscope.frameworks.deepspeed.route import Modules
@@ -123,6 +124,8 @@ class _Kind(NamedTuple):
     limits: Thresholds
     norm: int
     """See :class:`~shardscope.frameworks.deepspeed.buckets.Cut`; of stages 1 and 2."""
+    cast: int
+    """The same, of stages 0 to 2."""
 
 
 def counted(plan: Plan, stage: Stage) -> Counted:
@@ -156,6 +159,7 @@ def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _
     half = widths[recipe.precision].compute
     moves = layout.offload_optimizer == "cpu"
     norm = FP64 // half if moves else 0
+    cast = cast_elements(layout, recipe)
     return _Kind(
         arch,
         recipe if recipe.has_adapters else None,
@@ -170,12 +174,15 @@ def _kind_of(arch: Architecture, recipe: Recipe, layout: Any, on_gpu: bool) -> _
             layout.stage3_max_live_parameters,
             layout.stage3_max_reuse_distance,
             layout.reduce_bucket_size,
+            layout.contiguous_gradients,
             bool(layout.offload_params) and (on_gpu or layout.offload_params == "nvme"),
             swaps_of(layout, recipe),
             norm,
             moves and on_gpu,
+            cast,
         ),
         norm,
+        cast,
     )
 
 
@@ -209,25 +216,29 @@ def _counted(
         found = gathered(modules, ranks, kind.interval, kind.limits)
         rest, forward, in_forward, parts = found.rest, found.forward, found.in_forward, found.backward
     elif kind.stage == 0:
-        flattened = max(all_reduce_bucket(tensors.trained), all_reduce_bucket(tensors.experts))
+        flattened = max(
+            all_reduce_bucket(sizes, cast=kind.cast) for sizes in (tensors.trained, tensors.experts)
+        )
         parts = _late(tensors, tied, bool(accumulates), Instant(flattened, whole))
-    elif is_late(kind.stage, kind.overlaps, accumulates):
-        cut = Cut(dense.parts, dense.rank, dense.whole, kind.limits.reduce_bucket, norm=kind.norm)
-        end = Instant(beyond(tensors.trained, tensors.vectors, cut), tensors.trained.total)
-        parts = _with_experts(_late(tensors, tied, bool(accumulates), end), experts.whole)
     else:
         bucket, drops = kind.limits.reduce_bucket, kind.stage > 1
-        cut = Cut(dense.parts, dense.rank, dense.whole, bucket, drops, kind.norm)
-        parts = early(
-            tensors.trained,
-            tensors.vectors,
-            tensors.in_backward,
-            _groups(tensors),
-            cut,
-            tied,
-            tensors.num_attention,
-            tensors.trained_wide,
-        )
+        cut = Cut(dense.parts, dense.rank, dense.whole, bucket, drops, kind.norm, kind.cast)
+        if drops or kind.overlaps:
+            parts = early(
+                tensors.trained,
+                tensors.vectors,
+                tensors.in_backward,
+                _groups(tensors),
+                cut,
+                tied,
+                tensors.num_attention,
+                tensors.trained_wide,
+                # Stage 1 reduces in the last micro-batch's backward alone.
+                0 if drops or not accumulates else tensors.trained.total,
+            )
+        else:
+            end = Instant(beyond(tensors.trained, tensors.vectors, cut), tensors.trained.total)
+            parts = _late(tensors, tied, bool(accumulates), end)
         parts = _with_experts(parts, experts.whole)
     head, *layers, embedding, end_part = parts
     following = [*(layer.base for layer in layers[1:]), embedding.base]

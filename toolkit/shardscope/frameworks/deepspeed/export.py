@@ -12,6 +12,7 @@ from shardscope.export.unsaid import unsaid
 from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
+from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.config import deepspeed_config
 from shardscope.frameworks.deepspeed.export_script import script
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
@@ -32,10 +33,12 @@ def files(plan: Plan) -> list[Exported | Absent]:
 
 
 def written(plan: Plan) -> set[str]:
-    """Fields of the layout that the JSON has; of others the stage, or a device, has no use."""
+    """Fields of the layout that the JSON has; of others the stage, a device or the precision has no use."""
     layout: Any = plan.layout
     found = {"stage", "tp", "contiguous_gradients", "overlap_comm", "reduce_bucket_size"}
     found |= {"allgather_bucket_size", "offload_optimizer", "offload_params"}
+    if casts(layout, plan.recipe):
+        found.add("communication_data_type")
     if layout.stage == 3:
         found |= {field.name for field in fields(layout) if field.name.startswith("stage3_")}
         found |= {"sub_group_size", "zero_hpz_partition_size", *QUANTIZED}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardscope.frameworks.deepspeed.communication import casts, reduced_width
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.frameworks.engine import HeldTensors
 from shardscope.memory.words import count
@@ -132,6 +133,9 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
         _agree("zero_hpz_partition_size", near, {layout.zero_hpz_partition_size})
     for field in QUANTIZED:
         _agree(field, getattr(engine, field)(), getattr(layout, field))
+    # Without ZeRO the engine itself reduces.
+    summed = (optimizer if stage else engine).communication_data_type
+    _agree("bytes of a gradient on its way", summed.itemsize, reduced_width(layout, plan.recipe))
     sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
     here = _weights_here(stage, optimizer, parameters, ranks)
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -151,6 +155,7 @@ def what_it_is(plan: Plan, engine: Any) -> dict[str, Any]:
         "optimizer_bytes": tensor_bytes(held.optimizer),
         "zero_hpz_partition_size": layout.zero_hpz_partition_size,
         **{field: getattr(layout, field) for field in QUANTIZED if getattr(layout, field)},
+        "sums_in_fp32": casts(layout, plan.recipe),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "gradient_clipping": engine.gradient_clipping(),
     }
@@ -171,6 +176,8 @@ def in_words(found: Mapping[str, Any], where: str) -> str:
     ]
     if found["zero_hpz_partition_size"] > 1:
         away.append(f"weights a second time over {count(found['zero_hpz_partition_size'], 'rank')} (hpZ)")
+    if found["sums_in_fp32"]:
+        away.append("gradients summed in fp32")
     return f"DeepSpeed ZeRO-{stage}: {shared} {where}" + "".join(f", {part}" for part in away)
 
 

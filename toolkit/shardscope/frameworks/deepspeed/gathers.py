@@ -69,9 +69,8 @@ class _Step:
         found = [self._part(events, place) for place, events in enumerate(self.route.backward)]
         # The last reduction starts from the hook of the last gradient.
         rest = self.weights.live + self.oversized
-        copied = self._copied() if self.trains_all else 0
-        rest += self._leaving()
-        end = Instant(rest + copied, self.swapper.kept)
+        reduced = self._reduced() if self.trains_all else self._leaving()
+        end = Instant(rest + reduced, self.swapper.kept)
         return Gathered(
             self.weights.rest, forward, (*found, Part(end, end)), _falling(in_forward), self.swapper.failure
         )
@@ -164,7 +163,7 @@ class _Step:
         """A gradient goes into the bucket; what reducing a full one copies."""
         bucket, size, copy = self.limits.reduce_bucket, self.sizes[index], 0
         if self.fill and self.fill + size > bucket:
-            copy = self._copied() + self._leaving()
+            copy = self._reduced()
             self.fill = self.num_filled = self.oversized = 0
         self.fill += size
         self.num_filled += 1
@@ -172,6 +171,8 @@ class _Step:
         self.largest = max(self.largest, -(-size // self.ranks))
         if size > bucket:
             self.oversized = size
+        elif not self.limits.contiguous:
+            self.oversized = self.fill
         return copy
 
     def _leaving(self) -> int:
@@ -182,10 +183,19 @@ class _Step:
         norm = self.limits.norm * min(part, NORM_ELEMENTS)
         return self.limits.comes_back * part + norm + self.swapper.reduce()
 
-    def _copied(self) -> int:
-        """The interleaved copy of gradients that are reduced together; one that divides evenly has none."""
+    def _reduced(self) -> int:
+        """The interleaved copy of gradients that are reduced together; one that divides evenly has none.
+
+        What is cast has it in that type, as the bucket has: one that fits into none is cast beside. Parts of
+        it are cast back, and then it goes (``__avg_scatter_grads``, deepspeed/runtime/zero/stage3.py).
+        """
         alone = self.num_filled == 1 and not self.fill % self.ranks
-        return 0 if alone else self.fill
+        leaving, cast = self._leaving(), self.limits.cast
+        if not cast:
+            return leaving if alone else self.fill + leaving
+        parts = -(-self.fill // self.ranks)
+        beside = (not alone) + (self.oversized > 0)
+        return parts + max(cast * beside * self.fill, leaving)
 
 
 def _falling(tops: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.communication import casts
 from shardscope.frameworks.deepspeed.export import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def reduces_in(plan: Plan) -> ReduceType:
     """``communication_data_type`` left open is the computing type (deepspeed/runtime/engine.py, 0.19)."""
-    if plan.recipe.precision == "fp32":
+    if plan.recipe.precision == "fp32" or casts(plan.layout, plan.recipe):
         return "fp32"
     return "fp16" if plan.recipe.precision == "fp16-mixed" else "bf16"
 
@@ -28,8 +29,13 @@ def keeps_fp32_weights(plan: Plan) -> bool:
 
 
 def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
-    """An option of its configuration that no layout has."""
-    return '"communication_data_type": "fp32" in the DeepSpeed configuration', None
+    """``communication_data_type``; where no layout has it beside what else it says, in words alone."""
+    layout: Any = plan.layout
+    try:
+        mended = replace(plan, layout=replace(layout, communication_data_type="fp32"))
+    except ValueError:
+        return '"communication_data_type": "fp32" in the DeepSpeed configuration', None
+    return "communication_data_type='fp32'", mended
 
 
 def padded_vocab_size(plan: Plan) -> int:
@@ -70,6 +76,8 @@ def unused(plan: Plan) -> Mapping[str, str]:
 
 
 def _where(name: str) -> str:
+    if name == "communication_data_type":
+        return "in half precision"
     if name.startswith(("offload_optimizer_", "offload_params_")):
         return "with NVMe"
     return "with offloading" if name == "pin_memory" else "in stage 3"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardscope.fixes import checked
+from shardscope.frameworks.deepspeed.communication import check_communication
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED, check_options
 from shardscope.layout import (
     Degrees,
@@ -125,6 +126,9 @@ class ZeroLayout(Layout):
     """Reduce while backward goes on: a second bucket in stages 1 and 2. ``None``: stage 3 only."""
     contiguous_gradients: bool = True
     """Copy gradients into the bucket as they come."""
+    communication_data_type: Literal["fp32"] | None = None
+    """Type in which gradients are summed over ranks. ``None``: that of products; ``"fp32"``: sums round once,
+    and gradients travel in twice the bytes of half precision."""
     sub_group_size: int = 1_000_000_000
     """Elements that stage 3's optimizer updates at once: its fp32 gradients are made for one group."""
     stage3_prefetch_bucket_size: int | None = None
@@ -178,6 +182,7 @@ class ZeroLayout(Layout):
             refuse("Layout.overlap_comm", True, why, "overlap_comm=None")
         self._check_stage_3()
         check_options(self)
+        check_communication(self)
         if self.tp > 1 and self.ep > 1:
             refuse("Layout.ep", self.ep, "1 with tp > 1 (DeepSpeed's AutoTP does not cut experts)", "ep=1")
         if self.offload_optimizer and self.stage == 0:

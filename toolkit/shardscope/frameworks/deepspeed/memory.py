@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardscope.frameworks.deepspeed.backward import Kept, peaks, sizes_of
+from shardscope.frameworks.deepspeed.communication import cast_elements, reduced_width
 from shardscope.frameworks.deepspeed.counted import Counted, counted, is_late
 from shardscope.frameworks.deepspeed.head import logits
 from shardscope.frameworks.deepspeed.offload import Pieces, offloaded
@@ -268,10 +269,15 @@ def _bucket(plan: Plan, c: Counted) -> Any:
 
 
 def _reducing(plan: Plan, n: _Numbers) -> Any:
-    """Bytes of buckets while stages reduce: of contiguous ones, a second beside that of the backwards."""
+    """Bytes of buckets and of copies while stages reduce: of contiguous ones a second beside that of the
+    backwards, in the type in which gradients are reduced (``reduce_gradients``)."""
     layout: Any = plan.layout
-    copies = 2 if layout.contiguous_gradients else 1
-    return (layout.stage == 1) * copies * n.half * _bucket(plan, n.counted)
+    bucket = _bucket(plan, n.counted)
+    if layout.contiguous_gradients:
+        buckets = (n.half + reduced_width(layout, plan.recipe)) * bucket
+        return (layout.stage == 1) * (buckets + n.half * n.counted.end[1].staging)
+    # Flattened, and beside that cast.
+    return (layout.stage == 1) * n.half * (1 + cast_elements(layout, plan.recipe)) * bucket
 
 
 def _bucket_term(layout: Any, bucket: int) -> Term:
@@ -289,7 +295,8 @@ def _cut(plan: Plan, stage: Stage, n: _Numbers) -> TrainingState:
         (FP32 + (half if half < FP32 else 0)) * c.group,
         FP32 * c.group + flat_working(plan.recipe.optimizer, c.group),
     )
-    bucket = half * layout.reduce_bucket_size if layout.contiguous_gradients else 0
+    width = reduced_width(layout, plan.recipe)
+    bucket = width * layout.reduce_bucket_size if layout.contiguous_gradients else 0
     second = second_parts(plan)
 
     def staging(elements: int, when: str, seconds: Any = second.all) -> Term:

@@ -47,6 +47,7 @@ FLAGS: dict[str, Keys] = {
     "contiguous_gradients": (ZERO, "contiguous_gradients"),
     **{field: (ZERO, field) for field in QUANTIZED},
 }
+SUMMED: dict[str, Keys] = {"communication_data_type": ("communication_data_type",)}
 DEVICES: dict[str, Keys] = {
     "offload_optimizer": (ZERO, "offload_optimizer", "device"),
     "offload_params": (ZERO, "offload_param", "device"),
@@ -60,12 +61,12 @@ LEGACY: dict[Keys, Keys] = {
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TOP_LEVEL = (
     *(*BATCH, ZERO, "tensor_parallel", "bf16", "fp16", "optimizer", OWN_KEY),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type"),
 )
 OTHER_TOP_LEVEL = (
     "gradient_clipping",
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "scheduler",
-    "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
+    "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
     "sparse_gradients", "flops_profiler", "activation_checkpointing", "tensorboard", "wandb",
     "csv_monitor", "comet", "comms_logger", "autotuning", "elasticity", "checkpoint", "data_types",
     "aio", "pipeline", "curriculum_learning", "data_efficiency", "hybrid_engine", "compile", "timers",
@@ -167,7 +168,7 @@ def _layout(document: Document, rest: Rest) -> dict[str, tuple[Keys, Any]]:
     before = _as_written(rest)
     plain = ZeroLayout()
     found: dict[str, tuple[Keys, Any]] = {}
-    for field, keys in {**NUMBERS, **FLAGS, **DEVICES}.items():
+    for field, keys in {**NUMBERS, **FLAGS, **DEVICES, **SUMMED}.items():
         value = _value(document, rest, field, keys)
         if before is not None and value == _at(before, keys):
             continue  # in the plan's own words then, which may leave a number open
@@ -189,6 +190,8 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
     """What the file has for ``field``, as the layout spells it; None where it says nothing."""
     if field in FLAGS:
         return document.flag(*keys)
+    if field in SUMMED:
+        return _summed(document, rest)
     if field in DEVICES:
         device = document.choice(*keys, among=("none", "cpu", "nvme"))
         if _legacy(document, keys[:-1]) or (device is None and document.section(*keys[:-1])):
@@ -206,6 +209,19 @@ def _value(document: Document, rest: Rest, field: str, keys: Keys) -> Any:
             document.refuse(keys, "a number: only the Trainer's own three keys can be 'auto'", "leave it out")
         return sizes[field] or None  # without an architecture, which is refused at the end
     return document.number(*keys, low=0, high=MAX_ELEMENTS)
+
+
+def _summed(document: Document, rest: Rest) -> str | None:
+    """The type in which gradients are summed, where it is not that of products (runtime/config.py,
+    ``get_communication_data_type``, which takes capitals too)."""
+    keys = SUMMED["communication_data_type"]
+    said = document.get(*keys)
+    name = said.lower() if isinstance(said, str) else said
+    precision = _precision(document, rest.recipe)[1] or rest.recipe.precision
+    products = precision.removesuffix("-mixed")
+    if name not in (None, products, "fp32"):
+        document.refuse(keys, f"'fp32', or {products!r} as products are", "'fp32'")
+    return None if name == products else name
 
 
 def _legacy(document: Document, section: Keys) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.frameworks.deepspeed.communication import reduced_width
 from shardscope.frameworks.deepspeed.counted import expert_replicas
 from shardscope.frameworks.deepspeed.zeropp import check_predicted
 from shardscope.memory.arithmetic import ceil_div, largest, where
@@ -23,11 +24,13 @@ layers.py, deepspeed/runtime/pipe/p2p.py)."""
 def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     """Stage 0 averages gradients, 1 and 2 scatter them and gather parameters, 3 gathers them at every use.
 
-    Reductions run beneath backward with ``overlap_comm`` only, which stage 3 has by default.
+    Reductions run beneath backward with ``overlap_comm`` only, which stage 3 has by default; they carry twice
+    the bytes of half precision where they are cast (``communication_data_type``).
     """
     layout: Any = plan.layout
     check_predicted(layout)
     half, degrees = widths[plan.recipe.precision].compute, plan.degrees
+    width = reduced_width(layout, plan.recipe)
     ranks, stride = degrees.data_parallel, degrees.tp
     micro_batches = plan.num_micro_batches
     gathered, reduced = stage.base * half, stage.trainable * half
@@ -43,7 +46,7 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
         Transfer(
             "gradients",
             collective,
-            weights * half,
+            weights * width,
             replicas,
             apart,
             times,
@@ -76,10 +79,15 @@ def state_traffic(plan: Plan, stage: Stage) -> StateTraffic:
     owned = stage.trainable
     if layout.stage > 0:
         owned = sum(weights / replicas for weights, replicas, _ in groups)
+    cast: Any = 0
+    if width > half:
+        # In stage 3 on the way into the bucket, whose reduced part is cast back; below it there and back.
+        back = owned if layout.stage == 3 else stage.trainable
+        cast = times * (half + width) * (stage.trainable + back)
     found = StateTraffic(
         tuple(transfers),
         # Into the bucket and, accumulated, into fp32 (runtime/zero/stage_1_and_2.py, stage3.py).
-        copied_for_gradients=micro_batches * (2 * reduced + owned * (half + 2 * FP32)),
+        copied_for_gradients=micro_batches * (2 * reduced + owned * (half + 2 * FP32)) + cast,
         updated=owned,
         main_copies=half < FP32,
     )

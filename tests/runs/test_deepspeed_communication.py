@@ -1,0 +1,145 @@
+"""DeepSpeed's ``communication_data_type`` on real gloo ranks: what travels, what is held, what is learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+
+torch = needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+from one_process import NUM_STEPS, RATE, plain_torch, whole_batch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from two_ranks import StandInContext, on_ranks, tiny_llama, tiny_plan  # noqa: E402
+
+from shardscope.frameworks.registry import before_fork  # noqa: E402
+from shardscope.rehearsal.result import TENSOR_COMPONENTS  # noqa: E402
+
+IN_FP32 = {"communication_data_type": "fp32"}
+BUCKET = {"reduce_bucket_size": 800_000}
+"""Room for a feed-forward's three matrices."""
+LLAMA = replace(tiny_llama(), vocab_size=128, hidden_size=256, intermediate_size=1024, head_dim=64)
+"""Wide, of few tokens: where gradients are reduced there is more than where logits are."""
+PLANS: dict[str, dict[str, Any]] = {
+    f"zero-{stage}{words}": {"stage": stage, **BUCKET, **options}
+    for stage in (0, 1, 2, 3)
+    for words, options in (("", {}), (" in fp32", IN_FP32))
+}
+
+
+def plan_of(name: str) -> Any:
+    return tiny_plan("zero", 2, architecture=LLAMA, layout=PLANS[name], precision="bf16-mixed")
+
+
+def trained(ctx: StandInContext) -> dict[str, Any]:
+    """Of every plan its losses, what it held, and in which types ranks added up."""
+    found: dict[str, Any] = {name: _trained(ctx, plan_of(name)) for name in PLANS}
+    return {**found, "contradiction": _contradiction(ctx)}
+
+
+def _contradiction(ctx: StandInContext) -> str:
+    """DeepSpeed told of another type than the plan's."""
+    from shardscope.frameworks.deepspeed import engine
+
+    truth = engine.deepspeed_config
+
+    def without(plan: Any, **options: Any) -> dict[str, Any]:
+        return {**truth(plan, **options), "communication_data_type": None}
+
+    engine.deepspeed_config = without
+    try:
+        _trained(ctx, plan_of("zero-2 in fp32"))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.deepspeed_config = truth
+    return "it went on"
+
+
+def _trained(ctx: StandInContext, plan: Any) -> dict[str, Any]:
+    from shardscope.training.model import build_model
+
+    ctx.plan = plan
+    engine = ctx.engine = type(ctx.engine)(ctx)
+    engine.learning_rate = RATE
+    engine.setup(lambda: build_model(plan.architecture))
+    losses, types = [], set()
+    for step in range(NUM_STEPS):
+        mine = {name: rows.chunk(2)[ctx.rank] for name, rows in whole_batch(step).items()}
+        with _Reduced(types):
+            losses.append(engine.step(mine))
+    return {
+        "losses": losses,
+        "held": engine.held_at_update,
+        "sentence": ctx.records["engine"]["sentence"],
+        "types": sorted(types),
+        "phases": ctx.records["memory"]["phases"],
+    }
+
+
+class _Reduced(TorchDispatchMode):
+    """Notes the types of what ranks add up, but for a few numbers: norms and losses."""
+
+    def __init__(self, types: set[str]) -> None:
+        super().__init__()
+        self.types = types
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "reduce" in function.__name__ and function.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.types.update(str(tensor.dtype) for tensor in tensors if tensor.numel() > 1000)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    plan = plan_of("zero-2")
+    before_fork(plan, "cpu")
+    return on_ranks(2, plan, trained, tmp_path_factory.mktemp("types"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_travel_in_the_type_that_the_layout_names(name: str, found: list[dict[str, Any]]) -> None:
+    expected = "torch.float32" if "fp32" in name else "torch.bfloat16"
+    assert [rank[name]["types"] for rank in found] == [[expected]] * 2
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_says_so(name: str, found: list[dict[str, Any]]) -> None:
+    assert ("gradients summed in fp32" in found[0][name]["sentence"]) == ("fp32" in name)
+
+
+def test_a_type_that_is_not_the_plan_s_fails_the_run(found: list[dict[str, Any]]) -> None:
+    words = "the plan's bytes of a gradient on its way: 4; DeepSpeed made: 2"
+    assert [rank["contradiction"] for rank in found] == [words] * 2
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_are_those_of_plain_torch(name: str, found: list[dict[str, Any]]) -> None:
+    expected = plain_torch(LLAMA)["losses"]
+    for rank in found:
+        assert rank[name]["losses"] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_state_is_as_large_as_without(name: str, found: list[dict[str, Any]]) -> None:
+    """To the byte: sums come back in half precision."""
+    report = plan_of(name).memory()
+    held = [rank[name]["held"] for rank in found]
+    assert max(one["parameters"] for one in held) == report.at("rest")["parameters"]
+    assert max(one["gradients"] for one in held) == report.at("optimizer")["gradients"]
+    assert max(one["optimizer"] for one in held) == report.at("rest")["optimizer"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_backward_holds_what_is_predicted(name: str, found: list[dict[str, Any]]) -> None:
+    """All tensors of the first rank, whose part is predicted; the second one's comes first in backward."""
+    measured = sum(found[0][name]["phases"]["backward"].values())
+    predicted = plan_of(name).memory().at("backward")
+    tensors = sum(size for part, size in predicted.items() if part in TENSOR_COMPONENTS)
+    assert tensors == pytest.approx(measured, rel=0.01)

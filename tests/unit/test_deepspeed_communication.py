@@ -1,0 +1,263 @@
+"""DeepSpeed's ``communication_data_type``: refused, written, read back, counted and timed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import few, needs_installed
+from tests.rehearsed import stages_of
+from tests.unit.planning import LLAMA, MOE
+
+import shardscope as ss
+from shardscope.frameworks.deepspeed import grid
+from shardscope.frameworks.deepspeed.buckets import Cut, Piece, all_reduce_bucket, copied
+from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.habits import reduce_remedy, reduces_in
+from shardscope.memory.many import peak_bytes
+from shardscope.rehearsal.result import TENSOR_COMPONENTS
+from shardscope.validation import FieldError
+
+NODE = ss.Cluster.parse("8xh100-sxm-80gb")
+FP32 = {"communication_data_type": "fp32"}
+KEY = "communication_data_type"
+
+
+def plan(stage: int, arch: ss.Architecture = LLAMA, recipe: Any = None, **options: Any) -> ss.Plan:
+    fields = {"seq_len": 512, "global_batch_size": 16, **(recipe or {})}
+    return ss.Plan(arch, NODE, ss.Recipe(**fields), ss.Layout.zero(stage, **options))
+
+
+# -------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "words"),
+    [
+        (2, {KEY: "bf16"}, "communication_data_type is 'bf16'; allowed: None, 'fp32'"),
+        (3, {KEY: 4}, "communication_data_type is 4"),
+        (3, {**FP32, "zero_quantized_gradients": True}, "which send 4 bits.*communication_data_type=None"),
+        (1, {**FP32, "ep": 2}, "no formula counts what is cast of experts'.*communication_data_type=None"),
+        (2, {**FP32, "ep": 2}, "experts' own buckets"),
+    ],
+)
+def test_what_means_nothing_or_nobody_counts_is_refused(
+    stage: int, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(FieldError, match=words) as refused:
+        ss.Layout.zero(stage, **options)
+    assert refused.value.field == f"Layout.{KEY}"
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}])
+def test_stage_0_takes_it_beside_any_degree(options: dict[str, Any]) -> None:
+    assert plan(0, MOE if "ep" in options else LLAMA, **options, **FP32).memory().peak_bytes
+
+
+# ------------------------------------------------------------------------------- written and read back
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_half_precision_has_it_in_the_configuration(stage: int) -> None:
+    assert deepspeed_config(plan(stage, **FP32))[KEY] == "fp32"
+    assert KEY not in deepspeed_config(plan(stage))
+    assert KEY not in deepspeed_config(plan(stage, recipe={"precision": "fp32"}, **FP32))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp32"])
+def test_an_export_is_read_back(precision: str, tmp_path: Path) -> None:
+    made = plan(2, recipe={"precision": precision}, **FP32)
+    assert ss.Plan.from_json(made.to_json()) == made
+    files = {path.name: path for path in made.export(tmp_path)}
+    config = files["ds_config.json"]
+    assert (KEY in json.loads(config.read_text())) == (precision != "fp32")
+    nouns: dict[str, Any] = {"architecture": LLAMA, "cluster": NODE}
+    assert ss.Plan.from_deepspeed(config, **nouns) == made
+    alone = tmp_path / "alone" / config.name
+    alone.parent.mkdir()
+    alone.write_text(config.read_text())
+    assert ss.Plan.from_deepspeed(alone, **nouns).layout == made.layout
+
+
+@pytest.mark.parametrize(
+    ("said", "section", "found"),
+    [
+        ("fp32", "bf16", "fp32"),
+        ("FP32", "fp16", "fp32"),
+        ("bf16", "bf16", None),
+        ("fp16", "fp16", None),
+        (None, "bf16", None),
+        ("fp32", None, None),
+    ],
+)
+def test_a_file_s_own_type(said: Any, section: str | None, found: str | None, tmp_path: Path) -> None:
+    """In DeepSpeed's spelling, which takes capitals; the type of products is what a layout leaves open."""
+    layout: Any = read(tmp_path, said, section).layout
+    assert layout.communication_data_type == found
+
+
+@pytest.mark.parametrize(
+    ("said", "section", "words"),
+    [
+        ("fp16", "bf16", "communication_data_type is 'fp16'; allowed: 'fp32', or 'bf16' as products are"),
+        ("bf16", None, "allowed: 'fp32'"),
+        (32, "bf16", "communication_data_type is 32"),
+    ],
+)
+def test_another_type_than_products_have_is_refused(
+    said: Any, section: str | None, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path, said, section)
+
+
+def read(folder: Path, said: Any, section: str | None) -> ss.Plan:
+    values: dict[str, Any] = {"zero_optimization": {"stage": 2}, KEY: said}
+    if section:
+        values[section] = {"enabled": True}
+    (folder / "zero.json").write_text(json.dumps(values))
+    return ss.Plan.from_deepspeed(folder / "zero.json", architecture=LLAMA, cluster=NODE)
+
+
+def test_a_habit_and_its_remedy() -> None:
+    for stage in range(4):
+        before = plan(stage)
+        assert reduces_in(before) == "bf16"
+        words, mended = reduce_remedy(before)
+        assert mended is not None and words == "communication_data_type='fp32'"
+        assert (
+            mended == replace(before, layout=replace(before.layout, **FP32)) and reduces_in(mended) == "fp32"
+        )
+    words, mended = reduce_remedy(plan(2, MOE, ep=2))
+    assert mended is None and words == '"communication_data_type": "fp32" in the DeepSpeed configuration'
+
+
+# ------------------------------------------------------------------------------------------ what it takes
+
+
+def test_a_cast_copy_stands_beside_a_flattened_one() -> None:
+    """Of two bytes each: four more for each element that is reduced together, flattened or not."""
+    cut = Cut(parts=(50, 0), rank=0, whole=60, bucket=100, cast=2)
+    assert copied([Piece(0, 20, 50), Piece(20, 20, 50)], cut) == 2 * 40
+    assert copied([Piece(0, 40, 50), Piece(40, 40, 50)], cut) == 80 + 2 * 80
+    assert all_reduce_bucket((10, 10, 10), 15, 2) == 20 + 2 * 20
+    assert all_reduce_bucket((30,), 15, 2) == 2 * 30
+
+
+def test_whole_gradients_are_cast_all_at_once() -> None:
+    """Stage 0 flattens up to 500 million of them, two bytes each; what is cast of them has four more."""
+    arch, recipe = replace(LLAMA, num_hidden_layers=2), {"seq_len": 16, "global_batch_size": 8}
+    without, cast = (plan(0, arch, recipe, **options).memory() for options in ({}, FP32))
+    more = cast.at("backward")["gather_buffers"] - without.at("backward")["gather_buffers"]
+    assert more == 4 * arch.num_parameters
+    assert cast.at("rest") == without.at("rest") and cast.at("optimizer") == without.at("optimizer")
+
+
+def test_stage_3_has_its_whole_bucket_in_that_type() -> None:
+    without, cast = (plan(3, reduce_bucket_size=10**6, **options).memory() for options in ({}, FP32))
+    more = cast.at("rest")["gather_buffers"] - without.at("rest")["gather_buffers"]
+    assert more == (4 - 2) * 10**6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_is_summed_in_fp32_anyway(stage: int) -> None:
+    plain, said = (plan(stage, recipe={"precision": "fp32"}, **options) for options in ({}, FP32))
+    assert plain.memory().components == said.memory().components
+    assert plain.step().seconds == said.step().seconds
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_travel_in_twice_the_bytes(stage: int) -> None:
+    def sent(a_plan: ss.Plan, part: str) -> float:
+        return sum(one.num_bytes for one in a_plan.step().communication if one.part == part)
+
+    without, cast = plan(stage), plan(stage, **FP32)
+    assert sent(cast, "gradients") == 2 * sent(without, "gradients")
+    assert sent(cast, "gathers") == sent(without, "gathers")
+    assert cast.step().seconds > without.step().seconds
+
+
+# ---------------------------------------------------------------------------------- many plans at once
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_many_plans_have_the_bytes_of_each(stage: int) -> None:
+    several = [
+        plan(stage, recipe={"micro_batch_size": size}, reduce_bucket_size=3_000_000, **degrees, **FP32)
+        for size in (1, 2)
+        for degrees in (
+            {},
+            *({"tp": tp} for tp in (2, 4) if stage < 3),
+            *({"pp": 2} for _ in range(stage < 2)),
+        )
+    ]
+    assert peak_bytes(several).tolist() == [one.memory().peak_bytes for one in several]
+
+
+def test_a_search_leaves_it_open_and_would_count_it_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = ss.Recipe(global_batch_size=16)
+    asked = [found.layout for found in grid.grids(LLAMA, NODE, recipe)]
+    assert {getattr(layout, KEY) for layout in asked} == {None}
+    truth = grid._options
+
+    def cast(cluster: ss.Cluster) -> Any:
+        return (replace(layout, **FP32) for layout in truth(cluster))
+
+    monkeypatch.setattr(grid, "_options", cast)
+    found = ss.search(LLAMA, NODE, recipe, frameworks=("deepspeed",))
+    assert found.num_evaluated > 50
+    for row in range(0, found.num_evaluated, found.num_evaluated // 24):
+        one = found.plan(row)
+        assert getattr(one.layout, KEY) == "fp32"
+        assert one.memory().peak_bytes == found.peak_bytes[row], one
+        assert one.step().seconds == pytest.approx(found.step_seconds[row], rel=1e-9), one
+
+
+# ------------------------------------------------------------------------------- DeepSpeed's own engine
+
+WIDE = replace(
+    LLAMA, hidden_size=1024, intermediate_size=3072, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=128, vocab_size=8000,
+)  # fmt: skip
+"""Of so few tokens that most is held where gradients are reduced."""
+SMALL, LARGE = {"reduce_bucket_size": 6_000_000}, {"reduce_bucket_size": 100_000_000}
+GATHERS = {"stage3_prefetch_bucket_size": 2_000_000, "stage3_max_reuse_distance": 1_000_000}
+AGAIN = {"global_batch_size": 16}
+PLAYED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "zero-0": (0, {}, {}),
+    "zero-1": (1, SMALL, {}),
+    "zero-1, overlapping, two micro-batches": (1, {"overlap_comm": True, **SMALL}, AGAIN),
+    "zero-1 on the host": (1, {"offload_optimizer": "cpu", **SMALL}, {}),
+    "zero-2": (2, SMALL, {}),
+    "zero-2, one bucket": (2, LARGE, {}),
+    "zero-2, two micro-batches": (2, SMALL, AGAIN),
+    "zero-2, gradients as they come": (2, {"contiguous_gradients": False, **LARGE}, {}),
+    "zero-2 fp16": (2, SMALL, {"precision": "fp16-mixed"}),
+    "zero-2 tp": (2, {"tp": 2, **SMALL}, AGAIN),
+    "zero-2 lora": (2, SMALL, {"method": "lora", "lora_rank": 256}),
+    "zero-3": (3, {**SMALL, **GATHERS}, {}),
+    "zero-3, one bucket": (3, {**LARGE, **GATHERS}, {}),
+    "zero-3, tensors beyond a bucket": (3, {"reduce_bucket_size": 1_000_000, **GATHERS}, {}),
+    "zero-3, gradients as they come": (3, {"contiguous_gradients": False, **LARGE, **GATHERS}, {}),
+    "zero-3 on the host": (3, {"offload_optimizer": "cpu", **SMALL, **GATHERS}, {}),
+    "zero-1 pp": (1, {"pp": 2, **LARGE}, {}),
+    "zero-0 pp": (0, {"pp": 2}, {}),
+}
+FEWER = {"zero-1, overlapping, two micro-batches", "zero-2, one bucket", "zero-3, gradients as they come"}
+
+
+@needs_installed("deepspeed")
+@pytest.mark.parametrize("name", few(PLAYED, FEWER | {"zero-1 pp"}))
+def test_deepspeed_itself_holds_what_is_predicted(name: str) -> None:
+    stage, options, recipe = PLAYED[name]
+    arch = replace(WIDE, num_hidden_layers=4) if "pp" in options else WIDE
+    made = plan(stage, arch, {"seq_len": 32, "global_batch_size": 8, **recipe}, **options, **FP32)
+    for played, predicted in zip(stages_of(made), made.memory().by_stage, strict=True):
+        most = max(
+            sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
+            for phase in ("forward", "backward", "optimizer")
+        )
+        assert most == pytest.approx(played.peak.num_bytes, rel=0.01)

@@ -1,0 +1,50 @@
+"""Where ZeRO reduces beside gradients that wait: DeepSpeed's own engine, and what is predicted of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.needs import needs, needs_installed
+from tests.rehearsed import stages_of
+from tests.unit.planning import LLAMA
+
+needs("torch")
+needs("transformers")
+pytestmark = needs_installed("deepspeed")
+
+import shardscope as ss  # noqa: E402
+from shardscope.rehearsal.result import TENSOR_COMPONENTS  # noqa: E402
+
+WIDE = replace(
+    LLAMA, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=128, vocab_size=8000,
+)  # fmt: skip
+"""Of so few tokens that most is held where gradients are reduced."""
+PLANS: dict[str, dict[str, Any]] = {
+    "in stages": {"stage": 1, "pp": 4, "reduce_bucket_size": 6_000_000},
+    "of stage 3, as they come": {
+        "stage": 3,
+        "reduce_bucket_size": 100_000_000,
+        "contiguous_gradients": False,
+        "stage3_prefetch_bucket_size": 2_000_000,
+        "stage3_max_reuse_distance": 1_000_000,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_fullest_instant_is_predicted(name: str) -> None:
+    plan = ss.Plan(
+        WIDE,
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(seq_len=32, global_batch_size=8),
+        ss.Layout.zero(**PLANS[name]),
+    )
+    for played, predicted in zip(stages_of(plan), plan.memory().by_stage, strict=True):
+        most = max(
+            sum(predicted.at(phase).components[part] for part in TENSOR_COMPONENTS)
+            for phase in ("forward", "backward", "optimizer")
+        )
+        assert most == pytest.approx(played.peak.num_bytes, rel=0.01)
