@@ -164,7 +164,8 @@ def _row(finding: Finding, act: str, verb: str | None) -> str:
     if finding.question is not None:
         mend += (
             f"<label class='ss-answer'><input type='text' inputmode='decimal'"
-            f" data-answer='{escape(act, quote=True)}' aria-label='{escape(finding.change, quote=True)}, in GiB'> GiB</label>"
+            f" data-answer='{escape(act, quote=True)}'"
+            f" aria-label='{escape(finding.change, quote=True)}, in GiB'> GiB</label>"
         )
     if verb is not None:
         label = escape(f"{verb}: {finding.change}", quote=True)
