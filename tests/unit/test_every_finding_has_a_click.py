@@ -30,6 +30,11 @@ RECIPES: list[dict[str, Any]] = [
     {"precision": "fp16-mixed", "global_batch_size": 8},
     {"micro_batch_size": 16, "global_batch_size": 1024},
 ]
+BEYOND_MENDING = {
+    *("checkpoint-tied-to-ranks", "reductions-in-half-precision"),
+    *("out-of-gpu-memory", "out-of-host-memory-at-start", "card-nearly-full"),
+}
+"""What of an odd plan no framework, no more nodes and no other model mends: words are left."""
 CLUSTERS = ("rtx-4090-24gb", "8xv100-sxm-32gb", "8xh100-sxm-80gb", "4x8xh100-sxm-80gb")
 
 
@@ -58,7 +63,7 @@ def test_of_plans_that_people_make(layout: ss.Layout) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(plan=plans())
 def test_of_any_plan(plan: ss.Plan) -> None:
-    assert not without_a_click(plan.findings())
+    assert set(without_a_click(plan.findings())) <= BEYOND_MENDING
 
 
 def own_code(ctx: Any) -> None:

@@ -237,7 +237,8 @@ def test_reductions_in_half_precision() -> None:
     assert finding.plan is not None and found_in(finding.plan, name) is None
     parted = plan_of("mixtral-8x7b", layout=ss.Layout.zero(stage=2, ep=8))
     in_words = one(parted, name)
-    assert in_words.plan is None and "in the DeepSpeed configuration" in in_words.change
+    assert "in the DeepSpeed configuration" in in_words.change and "sums in fp32" in in_words.change
+    assert in_words.plan is not None and found_in(in_words.plan, name) is None
     many = plan_of(cluster="32x8xh100-sxm-80gb", layout=ss.Layout.zero(stage=2), global_batch_size=256)
     assert one(many, name).severity == "warning"
     assert found_in(plan_of(), name) is None, "FSDP2's engine reduces in fp32"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardscope.frameworks.registry import frameworks
+from shardscope.catalog import models
+from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advising.words import named
 from shardscope.planner.repairs import repairs
 from shardscope.planner.room import fits
@@ -42,15 +43,19 @@ def several(plan: Plan) -> Way | None:
     found.
 
     First the fewest such changes, each upon those that win most, and of equally few the fastest. Then what a
-    search ranks first, of any framework. Only then adapters in place of full training, and last more nodes.
+    search ranks first, of any framework. Only then adapters in place of full training, more nodes, and last a
+    smaller model of the catalogue.
     """
     stuck = [Way((), plan)]
-    return (
+    found = (
         _step_by_step(stuck, [plan.recipe.method])
         or searched(plan)
         or _step_by_step([Way((), plan)], ["full", "lora", "qlora"])
-        or on_more_nodes([*stuck, *_of_other_frameworks(plan)], _has_room)
     )
+    if found is not None:
+        return found
+    ways = [*stuck, *of_other_frameworks(plan)]
+    return on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
 
 
 def _step_by_step(ways: list[Way], methods: Sequence[str]) -> Way | None:
@@ -88,11 +93,12 @@ def _has_room(plan: Plan) -> bool:
     return fits(plan, plan.memory())
 
 
-def searched(plan: Plan, *, headroom_bytes: int = 0) -> Way | None:
+def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_bytes: int = 0) -> Way | None:
     """What a search over the same GPUs ranks first, with ``headroom_bytes`` of each card free; None: nothing
     fits so, or a figure is not known."""
+    nouns = plan.architecture, plan.cluster, plan.recipe
     try:
-        found = search(plan.architecture, plan.cluster, plan.recipe, headroom_bytes=headroom_bytes).best
+        found = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
     except ValueError:
         return None
     return Way((named(found, plan.recipe),), found)
@@ -109,9 +115,27 @@ def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way
     return None
 
 
-def _of_other_frameworks(plan: Plan) -> Iterator[Way]:
+def with_a_smaller_model(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
+    """The largest of the catalogue with which one of ``ways`` is enough, its own family first."""
+    own = ways[0].plan.architecture
+    smaller = [
+        model for model in map(models.__getitem__, models) if model.num_parameters < own.num_parameters
+    ]
+    for model in sorted(smaller, key=lambda one: (one.model_type != own.model_type, -one.num_parameters)):
+        for way in ways:
+            try:
+                plan = replace(way.plan, architecture=model)
+                found = is_enough(plan)
+            except ValueError:
+                continue
+            if found:
+                return Way((f"A smaller model: {model.name}", *way.changes), plan)
+    return None
+
+
+def of_other_frameworks(plan: Plan) -> Iterator[Way]:
     """As each of them comes: some have no part of a node's memory that never shrinks."""
-    for framework in frameworks.values():
+    for framework in known.values():
         try:
             other = replace(plan, layout=framework.layout_class())
             other.memory()

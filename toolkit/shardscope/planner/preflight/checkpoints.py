@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,12 @@ from shardscope.frameworks.habits import CheckpointFormat, Tie
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.words import count
-from shardscope.planner.changes import OFFLOADS
-from shardscope.planner.preflight.case import Case, changed_plan, changed_task, memory_of
+from shardscope.planner.preflight.case import Case, changed_plan, changed_task
+from shardscope.planner.preflight.elsewhere import elsewhere, with_parts
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
-
-CUTS = ("tp", "pp", "vpp", "cp", "ep")
-"""Degrees that cut a model or its work, and not only the state of it."""
 
 
 def tied_checkpoints(case: Case) -> Iterator[Finding]:
@@ -32,7 +27,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
     if not tied:
         return
     told = " and ".join(tie.words for tie in tied)
-    loose = _not_tied(plan)
+    loose = elsewhere(plan, _is_loose)
     yield Finding(
         name="checkpoint-tied-to-ranks",
         severity="hint",
@@ -46,23 +41,9 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
     )
 
 
-def _not_tied(plan: Plan) -> Plan | None:
-    """Another framework's plan that cuts model and state the same way, loads over any ranks and has room."""
-    wanted = {name: getattr(plan.degrees, name) for name in CUTS}
-    for framework in frameworks.values():
-        known = framework.layout_class.__dataclass_fields__
-        if isinstance(plan.layout, framework.layout_class) or any(
-            number > 1 and name not in known for name, number in wanted.items()
-        ):
-            continue
-        same = {name: number for name, number in wanted.items() if name in known}
-        for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
-            found = _with(plan, layout=framework.layout_class(**same, **moved))
-            if found is None or found.degrees.shard != plan.degrees.shard:
-                continue
-            if all(tie.num_ranks == 1 for tie in _format_of(found).ties.values()):
-                return found
-    return None
+def _is_loose(plan: Plan) -> bool:
+    """Whether its checkpoints load over any number of ranks."""
+    return all(tie.num_ranks == 1 for tie in _format_of(plan).ties.values())
 
 
 def resumed(case: Case) -> Iterator[Finding]:
@@ -95,7 +76,7 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
             f"reads {read.name}.",
             number=None,
             change=f"Go on with {before.layout.title}, or convert it",
-            plan=_with(now, layout=before.layout),
+            plan=with_parts(now, layout=before.layout),
         )
         return
     others = _apart(saved, read)
@@ -112,18 +93,6 @@ def _other_format(before: Plan, now: Plan) -> Iterator[Finding]:
         change=f"{change}{_or(saved)}",
         plan=mended,
     )
-
-
-def _with(now: Plan, **parts: Any) -> Plan | None:
-    """``now`` with whole parts of another plan; None where they do not go with the rest of it, or do not fit
-    where ``now`` does."""
-    try:
-        mended = replace(now, **parts)
-    except ValueError:
-        return None
-    before, after = memory_of(now), memory_of(mended)
-    had_room = before is not None and fits(now, before)
-    return None if had_room and (after is None or not fits(mended, after)) else mended
 
 
 def _or(saved: CheckpointFormat) -> str:
@@ -186,7 +155,7 @@ def _other_model(before: Plan, now: Plan) -> Iterator[Finding]:
         f"parameters), this plan trains {now.architecture.name} ({now.architecture.num_parameters:,}).",
         number=float(before.architecture.num_parameters),
         change=f"Train {before.architecture.name}, or start anew",
-        plan=_with(now, architecture=before.architecture),
+        plan=with_parts(now, architecture=before.architecture),
     )
 
 

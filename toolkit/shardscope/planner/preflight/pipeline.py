@@ -27,7 +27,7 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
         share = ratio / (1 + ratio)
     found = (variant for variant in variants(plan, _changes(case)) if _has_enough(variant.plan))
     mended = fastest(variant for variant in found if case.gain(variant) > 0)
-    elsewhere = _filled(case) if mended is None else None
+    other = _filled(case) if mended is None else None
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
@@ -36,10 +36,10 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=_words(case, mended.plan)
         if mended
-        else elsewhere.words
-        if elsewhere
+        else other.words
+        if other
         else f"Fewer stages than {stages}, or more micro-batches",
-        plan=mended.plan if mended else elsewhere.plan if elsewhere else None,
+        plan=mended.plan if mended else other.plan if other else None,
     )
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shardscope.cluster import BEFORE_AMPERE
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight.case import Case, changed_plan
+from shardscope.planner.preflight.elsewhere import elsewhere
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
 
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff: bf16 has 8 significant bits, fp16 11 (IEEE 754-2019, table 3.5)."""
@@ -68,15 +73,20 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
         return
     error = math.sqrt(ranks - 1) * ROUNDOFF[kind]
     words, mended = habits.reduce_remedy(plan)
+    other = elsewhere(plan, _reduces_in_fp32) if mended is None else None
     yield Finding(
         name="reductions-in-half-precision",
         severity="warning" if error >= MUCH_ROUNDED else "hint",
         why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {percent(ROUNDOFF[kind])} at "
         f"each: about {percent(error)} of a sum is error (Higham & Mary 2019).",
         number=100 * error,
-        change=words,
-        plan=mended,
+        change=words if other is None else f"{other.layout.description}, which sums in fp32; or {words}",
+        plan=mended or other,
     )
+
+
+def _reduces_in_fp32(plan: Plan) -> bool:
+    return frameworks[plan.layout.framework].habits().reduces_in(plan) == "fp32"
 
 
 def lost_updates(case: Case) -> Iterator[Finding]:

@@ -15,7 +15,14 @@ from shardscope.planner.preflight.question import Question
 from shardscope.planner.preflight.recomputation import recomputing
 from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import Place, fits, places
-from shardscope.planner.several import MOST_TIMES_THE_NODES, Way, on_more_nodes, searched
+from shardscope.planner.several import (
+    MOST_TIMES_THE_NODES,
+    Way,
+    of_other_frameworks,
+    on_more_nodes,
+    searched,
+    with_a_smaller_model,
+)
 from shardscope.support import supported
 
 if TYPE_CHECKING:
@@ -73,11 +80,15 @@ def nearly_full(case: Case) -> Iterator[Finding]:
 
 
 def _roomier(case: Case) -> Way | None:
-    """Of all plans on these GPUs the best that is not tight; else this one on more nodes."""
+    """The best of all plans on these GPUs that is not tight; else more nodes, or a smaller model."""
     usable = case.plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
-    found = searched(case.plan, headroom_bytes=kept_free)
-    return found or on_more_nodes([Way((), case.plan)], _has_ease)
+    here = [Way((), case.plan), *of_other_frameworks(case.plan)]
+    return (
+        searched(case.plan, headroom_bytes=kept_free)
+        or on_more_nodes(here, _has_ease)
+        or with_a_smaller_model(here, _has_ease)
+    )
 
 
 def _has_ease(plan: Plan) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardscope.layout import divisors
-from shardscope.planner.preflight.case import NOTICEABLE, Case, Change, fastest, variants
+from shardscope.planner.preflight.case import NOTICEABLE, Case, Change, changed_plan, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import gigabytes_per_second, percent
 from shardscope.planner.several import Way, searched
@@ -27,7 +27,7 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
     mended = fastest(faster)
     if mended is None and not crosses:
         return
-    elsewhere = _inside_nodes(case) if mended is None else None
+    inside = _inside_nodes(case) if mended is None else None
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
     gain = "" if mended is None else f", and {_degrees(mended.plan)} is {percent(case.gain(mended))} faster"
@@ -40,16 +40,20 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=f"{_degrees(mended.plan)} instead of {_degrees(plan)}"
         if mended
-        else elsewhere.words
-        if elsewhere
-        else f"At most tp={cluster.gpus_per_node}, a node's GPUs, on more of them",
-        plan=mended.plan if mended else elsewhere.plan if elsewhere else None,
+        else inside.words
+        if inside
+        else f"tp={cluster.gpus_per_node}, a node's GPUs",
+        plan=mended.plan
+        if mended
+        else inside.plan
+        if inside
+        else changed_plan(plan, layout={"tp": cluster.gpus_per_node}),
     )
 
 
 def _inside_nodes(case: Case) -> Way | None:
-    """The best of all plans, if its tensor parallel ranks are in one node."""
-    found = searched(case.plan)
+    """The best of all plans, or what makes this one fit, if its tensor parallel ranks are in one node."""
+    found = searched(case.plan) or case.way
     return found if found and found.plan.degrees.tp <= case.plan.cluster.gpus_per_node else None
 
 
