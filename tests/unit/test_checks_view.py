@@ -12,7 +12,8 @@ import pytest
 import shardscope as ss
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.question import Question
-from shardscope_widgets.checks_view import NOTHING, SIGNS, ChecksView, summary, worst_first
+from shardscope.planner.several import Way
+from shardscope_widgets.checks_view import LOOKING, NOTHING, SIGNS, ChecksView, summary, worst_first
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 
@@ -89,6 +90,31 @@ def test_nothing_found_is_said() -> None:
 def test_the_summary_counts_each_kind() -> None:
     assert summary([*FOUND, finding("b-danger", "danger")]) == "2 dangers, 1 warning, 1 hint"
     assert summary([]) == ""
+
+
+def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> None:
+    asked: list[str] = []
+    found: list[Way | None] = [Way(("Micro-batch 1 instead of 2", "Recompute selectively"), PLAN), None]
+
+    def way() -> Way | None:
+        asked.append(view.list.value)
+        return found.pop(0)
+
+    applied: list[ss.Plan] = []
+    view = shown(replace(finding("a-danger", "danger"), way=way), finding("a-hint", "hint"))
+    view._on_apply = applied.append
+    assert "Find" in words(view.list.value) and not asked
+    view.list.press("a-danger")
+    assert len(asked) == 1 and LOOKING in asked[0], "the page says so meanwhile"
+    assert "Micro-batch 1 instead of 2 + Recompute selectively Apply" in words(view.list.value)
+    assert not applied and LOOKING not in view.list.value
+    view.list.press("a-danger")
+    assert applied == [PLAN]
+    view.show([replace(finding("a-danger", "danger"), way=way)])
+    view.list.press("a-danger")
+    assert "set it to 8: none was found" in words(view.list.value) and "<button" not in view.list.value
+    view.list.press("a-danger")
+    assert "means nothing here" in view.list.error and applied == [PLAN]
 
 
 def test_what_only_a_person_knows_is_asked_for_in_place() -> None:

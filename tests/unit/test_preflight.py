@@ -404,7 +404,7 @@ def test_a_card_that_is_nearly_full() -> None:
     name = "card-nearly-full"
     # Already of one sequence and whole layers: another layout would have to do it.
     plan = plan_of("qwen3-30b-a3b", layout=ss.Layout.megatron(ep=8), recompute="full", micro_batch_size=1)
-    finding, memory = one(plan, name), plan.memory()
+    finding, memory = one(plan, name).look(), plan.memory()
     assert memory.is_tight and finding.severity == "warning"
     assert finding.plan is not None and not finding.plan.memory().is_tight
     assert type(finding.plan.layout) is not type(plan.layout) and finding.plan.layout.title in finding.change
@@ -427,7 +427,7 @@ def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
     best = next(repair for repair in plan.repairs() if repair.plan.recipe.method == "full")
     assert (finding.plan, finding.change) == (best.plan, best.change)
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
-    hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory")
+    hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").look()
     assert hopeless.plan is not None and fits(hopeless.plan, hopeless.plan.memory())
     assert (
         hopeless.plan.cluster.num_nodes > 1 and f"{hopeless.plan.cluster.num_nodes} nodes" in hopeless.change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from html import escape
 
 import traitlets
@@ -29,6 +30,7 @@ _SPELLED = {
 }
 """Words of a finding's name that are no plain ones."""
 
+LOOKING = "Looking for one …"
 NOTHING = "Nothing to mend: no check has anything against this plan."
 
 
@@ -38,8 +40,8 @@ class ChecksView(View):
     A button applies the mended plan: ``on_apply`` gets it, and :attr:`plan` has it; a mended task goes to
     ``on_apply_task`` and :attr:`task`. A script's mended text goes to ``on_apply_source``, and nothing else
     of its finding anywhere; without one, it has no button. What no click can mend may be noted: then
-    ``on_note`` gets the finding. Where a finding asks how much of something a node has, the plan with the
-    answer is applied.
+    ``on_note`` gets the finding. What takes long to find is looked for by a click of its own. Where a finding
+    asks how much of something a node has, the plan with the answer is applied.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -83,6 +85,8 @@ class ChecksView(View):
         found = self._named(act)
         if self._can_apply(found):
             self._apply(found)
+        elif found.way is not None:
+            self._look(found)
         elif self._on_note is not None and found in self._notable:
             self._on_note(found)
         else:
@@ -113,6 +117,15 @@ class ChecksView(View):
             if self._on_apply_task is not None:
                 self._on_apply_task(found.task)
 
+    def _look(self, found: Finding) -> None:
+        """Its place is taken by what is found for it, to be read before it is applied."""
+        # What is said meanwhile reaches the page before the search begins.
+        self._put(found, replace(found, change=LOOKING, way=None))
+        self._put(replace(found, change=LOOKING, way=None), found.look())
+
+    def _put(self, old: Finding, new: Finding) -> None:
+        self.show([new if one == old else one for one in self.findings], self._notable)
+
     def _take(self, plan: ss.Plan) -> None:
         self.plan = plan
         if self._on_apply is not None:
@@ -122,6 +135,8 @@ class ChecksView(View):
         """What its button says; None: it has none."""
         if finding.question is not None or self._can_apply(finding):
             return "Apply"
+        if finding.way is not None:
+            return "Find"
         return "Note" if self._on_note is not None and finding in self._notable else None
 
     def _can_apply(self, finding: Finding) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from shardscope.catalog import models
 from shardscope.frameworks.registry import frameworks as known
@@ -13,10 +13,12 @@ from shardscope.planner.advising.words import named
 from shardscope.planner.repairs import repairs
 from shardscope.planner.room import fits
 from shardscope.planner.search import search
+from shardscope.recipe import Method
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
 
+METHODS = get_args(Method)
 MOST_CHANGES = 4
 """One upon the other; who needs more is better served by a search."""
 KEPT = 2
@@ -46,29 +48,26 @@ def several(plan: Plan) -> Way | None:
     search ranks first, of any framework. Only then adapters in place of full training, more nodes, and last a
     smaller model of the catalogue.
     """
-    stuck = [Way((), plan)]
-    found = (
-        _step_by_step(stuck, [plan.recipe.method])
-        or searched(plan)
-        or _step_by_step([Way((), plan)], ["full", "lora", "qlora"])
-    )
+    found, stuck = _step_by_step(plan, [plan.recipe.method])
+    found = found or searched(plan) or _step_by_step(plan, METHODS)[0]
     if found is not None:
         return found
     ways = [*stuck, *of_other_frameworks(plan)]
     return on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
 
 
-def _step_by_step(ways: list[Way], methods: Sequence[str]) -> Way | None:
-    """The first round that is enough; ``ways`` are those of the last round that was not."""
+def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[Way]]:
+    """What is enough in the first round in which anything is, and otherwise how far the last one came."""
+    ways = [Way((), plan)]
     for _ in range(MOST_CHANGES):
         further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
         enough = [way for way in further if _has_room(way.plan)]
         if enough:
-            return min(enough, key=_cheapest_first)
+            return min(enough, key=_cheapest_first), ways
         if not further:
-            return None
-        ways[:] = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
-    return None
+            break
+        ways = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
+    return None, ways
 
 
 def _further(way: Way) -> Iterator[Way]:

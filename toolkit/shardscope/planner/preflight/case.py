@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shardscope.memory.report import MemoryReport
     from shardscope.plan import Plan
     from shardscope.planner.repairs import Repair
-    from shardscope.planner.several import Way
     from shardscope.runs.run import Run
     from shardscope.timing.report import Part, StepReport
 
@@ -53,13 +52,6 @@ class Case:
             return self.plan.repairs()
         except ValueError:
             return []
-
-    @cached_property
-    def way(self) -> Way | None:
-        """Changes that together make a plan fit which does not; None: none do."""
-        from shardscope.planner.several import several  # Not above: who resumes a run searches nothing.
-
-        return several(self.plan) if self.has_room is False else None
 
     def share(self, part: Part) -> float:
         """The share of the step that goes to ``part``; 0 where the step is not known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.memory.lora import adapter_targets
 from shardscope.memory.words import count
 from shardscope.planner.preflight.case import Case, changed_plan, changed_task
-from shardscope.planner.preflight.elsewhere import elsewhere, with_parts
+from shardscope.planner.preflight.elsewhere import elsewhere, searched_elsewhere, with_parts
 from shardscope.planner.preflight.finding import Finding
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
         if loose is None
         else f"{loose.layout.description}, which loads over any number of ranks{_or(saved)}",
         plan=loose,
+        way=None if loose else partial(searched_elsewhere, plan, _is_loose),
     )
 
 

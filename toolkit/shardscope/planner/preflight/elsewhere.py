@@ -13,15 +13,24 @@ from shardscope.planner.room import fits
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+    from shardscope.planner.several import Way
 
 CUTS = ("tp", "pp", "vpp", "cp", "ep")
 """Degrees that cut a model or its work, and not only the state of it."""
 
 
 def elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Plan | None:
-    """The first plan of another framework that ``is_wanted``: one that cuts model and state the same way and,
-    where ``plan`` has room, has it too; else what a search ranks first; None: there is no such."""
-    return next((found for found in _others(plan) if is_wanted(found)), None)
+    """The first plan of another framework that ``is_wanted``, cuts model and state the same way and, where
+    ``plan`` has room, has it too; None: there is no such."""
+    return next((found for found in _cut_the_same_way(plan) if is_wanted(found)), None)
+
+
+def searched_elsewhere(plan: Plan, is_wanted: Callable[[Plan], bool]) -> Way | None:
+    """What a search ranks first of the first other framework whose plan ``is_wanted``."""
+    from shardscope.planner.several import searched  # Not above: who resumes a run searches nothing.
+
+    others = (searched(plan, frameworks=(name,)) for name in frameworks if name != plan.layout.framework)
+    return next((found for found in others if found and is_wanted(found.plan)), None)
 
 
 def with_parts(plan: Plan, **parts: Any) -> Plan | None:
@@ -34,15 +43,6 @@ def with_parts(plan: Plan, **parts: Any) -> Plan | None:
     before, after = memory_of(plan), memory_of(mended)
     had_room = before is not None and fits(plan, before)
     return None if had_room and (after is None or not fits(mended, after)) else mended
-
-
-def _others(plan: Plan) -> Iterator[Plan]:
-    from shardscope.planner.several import searched  # Not above: who resumes a run searches nothing.
-
-    yield from _cut_the_same_way(plan)
-    for name in frameworks:
-        if name != plan.layout.framework and (found := searched(plan, frameworks=(name,))):
-            yield found.plan
 
 
 def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:

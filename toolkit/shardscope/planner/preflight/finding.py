@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from shardscope.planner.preflight.question import Question
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+    from shardscope.planner.several import Way
 
 Severity = Literal["danger", "warning", "hint"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -37,5 +39,18 @@ class Finding:
     """The mended text of the script or configuration; None where the change is not one of its words alone."""
     question: Question | None = None
     """What only a person knows, and what a plan is with the answer; None: nothing is asked."""
+    way: Callable[[], Way | None] | None = field(default=None, repr=False, compare=False)
+    """Looks for several changes that mend it together, or for another plan: up to seconds, for which nobody
+    waits who does not ask. None: there is nothing to look for."""
     line: int | None = None
     """The line of the script that it is about, from 1; None: about no script."""
+
+    def look(self) -> Finding:
+        """The finding with the plan that :attr:`way` finds and what it changes; without one, that none was
+        found."""
+        if self.way is None:
+            return self
+        found = self.way()
+        if found is None:
+            return replace(self, way=None, change=f"{self.change}: none was found")
+        return replace(self, way=None, change=found.words, plan=found.plan)

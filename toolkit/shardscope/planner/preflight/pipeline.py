@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardscope.layout import divisors
@@ -27,25 +28,21 @@ def few_micro_batches(case: Case) -> Iterator[Finding]:
         share = ratio / (1 + ratio)
     found = (variant for variant in variants(plan, _changes(case)) if _has_enough(variant.plan))
     mended = fastest(variant for variant in found if case.gain(variant) > 0)
-    other = _filled(case) if mended is None else None
     yield Finding(
         name="fewer-micro-batches-than-stages",
         severity="danger" if share > 0.5 else "warning",
         why=f"{number} micro-batches fill {stages} pipeline stages for part of the step only: they wait for "
         f"{percent(share)} of it.",
         number=100 * share,
-        change=_words(case, mended.plan)
-        if mended
-        else other.words
-        if other
-        else f"Fewer stages than {stages}, or more micro-batches",
-        plan=mended.plan if mended else other.plan if other else None,
+        change=_words(case, mended.plan) if mended else f"Fewer stages than {stages}, or more micro-batches",
+        plan=mended.plan if mended else None,
+        way=None if mended else partial(_filled, plan),
     )
 
 
-def _filled(case: Case) -> Way | None:
+def _filled(plan: Plan) -> Way | None:
     """The best of all plans, if its stages have enough to do."""
-    found = searched(case.plan)
+    found = searched(plan)
     return found if found and _has_enough(found.plan) else None
 
 

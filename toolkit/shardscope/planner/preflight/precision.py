@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardscope.cluster import BEFORE_AMPERE
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight.case import Case, changed_plan
-from shardscope.planner.preflight.elsewhere import elsewhere
+from shardscope.planner.preflight.elsewhere import elsewhere, searched_elsewhere
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
 
@@ -82,6 +83,7 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
         number=100 * error,
         change=words if other is None else f"{other.layout.description}, which sums in fp32; or {words}",
         plan=mended or other,
+        way=None if mended or other else partial(searched_elsewhere, plan, _reduces_in_fp32),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardscope.layout import divisors
@@ -16,17 +17,18 @@ from shardscope.planner.preflight.recomputation import recomputing
 from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import Place, fits, places
 from shardscope.planner.several import (
-    MOST_TIMES_THE_NODES,
     Way,
     of_other_frameworks,
     on_more_nodes,
     searched,
+    several,
     with_a_smaller_model,
 )
 from shardscope.support import supported
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
+    from shardscope.planner.repairs import Repair
 
 RECOMPUTED = ("none", "selective", "full")
 
@@ -66,7 +68,6 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         changes.append({"loss": "chunked"})
     found = variants(case.plan, [(change, {}) for change in changes])
     best = fastest(variant for variant in found if not variant.memory.is_tight)
-    elsewhere = _roomier(case) if best is None else None
     share = memory.peak_bytes / memory.usable_bytes
     yield Finding(
         name="card-nearly-full",
@@ -74,18 +75,19 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
         f"{percent(share)} of the card: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
         number=100 * share,
-        change=_words(case, best) if best else elsewhere.words if elsewhere else "A smaller model",
-        plan=best.plan if best else elsewhere.plan if elsewhere else None,
+        change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
+        plan=best.plan if best else None,
+        way=None if best else partial(_roomier, case.plan),
     )
 
 
-def _roomier(case: Case) -> Way | None:
+def _roomier(plan: Plan) -> Way | None:
     """The best of all plans on these GPUs that is not tight; else more nodes, or a smaller model."""
-    usable = case.plan.cluster.usable_bytes_per_gpu
+    usable = plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
-    here = [Way((), case.plan), *of_other_frameworks(case.plan)]
+    here = [Way((), plan), *of_other_frameworks(plan)]
     return (
-        searched(case.plan, headroom_bytes=kept_free)
+        searched(plan, headroom_bytes=kept_free)
         or on_more_nodes(here, _has_ease)
         or with_a_smaller_model(here, _has_ease)
     )
@@ -108,28 +110,24 @@ def _words(case: Case, variant: Variant) -> str:
 def _short(case: Case, place: Place) -> Finding:
     assert place.room_bytes is not None
     whose = "The worst rank" if place.name == "GPU memory" else "A node"
-    change, plan = _mended(case)
+    best = _enough(case)
     return Finding(
         name=f"out-of-{NAMES[place.name]}",
         severity="danger",
         why=f"{whose} needs {gib(place.needed_bytes)} GiB of {place.name}, and has {gib(place.room_bytes)}: "
         f"{gib(place.short_bytes)} GiB too little.",
         number=place.short_bytes / 2**30,
-        change=change,
-        plan=plan,
+        change=best.change if best else "No single change is enough; several may be",
+        plan=best.plan if best else None,
+        way=None if best else partial(several, case.plan),
     )
 
 
-def _mended(case: Case) -> tuple[str, Plan | None]:
-    """In words and as a plan, the cheapest change that is enough and leaves the task what it is; else several
-    changes."""
+def _enough(case: Case) -> Repair | None:
+    """The cheapest change that is enough and leaves the task what it is."""
     method = case.plan.recipe.method
-    for repair in case.repairs:
-        if repair.plan.recipe.method == method and fits(repair.plan, repair.plan.memory()):
-            return repair.change, repair.plan
-    if case.way is not None:
-        return case.way.words, case.way.plan
-    return f"A smaller model: nothing fits on {MOST_TIMES_THE_NODES} times the nodes either", None
+    same_task = (repair for repair in case.repairs if repair.plan.recipe.method == method)
+    return next((repair for repair in same_task if fits(repair.plan, repair.plan.memory())), None)
 
 
 def _unknown(plan: Plan, place: Place) -> Finding:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 from shardscope.layout import divisors
 from shardscope.planner.preflight.case import NOTICEABLE, Case, Change, changed_plan, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import gigabytes_per_second, percent
 from shardscope.planner.several import Way, searched
+
+if TYPE_CHECKING:
+    from shardscope.plan import Plan
 
 WAITS = 0.2
 """Share of a step from which on waiting for tensor-parallel collectives is worth a look (an assumption):
@@ -27,7 +32,6 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
     mended = fastest(faster)
     if mended is None and not crosses:
         return
-    inside = _inside_nodes(case) if mended is None else None
     link = cluster.inter_node_link if crosses else cluster.intra_node_link
     where = f"across nodes over {link.name}" if crosses else f"over {link.name}"
     gain = "" if mended is None else f", and {_degrees(mended.plan)} is {percent(case.gain(mended))} faster"
@@ -40,21 +44,21 @@ def slow_tensor_parallel(case: Case) -> Iterator[Finding]:
         number=100 * share,
         change=f"{_degrees(mended.plan)} instead of {_degrees(plan)}"
         if mended
-        else inside.words
-        if inside
-        else f"tp={cluster.gpus_per_node}, a node's GPUs",
-        plan=mended.plan
-        if mended
-        else inside.plan
-        if inside
-        else changed_plan(plan, layout={"tp": cluster.gpus_per_node}),
+        else f"At most tp={cluster.gpus_per_node}, a node's GPUs",
+        plan=mended.plan if mended else None,
+        way=None if mended else partial(_inside_nodes, plan),
     )
 
 
-def _inside_nodes(case: Case) -> Way | None:
-    """The best of all plans, or what makes this one fit, if its tensor parallel ranks are in one node."""
-    found = searched(case.plan) or case.way
-    return found if found and found.plan.degrees.tp <= case.plan.cluster.gpus_per_node else None
+def _inside_nodes(plan: Plan) -> Way | None:
+    """The best of all plans, if its tensor parallel ranks are in one node; else this one with no more of them
+    than a node has, whether or not it fits."""
+    most = plan.cluster.gpus_per_node
+    found = searched(plan)
+    if found and found.plan.degrees.tp <= most:
+        return found
+    smaller = changed_plan(plan, layout={"tp": most})
+    return None if smaller is None else Way((f"tp={most}",), smaller)
 
 
 def _changes(case: Case) -> Iterator[Change]:
