@@ -178,5 +178,6 @@ class Fsdp2Layout(Layout):
 
     @property
     def description(self) -> str:
-        """FSDP2, or HSDP when the sharded state is replicated."""
-        return "FSDP2" if self.replicate == 1 else "FSDP2 (HSDP)"
+        """FSDP2, whether the sharded state is replicated (HSDP), and whether it was moved."""
+        told = ["HSDP"] * (self.replicate > 1) + ["training state on CPU"] * (self.offload == "cpu")
+        return "FSDP2" + (f" ({', '.join(told)})" if told else "")
