@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,7 @@ def _contradiction(ctx: StandInContext) -> str:
 def _trained(ctx: StandInContext, plan: Any) -> dict[str, Any]:
     from shardscope.training.model import build_model
 
+    gc.collect()  # What an engine before this one held in cycles.
     ctx.plan = plan
     engine = ctx.engine = type(ctx.engine)(ctx)
     engine.learning_rate = RATE
