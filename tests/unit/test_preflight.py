@@ -12,6 +12,7 @@ from planning import plans
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.precision import widths
+from shardscope.memory.words import gib
 from shardscope.planner.preflight import CHECKS, SEVERITIES, Finding
 from shardscope.planner.room import fits, places
 
@@ -258,6 +259,12 @@ def test_updates_that_round_away() -> None:
     assert finding.plan is not None and found_in(finding.plan, "updates-round-away") is None
     assert found_in(plan_of(precision="bf16", method="lora"), "updates-round-away") is None
     assert found_in(plan_of(precision="bf16", layout=ss.Layout.zero()), "updates-round-away") is None
+    # What fits only in bf16 is told what wider numbers lack.
+    full = plan_of("qwen2.5-14b", precision="bf16", micro_batch_size=2, recompute="selective")
+    wide = one(full, "updates-round-away")
+    assert wide.plan is not None and fits(full, full.memory())
+    short = wide.plan.memory().peak_bytes - wide.plan.memory().usable_bytes
+    assert short > 0 and f"which lacks {gib(short)} GiB of GPU memory" in wide.change
 
 
 # -------------------------------------------------------------------------------------------- widths

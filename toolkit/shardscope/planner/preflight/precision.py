@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from shardscope.cluster import BEFORE_AMPERE
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.preflight.case import Case, changed_plan
+from shardscope.memory.words import gib
+from shardscope.planner.preflight.case import Case, changed_plan, memory_of
 from shardscope.planner.preflight.elsewhere import elsewhere, searched_elsewhere
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.words import percent
+from shardscope.planner.room import shortages
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -81,10 +83,20 @@ def rounded_reductions(case: Case) -> Iterator[Finding]:
         why=f"Gradients are summed over {ranks} ranks in {kind}, rounding by {percent(ROUNDOFF[kind])} at "
         f"each: about {percent(error)} of a sum is error (Higham & Mary 2019).",
         number=100 * error,
-        change=words if other is None else f"{other.layout.description}, which sums in fp32; or {words}",
+        change=(words if other is None else f"{other.layout.description}, which sums in fp32; or {words}")
+        + _lacking(case, mended or other),
         plan=mended or other,
         way=None if mended or other else partial(searched_elsewhere, plan, _reduces_in_fp32),
     )
+
+
+def _lacking(case: Case, mended: Plan | None) -> str:
+    """What wider numbers have no room for, where these have it; empty: they have it too."""
+    memory = None if mended is None else memory_of(mended)
+    if mended is None or memory is None or not case.has_room:
+        return ""
+    lacks = [f"{gib(place.short_bytes)} GiB of {place.name}" for place in shortages(mended, memory)]
+    return f", which lacks {' and '.join(lacks)}" if lacks else ""
 
 
 def _reduces_in_fp32(plan: Plan) -> bool:
@@ -101,6 +113,7 @@ def lost_updates(case: Case) -> Iterator[Finding]:
     if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or habits.keeps_fp32_weights(plan):
         return
     smallest = ROUNDOFF["bf16"]
+    mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
     rate = getattr(case.task, "learning_rate", None)
     beyond = (
         f" At a learning rate of {rate:g} that is every weight beyond {rate / smallest:.2g}." if rate else ""
@@ -111,6 +124,6 @@ def lost_updates(case: Case) -> Iterator[Finding]:
         why=f"Weights in bf16 alone: an update below {percent(smallest)} of its weight is lost "
         f"(Micikevicius et al. 2018, section 3.1).{beyond}",
         number=100 * smallest,
-        change="Mixed precision (bf16), with fp32 originals",
-        plan=replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed")),
+        change="Mixed precision (bf16), with fp32 originals" + _lacking(case, mended),
+        plan=mended,
     )
