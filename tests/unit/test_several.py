@@ -90,3 +90,7 @@ def test_where_nothing_fits_the_fewest_nodes_do() -> None:
     layout = replace(way.plan.layout, shard=None)  # type: ignore[call-arg]
     assert not has_room(replace(way.plan, cluster=half, layout=layout))
     assert on_more_nodes([Way((), plan)], lambda plan: False) is None
+    ranks = plan_of("llama-3.1-70b", "2xcpu", ss.Layout.ddp(), precision="fp32")
+    assert on_more_nodes([Way((), ranks)], has_room) is None, "there is one machine"
+    smaller = several(ranks)
+    assert smaller is not None and has_room(smaller.plan) and smaller.plan.cluster == ranks.cluster

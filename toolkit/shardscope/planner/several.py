@@ -105,7 +105,9 @@ def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_by
 
 def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
     """The fewest nodes, doubled each time, on which one more change at most is enough; None: nothing is on
-    :data:`MOST_TIMES_THE_NODES` times as many."""
+    :data:`MOST_TIMES_THE_NODES` times as many, or there is but this one machine."""
+    if ways[0].plan.cluster.gpu.memory_is_shared:  # CPU ranks
+        return None
     for power in range(1, MOST_TIMES_THE_NODES.bit_length()):
         larger = [found for way in ways if (found := _with_nodes(way, 2**power))]
         for one in [*larger, *(each for way in larger for each in _further(way))]:
