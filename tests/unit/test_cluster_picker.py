@@ -26,10 +26,11 @@ def test_it_begins_with_what_the_catalogue_says_of_a_node() -> None:
         replace(H100, host_memory_bytes=123_456_789_012, nvme_bytes=1, nvme_bandwidth_bytes_per_second=3.3e9),
         replace(H100, host_memory_bytes=None),
         replace(H100, num_nodes=3, host_link=H100.inter_node_link),
+        replace(H100, gpu=replace(H100.gpu, name="my-gpu")),
         ss.Cluster.parse("2xcpu"),
         ss.Cluster.detect(),
     ],
-    ids=["bytes", "unknown", "links", "cpu", "detected"],
+    ids=["bytes", "unknown", "links", "own card", "cpu", "detected"],
 )
 def test_what_is_filled_in_is_kept_to_the_byte(cluster: ss.Cluster) -> None:
     picker = ClusterPicker()
@@ -57,6 +58,8 @@ def test_what_is_typed_takes_the_catalogues_place() -> None:
         ("host", "much", "Cluster.host_memory_bytes is 'much'"),
         ("host", "-1", "Cluster.host_memory_bytes"),
         ("nvme", "1e30", "Cluster.nvme_bytes"),
+        ("nvme", "1,5", "Cluster.nvme_bytes is '1,5'"),
+        ("speed", "0", "a number of GB/s from 0.001 to 10,000"),
         ("nvme", "inf", "Cluster.nvme_bytes is 'inf'"),
         ("speed", "fast", "Cluster.nvme_bandwidth_bytes_per_second is 'fast'"),
     ],

@@ -283,9 +283,9 @@ def test_a_node_that_must_be_fed_faster_than_usual_storage_reads() -> None:
 def idle_loaders(ctx: Any) -> None:
     from torch.utils.data import DataLoader
 
-    for batch in DataLoader(ctx.data, batch_size=4):
+    for batch in DataLoader(ctx.data, batch_size=4, shuffle=True):
         ctx.log(loss=float(batch.sum()))
-    for batch in DataLoader(ctx.data, batch_size=4, num_workers=0):
+    for batch in DataLoader(ctx.data, batch_size=4, num_workers=0, sampler=ctx.sampler):
         ctx.log(loss=float(batch.sum()))
     for batch in DataLoader(ctx.data, batch_size=4, num_workers=2):
         ctx.log(loss=float(batch.sum()))
@@ -294,13 +294,32 @@ def idle_loaders(ctx: Any) -> None:
 def test_loaders_that_read_within_the_step_get_workers() -> None:
     finding = found_in(fast(256), "data-loading", idle_loaders)
     assert finding is not None and finding.source is not None and finding.line == 4
-    assert (
-        finding.source.count(f"num_workers={WORKERS})") == 2 and finding.source.count("num_workers=2)") == 1
-    )
+    assert f"shuffle=True, num_workers={WORKERS})" in finding.source
+    assert f"num_workers={WORKERS}, sampler=ctx.sampler)" in finding.source
+    assert "num_workers=2)" in finding.source
     busy = finding.source.replace("idle_loaders", "busy")
     again = [one for one in findings_in(busy, fast(256)) if one.name == "data-loading"]
     assert [one.source for one in again] == [None], "more of them are for a person to try"
     assert not [one for one in findings_in("x: 1\n", fast(256)) if one.name == "data-loading"]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "from torch.utils.data import DataLoader\nDataLoader(stream, batch_size=4)",
+        "from torch.utils.data import DataLoader\nDataLoader(data, shuffle=False)",
+        "from torch.utils.data import DataLoader\nDataLoader(data, shuffle=maybe)",
+        "from torch.utils.data import DataLoader\nDataLoader(data, sampler=None)",
+        "from torch.utils.data import DataLoader\nDataLoader(*given, shuffle=True)",
+        "from torch.utils.data import DataLoader\nDataLoader(data, shuffle=True)\nDataLoader(stream)",
+        "from mine import DataLoader\nDataLoader(data, shuffle=True)",
+        "class DataLoader: ...\nDataLoader(data, shuffle=True)",
+    ],
+)
+def test_what_each_worker_might_read_whole_gets_none(loader: str) -> None:
+    """Of a stream four workers read every sample four times, and nothing says so."""
+    for one in findings_in(loader, fast(256)):
+        assert "num_workers" not in (one.source or "")
 
 
 def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) -> None:

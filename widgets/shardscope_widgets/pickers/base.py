@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from html import escape
 from math import nan
 from typing import Any
@@ -14,6 +16,7 @@ from shardscope.validation import refuse
 from shardscope_widgets import shared
 
 LABEL_WIDTH = "84px"
+THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 
 
 class Row(widgets.HBox):
@@ -115,20 +118,21 @@ def typed_number(text: str) -> Any:
         return text
 
 
-def typed_size(field: str, text: str, unit: str, most: float) -> float:
-    """A number of ``unit`` that a person typed, as "2,048". Raises ``ValueError`` beyond 0 to ``most``."""
-    try:
-        number = float(text.strip().replace(",", ""))
-    except ValueError:
-        number = nan
-    if not 0 <= number <= most:
-        refuse(field, text, f"a number of {unit} from 0 to {most:,.0f}", "1,024")
+def typed_size(field: str, text: str, unit: str, least: float, most: float) -> float:
+    """A number of ``unit`` that a person typed, as "2,048". Raises ``ValueError`` beyond ``least`` to ``most``,
+    and for a comma that separates no thousands: to some it is a point."""
+    number = nan
+    if "," not in text or THOUSANDS.fullmatch(text.strip()):
+        with suppress(ValueError):
+            number = float(text.replace(",", ""))
+    if not least <= number <= most:
+        refuse(field, text, f"a number of {unit} from {least:g} to {most:,.0f}", "1,024")
     return number
 
 
 def typed_bytes(field: str, text: str) -> int:
     """What a person typed in GiB, in bytes. Raises ``ValueError``."""
-    return round(typed_size(field, text, "GiB", MAX_BYTES / 2**30) * 2**30)
+    return round(typed_size(field, text, "GiB", 0, MAX_BYTES / 2**30) * 2**30)
 
 
 def typed_rate(text: str) -> Any:

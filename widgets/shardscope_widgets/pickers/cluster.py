@@ -78,7 +78,9 @@ class ClusterPicker(Picker):
         """Set the inputs to ``cluster``, as one change."""
         self._filling = True
         try:
-            self._known.setdefault(cluster.gpu.name, cluster.gpu)
+            if cluster.gpu.name not in self._known:
+                self._known[cluster.gpu.name] = cluster.gpu
+                self.type.options = list(self._known)
             self.type.value = cluster.gpu.name
             self.count.value, self.nodes.value = str(cluster.gpus_per_node), str(cluster.num_nodes)
             self._base = cluster
@@ -145,4 +147,8 @@ def _typed(name: str, text: str) -> float | None:
     if not text.strip():
         return None
     field = f"Cluster.{name}"
-    return typed_bytes(field, text) if UNITS[name] == GIB else typed_size(field, text, "GB/s", 10_000) * 1e9
+    return (
+        typed_bytes(field, text)
+        if UNITS[name] == GIB
+        else typed_size(field, text, "GB/s", 0.001, 10_000) * 1e9
+    )

@@ -53,8 +53,12 @@ def rate_in_script(case: Case) -> Iterator[Finding]:
     script = Script(source=source, plan=case.plan)
     for name, optimizer in CALLED.items():
         for call in script.calls(name):
-            given = keywords(call).get("lr", call.args[1] if len(call.args) > 1 else None)
+            first = call.args[:2]
+            second = first[1] if len(first) == 2 and not isinstance(first[0], ast.Starred) else None
+            given = keywords(call).get("lr", second)
             if not isinstance(given, ast.Constant) or not isinstance(given.value, int | float):
+                continue
+            if isinstance(given.value, bool):
                 continue
             rate = float(given.value)
             usual = usual_rates(case.plan, optimizer=optimizer, begins_from_weights=False)

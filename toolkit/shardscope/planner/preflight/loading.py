@@ -82,12 +82,30 @@ def _with_workers(case: Case) -> tuple[str | None, int | None]:
     if not idle:
         return None, 1
     edits = [with_keyword(script, call, "num_workers", str(WORKERS)) for call in idle]
-    return mended(script, *edits), idle[0].lineno
+    can_share = all(_is_torchs(script, call) and _picks(call) for call in idle)
+    return mended(script, *edits) if can_share else None, idle[0].lineno
 
 
 def _reads_in_the_step(call: ast.Call) -> bool:
     """Whether a DataLoader has no worker; what its number is where that is no plain one is not known."""
-    if len(call.args) > WORKERS_PLACE or any(one.arg is None for one in call.keywords):
-        return False
     given = keywords(call).get("num_workers")
-    return given is None or (isinstance(given, ast.Constant) and given.value == 0)
+    if given is None:
+        has_more = len(call.args) > WORKERS_PLACE or any(isinstance(one, ast.Starred) for one in call.args)
+        return not has_more and all(one.arg for one in call.keywords)
+    return isinstance(given, ast.Constant) and given.value == 0
+
+
+def _is_torchs(script: Script, call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Name):
+        return script.modules.get(call.func.id) == "torch.utils.data" and LOADER not in script.defined
+    return ast.unparse(call.func) == f"torch.utils.data.{LOADER}"
+
+
+def _picks(call: ast.Call) -> bool:
+    """Whether it picks samples by number, which workers share. What can only be read from its beginning each
+    of them would read whole; a DataLoader refuses to shuffle that, or to take a sampler for it."""
+    given = keywords(call)
+    shuffles = given.get("shuffle")
+    return (isinstance(shuffles, ast.Constant) and shuffles.value is True) or any(
+        name in given and not isinstance(given[name], ast.Constant) for name in ("sampler", "batch_sampler")
+    )
