@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from shardscope.catalog import models
@@ -63,7 +64,7 @@ def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[
         further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
         enough = [way for way in further if _has_room(way.plan)]
         if enough:
-            return min(enough, key=_cheapest_first), ways
+            return min(enough, key=partial(_cheapest_first, plan)), ways
         if not further:
             break
         ways = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
@@ -84,8 +85,10 @@ def _apart(ways: list[Way]) -> list[Way]:
     return found
 
 
-def _cheapest_first(way: Way) -> tuple[bool, float]:
-    return math.isnan(way.seconds_lost), way.seconds_lost
+def _cheapest_first(plan: Plan, way: Way) -> tuple[bool, bool, float]:
+    """Narrower numbers come after all else that is enough: the preflight has something against them too."""
+    is_narrower = way.plan.recipe.precision != plan.recipe.precision
+    return is_narrower, math.isnan(way.seconds_lost), way.seconds_lost
 
 
 def _has_room(plan: Plan) -> bool:

@@ -119,8 +119,8 @@ def typed_number(text: str) -> Any:
 
 
 def typed_size(field: str, text: str, unit: str, least: float, most: float) -> float:
-    """A number of ``unit`` that a person typed, as "2,048". Raises ``ValueError`` beyond ``least`` to ``most``,
-    and for a comma that separates no thousands: to some it is a point."""
+    """A number of ``unit`` that a person typed, as "2,048". Raises ``ValueError`` beyond ``least`` to
+    ``most``, and for a comma that separates no thousands: to some it is a point."""
     number = nan
     if "," not in text or THOUSANDS.fullmatch(text.strip()):
         with suppress(ValueError):

@@ -147,8 +147,6 @@ def _typed(name: str, text: str) -> float | None:
     if not text.strip():
         return None
     field = f"Cluster.{name}"
-    return (
-        typed_bytes(field, text)
-        if UNITS[name] == GIB
-        else typed_size(field, text, "GB/s", 0.001, 10_000) * 1e9
-    )
+    if UNITS[name] == GIB:
+        return typed_bytes(field, text)
+    return typed_size(field, text, "GB/s", 0.001, 10_000) * UNITS[name]

@@ -124,10 +124,12 @@ def _short(case: Case, place: Place) -> Finding:
 
 
 def _enough(case: Case) -> Repair | None:
-    """The cheapest change that is enough and leaves the task what it is."""
-    method = case.plan.recipe.method
-    same_task = (repair for repair in case.repairs if repair.plan.recipe.method == method)
-    return next((repair for repair in same_task if fits(repair.plan, repair.plan.memory())), None)
+    """The cheapest change that is enough and leaves the task what it is; narrower numbers, of which the checks
+    say something as well, only where nothing else is."""
+    method, precision = case.plan.recipe.method, case.plan.recipe.precision
+    same_task = [repair for repair in case.repairs if repair.plan.recipe.method == method]
+    enough = [repair for repair in same_task if fits(repair.plan, repair.plan.memory())]
+    return min(enough, key=lambda repair: repair.plan.recipe.precision != precision, default=None)
 
 
 def _unknown(plan: Plan, place: Place) -> Finding:
