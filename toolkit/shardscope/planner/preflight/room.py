@@ -124,7 +124,7 @@ def _short(case: Case, place: Place) -> Finding:
 
 
 def _enough(case: Case) -> Repair | None:
-    """The cheapest change that is enough and leaves the task what it is; narrower numbers, of which the checks
+    """The cheapest change that is enough and leaves the task what it is; narrower numbers, of which checks
     say something as well, only where nothing else is."""
     method, precision = case.plan.recipe.method, case.plan.recipe.precision
     same_task = [repair for repair in case.repairs if repair.plan.recipe.method == method]
