@@ -33,6 +33,7 @@ RECIPES: list[dict[str, Any]] = [
 BEYOND_MENDING = {
     *("checkpoint-tied-to-ranks", "reductions-in-half-precision"),
     *("out-of-gpu-memory", "out-of-host-memory-at-start", "card-nearly-full"),
+    *("data-loading", "updates-round-away"),
 }
 """What of an odd plan no framework, no more nodes and no other model mends: words are left."""
 CLUSTERS = ("rtx-4090-24gb", "8xv100-sxm-32gb", "8xh100-sxm-80gb", "4x8xh100-sxm-80gb")

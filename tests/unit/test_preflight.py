@@ -250,6 +250,20 @@ def test_reductions_in_half_precision() -> None:
     assert found_in(plan_of(cluster="h100-sxm-80gb", layout=ss.Layout.zero(stage=0)), name) is None
 
 
+def test_a_precision_that_the_rest_of_a_recipe_refuses_has_words() -> None:
+    recipe = {"precision": "bf16", "kernels": "compiled", "recompute": "full"}
+    plan = plan_of("llama-3.2-1b", layout=ss.Layout.ddp(), **recipe)
+    for name in ("updates-round-away", "reductions-in-half-precision"):
+        assert "Mixed precision (bf16)" in one(plan, name).change
+
+
+def test_a_type_that_the_card_has_may_have_no_room() -> None:
+    plan = plan_of("gpt2-xl", "8xv100-sxm-32gb", ss.Layout.ddp(), seq_len=512, precision="bf16")
+    finding = one(plan, "bf16-is-not-there")
+    assert fits(plan, plan.memory()) and finding.plan is not None
+    assert not fits(finding.plan, finding.plan.memory()) and "which lacks" in finding.change
+
+
 def test_updates_that_round_away() -> None:
     plan = plan_of(precision="bf16")
     finding = one(plan, "updates-round-away")
@@ -438,9 +452,9 @@ def test_out_of_gpu_memory_with_the_cheapest_repair() -> None:
     assert finding.plan is not None and fits(finding.plan, finding.plan.memory())
     hopeless = one(plan_of("llama-3.1-405b", micro_batch_size=8), "out-of-gpu-memory").look()
     assert hopeless.plan is not None and fits(hopeless.plan, hopeless.plan.memory())
-    assert (
-        hopeless.plan.cluster.num_nodes > 1 and f"{hopeless.plan.cluster.num_nodes} nodes" in hopeless.change
-    )
+    nodes = hopeless.plan.cluster.num_nodes
+    assert nodes > 1 and f"GPUs 8xh100-sxm-80gb → {nodes}x8xh100-sxm-80gb" in hopeless.change
+    assert "method full → lora" in hopeless.change
     assert found_in(plan_of(), "out-of-gpu-memory") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,10 @@ def test_a_node_that_must_be_fed_faster_than_usual_storage_reads() -> None:
     assert f"{samples * 256 * 4 / 1e6:,.1f} MB/s of tokens" in finding.why and "AWS gp3" in finding.why
     alone = found_in(plan, "data-loading")
     assert alone is not None and alone.severity == "hint"
+    assert alone.task is None, "the shipped text has not so many windows"
+    fewer = ss.Recipe(seq_len=256, micro_batch_size=64, global_batch_size=512)
+    alone = found_in(replace(plan, recipe=fewer), "data-loading")
+    assert alone is not None and isinstance(alone.task, ss.Pretrain)
     assert found_in(plan, "data-loading", alone.task) is None, "what it offers has its tokens in memory"
     assert finding.source is None and finding.line == 1
     assert found_in(plan, "data-loading", ss.Pretrain(num_steps=1)) is None, "it has its tokens in memory"
@@ -331,6 +336,20 @@ def test_a_batch_that_no_text_has_windows_for_gets_shorter_ones(tmp_path: Path) 
     assert finding is not None and finding.plan is not None
     assert finding.plan.recipe.seq_len == 64 and "seq_len=64" in finding.change
     assert found_in(finding.plan, "ranks-read-the-same-text", task) is None
+
+
+def test_a_batch_for_a_short_text_leaves_no_stage_without_micro_batches() -> None:
+    """Otherwise each of two findings is mended by what the other is about."""
+    cluster, recipe = ss.Cluster.parse("2x8xh100-sxm-80gb"), ss.Recipe(seq_len=32768, recompute="full")
+    plan = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.megatron(pp=4))
+    task = ss.Pretrain(num_steps=3)
+    finding = found_in(plan, "ranks-read-the-same-text", task)
+    assert finding is not None and finding.plan is not None
+    assert finding.plan.recipe.global_batch_size == 64 and finding.plan.recipe.seq_len < 32768
+    for name in ("ranks-read-the-same-text", "fewer-micro-batches-than-stages"):
+        assert found_in(finding.plan, name, task) is None
+    finding = found_in(tiny(seq_len=2**20, global_batch_size=8), "ranks-read-the-same-text", task)
+    assert finding is not None and f"seq_len={SHIPPED_TOKENS // 8}" in finding.change
 
 
 def test_ranks_that_share_a_sequence_each_read_it() -> None:

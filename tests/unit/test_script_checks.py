@@ -240,6 +240,13 @@ def test_a_file_of_that_name_goes_before_and_what_is_neither_is_said(
     functions["lost"] = eval("lambda ctx: ctx")
     view.path.value = "lost"
     assert "whose text nobody has kept" in view.words.value
+    view.path.value = "x" * 300
+    assert "cannot be read" in view.words.value
+    (tmp_path / "train").mkdir()
+    view.path.value = "train"
+    assert not view.words.value, "a folder is no script"
+    (tmp_path / "train").rmdir()
+    view.path.value = ""
     (tmp_path / "train").write_text("x = 1\n")
     view.path.value = "train"
     assert "Nothing to mend" in view.checks.list.value and not view.words.value

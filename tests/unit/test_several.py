@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.planner.differences import differences
 from shardscope.planner.repairs import repairs
 from shardscope.planner.room import fits
 from shardscope.planner.several import MOST_CHANGES, Way, on_more_nodes, searched, several
@@ -36,21 +37,35 @@ def test_several_changes_fit_where_no_single_one_does(plan: ss.Plan) -> None:
     assert not any(has_room(repair.plan) for repair in repairs(plan))
     way = several(plan)
     assert way is not None and has_room(way.plan)
-    assert 2 <= len(way.changes) <= MOST_CHANGES
-    assert way.words == " + ".join(way.changes)
+    assert 1 <= len(way.changes) <= MOST_CHANGES and way.words == ", ".join(way.changes)
     # On the same GPUs, and what is learnt stays the same.
     assert way.plan.cluster == plan.cluster and way.plan.recipe.method == plan.recipe.method
     assert way.plan.recipe.global_batch_size == plan.recipe.global_batch_size
 
 
-def test_the_last_change_is_one_upon_the_others() -> None:
-    """Each of the words is what ``repairs()`` said of the plan before it."""
-    plan = STEP_BY_STEP[0]
+def test_what_is_told_is_all_that_differs() -> None:
+    """And nothing that one step did and a later one undid."""
+    plan = plan_of("gemma-3-12b", "2xa100-sxm-40gb", ss.Layout.ddp(), seq_len=32768)
     way = several(plan)
-    assert way is not None
-    for words in way.changes:
-        (plan,) = [repair.plan for repair in repairs(plan) if repair.change == words]
-    assert plan == way.plan
+    assert way is not None and way.plan.recipe.recompute == "full"
+    assert "recompute none → full" in way.words and "activations" not in way.words
+    (framework,) = [words for words in way.changes if " instead of DDP" in words]
+    assert framework.startswith(way.plan.layout.description)
+    assert len(way.changes) == len(differences(plan, way.plan))
+
+
+def test_a_search_leaves_the_options_of_the_same_framework() -> None:
+    layout = ss.Layout.megatron(
+        pp=8, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", overlap_grad_reduce=True
+    )
+    cluster = "4x8xh100-sxm-80gb"
+    plan = plan_of("llama-3.1-70b", cluster, layout, global_batch_size=8, recompute="full")
+    way = searched(plan)
+    assert way is not None and has_room(way.plan)
+    kept = {name: getattr(way.plan.layout, name) for name in ("exp_avg_dtype", "overlap_grad_reduce")}
+    assert kept == {"exp_avg_dtype": "bf16", "overlap_grad_reduce": True}
+    assert not any("dtype" in words or "overlap" in words for words in way.changes)
+    assert f"pp 8 → {way.plan.degrees.pp}" in way.words
 
 
 def test_a_framework_without_such_changes_is_left_for_what_a_search_finds() -> None:

@@ -15,6 +15,8 @@ from shardscope.validation import flag, nearest, one_of, real_number, refuse, wh
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
 
+MAX_NODES = 100_000
+
 ASSUMED_LINK = "pcie-4-x16"
 ASSUMED_NETWORK = "ethernet-25g, assumed"
 """What :meth:`Cluster.of` takes inside a node and between nodes where nobody knows what there is."""
@@ -159,7 +161,7 @@ class Cluster(JsonNoun):
                 fix = "ss.gpus['h100-sxm-80gb']" if noun is Gpu else "Cluster.parse('8xh100-sxm-80gb')"
                 refuse(f"Cluster.{name}", getattr(self, name), with_article(noun.__name__), fix)
         whole_number("Cluster.gpus_per_node", self.gpus_per_node, low=1, high=1_024)
-        whole_number("Cluster.num_nodes", self.num_nodes, low=1, high=100_000)
+        whole_number("Cluster.num_nodes", self.num_nodes, low=1, high=MAX_NODES)
         for name in ("host_memory_bytes", "nvme_bytes"):
             if getattr(self, name) is not None:
                 whole_number(f"Cluster.{name}", getattr(self, name), low=0, high=MAX_BYTES)

@@ -34,11 +34,18 @@ def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
     file = _expanded(name)
     # A notebook may change its folder before the click.
     place = file.absolute()
-    if not file.exists() and inspect.isfunction(functions.get(name)):
+    if not _is_file(file) and inspect.isfunction(functions.get(name)):
         return OwnCode(_text_of_function(name, functions[name]), place.with_name(f"{name}.py"), "", name)
     text = _text_of(file, functions)
     found = text.removeprefix(MARK)
     return OwnCode(found, place, text[: len(text) - len(found)])
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # A name that is too long for one.
+        return False
 
 
 def functions_here() -> Mapping[str, Any]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from shardscope.catalog import models
+from shardscope.cluster import MAX_NODES
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advising.words import named
+from shardscope.planner.differences import differences
 from shardscope.planner.repairs import repairs
 from shardscope.planner.room import fits
 from shardscope.planner.search import search
 from shardscope.recipe import Method
 
 if TYPE_CHECKING:
+    from shardscope.layout import Layout
     from shardscope.plan import Plan
 
 METHODS = get_args(Method)
@@ -37,8 +40,8 @@ class Way(NamedTuple):
 
     @property
     def words(self) -> str:
-        """``Recompute selectively + Optimizer state in 8 bits``."""
-        return " + ".join(self.changes)
+        """``recompute none → selective, optimizer adamw → adamw_8bit``."""
+        return ", ".join(self.changes)
 
 
 def several(plan: Plan) -> Way | None:
@@ -51,10 +54,21 @@ def several(plan: Plan) -> Way | None:
     """
     found, stuck = _step_by_step(plan, [plan.recipe.method])
     found = found or searched(plan) or _step_by_step(plan, METHODS)[0]
-    if found is not None:
-        return found
-    ways = [*stuck, *of_other_frameworks(plan)]
-    return on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
+    if found is None:
+        ways = [*stuck, *of_other_frameworks(plan)]
+        found = on_more_nodes(ways, _has_room) or with_a_smaller_model(ways, _has_room)
+    return None if found is None else between(plan, found.plan)
+
+
+def between(before: Plan, after: Plan) -> Way:
+    """All in which two plans differ, and nothing that one step did and a later one undid."""
+    told = [
+        f"{named(after, after.recipe)} instead of {named(before, before.recipe)}"
+        if one.field == "framework"
+        else str(one)
+        for one in differences(before, after)
+    ]
+    return Way(tuple(told), after)
 
 
 def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[Way]]:
@@ -103,7 +117,30 @@ def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_by
         found = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
     except ValueError:
         return None
-    return Way((named(found, plan.recipe),), found)
+    kept = _with_options_of(plan, found)
+    free = kept.cluster.usable_bytes_per_gpu - kept.memory().peak_bytes
+    return between(plan, kept if _has_room(kept) and free >= headroom_bytes else found)
+
+
+def _with_options_of(plan: Plan, found: Plan) -> Plan:
+    """What a search leaves as the framework has it, as ``plan`` has it."""
+    if type(found.layout) is not type(plan.layout):
+        return found
+    own = {
+        field.name: getattr(plan.layout, field.name)
+        for field in fields(found.layout)
+        if field.name not in found.layout.choices and getattr(found.layout, field.name) == field.default
+    }
+    try:
+        kept = replace(found, layout=replace(found.layout, **{**own, **_derived(found.layout)}))
+        kept.memory()
+    except ValueError:
+        return found
+    return kept
+
+
+def _derived(layout: Layout) -> dict[str, None]:
+    return {"shard": None} if "shard" in layout.__dataclass_fields__ else {}
 
 
 def on_more_nodes(ways: Sequence[Way], is_enough: Callable[[Plan], bool]) -> Way | None:
@@ -151,10 +188,11 @@ def of_other_frameworks(plan: Plan) -> Iterator[Way]:
 def _with_nodes(way: Way, times: int) -> Way | None:
     """Every rank as busy as before: the batch grows where it would be too small for them."""
     plan = way.plan
-    cluster = replace(plan.cluster, num_nodes=plan.cluster.num_nodes * times)
-    layout = plan.layout
-    if "shard" in layout.__dataclass_fields__:
-        layout = replace(layout, shard=None)  # type: ignore[call-arg]
+    num_nodes = plan.cluster.num_nodes * times
+    if num_nodes > MAX_NODES:
+        return None
+    cluster = replace(plan.cluster, num_nodes=num_nodes)
+    layout = replace(plan.layout, **_derived(plan.layout))
     for batch in (plan.recipe.global_batch_size, plan.recipe.global_batch_size * times):
         recipe = replace(plan.recipe, global_batch_size=batch)
         try:

@@ -78,7 +78,7 @@ class ClusterPicker(Picker):
         """Set the inputs to ``cluster``, as one change."""
         self._filling = True
         try:
-            if cluster.gpu.name not in self._known:
+            if cluster.gpu.name not in ss.gpus:
                 self._known[cluster.gpu.name] = cluster.gpu
                 self.type.options = list(self._known)
             self.type.value = cluster.gpu.name

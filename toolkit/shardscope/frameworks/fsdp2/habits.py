@@ -36,8 +36,11 @@ def keeps_fp32_weights(plan: Plan) -> bool:
 
 def reduce_remedy(plan: Plan) -> tuple[str, Plan | None]:
     """fp32 originals, gathered in bf16."""
-    recipe = replace(plan.recipe, precision="bf16-mixed")
-    return "Mixed precision (bf16)", replace(plan, recipe=recipe)
+    try:
+        mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
+    except ValueError:  # It does not go with the rest of the recipe.
+        return "Mixed precision (bf16)", None
+    return "Mixed precision (bf16)", mended
 
 
 def padded_vocab_size(plan: Plan) -> int:

@@ -22,14 +22,17 @@ def same_windows(case: Case) -> Iterator[Finding]:
     A text or tokenizer of one's own is counted by bytes: a token is at least one, so that what is found is
     certain, and some of it is missed.
     """
-    windows = _num_windows(case)
-    if windows is None:
+    tokens = _num_tokens(case)
+    if tokens is None:
         return
     recipe = case.plan.recipe
-    batch = recipe.global_batch_size
+    windows, batch = tokens // recipe.seq_len, recipe.global_batch_size
     if batch > windows:
-        largest = windows - windows % (recipe.micro_batch_size * case.plan.degrees.data_parallel)
-        shorter = windows * recipe.seq_len // batch
+        at_once = recipe.micro_batch_size * case.plan.degrees.data_parallel
+        largest, shorter = windows - windows % at_once, tokens // batch
+        # A batch that leaves pipeline stages without micro-batches would be grown again.
+        if largest < at_once * case.plan.degrees.pp:
+            largest = 0
         yield Finding(
             name="ranks-read-the-same-text",
             severity="danger",
@@ -56,15 +59,15 @@ def same_windows(case: Case) -> Iterator[Finding]:
         )
 
 
-def _num_windows(case: Case) -> int | None:
-    """Windows in the task's text, or the most that there can be; None: no such task, or no such file."""
+def _num_tokens(case: Case) -> int | None:
+    """Tokens of the task's text, or the most that there can be; None: no such task, or no such file."""
     task = case.task
     if not hasattr(task, "text") or not hasattr(task, "num_steps"):
         return None
     if task.text is None and getattr(task, "weights", None) is None:
-        return SHIPPED_TOKENS // case.plan.recipe.seq_len
+        return SHIPPED_TOKENS
     try:
         # And the mark at its end.
-        return (Path(task.text or SHIPPED_TEXT).stat().st_size + 1) // case.plan.recipe.seq_len
+        return Path(task.text or SHIPPED_TEXT).stat().st_size + 1
     except (OSError, TypeError):
         return None

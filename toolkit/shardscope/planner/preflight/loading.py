@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardscope.planner.preflight.case import Case
+from shardscope.planner.preflight.data import SHIPPED_TOKENS
 from shardscope.planner.preflight.dealing import LOADER
 from shardscope.planner.preflight.edits import mended, with_keyword
 from shardscope.planner.preflight.finding import Finding
@@ -47,6 +48,7 @@ def starved(case: Case) -> Iterator[Finding]:
         return
     from shardscope.training.pretrain import Pretrain  # it imports this package
 
+    windows = SHIPPED_TOKENS // recipe.seq_len
     too_many = samples > READS_PER_SECOND
     source, line = _with_workers(case)
     limit = (
@@ -65,7 +67,7 @@ def starved(case: Case) -> Iterator[Finding]:
         number=samples,
         change=IN_MEMORY if source is None else f"num_workers={WORKERS} in the DataLoader; or: {IN_MEMORY}",
         # What nobody has written yet can be what has all tokens in memory.
-        task=Pretrain() if case.task is None else None,
+        task=Pretrain() if case.task is None and recipe.global_batch_size <= windows else None,
         source=source,
         line=line,
     )

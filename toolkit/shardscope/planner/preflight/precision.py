@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,6 +50,7 @@ def missing_bf16(case: Case) -> Iterator[Finding]:
     if not case.plan.recipe.precision.startswith("bf16") or gpu.architecture not in BEFORE_AMPERE:
         return
     peak = gpu.peak_flops.get("fp16")
+    mended = changed_plan(case.plan, recipe={"precision": "fp16-mixed"})
     there = "" if peak is None else f", {peak / 1e12:,.0f} TFLOP/s of them"
     yield Finding(
         name="bf16-is-not-there",
@@ -58,8 +58,8 @@ def missing_bf16(case: Case) -> Iterator[Finding]:
         why=f"{gpu.name} has no bf16 in its matrix units, which came with Ampere; it has fp16{there}, with a "
         "loss scale (Micikevicius et al. 2018, section 3.2).",
         number=None if peak is None else peak / 1e12,
-        change="Mixed precision (fp16)",
-        plan=changed_plan(case.plan, recipe={"precision": "fp16-mixed"}),
+        change="Mixed precision (fp16)" + _lacking(case, mended),
+        plan=mended,
     )
 
 
@@ -113,7 +113,7 @@ def lost_updates(case: Case) -> Iterator[Finding]:
     if plan.recipe.precision != "bf16" or plan.recipe.has_adapters or habits.keeps_fp32_weights(plan):
         return
     smallest = ROUNDOFF["bf16"]
-    mended = replace(plan, recipe=replace(plan.recipe, precision="bf16-mixed"))
+    mended = changed_plan(plan, recipe={"precision": "bf16-mixed"})
     rate = getattr(case.task, "learning_rate", None)
     beyond = (
         f" At a learning rate of {rate:g} that is every weight beyond {rate / smallest:.2g}." if rate else ""

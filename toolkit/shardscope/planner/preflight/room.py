@@ -18,6 +18,7 @@ from shardscope.planner.preflight.words import percent
 from shardscope.planner.room import Place, fits, places
 from shardscope.planner.several import (
     Way,
+    between,
     of_other_frameworks,
     on_more_nodes,
     searched,
@@ -85,12 +86,11 @@ def _roomier(plan: Plan) -> Way | None:
     """The best of all plans on these GPUs that is not tight; else more nodes, or a smaller model."""
     usable = plan.cluster.usable_bytes_per_gpu
     kept_free = usable - usable * TIGHT_PERCENT // 100
-    here = [Way((), plan), *of_other_frameworks(plan)]
-    return (
-        searched(plan, headroom_bytes=kept_free)
-        or on_more_nodes(here, _has_ease)
-        or with_a_smaller_model(here, _has_ease)
-    )
+    found = searched(plan, headroom_bytes=kept_free)
+    if found is None:
+        here = [Way((), plan), *of_other_frameworks(plan)]
+        found = on_more_nodes(here, _has_ease) or with_a_smaller_model(here, _has_ease)
+    return None if found is None else between(plan, found.plan)
 
 
 def _has_ease(plan: Plan) -> bool:
