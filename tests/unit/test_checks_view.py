@@ -106,7 +106,7 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
     assert "Find" in words(view.list.value) and not asked
     view.list.press("a-danger")
     assert len(asked) == 1 and LOOKING in asked[0], "the page says so meanwhile"
-    assert "Micro-batch 1 instead of 2 + Recompute selectively Apply" in words(view.list.value)
+    assert "Micro-batch 1 instead of 2, Recompute selectively Apply" in words(view.list.value)
     assert not applied and LOOKING not in view.list.value
     view.list.press("a-danger")
     assert applied == [PLAN]
