@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.test_moved_names import indented
 from tests.unit.test_preflight_mends import one
 
 IMPORTS = """import torch
@@ -17,10 +18,6 @@ OWN = "self.optimizer = build(model)\n"
 COUNTER = "def count(model):\n    return sum(p.numel() for p in model.parameters())\n"
 LOW = CALL.replace("}))", "}), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))")
 OFFLOADED = CALL.replace("}))", "}), cpu_offload=CPUOffload(offload_params=True))")
-
-
-def indented(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 @pytest.mark.parametrize(
