@@ -8,8 +8,8 @@ from tests.unit.test_preflight_mends import one
 
 from shardscope.frameworks.fsdp2.migrated_state import OTHER_NAMES, by_function, gatherings
 from shardscope.frameworks.fsdp2.old_uses import OLD_CLASS
-from shardscope.planner.preflight.edits import mended
-from shardscope.planner.preflight.script import Script
+from shardscope.own_code.edits import mended
+from shardscope.own_code.script import Script
 
 
 @pytest.mark.parametrize(

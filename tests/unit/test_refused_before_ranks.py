@@ -13,7 +13,7 @@ from tests.needs import needs_installed
 from tests.weights_folders import write_folder
 
 from shardscope import Architecture, Cluster, Finetune, Layout, Plan, Pretrain, Recipe
-from shardscope.planner.preflight.script import names_engine
+from shardscope.own_code.script import names_engine
 from shardscope.runs.launch import launch
 from shardscope.training.resume import check_loads
 

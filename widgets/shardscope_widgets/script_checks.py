@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import shardscope as ss
+from shardscope.own_code.script import Script
 from shardscope.planner.preflight import Finding, findings_in, noted
-from shardscope.planner.preflight.script import Script
 from shardscope_widgets import shared
 from shardscope_widgets.checks_view import ChecksView
 from shardscope_widgets.own_code import OwnCode, functions_here, read

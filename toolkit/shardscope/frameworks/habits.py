@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
     from shardscope.planner.preflight.finding import Finding
-    from shardscope.planner.preflight.script import Script
 
 ReduceType = Literal["fp32", "bf16", "fp16"]
 

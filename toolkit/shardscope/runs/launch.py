@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.detection import gpus_now
 from shardscope.frameworks.registry import check_trained
-from shardscope.planner.preflight.script import names_engine
+from shardscope.own_code.script import names_engine
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable

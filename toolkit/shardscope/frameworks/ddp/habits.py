@@ -10,9 +10,9 @@ from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_che
 from shardscope.memory.precision import FP32, widths
 
 if TYPE_CHECKING:
+    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
     from shardscope.planner.preflight.finding import Finding
-    from shardscope.planner.preflight.script import Script
 
 
 def reduces_in(plan: Plan) -> ReduceType:

@@ -11,9 +11,9 @@ from shardscope.frameworks.deepspeed.export import NOT_IN_CONFIG, written
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, Tie, tied_degrees
 
 if TYPE_CHECKING:
+    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
     from shardscope.planner.preflight.finding import Finding
-    from shardscope.planner.preflight.script import Script
 
 
 def reduces_in(plan: Plan) -> ReduceType:

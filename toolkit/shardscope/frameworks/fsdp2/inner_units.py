@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.script import Script, keywords
 
 POLICIES = ("auto_wrap_policy", "policy")
 POLICY_POSITION = 4

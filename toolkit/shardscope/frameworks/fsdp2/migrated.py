@@ -15,15 +15,15 @@ from shardscope.frameworks.fsdp2.old_uses import (
     clipped_by_torch,
     norms_as_numbers,
 )
-from shardscope.planner.preflight.bindings import is_dotted_name, means_the_same, only_value, scope_of
-from shardscope.planner.preflight.edits import (
+from shardscope.own_code.bindings import is_dotted_name, means_the_same, only_value, scope_of
+from shardscope.own_code.edits import (
     has_comment,
     imported,
     mended,
     replaced,
     unless_too_deep,
 )
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.script import Script, keywords
 
 MODULE = "torch.distributed.fsdp"
 NO_EFFECT = ("use_orig_params", "limit_all_gathers", "backward_prefetch")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from typing import NamedTuple
 
-from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
-from shardscope.planner.preflight.edits import Edit, has_comment, imported, replaced, without
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.bindings import is_dotted_name, only_value, scope_of
+from shardscope.own_code.edits import Edit, has_comment, imported, replaced, without
+from shardscope.own_code.script import Script, keywords
 
 MODULE = "torch.distributed.checkpoint.state_dict"
 GET, OPTIONS = "get_model_state_dict", "StateDictOptions"

@@ -13,9 +13,9 @@ from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
 from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
-from shardscope.planner.preflight.edits import mended, replaced, unless_too_deep, with_keyword
+from shardscope.own_code.edits import mended, replaced, unless_too_deep, with_keyword
+from shardscope.own_code.script import Script, keywords
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script, keywords
 
 HALVES = ("bfloat16", "float16", "half")
 

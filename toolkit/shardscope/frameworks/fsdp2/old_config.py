@@ -10,8 +10,8 @@ from dataclasses import replace
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import CONFIG, STRATEGIES
 from shardscope.frameworks.fsdp2.wrapping import one_unit, too_fine
+from shardscope.own_code.script import Script
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script
 
 _LINE = re.compile(
     r"^(?P<before>\s*)(?P<key>fsdp_(?!config\b)\w+)\s*:\s*['\"]?(?P<value>\w+)['\"]?(?P<after>\s*(?:#.*)?)$"

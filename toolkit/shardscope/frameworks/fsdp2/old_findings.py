@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES, translated
 from shardscope.memory.precision import FP32
 from shardscope.memory.words import gib
+from shardscope.own_code.script import Script
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan

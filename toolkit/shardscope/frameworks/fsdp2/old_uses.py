@@ -6,9 +6,9 @@ import ast
 import re
 
 from shardscope.frameworks.fsdp2.migrated_state import gatherings
-from shardscope.planner.preflight.bindings import bound, scope_of
-from shardscope.planner.preflight.edits import Edit, behind, first_argument, replaced
-from shardscope.planner.preflight.script import Script
+from shardscope.own_code.bindings import bound, scope_of
+from shardscope.own_code.edits import Edit, behind, first_argument, replaced
+from shardscope.own_code.script import Script
 
 OLD_CLASS = "FullyShardedDataParallel"
 CLIPPING = "clip_grad_norm_"

@@ -6,9 +6,9 @@ import ast
 
 from shardscope.architecture import MODEL_TYPES
 from shardscope.frameworks.fsdp2.migrated import LAYER, MODULE, OPTIONS
-from shardscope.planner.preflight.bindings import only_value
-from shardscope.planner.preflight.edits import has_comment, imported, mended, replaced, unless_too_deep
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.bindings import only_value
+from shardscope.own_code.edits import has_comment, imported, mended, replaced, unless_too_deep
+from shardscope.own_code.script import Script, keywords
 
 SHARD = "fully_shard"
 TAKEN = ("mesh", "reshard_after_forward", "offload_policy")

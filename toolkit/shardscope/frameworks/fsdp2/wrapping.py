@@ -10,8 +10,8 @@ from shardscope.frameworks.fsdp2.inner_units import wraps_inside
 from shardscope.frameworks.fsdp2.units import by_layer
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
+from shardscope.own_code.script import Script, keywords
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script, keywords
 
 SMALL_UNIT = 1_000_000
 """Parameters below which a unit's gather is a few hundred kilobytes a rank at most: its latency is all of

@@ -12,9 +12,9 @@ from shardscope.frameworks.megatron.layout import MegatronLayout
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
 
 if TYPE_CHECKING:
+    from shardscope.own_code.script import Script
     from shardscope.plan import Plan
     from shardscope.planner.preflight.finding import Finding
-    from shardscope.planner.preflight.script import Script
 
 
 def reduces_in(plan: Plan) -> ReduceType:

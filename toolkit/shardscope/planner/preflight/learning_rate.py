@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from shardscope.own_code.edits import mended, replaced
+from shardscope.own_code.script import Script, keywords, source_of
 from shardscope.planner.preflight.case import Case, changed_task
-from shardscope.planner.preflight.edits import mended, replaced
 from shardscope.planner.preflight.finding import Finding, Severity
-from shardscope.planner.preflight.script import Script, keywords, source_of
 from shardscope.planner.preflight.usual_rates import TOO_HIGH, Usual, usual_rates
 
 BETA_2 = 0.95

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from shardscope.own_code.dealing import LOADER
+from shardscope.own_code.edits import mended, with_keyword
+from shardscope.own_code.script import Script, keywords, source_of
 from shardscope.planner.preflight.case import Case
 from shardscope.planner.preflight.data import SHIPPED_TOKENS
-from shardscope.planner.preflight.dealing import LOADER
-from shardscope.planner.preflight.edits import mended, with_keyword
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script, keywords, source_of
 
 READS_PER_SECOND = 3_000
 """Reads a second of a cloud's usual volume: AWS gp3's baseline (docs.aws.amazon.com/ebs/latest/userguide/

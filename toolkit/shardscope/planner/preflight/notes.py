@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardscope.planner.preflight.edits import Edit, line_above, lines_of, mended, unless_too_deep
+from shardscope.own_code.edits import Edit, line_above, lines_of, mended, unless_too_deep
+from shardscope.own_code.script import Script
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script
 
 
 @unless_too_deep

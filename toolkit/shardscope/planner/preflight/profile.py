@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardscope.own_code.script import source_of
 from shardscope.planner.preflight.case import Case, changed_task
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import source_of
 
 if TYPE_CHECKING:
     from shardscope.runs.run import Run

@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardscope.planner.preflight.brain_float import in_bf16
-from shardscope.planner.preflight.exported import comes_after_training
+from shardscope.own_code.brain_float import in_bf16
+from shardscope.own_code.exported import comes_after_training
+from shardscope.own_code.script import Script, keywords
 from shardscope.planner.preflight.finding import Finding
-from shardscope.planner.preflight.script import Script, keywords
 
 SCALERS = re.compile(
     r"\w*(GradScaler|LossScaler|NativeScaler)\w*|(\w+_)?scaler|\w*loss_scal\w*|scale_loss|FP16_?Optimizer",

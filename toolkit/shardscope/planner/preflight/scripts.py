@@ -8,13 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardscope.frameworks.registry import frameworks
-from shardscope.planner.preflight import samplers, scaling
+from shardscope.own_code import samplers
+from shardscope.own_code.dealing import LOADER, Dealing
+from shardscope.own_code.script import MAX_CHARACTERS, Script, keywords, source_of
+from shardscope.planner.preflight import scaling
 from shardscope.planner.preflight.case import Case
-from shardscope.planner.preflight.dealing import LOADER, Dealing
 from shardscope.planner.preflight.finding import SEVERITIES, Finding
 from shardscope.planner.preflight.learning_rate import rate_in_script
 from shardscope.planner.preflight.loading import starved
-from shardscope.planner.preflight.script import MAX_CHARACTERS, Script, keywords, source_of
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from shardscope.planner.preflight.script import DEFINITIONS, Script
+from shardscope.own_code.script import DEFINITIONS, Script
 
 OTHERS = (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping)
 """What gives a name something, and is neither a name, an import, a parameter nor a definition."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardscope.planner.preflight.flow import Flow, key_of
-from shardscope.planner.preflight.ranks import Ranks
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.flow import Flow, key_of
+from shardscope.own_code.ranks import Ranks
+from shardscope.own_code.script import Script, keywords
 
 LOADER = "DataLoader"
 DEALERS = re.compile(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from shardscope.planner.preflight.bindings import scope_of
-from shardscope.planner.preflight.script import Script
+from shardscope.own_code.bindings import scope_of
+from shardscope.own_code.script import Script
 
 TRAINS = ("backward", "step")
 

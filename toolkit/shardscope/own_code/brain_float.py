@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
-from shardscope.planner.preflight.bindings import is_dotted_name
-from shardscope.planner.preflight.edits import Edit, mended, renamed, replaced, unless_too_deep
-from shardscope.planner.preflight.exported import comes_after_training
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.bindings import is_dotted_name
+from shardscope.own_code.edits import Edit, mended, renamed, replaced, unless_too_deep
+from shardscope.own_code.exported import comes_after_training
+from shardscope.own_code.script import Script, keywords
 
 HALVES = ("float16", "half")
 """What torch calls fp16."""

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardscope.planner.preflight.bindings import is_dotted_name, only_value, scope_of
-from shardscope.planner.preflight.edits import (
+from shardscope.own_code.bindings import is_dotted_name, only_value, scope_of
+from shardscope.own_code.edits import (
     Edit,
     imported,
     line_before,
@@ -17,7 +17,7 @@ from shardscope.planner.preflight.edits import (
     unless_too_deep,
     with_keyword,
 )
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.script import Script, keywords
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple, ParamSpec
 
-from shardscope.planner.preflight.bindings import bound
-from shardscope.planner.preflight.script import Script, keywords
+from shardscope.own_code.bindings import bound
+from shardscope.own_code.script import Script, keywords
 
 P = ParamSpec("P")
 

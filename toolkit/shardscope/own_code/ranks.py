@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardscope.planner.preflight.flow import Flow, key_of
+from shardscope.own_code.flow import Flow, key_of
 
 RANK = re.compile(
     r"(?<!per)(?<!per_)(?<!lora_)(?<!low_)(?<!matrix_)(?<!re)(?<![cf])rank(?!s|ing|ed|er|_?0|_?zero)"

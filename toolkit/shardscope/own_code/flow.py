@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeGuard
 
-from shardscope.planner.preflight.script import Script
+from shardscope.own_code.script import Script
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
