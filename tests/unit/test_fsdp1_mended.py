@@ -40,7 +40,7 @@ def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
         "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))",
         "for fsdp2_layer in reversed([module for module in model.modules() if isinstance(module, Block)]):\n"
         "    fully_shard(fsdp2_layer, **fsdp2_options)",
-        "model = fully_shard(model, **fsdp2_options)",
+        "fully_shard(model, **fsdp2_options)",
         "return model",
     ]
     assert "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard" in after
@@ -74,10 +74,9 @@ def test_a_policy_that_something_else_may_read_stays(before: str, after: str) ->
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("auto_wrap_policy=policy,", ""),
+        ("auto_wrap_policy=policy,", "auto_wrap_policy=policies[0],"),
         ("{Block}", "{Block, Other}"),
         ("{Block}", "classes"),
-        ("SHARD_GRAD_OP", "HYBRID_SHARD"),
         ("SHARD_GRAD_OP", "NO_SHARD"),
         ("use_orig_params=True", "sync_module_states=True"),
         ("use_orig_params=True", "ignored_modules=[model.head]"),
@@ -87,7 +86,7 @@ def test_a_policy_that_something_else_may_read_stays(before: str, after: str) ->
         # What FSDP2 has not, or does otherwise, and parameters that it replaces.
         ("    return model", "    save(model.state_dict())"),
         ("    return model", "    return model.module"),
-        ("    return model", "    with model.no_sync():\n        pass"),
+        ("    return model", "    with other.no_sync():\n        pass"),
         ("    return model", "    assert isinstance(model, FSDP)"),
         ("    return model", "    other.clip_grad_norm_(1.0)"),
         ("    policy = functools", "    opt = AdamW(model.parameters())\n    policy = functools"),
@@ -180,7 +179,7 @@ def test_a_name_that_is_something_else_is_not_used() -> None:
         after = one(OLD.replace("import functools", f"import functools\n{line}"), "fsdp1").source
         assert after is not None
         assert "import MixedPrecisionPolicy, fully_shard as torch_fully_shard\n" in after
-        assert "model = torch_fully_shard(model, **fsdp2_options)" in after
+        assert "\n    torch_fully_shard(model, **fsdp2_options)" in after
 
 
 CLIPPED = f"{HEAD}from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
@@ -201,7 +200,7 @@ def test_norms_of_fsdp2_are_clipped_by_torch(arguments: str, after: str) -> None
     [
         "accelerator.clip_grad_norm_(net.parameters(), 1.0)",
         # Its own method knows the other ranks' parts; torch's function would not.
-        "net = FSDP(net)\nnet.clip_grad_norm_(1.0)",
+        "net = FSDP(net, **more)\nnet.clip_grad_norm_(1.0)",
         "net = fully_shard(net)\nother = FSDP(other)\nnet.clip_grad_norm_(1.0)",
     ],
 )

@@ -74,6 +74,21 @@ def scope_of(script: Script, node: ast.AST) -> ast.AST | None:
     return max(around, key=lambda found: found.lineno, default=None)  # type: ignore[attr-defined]
 
 
+def sees(script: Script, module: str, place: ast.AST) -> bool:
+    """Whether ``module`` is imported under its own name, and by nothing else, where ``place`` is."""
+    places = bound(script, module)
+    are_imports = all(isinstance(one, ast.alias) and one.asname is None for one in places)
+    scopes = [scope_of(script, one) for one in places]
+    return bool(places) and are_imports and all(one in (None, scope_of(script, place)) for one in scopes)
+
+
+def root_of(node: ast.AST | None) -> str | None:
+    """``model`` of ``model.layers[0].up``; None where it begins with something else."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def is_dotted_name(node: ast.AST | None) -> bool:
     """``model`` or ``self.model``: said twice, it is the same thing."""
     while isinstance(node, ast.Attribute):

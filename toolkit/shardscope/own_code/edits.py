@@ -9,7 +9,7 @@ import re
 import tokenize
 import warnings
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, ParamSpec
 
 from shardscope.own_code.bindings import bound
@@ -41,10 +41,13 @@ class Edit(NamedTuple):
 
 
 def mended(script: Script, *edits: Edit) -> str | None:
-    """The script's text after ``edits``, which do not overlap; None where that is no Python any more."""
+    """The script's text after ``edits``; None where they overlap, or that is no Python any more."""
     found = script.text.encode()
     newline = "\r\n" if "\r\n" in script.text else "\n"
-    for edit in sorted(edits, reverse=True):
+    placed = sorted(edits, key=lambda edit: edit[:2])
+    if any(one.end > other.start for one, other in pairwise(placed)):
+        return None
+    for edit in reversed(placed):
         found = found[: edit.start] + edit.text.replace("\n", newline).encode() + found[edit.end :]
     try:
         with warnings.catch_warnings():
@@ -87,7 +90,7 @@ def first_argument(script: Script, call: ast.Call, text: str) -> Edit:
     return Edit(at, at, f"{text}, ")
 
 
-def behind(script: Script, node: ast.expr, text: str) -> Edit:
+def behind(script: Script, node: ast.expr | ast.stmt, text: str) -> Edit:
     """``text`` right behind ``node``."""
     return Edit(_end(script, node), _end(script, node), text)
 
@@ -105,6 +108,37 @@ def without(script: Script, statement: ast.stmt) -> Edit | None:
     line = _offset(script, statement.lineno, 0)
     rest = re.compile(rb"[ \t]*(\r\n|\n|\r)").match(text, end)
     return None if rest is None or text[line:start].strip() else Edit(line, rest.end(), "")
+
+
+def unwrapped(script: Script, block: ast.With, before: str = "", after: str = "") -> list[Edit] | None:
+    """The lines of ``block`` without its ``with``, between ``before`` and ``after`` where those say anything.
+
+    None where a text over several lines is among them, which would change, where all is on one line, and
+    where a comment would be lost.
+    """
+    inside = block.body[0]
+    head = script.text.encode()[_start(script, block) : _start(script, inside)]
+    texts = [one for one in ast.walk(block) if isinstance(one, ast.Constant | ast.JoinedStr)]
+    is_longer = any(one.lineno != one.end_lineno for one in texts)
+    if inside.lineno == block.lineno or is_longer or b"#" in head:
+        return None
+    margin = " " * block.col_offset
+    extra = inside.col_offset - block.col_offset
+    first = f"{before}\n{margin}" if before else ""
+    tail = [behind(script, block, f"\n{margin}{after}")] if after else []
+    lines = lines_of(script)
+    return [
+        Edit(_start(script, block), _start(script, inside), first),
+        *(
+            Edit(start := _offset(script, number, 0), start + _indented(lines[number - 1], extra), "")
+            for number in range(inside.lineno + 1, (block.end_lineno or 0) + 1)
+        ),
+        *tail,
+    ]
+
+
+def _indented(line: bytes, most: int) -> int:
+    return min(most, len(line) - len(line.lstrip(b" \t")))
 
 
 def line_above(script: Script, number: int, text: str) -> Edit:
@@ -146,7 +180,7 @@ def imported(
         end = _end_of_line(script, _end(script, heads[-1]))
         return local, (Edit(end, end, f"\n{text}"),)
     # What the script sets up before it imports that package has to come first.
-    return local, (line_before(script, _statement_of(script, user), text),)
+    return local, (line_before(script, statement_of(script, user), text),)
 
 
 def _imports(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
@@ -171,7 +205,7 @@ def _free_name(script: Script, name: str, module: str) -> str:
     return local
 
 
-def _statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
+def statement_of(script: Script, node: ast.expr | ast.stmt) -> ast.stmt:
     """The innermost statement around ``node``."""
     around = [one for one in script.walk(ast.stmt) if isinstance(one, ast.stmt) and node in ast.walk(one)]
     return max(around, key=lambda one: (one.lineno, one.col_offset))

@@ -1,223 +1,169 @@
-"""A call of PyTorch's first FSDP as ``fully_shard`` has it, where every argument of it is understood."""
+"""The calls of PyTorch's first FSDP as ``fully_shard`` has them, where every argument is understood."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardscope.frameworks.fsdp2.migrated_state import by_function, gatherings, unread
-from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.frameworks.fsdp2.old_uses import (
-    CLIPPING,
-    OLD_CLASS,
-    are_plain,
-    clipped_by_torch,
-    norms_as_numbers,
-)
-from shardscope.own_code.bindings import is_dotted_name, means_the_same, only_value, scope_of
-from shardscope.own_code.edits import (
-    has_comment,
-    imported,
-    mended,
-    replaced,
-    unless_too_deep,
-)
+from shardscope.frameworks.fsdp2.migrated_options import MODULE, Option, UnknownError, options_of
+from shardscope.frameworks.fsdp2.migrated_state import by_default, by_function, gatherings, unread
+from shardscope.frameworks.fsdp2.migrated_units import LAYER, Layers, layers_of
+from shardscope.frameworks.fsdp2.old_uses import OLD_CLASS, are_plain, clipped_by_torch, norms_as_numbers
+from shardscope.frameworks.fsdp2.sharded_blocks import blocks, without_blocks
+from shardscope.own_code.bindings import is_dotted_name, root_of, scope_of
+from shardscope.own_code.edits import Edit, has_comment, imported, mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords
 
-MODULE = "torch.distributed.fsdp"
-NO_EFFECT = ("use_orig_params", "limit_all_gathers", "backward_prefetch")
-"""What FSDP2 always does, or has no choice of."""
-LITERAL = ("sync_module_states", "forward_prefetch")
-"""What can be left out where it is off: on, each takes more than a word elsewhere."""
-
-OPTIONS, LAYER = "fsdp2_options", "fsdp2_layer"
-"""Names for what all units take, parents and layers alike, as FSDP1's do, and for one of them."""
-NESTED = ("Module", "Sequential", "ModuleList", "ModuleDict")
-"""Classes that lie in one another, and that the model itself may be of."""
-LISTED = "module"
-"""The name for one of all modules where the layers are picked out."""
+SHARD = "fully_shard"
+OPTIONS = "fsdp2_options"
+"""The name for what all units take, parents and layers alike, as FSDP1's do."""
 
 
-class _Option(NamedTuple):
-    """A keyword of ``fully_shard``."""
+class _Wrapping(NamedTuple):
+    """``FSDP(module, ...)``."""
 
-    name: str
-    value: str
-    """Its value, or with :attr:`made_of` that class's arguments."""
-    made_of: str = ""
+    call: ast.Call
+    module: ast.expr
+    layers: Layers | None
+    """What its policy makes units of."""
+    options: list[Option]
 
-    def written(self, local: Mapping[str, str]) -> str:
-        """As code, with classes by the names that the script has for them."""
-        return f"{self.name}={local.get(self.made_of, '')}{self.value}"
-
-
-class _UnknownError(Exception):
-    """An argument that the text does not settle."""
+    def passed(self, local: Mapping[str, str]) -> str:
+        """What ``fully_shard`` is told beside the module, by the names that the script has for classes."""
+        return ", ".join(option.written(local) for option in self.options)
 
 
 @unless_too_deep
-def with_fully_shard(script: Script, call: ast.Call) -> str | None:
+def with_fully_shard(script: Script) -> str | None:
     """The script with its layers and its model sharded in the place of ``model = FSDP(model, ...)``.
 
     Its norms are clipped by torch's function then, as DTensors have them. None where wrapping is no class of
     layers, where an argument has no counterpart that the text settles, where a comment among them would be
     lost, and where the script does anything else with its model or its parameters that FSDP2 does otherwise.
     """
-    if not are_plain(script, call):
-        return None
-    assigned = [one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is call]
-    if len(script.calls(OLD_CLASS)) != 1 or not assigned or len(assigned[0].targets) != 1:
-        return None
-    if has_comment(script, assigned[0]) or OPTIONS in script.text or LAYER in script.text:
+    if OPTIONS in script.text or LAYER in script.text:
         return None
     try:
-        return _with_fully_shard(script, call, assigned[0])
-    except _UnknownError:
+        edits = _edits(script, [_wrapping(script, call) for call in script.calls(OLD_CLASS)])
+    except UnknownError:
         return None
+    return mended(script, *dict.fromkeys(edits))
 
 
-def _with_fully_shard(script: Script, call: ast.Call, assigned: ast.Assign) -> str | None:
+def _wrapping(script: Script, call: ast.Call) -> _Wrapping:
     given = keywords(call)
-    if len(given) < len(call.keywords) or len(call.args) != 1 or not is_dotted_name(call.args[0]):
-        raise _UnknownError
-    classes = _classes(script, given.pop("auto_wrap_policy", None), call)
-    if not set(given) <= set(_TRANSLATED):
-        raise _UnknownError
-    options = [option for name, value in given.items() if (option := _TRANSLATED[name](script, value))]
-    classes_used = filter(None, (option.made_of for option in options))
-    local, imports = imported(script, assigned, MODULE, "fully_shard", *classes_used)
-    shard, model, to = local["fully_shard"], ast.unparse(call.args[0]), ast.unparse(assigned.targets[0])
-    said = f"{OPTIONS} = dict({', '.join(option.written(local) for option in options)})"
-    passed = f", **{OPTIONS}" if options else ""
-    found = f"{LISTED} for {LISTED} in {model}.modules() if isinstance({LISTED}, {classes})"
-    lines = [
-        *([said] if options else []),
-        # One that lies in another first.
-        f"for {LAYER} in reversed([{found}]):",
-        f"    {shard}({LAYER}{passed})",
-        f"{to} = {shard}({model}{passed})",
+    if len(given) < len(call.keywords) or len(call.args) != 1 or has_comment(script, call):
+        raise UnknownError
+    policy = given.pop("auto_wrap_policy", None)
+    is_none = isinstance(policy, ast.Constant) and policy.value is None
+    layers = None if policy is None or is_none else layers_of(script, policy, call)
+    return _Wrapping(call, call.args[0], layers, options_of(script, given))
+
+
+def _edits(script: Script, wrappings: list[_Wrapping]) -> list[Edit]:
+    """Of the model, which comes last, and of its layers."""
+    whole = wrappings[-1]
+    statement = _assigned(script, whole)
+    to = ast.unparse(statement.targets[0])
+    calls = [one.call for one in wrappings]
+    if not is_dotted_name(whole.module) or not are_plain(script, calls, statement):
+        raise UnknownError
+    local, edits = _names(script, wrappings)
+    for one in wrappings[:-1]:
+        _refuse_unless_layer(script, one, whole)
+        options = one.passed(local)
+        text = f"{local[SHARD]}({ast.unparse(one.module)}{options and ', '}{options})"
+        edits.append(replaced(script, one.call, text))
+    margin = "\n" + " " * statement.col_offset
+    edits.append(replaced(script, statement, margin.join(_lines(whole, to, local))))
+    clipped, told = clipped_by_torch(script, {to}), norms_as_numbers(script, to, statement)
+    changed = without_blocks(script, blocks(script, OLD_CLASS, to))
+    if clipped is None or told is None or changed is None:
+        raise UnknownError
+    gathered = [*gatherings(script, OLD_CLASS), *by_default(script, statement)]
+    edits += [*clipped, *told, *changed, *by_function(script, gathered)]
+    return edits + _no_longer_read(script, calls)
+
+
+def _assigned(script: Script, whole: _Wrapping) -> ast.Assign:
+    found = [
+        one for one in script.walk(ast.Assign) if isinstance(one, ast.Assign) and one.value is whole.call
     ]
-    margin = "\n" + " " * assigned.col_offset
-    clipped, told = clipped_by_torch(script, {to}), norms_as_numbers(script, to, assigned)
-    if clipped is None or told is None:
-        raise _UnknownError
-    others = [*imports, *clipped, *told, *by_function(script, gatherings(script, OLD_CLASS))]
-    policy = keywords(call).get("auto_wrap_policy")
-    others += unread(script, policy) if isinstance(policy, ast.Name) else []
-    return mended(script, replaced(script, assigned, margin.join(lines)), *others)
+    if not found or len(found[0].targets) != 1 or has_comment(script, found[0]):
+        raise UnknownError
+    return found[0]
 
 
-def _classes(script: Script, policy: ast.expr | None, call: ast.Call) -> str:
-    """The class of layers of a policy."""
-    made = only_value(script, policy.id, call) if isinstance(policy, ast.Name) else policy
-    if isinstance(made, ast.Call) and script.called(made) == "ModuleWrapPolicy" and len(made.args) == 1:
-        found = made.args[0]
-    elif isinstance(made, ast.Call) and script.called(made) == "partial":
-        given = keywords(made)
-        of_layers = (
-            made.args and ast.unparse(made.args[0]).rpartition(".")[2] == "transformer_auto_wrap_policy"
-        )
-        if not of_layers or set(given) != {"transformer_layer_cls"}:
-            raise _UnknownError
-        found = given["transformer_layer_cls"]
-    else:
-        raise _UnknownError
-    if not isinstance(found, ast.Set | ast.List | ast.Tuple) or len(found.elts) != 1:
-        # Of several, one could be inside another, which has to be sharded first.
-        raise _UnknownError
-    kind = found.elts[0]
-    is_moved = isinstance(policy, ast.Name)
-    if not is_dotted_name(kind) or (is_moved and not means_the_same(script, kind, call)):
-        raise _UnknownError
-    text = ast.unparse(kind)
-    # Where the layers are listed, a name of a class's own body is not seen, and this one is each layer's.
-    if text.partition(".")[0] == LISTED or isinstance(scope_of(script, call), ast.ClassDef):
-        raise _UnknownError
-    if text.rpartition(".")[2] in NESTED:
-        raise _UnknownError
-    return text
+def _names(script: Script, wrappings: list[_Wrapping]) -> tuple[dict[str, str], list[Edit]]:
+    """What the script calls the functions and classes that are needed, and their imports."""
+    needed = {MODULE: {SHARD}}
+    options = (option for one in wrappings for option in one.options if option.made_of)
+    layers = (one.layers for one in wrappings if one.layers is not None)
+    for home, name in (
+        *((option.home, option.made_of) for option in options),
+        *(need for one in layers for need in one.needs),
+    ):
+        needed.setdefault(home, set()).add(name)
+    local: dict[str, str] = {}
+    edits: list[Edit] = []
+    for home, names in needed.items():
+        found, imports = imported(script, wrappings[0].call, home, *sorted(names))
+        local |= found
+        edits += imports
+    return local, edits
 
 
-def _made(script: Script, value: ast.expr) -> ast.expr:
-    """What a name stands for where the text settles that, here as there; anything else is itself."""
-    if not isinstance(value, ast.Name):
-        return value
-    found = only_value(script, value.id, value)
-    is_changed = any(
-        isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) == value.id
-        for node in script.walk(ast.Attribute)
+def _refuse_unless_layer(script: Script, one: _Wrapping, whole: _Wrapping) -> None:
+    """A layer of the model, wrapped in a loop or a line of its own before the model is."""
+    model, module = root_of(whole.module), root_of(one.module)
+    is_part = module in _listed(script, one.call, model) or (
+        module == model and ast.unparse(one.module) != ast.unparse(whole.module)
     )
-    given = keywords(found).values() if isinstance(found, ast.Call) else ()
-    is_plain = all(isinstance(one, ast.Constant) or is_dotted_name(one) for one in given)
-    if found is None or is_changed or not is_plain or not means_the_same(script, found, value):
-        raise _UnknownError
-    return found
+    is_before = one.call.lineno < whole.call.lineno
+    is_beside = scope_of(script, one.call) is scope_of(script, whole.call)
+    # FSDP1 itself refuses a policy over what is wrapped already; each mesh makes process groups of its own.
+    has_more = any((one.layers, whole.layers, *(option.home != MODULE for option in one.options)))
+    if not (is_part and is_before and is_beside) or has_more:
+        raise UnknownError
 
 
-def _strategy(_script: Script, value: ast.expr) -> _Option | None:
-    found = STRATEGIES.get(ast.unparse(value).rpartition(".")[2]) if is_dotted_name(value) else None
-    if found is None or found.is_hybrid or not found.shards:
-        raise _UnknownError
-    return None if found.reshards else _Option("reshard_after_forward", "False")
+def _listed(script: Script, call: ast.Call, model: str | None) -> set[str | None]:
+    """Variables of loops around ``call`` over something of ``model``."""
+    loops = [
+        one
+        for one in script.walk(ast.For, ast.ListComp, ast.GeneratorExp)
+        if isinstance(one, ast.For | ast.ListComp | ast.GeneratorExp) and call in ast.walk(one)
+    ]
+    over = [one for loop in loops for one in ([loop] if isinstance(loop, ast.For) else loop.generators)]
+    names = [(_names_in(one.target), _names_in(one.iter)) for one in over]
+    return {target for targets, sources in names if model in sources for target in targets}
 
 
-def _precision(script: Script, value: ast.expr) -> _Option | None:
-    made = _made(script, value)
-    if isinstance(made, ast.Constant) and made.value is None:
-        return None
-    if not isinstance(made, ast.Call) or script.called(made) != "MixedPrecision" or made.args:
-        raise _UnknownError
-    given = keywords(made)
-    if len(given) < len(made.keywords):
-        raise _UnknownError
-    if not {"param_dtype"} <= set(given) <= {"param_dtype", "reduce_dtype", "buffer_dtype"}:
-        raise _UnknownError
-    if any("BatchNorm" in name for name in script.names):
-        raise _UnknownError  # FSDP1 leaves them in fp32.
-    # Buffers keep their type in FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_api.py).
-    kept = [f"{name}={ast.unparse(value)}" for name, value in given.items() if name != "buffer_dtype"]
-    return _Option("mp_policy", f"({', '.join(kept)})", "MixedPrecisionPolicy")
+def _names_in(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
-def _offload(script: Script, value: ast.expr) -> _Option | None:
-    made = _made(script, value)
-    called = made.func if isinstance(made, ast.Call) else made
-    text = ast.unparse(made).rpartition(".")[2] if is_dotted_name(called) else ast.unparse(made)
-    if text in ("None", "CPUOffload()", "CPUOffload(offload_params=False)"):
-        return None
-    if text != "CPUOffload(offload_params=True)":
-        raise _UnknownError
-    if CLIPPING in script.names:
-        raise _UnknownError  # Ranks add their parts of a norm up on the CPU, for which there may be no group.
-    return _Option("offload_policy", "()", "CPUOffloadPolicy")
+def _lines(whole: _Wrapping, to: str, local: Mapping[str, str]) -> list[str]:
+    """The layers of the model's policy, if it has one, and the model."""
+    shard, passed, model = local[SHARD], whole.passed(local), ast.unparse(whole.module)
+    options = passed and f", {passed}"
+    lines = []
+    if whole.layers is not None:
+        *head, inside = whole.layers.loop(model, local)
+        lines = [f"{OPTIONS} = dict({passed})"] if passed else []
+        options = passed and f", **{OPTIONS}"
+        lines += [*head, f"{inside}{shard}({LAYER}{options})"]
+    sharded = f"{shard}({model}{options})"
+    return [*lines, sharded if to == model else f"{to} = {sharded}"]
 
 
-def _device(script: Script, value: ast.expr) -> _Option | None:
-    """FSDP2 takes the current device, which has to be that one."""
-    if ast.unparse(value) != "torch.cuda.current_device()" and "set_device" not in script.names:
-        raise _UnknownError
-    return None
-
-
-def _off(_script: Script, value: ast.expr) -> _Option | None:
-    if not isinstance(value, ast.Constant) or value.value:
-        raise _UnknownError
-    return None
-
-
-def _nothing(_script: Script, _value: ast.expr) -> _Option | None:
-    return None
-
-
-_TRANSLATED: dict[str, Callable[[Script, ast.expr], _Option | None]] = {
-    "sharding_strategy": _strategy,
-    "mixed_precision": _precision,
-    "cpu_offload": _offload,
-    "device_id": _device,
-    **dict.fromkeys(LITERAL, _off),
-    **dict.fromkeys(NO_EFFECT, _nothing),
-}
-"""What each argument becomes; None: nothing has to be said."""
+def _no_longer_read(script: Script, calls: list[ast.Call]) -> list[Edit]:
+    """Lines that gave a value to what only those calls read, gone."""
+    given = [value for call in calls for value in keywords(call).values() if isinstance(value, ast.Name)]
+    counts = {one.id: sum(other.id == one.id for other in given) for one in given}
+    return [
+        edit
+        for one in {one.id: one for one in given}.values()
+        for edit in unread(script, one, counts[one.id])
+    ]

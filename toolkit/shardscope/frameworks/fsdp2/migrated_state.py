@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardscope.own_code.bindings import is_dotted_name, only_value, scope_of
@@ -19,13 +20,18 @@ OTHER_NAMES = frozenset(
     }
 )
 """What has the function give weights other names than the model does, or reads more than weights of it."""
+KINDS = frozenset({"state_dict_type", "set_state_dict_type"})
+"""What has a state be anything but whole."""
 ON_ONE_RANK = ("offload_to_cpu", "rank0_only")
 
 
 class Gathering(NamedTuple):
-    """``with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): state = model.state_dict()``."""
+    """``with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): state = model.state_dict()``.
 
-    block: ast.With
+    Or its one line without a block, where nothing names another kind: FSDP1's own is whole.
+    """
+
+    block: ast.With | ast.Assign
     model: str
     state: str
     is_on_one_rank: bool
@@ -40,6 +46,28 @@ def gatherings(script: Script, old_class: str) -> list[Gathering]:
         return []
     found = (_gathering(script, block, old_class) for block in script.walk(ast.With))
     return [one for one in found if one is not None]
+
+
+def by_default(script: Script, made: ast.Assign) -> Iterator[Gathering]:
+    """Lines without a block, after ``made``, in which the model is wrapped."""
+    asked = {getattr(one, "attr", "") for one in script.walk(ast.Attribute)}
+    if KINDS & asked or OTHER_NAMES & set(script.names):
+        return
+    model = ast.unparse(made.targets[0])
+    for one in script.walk(ast.Assign):
+        assert isinstance(one, ast.Assign)
+        is_after = one.lineno > made.lineno and scope_of(script, one) is scope_of(script, made)
+        if is_after and (state := _state(one, model)) and not has_comment(script, one):
+            yield Gathering(one, model, state, False, None)
+
+
+def _state(statement: ast.stmt, model: str) -> str:
+    """``state`` of ``state = model.state_dict()``; "" of another line."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) > 1:
+        return ""
+    target = statement.targets[0]
+    is_asked = ast.unparse(statement.value) == f"{model}.state_dict()"
+    return target.id if is_asked and isinstance(target, ast.Name) else ""
 
 
 def by_function(script: Script, found: list[Gathering]) -> list[Edit]:
@@ -92,18 +120,11 @@ def _gathering(script: Script, block: ast.AST, old_class: str) -> Gathering | No
     if not _is_method(script, call, "state_dict_type") or _root(script, call.func) != old_class:
         return None
     model, kind, config = call.args[0], call.args[1], call.args[2] if len(call.args) > 2 else None
-    inside = block.body[0]
-    if len(block.body) > 1 or not isinstance(inside, ast.Assign) or len(inside.targets) > 1:
-        return None
-    asked = inside.value
-    if not isinstance(asked, ast.Call) or asked.args or asked.keywords:
-        return None
-    if not is_dotted_name(model) or ast.unparse(asked.func) != f"{ast.unparse(model)}.state_dict":
-        return None
+    state = _state(block.body[0], ast.unparse(model)) if len(block.body) == 1 else ""
     place = _placed(script, config)
-    if place is None or not isinstance(inside.targets[0], ast.Name) or ast.unparse(kind) != KIND:
+    if place is None or not state or not is_dotted_name(model) or ast.unparse(kind) != KIND:
         return None
-    return Gathering(block, ast.unparse(model), inside.targets[0].id, place, config)
+    return Gathering(block, ast.unparse(model), state, place, config)
 
 
 def _is_method(script: Script, call: ast.Call, name: str) -> bool:

@@ -12,6 +12,7 @@ from shardscope.frameworks.fsdp2.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
+from shardscope.frameworks.fsdp2.sharded_saves import written_in_parts
 from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
 from shardscope.own_code.edits import mended, replaced, unless_too_deep, with_keyword
 from shardscope.own_code.script import Script, keywords
@@ -43,7 +44,7 @@ def _old_class(script: Script) -> Iterator[Finding]:
             "shards each by itself, so that frozen ones, adapters and tensor parallelism go with it.",
             number=None,
             change="fully_shard(model), from torch.distributed.fsdp",
-            source=with_fully_shard(script, call),
+            source=with_fully_shard(script),
             line=call.lineno,
         )
 
@@ -93,8 +94,7 @@ def _uses(script: Script, name: str) -> list[int]:
 
 def _whole(script: Script) -> str | None:
     """The script with the class's own call as FSDP2 has it."""
-    calls = script.calls(OLD_CLASS)
-    return with_fully_shard(script, calls[0]) if calls else None
+    return with_fully_shard(script) if script.calls(OLD_CLASS) else None
 
 
 def _gone(after: str | None, name: str) -> str | None:
@@ -126,10 +126,10 @@ def _clipped(script: Script) -> str | None:
     Those of FSDP1 have their own method: each rank has a part of the norm only.
     """
     sharded = {
-        ast.unparse(target)
-        for one in script.walk(ast.Assign)
-        if isinstance(one, ast.Assign) and script.called(one.value) == "fully_shard"
-        for target in one.targets
+        ast.unparse(name)
+        for one in script.walk(ast.Assign, ast.Expr)
+        if isinstance(one, ast.Assign | ast.Expr) and script.called(one.value) == "fully_shard"
+        for name in (one.targets if isinstance(one, ast.Assign) else one.value.args[:1])  # type: ignore[attr-defined]
     }
     edits = None if script.calls(OLD_CLASS) else clipped_by_torch(script, sharded)
     return mended(script, *edits) if edits else None
@@ -176,12 +176,15 @@ def _whole_state(script: Script) -> Iterator[Finding]:
     with_optimizer = any(name in script.names for name in ("optim_state_dict", "get_optimizer_state_dict"))
     line = script.names.get("FULL_STATE_DICT")
     if line is not None:
-        yield gathered_state(script, line, with_optimizer)
+        whole = _whole(script)
+        source = written_in_parts(Script(source=whole)) if whole else None
+        yield gathered_state(script, line, with_optimizer, source=source)
     for call in script.calls("StateDictOptions"):
         given = {name: ast.unparse(value) for name, value in keywords(call).items()}
         # Rank 0 reads a whole one to hand it out as well: that is no checkpoint.
         if given.get("full_state_dict") == "True" and given.get("broadcast_from_rank0", "False") == "False":
-            yield gathered_state(script, call.lineno, with_optimizer, "full_state_dict=True")
+            source = written_in_parts(script)
+            yield gathered_state(script, call.lineno, with_optimizer, "full_state_dict=True", source)
             return
 
 

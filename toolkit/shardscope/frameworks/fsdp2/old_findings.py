@@ -55,7 +55,11 @@ def _peak(plan: Plan) -> int | None:
 
 
 def gathered_state(
-    script: Script, line: int, with_optimizer: bool, words: str = "FULL_STATE_DICT"
+    script: Script,
+    line: int,
+    with_optimizer: bool,
+    words: str = "FULL_STATE_DICT",
+    source: str | None = None,
 ) -> Finding:
     """A checkpoint that one rank gathers whole, and what that takes of its host."""
     number = None
@@ -73,6 +77,8 @@ def gathered_state(
         why=f"Line {line}: {words} gathers {size} in the host memory of rank 0 while all others wait.",
         number=number,
         change="A sharded checkpoint: torch.distributed.checkpoint.save(get_model_state_dict(model), ...), "
-        "which loads over any number of ranks",
+        "which loads over any number of ranks (one file of it: python -m "
+        "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE)",
+        source=source,
         line=line,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from shardscope.frameworks.fsdp2.migrated_state import gatherings
-from shardscope.own_code.bindings import bound, scope_of
+from shardscope.frameworks.fsdp2.migrated_state import by_default, gatherings
+from shardscope.frameworks.fsdp2.sharded_blocks import blocks
+from shardscope.own_code.bindings import scope_of, sees
 from shardscope.own_code.edits import Edit, behind, first_argument, replaced
 from shardscope.own_code.script import Script
 
@@ -31,9 +32,13 @@ OPTIMIZER = re.compile(r"optim|(^|_)opt($|_)", re.IGNORECASE)
 """Names of an optimizer, and of what makes one."""
 
 
-def are_plain(script: Script, call: ast.Call) -> bool:
-    """Whether the class is used in that call alone, and its model in ways that FSDP2's is used as well."""
-    understood = {id(node) for one in gatherings(script, OLD_CLASS) for node in ast.walk(one.block)}
+def are_plain(script: Script, calls: list[ast.Call], made: ast.Assign) -> bool:
+    """Whether the class is used in those calls alone, and its model, which is given its name in ``made``, in
+    ways that FSDP2's is used as well."""
+    model = ast.unparse(made.targets[0])
+    gathered = [*gatherings(script, OLD_CLASS), *by_default(script, made)]
+    understood = {id(node) for one in gathered for node in ast.walk(one.block)}
+    understood |= {id(node) for one in blocks(script, OLD_CLASS, model) for node in one.understood}
     nodes = [one for one in script.walk(ast.Name, ast.Attribute) if id(one) not in understood]
     local = [one for one in nodes if isinstance(one, ast.Name)]
     attributes = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
@@ -42,13 +47,13 @@ def are_plain(script: Script, call: ast.Call) -> bool:
     # A loop's variable may well be called module.
     own = ITS_OWN & attributes or (ITS_OWN - {"module"}) & names
     return (
-        uses == [call.func]
-        and script.modules.get(uses[0].id, "").startswith("torch.")
+        {id(one) for one in uses} == {id(call.func) for call in calls}
+        and all(script.modules.get(one.id, "").startswith("torch.") for one in uses)
         and not own
         and not _is_on_meta(script)
         and not _has_other_optimizers(script)
-        and not _is_part(script, call)
-        and not _is_optimized_before(script, call)
+        and not _is_part(script, calls[-1])
+        and not _is_optimized_before(script, calls[-1])
     )
 
 
@@ -123,7 +128,7 @@ def clipped_by_torch(script: Script, models: set[str]) -> list[Edit] | None:
         model = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         if _is_given_parameters(call):
             continue
-        if model not in models or not (call.args or call.keywords) or not _sees_torch(script, call):
+        if model not in models or not (call.args or call.keywords) or not sees(script, "torch", call):
             return None
         edits.append(replaced(script, call.func, f"torch.nn.utils.{CLIPPING}"))
         edits.append(first_argument(script, call, f"{model}.parameters()"))
@@ -149,13 +154,6 @@ def norms_as_numbers(script: Script, model: str, made: ast.stmt) -> list[Edit] |
     around = [ast.unparse(one.test) for one in script.walk(ast.If) if made in ast.walk(one)]  # type: ignore[attr-defined]
     is_sure = is_sure and all("__name__" in test for test in around)
     return edits if is_sure or not edits else None
-
-
-def _sees_torch(script: Script, call: ast.Call) -> bool:
-    places = bound(script, "torch")
-    are_imports = all(isinstance(one, ast.alias) and one.asname is None for one in places)
-    scopes = [scope_of(script, one) for one in places]
-    return bool(places) and are_imports and all(one in (None, scope_of(script, call)) for one in scopes)
 
 
 def _as_number(script: Script, call: ast.Call) -> list[Edit]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 
 from shardscope.architecture import MODEL_TYPES
-from shardscope.frameworks.fsdp2.migrated import LAYER, MODULE, OPTIONS
+from shardscope.frameworks.fsdp2.migrated import OPTIONS
+from shardscope.frameworks.fsdp2.migrated_options import MODULE
+from shardscope.frameworks.fsdp2.migrated_units import LAYER
 from shardscope.own_code.bindings import only_value
 from shardscope.own_code.edits import has_comment, imported, mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords
