@@ -88,7 +88,8 @@ def test_layers_in_a_list_are_understood() -> None:
         ("FSDP(layer)", "FSDP(layer, auto_wrap_policy=ModuleWrapPolicy({Block}))"),
         (
             "FSDP(layer)",
-            "FSDP(layer, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=torch.cuda.current_device()"
+            "FSDP(layer, sharding_strategy=ShardingStrategy.HYBRID_SHARD, "
+            "device_id=torch.cuda.current_device()"
             ")",
         ),
         ("FSDP(layer)", "FSDP(layer, **options)"),

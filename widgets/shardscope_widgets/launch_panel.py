@@ -15,7 +15,7 @@ from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
-from shardscope.planner.preflight.usual_rates import usual_rates
+from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.room import shortages
 from shardscope_widgets import shared
 from shardscope_widgets.free_view import FreePlaces, first_look
@@ -103,7 +103,7 @@ class LaunchPanel(widgets.VBox):
         self.button.description = self.current.label
         self.button.tooltip = REHEARSING if self.current.is_rehearsal else LAUNCHING
         self._plan = self.current.plan or plan
-        self.rate.placeholder = f"{first_rate(self._plan):g}"
+        self.rate.placeholder = f"{rate_near(ss.Pretrain.learning_rate, self._plan):g}"
         self._update()
 
     @property
@@ -178,7 +178,7 @@ class LaunchPanel(widgets.VBox):
         return ss.Pretrain(
             num_steps=typed_number(self.steps.value),
             profile=self.profile.value,
-            learning_rate=typed_rate(typed) if typed else first_rate(plan),
+            learning_rate=typed_rate(typed) if typed else rate_near(ss.Pretrain.learning_rate, plan),
         )
 
     def take(self, task: ss.Pretrain, plan: ss.Plan) -> None:
@@ -186,13 +186,8 @@ class LaunchPanel(widgets.VBox):
         self.steps.value = str(task.num_steps)
         self.profile.value = task.profile
         # What every size begins with stays so: a rehearsal's model is another.
-        self.rate.value = "" if task.learning_rate == first_rate(plan) else f"{task.learning_rate:g}"
-
-
-def first_rate(plan: ss.Plan) -> float:
-    """What ``plan``'s new weights begin with: Pretrain's own rate, or where that is far off its peers'."""
-    usual, own = usual_rates(plan, begins_from_weights=False), ss.Pretrain.learning_rate
-    return own if usual is None or usual.allows(own) else usual.advised
+        usual = rate_near(ss.Pretrain.learning_rate, plan)
+        self.rate.value = "" if task.learning_rate == usual else f"{task.learning_rate:g}"
 
 
 def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> Offer:

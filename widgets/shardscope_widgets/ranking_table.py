@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardscope as ss
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope.planner.misses import instead_words
 from shardscope_widgets.number_words import Scale, dollars, short
@@ -78,6 +79,8 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     kind = " class='ss-current'" if current else ""
     name = escape(layout_words(plan.layout))
     note = "<span>· this plan</span>" if current else ""
+    if (refusal := why_not_trained(plan)) is not None:
+        note += f"<span title='{escape(refusal, quote=True)}'>· no Launch</span>"
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
         f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"

@@ -14,6 +14,7 @@ from shardscope.export.optimizer import OPTIMIZERS, optimizer_of
 from shardscope.export.source import model_config
 from shardscope.export.text import literal
 from shardscope.memory.head import loss_in_force
+from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
 from shardscope.training.pretrain import Pretrain
 
@@ -106,7 +107,7 @@ def plain_script(
         "SEQ_LEN": repr(recipe.seq_len),
         "MICRO_BATCH_SIZE": repr(recipe.micro_batch_size),
         "NUM_MICRO_BATCHES": repr(plan.num_micro_batches),
-        "FRESH_RATE": repr(Pretrain.learning_rate),
+        "FRESH_RATE": repr(rate_near(Pretrain.learning_rate, plan)),
         "MODEL_RATE": repr(ADAPTER_RATE if recipe.has_adapters else FULL_RATE),
         "DEVICE": "f\"cuda:{os.environ['LOCAL_RANK']}\"" if plan.on_gpu else '"cpu"',
         "FRAMEWORK": framework.strip("\n") + "\n",

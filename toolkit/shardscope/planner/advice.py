@@ -122,7 +122,8 @@ def recommend(
     recomputation, with gradients and optimizer split (ZeRO-2), with weights split as well (FSDP2), with
     matrices or sequences split inside a node, with offload to the host (ZeRO-3), to NVMe; is it large enough
     for Megatron-core, has it experts, are links slow, is there room left. What fits first is advised. A later
-    question replaces it only where its plan is predicted to be 10 % faster at least; where size is the reason
+    question replaces it only where its plan is predicted to be 10 % faster at least, or needs a tenth less
+    memory and is no slower; where size is the reason
     (over 70B, hundreds of GPUs, experts), unless its plan is as much slower.
 
     ``familiar_with``: what the team already runs well, of ``ddp``, ``fsdp2``, ``deepspeed``, ``megatron`` and
@@ -230,8 +231,8 @@ def _why(path: Path, best: Tried) -> str:
         said.append(f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'.")
     if words.unsaid(best):
         said.append(words.unsaid(best))
-    if why_not_trained(plan) is not None:
-        said.append("Shardscope plans and exports it, and has no engine yet that trains it.")
+    if (refusal := why_not_trained(plan)) is not None:
+        said.append(f"Shardscope plans and exports it; Launch does not train it: {refusal}")
     said.append("Escalate only when a measured run says so.")
     return " ".join(said)
 

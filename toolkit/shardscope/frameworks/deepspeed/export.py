@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 CONFIG_FILE = "ds_config.json"
 OWN_KEY = "shardscope"
 """DeepSpeed's parser leaves top-level keys alone that it does not know; JSON has no comments."""
+CLIPPED_TO = 1.0
+"""The norm that engines and plain scripts clip to, and ``TrainingArguments.max_grad_norm`` by itself: without
+the key DeepSpeed clips nothing, whatever that argument says (transformers/integrations/deepspeed.py)."""
 NOT_IN_CONFIG = ("pp", "ep")
 """Degrees that DeepSpeed takes from the model: ``PipelineModule(num_stages=...)``, ``MoE(ep_size=...)``."""
 
@@ -71,7 +74,7 @@ def _config(plan: Plan) -> Exported:
         },
         "not_said_here": dict(unsaid(plan, said, everything)),
     }
-    values = {OWN_KEY: own, **deepspeed_config(plan)}
+    values = {OWN_KEY: own, **deepspeed_config(plan), "gradient_clipping": CLIPPED_TO}
     return Exported(
         name=CONFIG_FILE, what="deepspeed.initialize(config=...)", text=json.dumps(values, indent=2) + "\n"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.planner.advising import words
 from shardscope.planner.advising.bench import PAYS, WORTH_A_SETTING, Tried
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
     from shardscope.planner.advising.bench import Bench
     from shardscope.planner.ranking import Ranking
+
+
+MOST_ASKED = 1000
+"""Of a search's plans, whether Launch trains them."""
 
 
 class Disagreement(NamedTuple):
@@ -54,8 +59,10 @@ def disagreement(bench: Bench, advised: Tried | None) -> Disagreement | None:
         if seconds * PAYS < advised.seconds
         else "Less than such predictions are usually wrong by: begin with the simpler one."
     )
-    found = f"Of {ranking.num_evaluated:,} plans a search puts {words.named(plan)} first"
-    return Disagreement(plan, f"{found}: {beside}. {clear} {_unsaid(bench, plan)}".strip())
+    with_room = f" of those with {100 - TIGHT_PERCENT} % of the card to spare" if headroom else ""
+    found = f"Of {ranking.num_evaluated:,} plans a search puts {words.named(plan)} first{with_room}"
+    told = (f"{found}: {beside}. {clear}", _unsaid(bench, plan), _untrained(ranking, plan, advised))
+    return Disagreement(plan, " ".join(filter(None, told)))
 
 
 def _found_alone(bench: Bench) -> Disagreement | None:
@@ -76,6 +83,24 @@ def _not_in_the_grid(bench: Bench, advised: Tried, ranking: Ranking) -> str:
     if advised.plan.recipe.loss == bench.recipe.loss:
         return f"{found}: this one has what its grid leaves as it is."
     return f"{found}: its grid leaves the loss as it is, and this one computes it in chunks."
+
+
+def _untrained(ranking: Ranking, plan: Plan, advised: Tried) -> str:
+    """That Launch does not train the search's first plan, and the first that it does; empty: it does."""
+    refusal = why_not_trained(plan)
+    if refusal is None:
+        return ""
+    said = f"Launch does not train it here: {refusal}"
+    for row in ranking.order[:MOST_ASKED]:
+        seconds = float(ranking.step_seconds[row])
+        if seconds * WORTH_A_SETTING > (advised.seconds or 0.0):
+            break
+        other = ranking.plan(int(row))
+        if why_not_trained(other) is None:
+            gained = words.shares(seconds, advised.seconds or seconds)
+            named = words.named(other)
+            return f"{said} The first that it does train is {named}: {seconds_words(seconds)}, {gained}."
+    return f"{said} None that it does train is faster than the advised plan."
 
 
 def _unsaid(bench: Bench, plan: Plan) -> str:

@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16, offloads, state_bytes
+from shardscope.planner.advising.bench import (
+    Bench,
+    Tried,
+    fastest,
+    is_faster,
+    lacks_bf16,
+    offloads,
+    state_bytes,
+)
 from shardscope.planner.advising.large import SPLIT
 
 if TYPE_CHECKING:
@@ -96,7 +104,7 @@ def instead(path: Path) -> list[tuple[Plan, str]]:
         told += _told_if(_adapters(bench), bench, "If adapters are enough")
     elif bench.recipe.method == "lora":
         told += _told_if(_adapters(bench), bench, "If a base in 4 bits is enough")
-    more = _more_nodes(bench)
+    more = _more_nodes(bench, path.current)
     nodes = 0 if more is None else more.plan.cluster.num_nodes
     instead_of = f"With {nodes} nodes instead of {bench.cluster.num_nodes}, and state on the GPUs"
     return told + _told_if(more, bench, instead_of)
@@ -154,25 +162,46 @@ def _half_moments(path: Path) -> Tried | None:
     return found if isinstance(found, Tried) and found.fits else None
 
 
-def _more_nodes(bench: Bench) -> Tried | None:
-    """The fewest nodes, by doubling, on which full sharding fits; the batch grows where it must."""
-    nodes = bench.cluster.num_nodes * 2
+def _more_nodes(bench: Bench, advised: Tried | None) -> Tried | None:
+    """The fewest nodes, by doubling, on which it fits without offload, not tightly if that can be, and is
+    faster than what is advised; the batch grows where it must."""
     state = state_bytes(bench)
     if bench.cluster.gpu.vendor == "cpu" or state is None:
         return None
-    for nodes in itertools.takewhile(MAX_NODES.__ge__, (nodes << power for power in range(20))):
+    tight = None
+    doubled = (bench.cluster.num_nodes << power for power in itertools.count(1))
+    for nodes in itertools.takewhile(MAX_NODES.__ge__, doubled):
         cluster = replace(bench.cluster, num_nodes=nodes)
         if state > cluster.num_gpus * cluster.usable_bytes_per_gpu:
             continue
-        least = cluster.num_gpus * bench.recipe.micro_batch_size
-        batch = -(-bench.recipe.global_batch_size // least) * least
-        larger = Bench(bench.architecture, cluster, replace(bench.recipe, global_batch_size=batch))
-        found = _first_that_fits(larger, _sharded(cluster))
-        if found is None and bench.architecture.num_moe_layers:
-            found = rungs.megatron(larger).best
-        if found is not None:
-            return found
-    return None
+        found = _on_the_gpus(bench, cluster)
+        if found is not None and _pace(found) > _pace(advised):
+            if not found.report.is_tight:
+                return found
+            tight = tight or found
+    return tight
+
+
+def _on_the_gpus(bench: Bench, cluster: Cluster) -> Tried | None:
+    """The simplest layout without offload that is about as fast as the fastest of them."""
+    least = cluster.num_gpus * bench.recipe.micro_batch_size
+    batch = -(-bench.recipe.global_batch_size // least) * least
+    larger = Bench(bench.architecture, cluster, replace(bench.recipe, global_batch_size=batch))
+    layouts = [*_sharded(cluster), *rungs.split_inside_a_node(cluster).layouts]
+    outcomes = [*map(larger.outcome, layouts), rungs.megatron(larger)]
+    fitting = [outcome.best for outcome in outcomes if outcome.best]
+    best = fastest(fitting)
+    if best is None:
+        return None
+    as_loose = (tried for tried in fitting if tried.report.is_tight == best.report.is_tight)
+    return next((tried for tried in as_loose if not is_faster(best, tried)), best)
+
+
+def _pace(tried: Tried | None) -> float:
+    """Tokens a second of all GPUs; 0 where no time is known."""
+    if tried is None or tried.timed is None:
+        return 0.0
+    return tried.timed.tokens_per_second_per_gpu * tried.plan.cluster.num_gpus
 
 
 def _adapters(bench: Bench) -> Tried | None:

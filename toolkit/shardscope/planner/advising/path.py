@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
-from shardscope.planner.advising.bench import SAFE, Bench, Outcome, Tried, is_faster
+from shardscope.planner.advising.bench import PAYS, SAFE, Bench, Outcome, Tried, is_faster
 
 if TYPE_CHECKING:
     from shardscope.planner.advising.rungs import Rung
@@ -72,8 +72,8 @@ class Path:
             self.take(key, best)
         elif is_faster(best, current):
             self.take(key, best)
-        elif _is_better_in_all(best, current):
-            answer = f"Yes: {how}, {beside}, and it needs no more memory."
+        elif _is_roomier(best, current):
+            answer = f"Yes: {how}, {beside}, and it needs clearly less memory."
             self.take(key, best)
         else:
             answer = f"Yes, {how}, but {beside}: not worth it."
@@ -134,11 +134,12 @@ class Path:
         return f"{words.compared(best, current)} than {self.name(current)}"
 
 
-def _is_better_in_all(best: Tried, current: Tried) -> bool:
-    """Whether nothing speaks for what came first but that it did: it is slower, and needs as much."""
+def _is_roomier(best: Tried, current: Tried) -> bool:
+    """Whether it needs clearly less memory and is no slower."""
     if best.seconds is None or current.seconds is None:
         return False
-    return best.seconds < current.seconds and best.report.peak_bytes <= current.report.peak_bytes
+    needed = best.report.peak_bytes * PAYS
+    return best.seconds <= current.seconds and needed < current.report.peak_bytes
 
 
 def figures(tried: Tried) -> str:

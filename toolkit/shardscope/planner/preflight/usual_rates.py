@@ -170,6 +170,12 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
     )
 
 
+def rate_near(rate: float, plan: Plan) -> float:
+    """``rate`` for new weights of ``plan``, or where that is far off its peers', theirs."""
+    usual = usual_rates(plan, begins_from_weights=False)
+    return rate if usual is None or usual.allows(rate) else usual.advised
+
+
 def _run(plan: Plan, is_tuned: bool) -> tuple[Reference | None, bool]:
     """The run to compare with, and whether smaller batches keep its rate.
 
