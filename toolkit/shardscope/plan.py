@@ -53,9 +53,7 @@ class Plan(JsonNoun):
             ("recipe", Recipe),
             ("layout", Layout),
         ):
-            value = getattr(self, field)
-            if not isinstance(value, noun):
-                refuse(f"Plan.{field}", value, with_article(noun.__name__), _how_to_make(noun, value))
+            check_noun(f"Plan.{field}", getattr(self, field), noun)
         settled = self.layout.settled(self.architecture, self.cluster, self.recipe)
         object.__setattr__(self, "layout", settled)
         check_supported(self)
@@ -270,6 +268,12 @@ _nouns: dict[str, type[Any]] = {
     "recipe": Recipe,
     "layout": Layout,
 }
+
+
+def check_noun(field: str, value: object, noun: type) -> None:
+    """Raise ``ValueError`` with a line that makes one, if ``value`` is no ``noun``."""
+    if not isinstance(value, noun):
+        refuse(field, value, with_article(noun.__name__), _how_to_make(noun, value))
 
 
 def _how_to_make(noun: type, value: object) -> str:

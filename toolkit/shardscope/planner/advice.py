@@ -14,7 +14,7 @@ from html import escape
 from shardscope.architecture import Architecture
 from shardscope.cluster import Cluster
 from shardscope.frameworks.registry import why_not_trained
-from shardscope.plan import Plan
+from shardscope.plan import Plan, check_noun
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advising import large, last, otherwise, questions, words
 from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16
@@ -22,7 +22,7 @@ from shardscope.planner.advising.disagreement import Disagreement, disagreement
 from shardscope.planner.advising.large import SPLIT
 from shardscope.planner.advising.path import Path
 from shardscope.recipe import Recipe
-from shardscope.validation import one_of, refuse, with_article
+from shardscope.validation import one_of, refuse
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens that make the most of a budget of arithmetic (Hoffmann et al. 2022, arXiv:2203.15556)."""
@@ -139,8 +139,7 @@ def recommend(
         ("cluster", cluster, Cluster),
         ("recipe", recipe, Recipe),
     ):
-        if not isinstance(noun, kind):
-            refuse(name, noun, with_article(kind.__name__), _HOW_TO_MAKE[name])
+        check_noun(name, noun, kind)
     bench = Bench(architecture, cluster, recipe)
     path = Path(bench, _checked_names(familiar_with))
     for ask in _questions(cluster):
@@ -191,13 +190,6 @@ def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
         last.one_script,
         last.what_the_team_knows,
     )
-
-
-_HOW_TO_MAKE = {
-    "architecture": 'ss.models["llama-3.1-8b"]',
-    "cluster": 'ss.Cluster.parse("8xh100-sxm-80gb")',
-    "recipe": "ss.Recipe()",
-}
 
 
 def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:

@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardscope.architecture import Architecture
+from shardscope.cluster import Cluster
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.memory.activations import modules_of
 from shardscope.memory.many import stage_bytes
+from shardscope.plan import Plan, check_noun
 from shardscope.planner.candidates import Candidates, candidates_of
 from shardscope.planner.ranking import Ranking, of_needs
 from shardscope.planner.room_many import Needs, making_bytes, needs
+from shardscope.recipe import Recipe
 from shardscope.support import check_sequence, check_targets
 from shardscope.timing.calibration import rates_for
 from shardscope.timing.layers import PEAKS
 from shardscope.timing.many import step_seconds
 from shardscope.timing.rates import check_links
-from shardscope.validation import FieldError, one_of, refuse, whole_number
+from shardscope.validation import FieldError, nearest, one_of, refuse, whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from shardscope.architecture import Architecture
-    from shardscope.cluster import Cluster
-    from shardscope.recipe import Recipe
 
 Progress = Callable[[str, float], object]
 """Is called with words and a fraction; what it raises ends the search."""
@@ -62,9 +63,16 @@ def search(
     feasible if ``headroom_bytes`` of each card stay free. Where no layout divides the global batch,
     ``Ranking.instead`` is the same search with the nearest batch of which each GPU has an equal part; where
     no plan fits, with the loss in chunks, which the grid has only if the recipe says so. Raises
-    ``ValueError`` for a figure of the GPU that is not known, and for a recipe that no framework could run.
+    ``ValueError`` for what is no noun, a figure of the GPU that is not known, and a recipe that no framework
+    could run.
     """
     start = time.perf_counter()
+    for field, noun, kind in (
+        ("arch", arch, Architecture),
+        ("cluster", cluster, Cluster),
+        ("recipe", recipe, Recipe),
+    ):
+        check_noun(field, noun, kind)
     whole_number("headroom_bytes", headroom_bytes, low=0, high=2**50)
     names = _names(frameworks)
     check_targets(arch, recipe)
@@ -171,19 +179,13 @@ def _names(frameworks: Sequence[str] | None) -> list[str]:
     if frameworks is None:
         return list(known)
     if isinstance(frameworks, str) or not frameworks:
-        refuse(
-            "frameworks",
-            frameworks,
-            f"names among {', '.join(known)}, or None for all",
-            f"({next(iter(known))!r},)",
-        )
+        meant = nearest(frameworks, list(known)) if frameworks else next(iter(known))
+        refuse("frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({meant!r},)")
     return list(dict.fromkeys(one_of("frameworks", name, list(known)) for name in frameworks))
 
 
 def _why_none(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> str:
     """What refuses the framework's plainest layout."""
-    from shardscope.plan import Plan
-
     try:
         Plan(arch, cluster, recipe, known[name].layout_class())
     except ValueError as refusal:

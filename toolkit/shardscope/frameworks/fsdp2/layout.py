@@ -17,7 +17,7 @@ from shardscope.layout import (
     check_layers,
     left_over_ranks,
 )
-from shardscope.validation import one_of, refuse
+from shardscope.validation import FieldError, one_of, refuse
 
 if TYPE_CHECKING:
     from shardscope.architecture import Architecture
@@ -87,7 +87,7 @@ class Fsdp2Layout(Layout):
             check_degrees(self, "shard")
         check_degrees(self, "replicate", "tp", "pp", "vpp", "cp")
         if not isinstance(self.reshard_after_forward, bool):
-            check_degrees(self, "reshard_after_forward", low=2)
+            self._check_reshard()
         one_of("Layout.offload", self.offload, (None, "cpu"))
         if self.vpp > 1 and self.pp == 1:
             refuse("Layout.vpp", self.vpp, "1 while pp=1", "vpp=1")
@@ -96,6 +96,20 @@ class Fsdp2Layout(Layout):
             refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' while pp=1", "pipeline_schedule='1F1B'")
         if self.runs_all_forwards_first and self.vpp > 1:
             refuse("Layout.pipeline_schedule", "GPipe", "'1F1B' with vpp > 1: GPipe has no chunks", "vpp=1")
+
+    def _check_reshard(self) -> None:
+        """A number of ranks; a strategy's name of FSDP1 is told what it is here."""
+        from shardscope.frameworks.fsdp2.old_names import STRATEGIES  # It makes layouts itself.
+
+        value = self.reshard_after_forward
+        name = value.rpartition(".")[2].upper() if isinstance(value, str) else ""
+        field, allowed = "Layout.reshard_after_forward", "True, False or a whole number of ranks from 2 on"
+        if name in STRATEGIES:
+            refuse(field, value, allowed, STRATEGIES[name].as_layout)
+        try:
+            check_degrees(self, "reshard_after_forward", low=2)
+        except FieldError:
+            refuse(field, value, allowed, "reshard_after_forward=True")
 
     def degrees(self, architecture: Architecture, cluster: Cluster, recipe: Recipe) -> Degrees:
         """Degrees whose product is the cluster's GPUs; ``shard`` takes what is left."""

@@ -27,6 +27,14 @@ class Strategy(NamedTuple):
     shards: bool = True
     """Whether anything is sharded at all."""
 
+    @property
+    def as_layout(self) -> str:
+        """What ``Layout.fsdp2`` is told instead."""
+        if not self.shards:
+            return "Layout.ddp()"
+        told = f"reshard_after_forward={self.reshards}"
+        return f"{told} with replicate= the number of nodes" if self.is_hybrid else told
+
 
 STRATEGIES: dict[str, Strategy] = {
     "FULL_SHARD": Strategy("reshard_after_forward=True (ZeRO-3)", True, False),
