@@ -8,7 +8,8 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from shardscope.training.tokenizer import SHIPPED_TEXT, SHIPPED_TOKENIZER  # noq
 
 NUM_STEPS = 5
 CLOSE = 1e-4
+IN_TURNS = "megatron vpp"
+"""Whose script takes no node to have room for two whole models."""
 A_START = 24
 """Plans of one start of ranks, which has no more than a minute and a half."""
 
@@ -91,6 +94,9 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
             made.update(parts_of(self))
 
     script.Training = Seen
+    if folder.name == IN_TURNS.replace(" ", "-"):
+        script.SOURCE_BYTES, made["reading"] = 2**60, []
+        script.build_chunks = timed(script.build_chunks, made["reading"])
     words = ["--steps", str(NUM_STEPS), "--text", str(text)]
     words += ["--tokenizer", str(SHIPPED_TOKENIZER)] if model is None else ["--model", str(model)]
     words += ["--save", str(folder / "saved")]
@@ -104,6 +110,18 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
         "saved": str(folder / "saved"),
         **made,
     }
+
+
+def timed(make: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    """``make``, and when it began and ended, by the machine's clock."""
+
+    def made(*given: Any) -> Any:
+        times.append(time.monotonic())
+        found = make(*given)
+        times.append(time.monotonic())
+        return found
+
+    return made
 
 
 def parts_of(training: Any) -> dict[str, Any]:
@@ -304,6 +322,13 @@ def test_what_the_exported_script_saves_opens(name: str, found: dict[str, list[d
     assert opened.config.model_type == plan.architecture.model_type
     assert type(opened).__name__ == opened.config.architectures[0]
     assert opened.config.use_cache, "whoever opens it may want to generate"
+
+
+def test_ranks_take_turns_where_no_two_whole_models_have_room(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    first, second = (rank["script"]["reading"] for rank in found[IN_TURNS])
+    assert first[0] < first[1] <= second[0] < second[1]
 
 
 def tensors_in(folder: Path) -> dict[str, Any]:

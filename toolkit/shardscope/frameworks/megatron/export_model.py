@@ -10,8 +10,10 @@ from shardscope.export.text import literal
 from shardscope.frameworks.megatron.config_limits import LLAMA3_SCALING
 from shardscope.frameworks.megatron.core_config import padded_vocab_size, transformer_config
 from shardscope.frameworks.megatron.export_weights import loads
+from shardscope.memory.precision import FP32
 
 if TYPE_CHECKING:
+    from shardscope.architecture import Architecture
     from shardscope.plan import Plan
 
 FUSED = (
@@ -36,6 +38,7 @@ DTYPE = @@DTYPE@@  # of weights and activations; of 16 bits the optimizer keeps 
 PP, VPP = @@STAGES@@
 PADDED_VOCAB_SIZE = @@PADDED@@  # a multiple of 128 for each tensor-parallel rank
 CONFIG = @@CORE@@  # TransformerConfig's
+SOURCE_BYTES = @@SOURCE@@  # of the whole model in fp32
 @@CHECKED@@
 def build_source(name):
     """The model of transformers whose weights are trained: fresh ones, or the checkpoint called ``name``."""
@@ -189,6 +192,11 @@ GPT2 = Family(
 """Learned positions, norms with biases, GELU; its matrices lie the other way round."""
 
 
+def source_bytes(architecture: Architecture) -> int:
+    """Of the whole model of transformers, which is read in fp32."""
+    return FP32 * architecture.num_parameters
+
+
 def core_model(plan: Plan) -> Model:
     """The functions ``build_source``, ``core_config``, ``build_chunk`` and ``load``."""
     arch, degrees = plan.architecture, plan.degrees
@@ -200,6 +208,7 @@ def core_model(plan: Plan) -> Model:
         "STAGES": f"{degrees.pp}, {degrees.vpp}",
         "PADDED": repr(int(padded_vocab_size(arch.vocab_size, degrees.tp))),
         "CORE": literal(_core(plan)),
+        "SOURCE": repr(source_bytes(arch)),
         "CHECKED": check.constants + family.constants,
         "CHECK": check.functions.rstrip("\n"),
         "ROUTER": ROUTER if arch.mixture_of_experts is not None else "",

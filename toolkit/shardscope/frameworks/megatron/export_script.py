@@ -10,9 +10,10 @@ from shardscope.export.saving import SAVE_PART
 from shardscope.export.script import SCRIPT_FILE, plain_script
 from shardscope.export.stages import UNTIED
 from shardscope.frameworks.megatron.export_cpu import cpu_imports, on_cpu
-from shardscope.frameworks.megatron.export_model import core_model
+from shardscope.frameworks.megatron.export_model import core_model, source_bytes
 from shardscope.frameworks.megatron.limits import check_trainable
 from shardscope.frameworks.megatron.precision_aware import reduces_in_fp32
+from shardscope.memory.words import gib
 
 if TYPE_CHECKING:
     from shardscope.plan import Plan
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 
 IMPORTS = """
+import datetime
+import re
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -29,10 +32,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 """
 
 TRAINING = (
-    '''
+    r'''
 def connect(device):
     """Meet the other ranks."""
-@@ON_CPU@@    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+@@ON_CPU@@    patience = datetime.timedelta(hours=6)  # with ranks that read the model one after another
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
 
 
 def disconnect():
@@ -40,11 +44,36 @@ def disconnect():
     dist.destroy_process_group()
 
 
+def in_turns(make, device):
+    """``make()``, at once on as many ranks of a node as its memory has room for whole models."""
+    free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    ranks = @@ON_NODE@@  # of a node
+    at_once = torch.tensor(max(1, min(ranks, int(0.8 * free / SOURCE_BYTES))), device=device)
+    dist.all_reduce(at_once, op=dist.ReduceOp.MIN)
+    own = int(os.environ["LOCAL_RANK"]) // at_once.item()
+    for turn in range(-(-ranks // at_once.item())):
+        if turn == own:
+            made = make()
+        dist.barrier()
+    return made
+
+
+def build_chunks(name, device):
+    """This rank's model chunks, their configuration, and that of the model, which is gone then."""
+    source = build_source(name)
+    model_parallel_cuda_manual_seed(0)
+    config, state, chunks = core_config(source.config), source.state_dict(), []
+    for number in range(VPP):
+        chunk = build_chunk(config, source.config, number)
+        load(chunk, state, source.config)
+        chunks.append(chunk.to(device).train())
+    return chunks, config, source.config
+
+
 class Training:
     """Megatron-core's gradient buffers, optimizer and schedule around this rank's model chunks."""
 
     def __init__(self, name, device, rate):
-        source = build_source(name)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=@@TP@@,
             pipeline_model_parallel_size=PP,
@@ -54,23 +83,17 @@ class Training:
             expert_tensor_parallel_size=@@ETP@@,
             create_gloo_process_groups=False,
         )
-        model_parallel_cuda_manual_seed(0)
-        config = core_config(source.config)
+        chunks, config, self.said = in_turns(functools.partial(build_chunks, name, device), device)
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=@@FP32@@,
             use_distributed_optimizer=@@SHARDED@@,
             overlap_grad_reduce=@@OVERLAP@@,
             overlap_param_gather=@@GATHER@@,
         )
-        self.chunks = []
-        for number in range(VPP):
-            chunk = build_chunk(config, source.config, number)
-            load(chunk, source.state_dict(), source.config)
-            chunk = chunk.to(device).train()
-            wrapped = DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
-            self.chunks.append(wrapped)
-        self.said = source.config
-        del source
+        self.chunks = [
+            DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
         self.model = torch.nn.ModuleList(self.chunks)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -176,8 +199,9 @@ SHARES = "PP  # the last stage's, of PP that have a share"
 SHARES_OF_PARTS = "PP * {cp}  # the last stage's, of PP that have a share, in {cp} parts"
 
 NOTES = """Megatron-core directly, on its own modules. Every rank reads the whole model of transformers into
-host memory, fresh or by --model, and keeps its own part. Of 16 bits, the optimizer's fp32 copies begin as
-those left them. What the plan does not hold (rotary base, epsilons) is its family's own, or the model's that
+host memory ({whole} GiB in fp32), fresh or by --model, and keeps its own part; where a node has no room for
+as many of them as ranks, its ranks take turns. Of 16 bits, the optimizer's fp32 copies begin as those left
+them. What the plan does not hold (rotary base, epsilons) is its family's own, or the model's that
 --model names; one of other sizes, or that Megatron-core computes otherwise, is refused."""
 
 
@@ -191,6 +215,7 @@ def script(plan: Plan) -> Exported | Absent:
     overlaps = (SYNC if layout.overlap_grad_reduce else "") + (GATHER if layout.overlap_param_gather else "")
     parts = {
         "ON_CPU": "" if plan.on_gpu else "    cuda_means_cpu()\n",
+        "ON_NODE": repr(plan.cluster.gpus_per_node),
         "TP": repr(degrees.tp),
         "CP": repr(degrees.cp),
         "FORWARD": (FORWARD_OF_PARTS if degrees.cp > 1 else FORWARD).rstrip("\n"),
@@ -211,7 +236,8 @@ def script(plan: Plan) -> Exported | Absent:
         training = training.replace(f"@@{name}@@", value)
     imports = IMPORTS + SAVE_IMPORTS + ("" if plan.on_gpu else cpu_imports(plan))
     imports += OF_PARTS_IMPORTS if degrees.cp > 1 else ""
-    return plain_script(plan, training, imports, NOTES, optimizers=tuple(OPTIMIZERS), make_model=core_model)
+    notes = NOTES.format(whole=gib(source_bytes(plan.architecture)))
+    return plain_script(plan, training, imports, notes, optimizers=tuple(OPTIMIZERS), make_model=core_model)
 
 
 def _why_not(plan: Plan) -> str | None:
