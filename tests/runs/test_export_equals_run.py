@@ -96,7 +96,7 @@ def script_made(folder: Path, text: Path, model: Path | None) -> dict[str, Any]:
     script.Training = Seen
     if folder.name == IN_TURNS.replace(" ", "-"):
         script.SOURCE_BYTES, made["reading"] = 2**60, []
-        script.build_chunks = timed(script.build_chunks, made["reading"])
+        script.fill = timed(script.fill, made["reading"])
     words = ["--steps", str(NUM_STEPS), "--text", str(text)]
     words += ["--tokenizer", str(SHIPPED_TOKENIZER)] if model is None else ["--model", str(model)]
     words += ["--save", str(folder / "saved")]

@@ -40,13 +40,20 @@ PADDED_VOCAB_SIZE = @@PADDED@@  # a multiple of 128 for each tensor-parallel ran
 CONFIG = @@CORE@@  # TransformerConfig's
 SOURCE_BYTES = @@SOURCE@@  # of the whole model in fp32
 @@CHECKED@@
-def build_source(name):
-    """The model of transformers whose weights are trained: fresh ones, or the checkpoint called ``name``."""
+def source_config(name):
+    """What transformers says of the model: the plan's, or the checkpoint called ``name``."""
+    if not name:
+        return AutoConfig.for_model(**MODEL_CONFIG)
+    config = AutoConfig.from_pretrained(name, **ALWAYS)
+    check_source(config)
+    return config
+
+
+def build_source(name, config):
+    """The model of transformers whose weights are trained: fresh ones, or the checkpoint's."""
     if name:
-        config = AutoConfig.from_pretrained(name, **ALWAYS)
-        check_source(config)
         return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL_CONFIG), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 @@CHECK@@
 
 class Norm:
@@ -198,7 +205,7 @@ def source_bytes(architecture: Architecture) -> int:
 
 
 def core_model(plan: Plan) -> Model:
-    """The functions ``build_source``, ``core_config``, ``build_chunk`` and ``load``."""
+    """The functions ``source_config``, ``build_source``, ``core_config``, ``build_chunk`` and ``load``."""
     arch, degrees = plan.architecture, plan.degrees
     family = GPT2 if arch.model_type == "gpt2" else LLAMA
     check = check_of(plan, family.check, family.compared)

@@ -45,7 +45,7 @@ def disconnect():
 
 
 def in_turns(make, device):
-    """``make()``, at once on as many ranks of a node as its memory has room for whole models."""
+    """``make()`` on as many ranks of a node at once as its memory has room for whole models."""
     free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     ranks = @@ON_NODE@@  # of a node
     at_once = torch.tensor(max(1, min(ranks, int(0.8 * free / SOURCE_BYTES))), device=device)
@@ -53,21 +53,16 @@ def in_turns(make, device):
     own = int(os.environ["LOCAL_RANK"]) // at_once.item()
     for turn in range(-(-ranks // at_once.item())):
         if turn == own:
-            made = make()
+            make()
         dist.barrier()
-    return made
 
 
-def build_chunks(name, device):
-    """This rank's model chunks, their configuration, and that of the model, which is gone then."""
-    source = build_source(name)
-    model_parallel_cuda_manual_seed(0)
-    config, state, chunks = core_config(source.config), source.state_dict(), []
-    for number in range(VPP):
-        chunk = build_chunk(config, source.config, number)
-        load(chunk, state, source.config)
-        chunks.append(chunk.to(device).train())
-    return chunks, config, source.config
+def fill(chunks, name, said):
+    """The weights of this rank's chunks, of a whole model that is gone then."""
+    torch.manual_seed(0)
+    state = build_source(name, said).state_dict()
+    for chunk in chunks:
+        load(chunk, state, said)
 
 
 class Training:
@@ -83,7 +78,11 @@ class Training:
             expert_tensor_parallel_size=@@ETP@@,
             create_gloo_process_groups=False,
         )
-        chunks, config, self.said = in_turns(functools.partial(build_chunks, name, device), device)
+        model_parallel_cuda_manual_seed(0)
+        self.said = source_config(name)
+        config = core_config(self.said)
+        chunks = [build_chunk(config, self.said, number) for number in range(VPP)]
+        in_turns(functools.partial(fill, chunks, name, self.said), device)
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=@@FP32@@,
             use_distributed_optimizer=@@SHARDED@@,
@@ -91,7 +90,7 @@ class Training:
             overlap_param_gather=@@GATHER@@,
         )
         self.chunks = [
-            DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
+            DistributedDataParallel(config, options, chunk.to(device).train(), disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
         self.model = torch.nn.ModuleList(self.chunks)

@@ -37,10 +37,16 @@ def tied_checkpoints(case: Case) -> Iterator[Finding]:
         number=float(tied[0].num_ranks),
         change=saved.remedy
         if loose is None
-        else f"{loose.layout.description}, which loads over any number of ranks{_or(saved)}",
+        else f"{_named(loose, plan)}, which loads over any number of ranks{_or(saved)}",
         plan=loose,
         way=None if loose else partial(searched_elsewhere, plan, _is_loose),
     )
+
+
+def _named(other: Plan, plan: Plan) -> str:
+    """Its layout, and its precision where that is another word."""
+    precision = other.recipe.precision
+    return other.layout.description + (f" in {precision}" if precision != plan.recipe.precision else "")
 
 
 def _is_loose(plan: Plan) -> bool:

@@ -45,6 +45,17 @@ def with_parts(plan: Plan, **parts: Any) -> Plan | None:
     return None if had_room and (after is None or not fits(mended, after)) else mended
 
 
+def _kept(plan: Plan, found: Plan | None) -> Plan | None:
+    """``found`` with main copies in fp32 where ``plan`` has them: "bf16" is not in every framework without."""
+    if found is None or found.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(found):
+        return found
+    return with_parts(found, recipe=replace(found.recipe, precision="bf16-mixed"))
+
+
+def _keeps_fp32(plan: Plan) -> bool:
+    return frameworks[plan.layout.framework].habits().keeps_fp32_weights(plan)
+
+
 def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:
     wanted = {name: getattr(plan.degrees, name) for name in CUTS}
     for framework in frameworks.values():
@@ -55,6 +66,6 @@ def _cut_the_same_way(plan: Plan) -> Iterator[Plan]:
             continue
         same = {name: number for name, number in wanted.items() if name in known}
         for moved in ({}, {name: "cpu" for name in OFFLOADS if name in known}):
-            found = with_parts(plan, layout=framework.layout_class(**same, **moved))
+            found = _kept(plan, with_parts(plan, layout=framework.layout_class(**same, **moved)))
             if found is not None and found.degrees.shard == plan.degrees.shard:
                 yield found
