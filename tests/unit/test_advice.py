@@ -13,10 +13,12 @@ from planning import CLUSTERS, EVERY_FAMILY
 
 import shardscope as ss
 from shardscope.catalog import links
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.planner.advice import Advice, recommend
 from shardscope.planner.advising import disagreement as disagreement_room
-from shardscope.planner.advising.bench import LARGEST_MICRO_BATCH
+from shardscope.planner.advising.bench import LARGEST_MICRO_BATCH, PAYS
+from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.room import fits
 from shardscope.timing.report import seconds_words
 
@@ -79,6 +81,42 @@ def test_adapters_on_one_card(card: str) -> None:
     assert found.plan is not None
     assert found.plan.recipe.method == "lora"
     assert "fine-tuning" in found.path[0].answer
+
+
+def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework() -> None:
+    found = advice("llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora")
+    assert framework(found) == "ddp"
+    beside = [plan.step().seconds for plan, _ in found.alternatives if plan.layout.framework == "deepspeed"]
+    assert found.plan is not None and beside[0] < found.plan.step().seconds < PAYS * beside[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"), [("llama-3.1-8b", "2xrtx-4090-24gb"), ("llama-3.1-405b", f"8x{H100}")]
+)
+def test_no_fewer_nodes_would_do(model: str, cluster: str) -> None:
+    """Of the nodes that are doubled, half of those that are told have no plan that fits well."""
+    found = advice(model, cluster, global_batch_size=16)
+    (more,) = [plan for plan, _ in found.alternatives if plan.cluster.num_nodes > 1]
+    assert more.cluster.num_nodes & (more.cluster.num_nodes - 1) == 0
+    half = replace(more.cluster, num_nodes=more.cluster.num_nodes // 2)
+    fewer = recommend(more.architecture, half, ss.Recipe(global_batch_size=half.num_gpus))
+    assert fewer.plan is not None
+    assert (
+        any(getattr(fewer.plan.layout, name, None) for name in OFFLOADS)
+        or fewer.plan.memory().is_tight
+        or fewer.plan.step().tokens_per_second_per_gpu * half.num_gpus
+        < more.step().tokens_per_second_per_gpu * more.world_size
+    )
+
+
+def test_what_launch_does_not_train_says_why_and_what_it_does() -> None:
+    found = advice("llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora")
+    assert found.fastest is not None and found.disagreement is not None
+    assert why_not_trained(found.fastest) is not None
+    assert f"Launch does not train it here: {why_not_trained(found.fastest)}" in found.disagreement
+    assert "None that it does train is faster than the advised plan." in found.disagreement
+    other = advice("llama-3.1-70b", f"8x{H100}", global_batch_size=64, method="lora").disagreement
+    assert other is not None and "The first that it does train is FSDP2" in other
 
 
 def test_eight_billion_in_full_on_four_gaming_cards_offloads() -> None:

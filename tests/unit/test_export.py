@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.needs import examples, needs
 
 import shardscope as ss
 from shardscope.export.files import Exported, contents
+from shardscope.frameworks.engine import Engine
 from shardscope.validation import FieldError
 
 needs("accelerate")  # which brings PyYAML
@@ -359,6 +362,35 @@ def test_scripts_have_the_rates_of_the_tasks() -> None:
     full, lora = (constants_of(small(ss.Layout.ddp(), method=method)) for method in ("full", "lora"))
     assert (full["FRESH_RATE"], full["MODEL_RATE"]) == ("0.001", "2e-05")
     assert (lora["FRESH_RATE"], lora["MODEL_RATE"]) == ("0.001", "0.0002")
+
+
+def test_fresh_weights_of_a_large_model_begin_as_those_of_its_size_did() -> None:
+    large = ss.Plan(
+        ss.models["llama-3.1-70b"],
+        ss.Cluster.parse("64x8xh100-sxm-80gb"),
+        ss.Recipe(global_batch_size=512),
+        ss.Layout.megatron(tp=8, pp=4),
+    )
+    rate = float(constants_of(large)["FRESH_RATE"])
+    task = ss.Pretrain(learning_rate=rate)
+    assert "learning-rate-against-batch" not in {finding.name for finding in large.findings(task=task)}
+    assert rate < ss.Pretrain.learning_rate
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
+    """The Trainer tells DeepSpeed its own norm where the file says "auto", and nothing otherwise."""
+    plan = small(ss.Layout.zero(stage=stage))
+    text = texts(plan)["ds_config.json"]
+    assert json.loads(text)["gradient_clipping"] == Engine.max_grad_norm == 1.0
+    file = tmp_path / "ds_config.json"
+    file.write_text(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ss.Plan.from_deepspeed(file, plan.architecture, plan.cluster, plan.recipe) == plan
+    file.write_text(text.replace('"gradient_clipping": 1.0', '"gradient_clipping": 0.5'))
+    with pytest.warns(UserWarning, match="not in the plan: gradient_clipping"):
+        ss.Plan.from_deepspeed(file, plan.architecture, plan.cluster, plan.recipe)
 
 
 def test_random_weights_too_many_to_pack_are_asked_for_in_words() -> None:

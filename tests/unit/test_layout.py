@@ -323,3 +323,20 @@ def test_fitted_comes_as_near_as_can_run(
     assert made.pp <= pp
     assert cluster.num_gpus % (made.tp * made.pp) == 0
     Plan(arch, cluster, recipe, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("FULL_SHARD", "reshard_after_forward=True"),
+        ("ShardingStrategy.SHARD_GRAD_OP", "reshard_after_forward=False"),
+        ("no_shard", "Layout.ddp()"),
+        ("_HYBRID_SHARD_ZERO2", "reshard_after_forward=False with replicate= the number of nodes"),
+        ("yes", "reshard_after_forward=True"),
+        (1, "reshard_after_forward=True"),
+    ],
+)
+def test_a_strategy_of_fsdp1_is_translated(name: Any, fix: str) -> None:
+    with pytest.raises(ValueError, match="allowed: True, False or a whole number of ranks") as refusal:
+        Layout.fsdp2(reshard_after_forward=name)
+    assert str(refusal.value).endswith(f"Nearest fix: {fix}.")

@@ -14,6 +14,7 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
 from shardscope.planner.preflight import CHECKS, SEVERITIES, Finding
+from shardscope.planner.preflight.wider import aligned
 from shardscope.planner.room import fits, places
 
 
@@ -540,3 +541,36 @@ def test_an_option_that_nobody_reads_is_found(layout: ss.Layout, named: str, whe
 def test_an_option_that_is_read_is_not(layout: ss.Layout) -> None:
     plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), layout)
     assert not any(finding.name == "option-without-use" for finding in plan.findings())
+
+
+def test_another_framework_keeps_main_copies_where_this_one_has_them() -> None:
+    """DeepSpeed's "bf16" has them, FSDP2's has not."""
+    plan = ss.Plan(
+        ss.models["llama-3.1-8b"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(global_batch_size=64, precision="bf16", recompute="full"),
+        ss.Layout.zero(stage=2),
+    )
+    (tied,) = [finding for finding in plan.findings() if finding.name == "checkpoint-tied-to-ranks"]
+    assert tied.plan is not None and tied.plan.recipe.precision == "bf16-mixed"
+    assert "FSDP2 in bf16-mixed" in tied.change
+    assert "updates-round-away" not in {finding.name for finding in tied.plan.findings()}
+
+
+def test_a_width_is_made_even_by_a_narrower_model_where_a_wider_one_has_no_room() -> None:
+    model = replace(ss.models["llama-3.1-8b"], intermediate_size=14336 + 8)
+    for recipe, better in ((ss.Recipe(seq_len=512), 14336 + 64), (ss.Recipe(seq_len=512), 14336)):
+        plan = ss.Plan(model, ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+        if better < model.intermediate_size:
+            plan = short_of_room(plan)
+        assert plan.memory().fits
+        words, found = aligned(plan, "width of the MLP", 64)
+        assert found is not None and found.architecture.intermediate_size == better
+        assert f"intermediate_size={better:,}" in words and found.memory().fits
+
+
+def short_of_room(plan: ss.Plan) -> ss.Plan:
+    """The same on cards that have a few bytes more than it needs."""
+    used = plan.memory().peak_bytes + 1024
+    gpu = replace(plan.cluster.gpu, name="small", memory_bytes=used, usable_bytes=used)
+    return replace(plan, cluster=replace(plan.cluster, gpu=gpu))

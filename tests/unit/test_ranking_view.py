@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from html import unescape
+from html import escape, unescape
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardscope as ss
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope_widgets import RankingView, Studio
 from shardscope_widgets.number_words import short
@@ -224,6 +225,16 @@ def test_a_framework_that_has_no_part_says_why() -> None:
     view = showing_all(found)
     for name, why in found.refused.items():
         assert f"{signs()[name].title} : {' '.join(why.split())}" in words(view.table.value)
+
+
+def test_a_row_says_that_launch_does_not_train_it_and_why() -> None:
+    recipe = ss.Recipe(seq_len=2048, global_batch_size=16, method="lora")
+    found = ss.search(ss.models["llama-3.1-8b"], ss.Cluster.parse("2xrtx-4090-24gb"), recipe)
+    view = showing_all(found)
+    refused = [why_not_trained(found.plan(row)) for row in rows_of(view)]
+    assert None in refused and any(refused)
+    assert view.table.value.count("· no Launch</span>") == sum(why is not None for why in refused)
+    assert escape(next(filter(None, refused)), quote=True) in view.table.value
 
 
 def test_plans_that_need_a_host_of_unknown_size_are_counted_under_the_table() -> None:

@@ -356,6 +356,26 @@ def test_frameworks_are_checked(bad: Any) -> None:
         ss.search(LLAMA, NODE, ss.Recipe(global_batch_size=8), bad)
 
 
+@pytest.mark.parametrize(
+    ("field", "given", "fix"),
+    [
+        ("arch", "llama-3.1-8b", 'ss.models["llama-3.1-8b"]'),
+        ("cluster", "8xh100-sxm-80gb", 'ss.Cluster.parse("8xh100-sxm-80gb")'),
+        ("recipe", None, "ss.Recipe()"),
+    ],
+)
+def test_what_is_no_noun_is_refused_by_name(field: str, given: Any, fix: str) -> None:
+    nouns = {"arch": LLAMA, "cluster": NODE, "recipe": ss.Recipe(), field: given}
+    with pytest.raises(ValueError, match=f"^{field} is ") as refusal:
+        ss.search(**nouns)
+    assert str(refusal.value).endswith(f"Nearest fix: {fix}.")
+
+
+def test_a_framework_alone_is_told_as_several() -> None:
+    with pytest.raises(ValueError, match=r"Nearest fix: \('fsdp2',\)"):
+        ss.search(LLAMA, NODE, ss.Recipe(), "fsdp2")  # type: ignore[arg-type]
+
+
 def test_a_recipe_that_no_plan_takes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Recipe\.seq_len"):
         ss.search(ss.models["gpt2-xl"], NODE, ss.Recipe(seq_len=4096, global_batch_size=8))

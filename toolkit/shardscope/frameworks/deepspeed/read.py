@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.export.beside import Rest, changed, planned, rest_of
 from shardscope.export.documents import Document, read_json
 from shardscope.frameworks.deepspeed.config import deepspeed_config
-from shardscope.frameworks.deepspeed.export import OWN_KEY
+from shardscope.frameworks.deepspeed.export import CLIPPED_TO, OWN_KEY
 from shardscope.frameworks.deepspeed.layout import MAX_ELEMENTS, REMOVED, ZeroLayout
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 from shardscope.places import Keys
@@ -98,6 +98,8 @@ OTHER_BF16 = (
     "bf16_optimizer_states",
 )  # fmt: skip
 """The same of both half precisions (runtime/precision_config.py)."""
+TAKEN_FOR_GRANTED = {"gradient_clipping": CLIPPED_TO}
+"""What every run of a plan does."""
 SECTIONS: tuple[tuple[Keys, tuple[str, ...], tuple[str, ...]], ...] = (
     ((), TOP_LEVEL, OTHER_TOP_LEVEL),
     (
@@ -137,7 +139,7 @@ def read(
     """See :meth:`shardscope.plan.Plan.from_deepspeed`."""
     document = read_json(file)
     for keys, known, others in SECTIONS:
-        document.known(keys, known, others)
+        document.known(keys, known, others, {} if keys else TAKEN_FOR_GRANTED)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")

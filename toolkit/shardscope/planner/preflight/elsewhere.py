@@ -46,7 +46,7 @@ def with_parts(plan: Plan, **parts: Any) -> Plan | None:
 
 
 def _kept(plan: Plan, found: Plan | None) -> Plan | None:
-    """``found`` with main copies in fp32 where ``plan`` has them: "bf16" is not in every framework without."""
+    """``found`` with main copies in fp32 where ``plan`` has them: of "bf16" not every framework has any."""
     if found is None or found.recipe.precision != "bf16" or not _keeps_fp32(plan) or _keeps_fp32(found):
         return found
     return with_parts(found, recipe=replace(found.recipe, precision="bf16-mixed"))
