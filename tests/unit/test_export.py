@@ -381,16 +381,17 @@ def test_fresh_weights_of_a_large_model_begin_as_those_of_its_size_did() -> None
 def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
     """The Trainer tells DeepSpeed its own norm where the file says "auto", and nothing otherwise."""
     plan = small(ss.Layout.zero(stage=stage))
+    nouns: Any = {"architecture": plan.architecture, "cluster": plan.cluster, "recipe": plan.recipe}
     text = texts(plan)["ds_config.json"]
     assert json.loads(text)["gradient_clipping"] == Engine.max_grad_norm == 1.0
     file = tmp_path / "ds_config.json"
     file.write_text(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ss.Plan.from_deepspeed(file, plan.architecture, plan.cluster, plan.recipe) == plan
+        assert ss.Plan.from_deepspeed(file, **nouns) == plan
     file.write_text(text.replace('"gradient_clipping": 1.0', '"gradient_clipping": 0.5'))
     with pytest.warns(UserWarning, match="not in the plan: gradient_clipping"):
-        ss.Plan.from_deepspeed(file, plan.architecture, plan.cluster, plan.recipe)
+        ss.Plan.from_deepspeed(file, **nouns)
 
 
 def test_random_weights_too_many_to_pack_are_asked_for_in_words() -> None:

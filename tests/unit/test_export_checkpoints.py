@@ -64,7 +64,9 @@ def script_of(family: str, layout: str, **degrees: int) -> dict[str, Any]:
         if {getattr(node, "name", ""), *names} & set(wanted):
             exec(ast.unparse(node), found)
     # Called before a weight is read.
-    read = "        config = AutoConfig.from_pretrained(name, **ALWAYS)\n        check_source(config)\n"
+    read = "config = AutoConfig.from_pretrained(name, **ALWAYS)\n"
+    (margin,) = (line.removesuffix(read) for line in text.splitlines(keepends=True) if line.endswith(read))
+    read = f"{margin}{read}{margin}check_source(config)\n"
     assert text.count("AutoConfig.from_pretrained(") == text.count(read) == 1
     assert text.index(read) < text.index("AutoModelForCausalLM.from_pretrained(")
     assert text.count("check_split(model.config)") == (degrees.get("cp", 1) > 1)

@@ -100,8 +100,8 @@ OTHER_BF16 = (
 """The same of both half precisions (runtime/precision_config.py)."""
 TAKEN_FOR_GRANTED = {"gradient_clipping": CLIPPED_TO}
 """What every run of a plan does."""
-SECTIONS: tuple[tuple[Keys, tuple[str, ...], tuple[str, ...]], ...] = (
-    ((), TOP_LEVEL, OTHER_TOP_LEVEL),
+SECTIONS: tuple[tuple[Keys, tuple[str, ...], Mapping[str, Any] | tuple[str, ...]], ...] = (
+    ((), TOP_LEVEL, {**dict.fromkeys(OTHER_TOP_LEVEL), **TAKEN_FOR_GRANTED}),
     (
         (ZERO,),
         tuple(
@@ -139,7 +139,7 @@ def read(
     """See :meth:`shardscope.plan.Plan.from_deepspeed`."""
     document = read_json(file)
     for keys, known, others in SECTIONS:
-        document.known(keys, known, others, {} if keys else TAKEN_FOR_GRANTED)
+        document.known(keys, known, others)
     for name, why in REMOVED.items():
         if document.get(ZERO, name) is not None:
             document.refuse((ZERO, name), why, "leave it out")
