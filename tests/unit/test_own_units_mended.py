@@ -1,0 +1,353 @@
+"""Units of one layer each, by a click, of a model whose classes the script defines."""
+
+from __future__ import annotations
+
+from difflib import ndiff
+
+import pytest
+
+from shardscope.planner.preflight import findings_in
+
+WHOLE = "whole-model-as-one-unit"
+SCRIPT = """
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+@dataclass
+class Config:
+    width: int = 8
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.width, config.width)
+
+    def forward(self, x):
+        return self.up(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.parts = nn.ModuleDict(dict(
+            token=nn.Embedding(8, config.width),
+            h=nn.ModuleList([Block(config) for _ in range(3)]),
+        ))
+        self.head = nn.Linear(config.width, 8, bias=False)
+        self.parts.token.weight = self.head.weight
+        self.apply(self.fill)
+        print(self.count())
+
+    def fill(self, module):
+        nn.init.normal_(module.weight)
+
+    def count(self):
+        return sum(p.numel() for p in self.parameters()) - self.parts.token.weight.numel()
+
+    def forward(self, x, y=None):
+        x = self.parts.token(x)
+        for block in self.parts.h:
+            x = block(x)
+        x = self.head(x)
+        if y is None:
+            return x
+        return x, loss(x, y)
+
+    def groups(self, rate):
+        named = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        decayed = [p for name, p in named.items() if p.dim() >= 2]
+        print(sum(p.numel() for p in decayed), "fused" in inspect.signature(torch.optim.AdamW).parameters)
+        optimizer = torch.optim.AdamW([{"params": decayed}], lr=rate)
+        return optimizer
+
+    def reach(self):
+        for block in self.parts.h:
+            block.mlp.up = self.head
+
+
+model = GPT(Config()).to(device)
+fully_shard(model)
+print(sum(p.numel() for p in model.parameters() if p.requires_grad))
+optimizer = model.groups(0.1)
+model(ids).sum().backward()
+"""
+Change = tuple[str, str]
+"""A text of the script, and what stands in its place."""
+LOOP = "        for block in self.parts.h:\n            x = block(x)\n"
+MADE = "h=nn.ModuleList([Block(config) for _ in range(3)])"
+HEAD = "        self.head = nn"
+FORWARD = "    def forward(self, x):\n"
+POLICY = (
+    "fully_shard(model)",
+    "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+)
+"""What has units cast what they are given."""
+
+
+def indented(lines: tuple[str, ...], width: int) -> str:
+    return "".join(f"{' ' * width}{line}\n" for line in lines)
+
+
+def body(*lines: str) -> Change:
+    """Forward's loop over its layers, otherwise."""
+    return LOOP, indented(lines, 8)
+
+
+def turn(*lines: str) -> Change:
+    """What that loop does."""
+    return "            x = block(x)\n", indented(lines, 12)
+
+
+def over(target: str, layers: str) -> Change:
+    """What that loop goes over."""
+    return "for block in self.parts.h:\n            x =", f"for {target} in {layers}:\n            x ="
+
+
+def built(*lines: str) -> Change:
+    """The model's layers, made in statements of their own."""
+    return HEAD, indented(lines, 8) + HEAD
+
+
+def set_up(line: str) -> Change:
+    """What the model does last as it is made."""
+    return "        self.apply(", f"        {line}\n        self.apply("
+
+
+def given(value: str, *made: str) -> list[Change]:
+    """Another argument of each layer, and how the model makes it."""
+    config = "        self.config ="
+    return [("Block(config) for", f"Block(config, {value}) for"), (config, indented(made, 8) + config)]
+
+
+def held(value: str, *above: str) -> list[Change]:
+    """What a layer holds, and what stands above its class."""
+    made = ("self.up = nn.Linear(config.width, config.width)", f"self.up = {value}")
+    return [made, ("class MLP", indented(above, 0) + "class MLP")]
+
+
+def earlier(*lines: str) -> Change:
+    """Lines before the model is made."""
+    return "model = GPT", indented(lines, 0) + "model = GPT"
+
+
+def method(*lines: str) -> Change:
+    """One more method of the model."""
+    return "    def reach", indented(lines, 4) + "    def reach"
+
+
+def asked(*lines: str) -> Change:
+    """How the method that makes the optimizer ends."""
+    return "        return optimizer\n", indented(lines, 8)
+
+
+def clicked(source: str) -> str | None:
+    (found,) = [finding for finding in findings_in(source) if finding.name == WHOLE]
+    return found.source
+
+
+def changed(*changes: Change) -> str:
+    source = SCRIPT
+    for before, after in changes:
+        assert before in source, before
+        source = source.replace(before, after)
+    return source
+
+
+def test_each_of_its_layers_is_sharded_before_the_model() -> None:
+    after = clicked(SCRIPT)
+    assert after is not None
+    assert [line for line in ndiff(SCRIPT.splitlines(), after.splitlines()) if line[0] in "+-"] == [
+        "+ for fsdp2_layer in model.modules():",
+        "+     if isinstance(fsdp2_layer, Block):",
+        "+         fully_shard(fsdp2_layer)",
+    ]
+    assert WHOLE not in [finding.name for finding in findings_in(after)]
+
+
+BY_NAME = "h=nn.ModuleDict({str(i): Block(config) for i in range(3)})"
+CHAIN = MADE.replace("ModuleList([", "Sequential(*[")
+ONE_BY_ONE = (f"            {MADE},\n", "")
+"""No comprehension."""
+TORCH = "from torch import nn\n"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("self.parts.h", "self.parts['h']")],
+        [("dict(\n", "{\n"), ("token=", "'token': "), ("h=nn.M", "'h': nn.M"), ("        ))", "        })")],
+        [(MADE, MADE.replace("[", "").replace("]", ""))],
+        [(MADE, CHAIN), body("x = self.parts.h(x)")],
+        [(MADE, BY_NAME), over("block", "self.parts.h.values()")],
+        [(MADE, BY_NAME), over("name, block", "self.parts.h.items()")],
+        [over("i, block", "enumerate(self.parts.h)")],
+        [
+            *(ONE_BY_ONE, ("self.parts.h", "self.h")),
+            built("self.h = nn.ModuleList()", "for i in range(3):", "    self.h.append(Block(config))"),
+        ],
+        [
+            *(ONE_BY_ONE, ("self.parts.h:", "self.h.values():")),
+            built("self.h = nn.ModuleDict()", "for i in range(3):", "    self.h[str(i)] = Block(config)"),
+        ],
+        given("int(config.width)"),
+        given("width, kind=nn.Linear", "width = config.width"),
+        [(TORCH, "import torch.nn as nn\n")],
+        [("nn.Module)", "torch.nn.Module)")],
+        [("nn.Module)", "Module)"), (TORCH, f"{TORCH}from torch.nn import Module\n")],
+        [("super().__init__()\n        self.config", "super(GPT, self).__init__()\n        self.config")],
+        [turn("with record():", "    x = block(x)")],
+        [turn("x = block(x, len(self.parts.h))")],
+        # A helper of the script's that computes, and gives no module.
+        [
+            ("return x +", "return grown(x) +"),
+            ("class MLP", "def grown(x):\n    return x * 2\n\n\nclass MLP"),
+        ],
+        [POLICY],
+    ],
+)
+def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
+    assert clicked(changed(*changes)) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # ---- classes that may be others
+        [earlier("class GPT(nn.Module):", "    pass")],
+        [earlier("class Block(nn.Module):", "    pass")],
+        [(TORCH, f"{TORCH}from mine import *\n")],
+        [(TORCH, "from mine import nn\n")],
+        [(TORCH, f"{TORCH}nn = mine\n")],
+        [("class GPT(nn.Module)", "class GPT(Base)")],
+        [("class GPT(nn.Module)", "class GPT(nn.Module, Mixin)")],
+        [("class GPT(nn.Module)", "class GPT(nn.Module, metaclass=Meta)")],
+        [("class Block(nn.Module)", "class Block(Base)")],
+        [("class GPT", "@register\nclass GPT")],
+        [("class Block", "@register\nclass Block")],
+        [method("def __getattr__(self, name):", "    return None")],
+        [method("def train(self, mode=True):", "    return self")],
+        [method("def forward(self, x):", "    return x")],
+        [("    def forward(self, x, y", "    @torch.compile\n    def forward(self, x, y")],
+        [(f"{FORWARD}        return x +", f"    @torch.compile\n{FORWARD}        return x +")],
+        # ---- layers of several kinds or places, or that are used for more
+        [(MADE, f"{MADE}, more=nn.ModuleList([MLP(config) for _ in range(3)])")],
+        [(MADE, f"{MADE}, more=nn.ModuleList([Block(config) for _ in range(3)])")],
+        [(MADE, "h=nn.ModuleList([Block(config) if i else MLP(config) for i in range(3)])")],
+        [(MADE, "h=nn.ModuleList([torch.compile(Block(config)) for i in range(3)])")],
+        [(MADE, "h=[Block(config) for _ in range(3)]")],
+        [
+            *(ONE_BY_ONE, ("self.parts.h", "self.h")),
+            built("self.h = []", "for i in range(3):", "    self.h.append(Block(config))"),
+        ],
+        [built("self.last = Block(config)")],
+        [earlier("class Wide(Block):", "    pass")],
+        [earlier("Kind = Block")],
+        [("return x + self.mlp(x)", "return Result(x + self.mlp(x))")],
+        [("return x + self.mlp(x)", "yield x + self.mlp(x)")],
+        [("return x + self.mlp(x)", "return")],
+        # ---- weights that may be another's
+        [set_up("setattr(self, 'more', 1)")],
+        [set_up("self.register_forward_hook(look)")],
+        given("self.parts"),
+        given("nn.Linear(8, 8)"),
+        given("share(config)"),
+        given("head=self.head"),
+        given("shared", "shared = nn.Linear(8, 8).to(0)"),
+        given("shared", "shared = MLP(config)"),
+        [*given("shared", "shared = made()"), earlier("def made():", "    return nn.Linear(8, 8)")],
+        [("class Block(nn.Module):\n", "class Block(nn.Module):\n    shared = nn.Linear(8, 8)\n\n")],
+        [("def __init__(self, config):", "def __init__(self, config, up=nn.Linear(8, 8)):")],
+        held("SHARED", "SHARED = nn.Linear(8, 8)"),
+        held("made()", "SHARED = nn.Linear(8, 8)", "def made():", "    return SHARED"),
+        [
+            *held("config.up"),
+            *(earlier("config = Config()", "config.up = nn.Linear(8, 8)"), ("GPT(Config())", "GPT(config)")),
+        ],
+        [("nn.init.normal_(module.weight)", "module.weight = self.head.weight")],
+        [("self.parts.token.weight = self", "self.head.weight = self.parts.h[0].mlp.up")],
+        # ---- layers that are reached into, or left out now and then
+        [turn("x = block.mlp(x)")],
+        [turn("x = block(x) * block.mlp.up.weight.sum()")],
+        [turn("x = checkpoint(block, x)")],
+        [turn("x = block(x)", "x = block(x)")],
+        [turn("if keep():", "    x = block(x)")],
+        [turn("if skip():", "    continue", "x = block(x)")],
+        [turn("x = block(x)", "if last():", "    break")],
+        [turn("x = block(x)", "if last():", "    return x")],
+        [turn("x = block(x) if keep() else x")],
+        [turn("x = keep() and block(x)")],
+        [turn("x = block(x)", "x = once(lambda: block)")],
+        [body("for block in self.parts.h:", "    x = block(x)", "x = block(x)")],
+        [body("for block in self.parts.h:", "    x = block(x)", "else:", "    pass")],
+        [body("for _ in range(2):", "    for block in self.parts.h:", "        x = block(x)")],
+        [body("if deep:", "    for block in self.parts.h:", "        x = block(x)")],
+        [(LOOP, f"        if empty(x):\n            return x\n{LOOP}")],
+        [body("for i in range(n):", "    x = self.parts.h[i](x)")],
+        [(LOOP, LOOP * 2)],
+        [over("block", "self.parts.h[:2]")],
+        [over("block", "reversed(self.parts.h)")],
+        [over("i, block", "zip(y, self.parts.h)")],
+        [over("i, block", "enumerate(self.parts.h, 1)")],
+        [over("block, i", "more(self.parts.h)")],
+        [(LOOP, f"        blocks = self.parts.h\n{LOOP}")],
+        [(LOOP, f"        parts = self.parts\n{LOOP}")],
+        [(LOOP, f"        first = list(self.parts.values())\n{LOOP}")],
+        [(LOOP, f"        norm = sum(p.pow(2).sum() for p in self.parameters())\n{LOOP}")],
+        [(LOOP, f"        look(self)\n{LOOP}")],
+        [(LOOP, f"        self.forward(x)\n{LOOP}")],
+        [(MADE, CHAIN), body("x = self.parts.h(x) if deep else x")],
+        [set_up("self.forward = torch.compile(self.forward)")],
+        [set_up("init_all(self)")],
+        [set_up("self.parts = nn.ModuleDict()")],
+        [set_up("self.parts.h.append(other)")],
+        [set_up("first = self.parts.h[0].mlp")],
+        [set_up("self.reach()")],
+        [("return sum(p.numel()", "return sum(p.norm()")],
+        # ---- what a layer's unit would cast
+        [POLICY, turn("x = block(x, self.angles)")],
+        [POLICY, turn("x = block(self.angles + x)")],
+        [POLICY, ("model(ids)", "torch.autocast('cuda')\nmodel(ids)")],
+        # ---- a method for the optimizer that does more
+        [asked("return decayed")],
+        [asked("return optimizer, decayed")],
+        [asked("self.decayed = decayed", "return optimizer")],
+        [asked("print(decayed[0] * 2)", "return optimizer")],
+        [asked("print(self.head)", "return optimizer")],
+        [asked("print(self.parameters)", "return optimizer")],
+        [asked("keep(decayed)", "return optimizer")],
+        [asked("decayed[0].grad = None", "return optimizer")],
+        [("print(sum(p.numel() for p in decayed)", "print(sum(p for p in decayed)")],
+        [("optimizer = torch.optim.AdamW([", "optimizer = list([")],
+        [("model.groups(0.1)", "model.count()")],
+        # ---- models that are more than made and called
+        [("model.parameters() if p.requires_grad", "model.parameters() if p.sum()")],
+        [("p.numel() for p in model.", "p.norm() for p in model.")],
+        [("p.numel() for p in model.parameters()", "p.numel() for p in model.buffers()")],
+        [("optimizer = model", "model = torch.compile(model)\noptimizer = model")],
+        [("optimizer = model", "net = DistributedDataParallel(model)\noptimizer = model")],
+        [("GPT(Config()).to(device)", "wrapped(GPT(Config()))")],
+        [("GPT(Config()).to(device)", "GPT(Config()).half()")],
+        [("model(ids).sum", "model.generate(ids).sum")],
+        [("model(ids).sum", "model.parts.h[0](ids).sum")],
+    ],
+)
+def test_what_the_text_does_not_settle_gets_words(changes: list[Change]) -> None:
+    source = changed(*changes)
+    compile(source, "script", "exec")
+    assert clicked(source) is None

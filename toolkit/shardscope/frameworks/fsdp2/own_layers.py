@@ -1,0 +1,169 @@
+"""The layers of a model whose class the script defines itself, where its text settles which those are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardscope.frameworks.fsdp2.own_calls import asks_for_optimizer, sites
+from shardscope.frameworks.fsdp2.own_names import Path, full_name, parts
+from shardscope.frameworks.fsdp2.own_weights import are_separate
+from shardscope.own_code.bindings import bound
+from shardscope.own_code.script import Script
+
+MODULE, LIST, CHAIN, DICT = (
+    f"torch.nn.{name}" for name in ("Module", "ModuleList", "Sequential", "ModuleDict")
+)
+COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp)
+OVERRIDDEN = {
+    *(
+        "train",
+        "eval",
+        "to",
+        "cuda",
+        "zero_grad",
+        "parameters",
+        "named_parameters",
+        "modules",
+        "named_modules",
+    ),
+    *("children", "named_children", "apply", "_apply", "state_dict", "load_state_dict", "_call_impl"),
+    *("requires_grad_", "register_forward_hook", "register_forward_pre_hook", "config"),
+    *("gradient_checkpointing_enable", "compile"),
+}
+"""Methods of torch's that work on units; a person's own of that name may do anything."""
+
+
+class OwnLayers(NamedTuple):
+    """What a script's own model is made of."""
+
+    kind: str
+    """Class of its layers."""
+    takes_one: bool
+    """Whether a layer is given one thing and no more, so that a policy casts nothing but that."""
+    methods: frozenset[str]
+    """Methods of the model that make an optimizer of its parameters, and do nothing else with them."""
+
+
+def own_layers(script: Script, maker: ast.expr) -> OwnLayers | None:
+    """The layers of what ``maker`` makes, if a container of its own has them and its forward only calls them.
+
+    None where they are of several classes, or made elsewhere as well; where they may share weights with
+    others, or be reached into; and where a rank might leave one out, for the others would wait.
+    """
+    model = _module(script, maker)
+    if model is None or bound(script, "*"):
+        return None
+    made = list(_made_in_loops(script, _method(model, "__init__")))
+    paths = {path for path, call in made if full_name(script, call.func).partition(".")[0] != "torch"}
+    kinds = {ast.unparse(call.func) for path, call in made if path in paths}
+    if len(paths) != 1 or len(kinds) != 1:
+        return None
+    (path,), calls = paths, [call for where, call in made if where in paths]
+    layer = _module(script, calls[0].func)
+    if layer is None or not _is_made_there_only(script, layer, calls) or not _gives_tensors(layer):
+        return None
+    if not are_separate(script, model, layer, calls, path):
+        return None
+    called = sites(script, model, path, calls)
+    if called is None or len(called) != 1:
+        return None
+    methods = frozenset(one.name for one in _methods(model) if asks_for_optimizer(script, one))
+    given = [*called[0].args, *called[0].keywords]
+    return OwnLayers(layer.name, len(given) == 1 and isinstance(given[0], ast.Name), methods)
+
+
+def _module(script: Script, name: ast.expr) -> ast.ClassDef | None:
+    """The class of that name, if it is one of torch's modules and as plain as those mostly are."""
+    places = bound(script, name.id) if isinstance(name, ast.Name) else []
+    found = places[0] if len(places) == 1 else None
+    if not isinstance(found, ast.ClassDef) or script.tree is None:
+        return None
+    bases = [full_name(script, base) for base in found.bases]
+    if found not in script.tree.body or bases != [MODULE] or found.keywords or found.decorator_list:
+        return None
+    names = [one.name for one in _methods(found)]
+    is_plain = {"__init__", "forward"} <= set(names) and len(names) == len(set(names))
+    own = [one for one in names if one in OVERRIDDEN or (one.startswith("__") and one != "__init__")]
+    main = [one for one in _methods(found) if one.name in ("__init__", "forward")]
+    return found if is_plain and not own and not any(one.decorator_list for one in main) else None
+
+
+def _methods(model: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [one for one in model.body if isinstance(one, ast.FunctionDef)]
+
+
+def _method(model: ast.ClassDef, name: str) -> ast.FunctionDef:
+    return next(one for one in _methods(model) if one.name == name)
+
+
+def _made_in_loops(script: Script, init: ast.FunctionDef) -> Iterator[tuple[Path, ast.Call]]:
+    """Where in the model something is made again and again, and the call that makes it."""
+    containers: set[Path] = set()
+    for one in init.body:
+        if isinstance(one, ast.Assign) and len(one.targets) == 1 and (path := parts(one.targets[0])):
+            yield from _listed(script, path, one.value)
+            containers |= {path} if _is_container(script, one.value) else set()
+        for inner in ast.walk(one) if isinstance(one, ast.For) else ():
+            yield from (found for found in _added(inner) if found[0] in containers)
+
+
+def _listed(script: Script, path: Path, value: ast.expr) -> Iterator[tuple[Path, ast.Call]]:
+    """What a container is made with: a comprehension, or a dictionary with other containers."""
+    if not isinstance(value, ast.Call) or not _is_container(script, value):
+        return
+    for given in value.args:
+        each = given.value if isinstance(given, ast.Starred) else given
+        if isinstance(each, COMPREHENSIONS) and isinstance(each.elt, ast.Call):
+            yield path, each.elt
+        elif isinstance(each, ast.DictComp) and isinstance(each.value, ast.Call):
+            yield path, each.value
+        elif isinstance(each, ast.Dict):
+            for key, inner in zip(each.keys, each.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield from _listed(script, (*path, key.value), inner)
+        elif isinstance(each, ast.Call) and ast.unparse(each.func) == "dict":
+            for keyword in each.keywords:
+                if keyword.arg:
+                    yield from _listed(script, (*path, keyword.arg), keyword.value)
+
+
+def _is_container(script: Script, value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and full_name(script, value.func) in (LIST, CHAIN, DICT)
+
+
+def _added(node: ast.AST) -> Iterator[tuple[Path, ast.Call]]:
+    """``self.layers.append(Block())``, and ``self.layers[name] = Block()``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+        path = parts(node.func.value)
+        if path and len(node.args) == 1 and isinstance(node.args[0], ast.Call):
+            yield path, node.args[0]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        target = node.targets[0]
+        if isinstance(target, ast.Subscript) and (path := parts(target.value)):
+            yield path, node.value
+
+
+def _is_made_there_only(script: Script, layer: ast.ClassDef, calls: list[ast.Call]) -> bool:
+    """Whether nothing else is done with the class: none lies in another, none is of a class made of it."""
+    known = [call.func for call in calls]
+    for call in script.walk(ast.Call):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("super", "isinstance"):
+            known += call.args
+    return all(
+        any(one is each for each in known)
+        for one in script.walk(ast.Name)
+        if isinstance(one, ast.Name) and one.id == layer.name
+    )
+
+
+def _gives_tensors(layer: ast.ClassDef) -> bool:
+    """Whether forward returns what backward finds its tensors in: an object of its own class hides them."""
+    forward = _method(layer, "forward")
+    returned = [one for one in ast.walk(forward) if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom)]
+    called = [
+        ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(forward) if isinstance(call, ast.Call)
+    ]
+    has_value = all(isinstance(one, ast.Return) and one.value is not None for one in returned)
+    return bool(returned) and has_value and not any(name[:1].isupper() for name in called)
