@@ -6,6 +6,7 @@ from difflib import ndiff
 
 import pytest
 
+from shardscope.frameworks.fsdp2 import own_calls, own_layers, own_weights
 from shardscope.planner.preflight import findings_in
 
 WHOLE = "whole-model-as-one-unit"
@@ -13,6 +14,7 @@ SCRIPT = """
 import inspect
 from dataclasses import dataclass
 
+import rotary
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -184,6 +186,7 @@ BY_NAME = "h=nn.ModuleDict({str(i): Block(config) for i in range(3)})"
 CHAIN = MADE.replace("ModuleList([", "Sequential(*[")
 ONE_BY_ONE = (f"            {MADE},\n", "")
 """No comprehension."""
+MODEL = "class GPT(nn.Module):\n    def __init__(self, config"
 TORCH = "from torch import nn\n"
 
 
@@ -217,6 +220,15 @@ TORCH = "from torch import nn\n"
         [
             ("return x +", "return grown(x) +"),
             ("class MLP", "def grown(x):\n    return x * 2\n\n\nclass MLP"),
+        ],
+        # Numbers of what somebody else's object knows.
+        given("words", "words = config.words"),
+        [("GPT(Config())", "GPT(rotary.Config(len(rotary.Tokenizer()), rotary.Tokenizer().size))")],
+        [
+            (
+                "return x + self.mlp(x)",
+                "print(x)\n        torch.manual_seed(0)\n        return x + self.mlp(x)",
+            )
         ],
         [POLICY],
     ],
@@ -270,6 +282,13 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         given("head=self.head"),
         given("shared", "shared = nn.Linear(8, 8).to(0)"),
         given("shared", "shared = MLP(config)"),
+        given("shared", "shared = rotary.Rotary(8)"),
+        given("**more", "more = dict(a=rotary.Rotary(8).to(0))"),
+        given("**more", "more = {'a': rotary.Rotary(8) if on else None}"),
+        [*given("shared"), ("GPT(Config())", "GPT(Config(), nn.Linear(8, 8))"), (MODEL, f"{MODEL}, shared")],
+        [*given("shared"), ("GPT(Config())", "GPT(Config(), rotary.Rotary(8))"), (MODEL, f"{MODEL}, shared")],
+        held("SHARED", "SHARED = rotary.Rotary(8)"),
+        [*held("config.up"), earlier("config = Config()", "config.up = rotary.Rotary(8)")],
         [*given("shared", "shared = made()"), earlier("def made():", "    return nn.Linear(8, 8)")],
         [("class Block(nn.Module):\n", "class Block(nn.Module):\n    shared = nn.Linear(8, 8)\n\n")],
         [("def __init__(self, config):", "def __init__(self, config, up=nn.Linear(8, 8)):")],
@@ -281,6 +300,9 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         ],
         [("nn.init.normal_(module.weight)", "module.weight = self.head.weight")],
         [("self.parts.token.weight = self", "self.head.weight = self.parts.h[0].mlp.up")],
+        # ---- layers that backward may come to by another way than what they return
+        [("return x + self.mlp(x)", "losses.append(x)\n        return x + self.mlp(x)")],
+        [("return self.up(x)", "rotary.LOSSES.add(x)\n        return self.up(x)")],
         # ---- layers that are reached into, or left out now and then
         [turn("x = block.mlp(x)")],
         [turn("x = block(x) * block.mlp.up.weight.sum()")],
@@ -304,7 +326,13 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         [over("block", "reversed(self.parts.h)")],
         [over("i, block", "zip(y, self.parts.h)")],
         [over("i, block", "enumerate(self.parts.h, 1)")],
-        [over("block, i", "more(self.parts.h)")],
+        [over("block", "more(self.parts.h)")],
+        [over("self.block", "self.parts.h")],
+        [over("block", "enumerate(self.parts.h)")],
+        [over("i, block", "self.parts.h")],
+        [over("i, block, j", "enumerate(self.parts.h)")],
+        [over("block", "self.parts.h.children()")],
+        [method("def run(self, x):", *LOOP.rstrip().splitlines()), body("self.run(x)")],
         [(LOOP, f"        blocks = self.parts.h\n{LOOP}")],
         [(LOOP, f"        parts = self.parts\n{LOOP}")],
         [(LOOP, f"        first = list(self.parts.values())\n{LOOP}")],
@@ -313,7 +341,9 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         [(LOOP, f"        self.forward(x)\n{LOOP}")],
         [(MADE, CHAIN), body("x = self.parts.h(x) if deep else x")],
         [set_up("self.forward = torch.compile(self.forward)")],
+        [set_up("self.compile()")],
         [set_up("init_all(self)")],
+        [set_up("print(list(self.parts.values()))")],
         [set_up("self.parts = nn.ModuleDict()")],
         [set_up("self.parts.h.append(other)")],
         [set_up("first = self.parts.h[0].mlp")],
@@ -322,6 +352,7 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         # ---- what a layer's unit would cast
         [POLICY, turn("x = block(x, self.angles)")],
         [POLICY, turn("x = block(self.angles + x)")],
+        [POLICY, (LOOP, f"        x = x.float()\n{LOOP}")],
         [POLICY, ("model(ids)", "torch.autocast('cuda')\nmodel(ids)")],
         # ---- a method for the optimizer that does more
         [asked("return decayed")],
@@ -351,3 +382,23 @@ def test_what_the_text_does_not_settle_gets_words(changes: list[Change]) -> None
     source = changed(*changes)
     compile(source, "script", "exec")
     assert clicked(source) is None
+
+
+@pytest.mark.parametrize("name", sorted(own_calls.EVERYTHING))
+def test_methods_that_get_at_layers(name: str) -> None:
+    assert clicked(changed((LOOP, f"        look(self.{name}())\n{LOOP}"))) is None
+
+
+@pytest.mark.parametrize("name", sorted(own_layers.OVERRIDDEN))
+def test_methods_of_torchs_that_are_a_persons_own(name: str) -> None:
+    assert clicked(changed(method(f"def {name}(self):", "    return self"))) is None
+
+
+@pytest.mark.parametrize("name", sorted(own_weights.PLANTING))
+def test_ways_to_plant_weights(name: str) -> None:
+    assert clicked(changed(earlier(f"one.{name}(0)"))) is None
+
+
+@pytest.mark.parametrize("name", own_layers.CASTS)
+def test_casts_before_layers_that_cast(name: str) -> None:
+    assert clicked(changed(POLICY, (LOOP, f"        x = x.{name}()\n{LOOP}"))) is None

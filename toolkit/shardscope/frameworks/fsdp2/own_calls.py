@@ -14,7 +14,7 @@ EVERYTHING = {
     *("values", "items", "keys", "named_buffers", "buffers", "requires_grad_"),
 }
 """Methods by which a module gets at what is in it."""
-REPLACED = ("forward", "compile", "__call__")
+REPLACED = ("forward", "compile")
 """What a model may be given another of, or calls itself by once more."""
 CERTAIN = (
     *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return, ast.With),
@@ -107,7 +107,7 @@ def _called_in_turn(method: ast.FunctionDef, parents: Parents, layers: ast.AST) 
     elif isinstance(above, ast.Call) and ast.unparse(above.func) == "enumerate" and len(above.args) == 1:
         given, place = above, 1
         above = parents[given]
-    if not isinstance(above, ast.For) or above.iter is not given or above.orelse:
+    if not isinstance(above, ast.For) or above.orelse:
         return None
     target = above.target
     is_pair = isinstance(target, ast.Tuple) and place == 1 and len(target.elts) == 2
@@ -135,7 +135,7 @@ def _is_certain(parents: Parents, node: ast.AST, within: ast.AST) -> bool:
 
 
 def asks_for_optimizer(script: Script, method: ast.FunctionDef) -> bool:
-    """Whether a method makes an optimizer of the model's parameters, and gives that and nothing else."""
+    """Whether a method gives an optimizer of the model's parameters at most, and reads no value of one."""
     parents = parents_in(method)
     makes = [
         call
@@ -145,7 +145,7 @@ def asks_for_optimizer(script: Script, method: ast.FunctionDef) -> bool:
     for one in ast.walk(method):
         if isinstance(one, ast.Call) and one not in makes and script.called(one) not in HARMLESS:
             return False
-        if isinstance(one, ast.Call) and script.called(one) == "sum" and not _sums_counts(one):
+        if isinstance(one, ast.Call) and script.called(one) == "sum" and not _sums_numbers(one):
             return False
         if isinstance(one, ast.BinOp | ast.AugAssign | ast.Yield | ast.YieldFrom | ast.Await | ast.Delete):
             return False
@@ -164,13 +164,10 @@ def asks_for_optimizer(script: Script, method: ast.FunctionDef) -> bool:
         if isinstance(target, ast.Name)
     }
     returned = [one.value for one in ast.walk(method) if isinstance(one, ast.Return)]
-    return bool(makes) and all(
-        one in makes or (isinstance(one, ast.Name) and one.id in made) for one in returned
-    )
+    return all(one in makes or (isinstance(one, ast.Name) and one.id in made) for one in returned)
 
 
-def _sums_counts(call: ast.Call) -> bool:
-    """``sum(p.numel() for p in parameters)``."""
-    given = call.args[0] if len(call.args) == 1 else None
-    number = given.elt if isinstance(given, ast.GeneratorExp | ast.ListComp) else None
-    return isinstance(number, ast.Call) and getattr(number.func, "attr", "") in ("numel", "nelement")
+def _sums_numbers(call: ast.Call) -> bool:
+    """``sum(p.numel() for p in parameters)``, and not of the parameters themselves."""
+    given = call.args[0] if call.args else None
+    return isinstance(given, ast.GeneratorExp | ast.ListComp) and isinstance(given.elt, ast.Call)

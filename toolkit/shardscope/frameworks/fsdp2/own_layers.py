@@ -35,13 +35,16 @@ OVERRIDDEN = {
 """Methods of torch's that work on units; a person's own of that name may do anything."""
 
 
+CASTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
+
+
 class OwnLayers(NamedTuple):
     """What a script's own model is made of."""
 
     kind: str
     """Class of its layers."""
     takes_one: bool
-    """Whether a layer is given one thing and no more, so that a policy casts nothing but that."""
+    """Whether a layer is given one thing, as it was computed, which a policy then casts to no other type."""
     methods: frozenset[str]
     """Methods of the model that make an optimizer of its parameters, and do nothing else with them."""
 
@@ -70,8 +73,15 @@ def own_layers(script: Script, maker: ast.expr) -> OwnLayers | None:
     if called is None or len(called) != 1:
         return None
     methods = frozenset(one.name for one in _methods(model) if asks_for_optimizer(script, one))
-    given = [*called[0].args, *called[0].keywords]
-    return OwnLayers(layer.name, len(given) == 1 and isinstance(given[0], ast.Name), methods)
+    return OwnLayers(layer.name, _takes_one(_method(model, "forward"), called[0]), methods)
+
+
+def _takes_one(forward: ast.FunctionDef, call: ast.Call) -> bool:
+    """Whether layers are given one name's value, and that in the type in which it was computed."""
+    given = [*call.args, *call.keywords]
+    casts = [one for one in ast.walk(forward) if isinstance(one, ast.Attribute) and one.attr in CASTS]
+    is_cast = any(one.lineno <= call.lineno for one in casts)
+    return len(given) == 1 and isinstance(given[0], ast.Name) and not is_cast
 
 
 def _module(script: Script, name: ast.expr) -> ast.ClassDef | None:

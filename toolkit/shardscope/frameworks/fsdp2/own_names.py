@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
+from collections import defaultdict
 
-from shardscope.own_code.bindings import bound
-from shardscope.own_code.script import Script
+from shardscope.own_code.bindings import OTHERS
+from shardscope.own_code.script import DEFINITIONS, Script
 
 Path = tuple[str, ...]
 """Names on the way from ``self`` to one of its parts."""
+BINDING = (ast.Name, ast.arg, *DEFINITIONS, *OTHERS)
+"""What may give a name anything, beside imports."""
 COUNTS = ("numel", "nelement")
 
 
@@ -18,20 +22,28 @@ def full_name(script: Script, expression: ast.expr) -> str:
     while isinstance(expression, ast.Attribute):
         attributes.insert(0, expression.attr)
         expression = expression.value
-    places = bound(script, expression.id) if isinstance(expression, ast.Name) else []
-    homes = {_home(script, place) for place in places}
+    if not isinstance(expression, ast.Name) or script.tree is None:
+        return ""
+    homes = _homes(script.tree).get(expression.id, set())
     return ".".join([*homes, *attributes]) if len(homes) == 1 and "" not in homes else ""
 
 
-def _home(script: Script, place: ast.AST) -> str:
-    for one in script.walk(ast.Import, ast.ImportFrom):
-        if isinstance(one, ast.Import) and place in one.names:
-            assert isinstance(place, ast.alias)
-            return place.name if place.asname else place.name.partition(".")[0]
-        if isinstance(one, ast.ImportFrom) and place in one.names:
-            assert isinstance(place, ast.alias)
-            return "." * one.level + f"{one.module or ''}.{place.name}"
-    return ""
+@functools.lru_cache(maxsize=1)
+def _homes(tree: ast.Module) -> dict[str, set[str]]:
+    """Name -> what it is imported as, wherever it is given anything; "" for all that is no import."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                root = one.name.partition(".")[0]
+                found[one.asname or root].add(one.name if one.asname else root)
+        elif isinstance(node, ast.ImportFrom):
+            for one in node.names:
+                found[one.asname or one.name].add("." * node.level + f"{node.module or ''}.{one.name}")
+        elif isinstance(node, BINDING) and not isinstance(getattr(node, "ctx", None), ast.Load):
+            for field in ("id", "arg", "name", "rest"):
+                found[getattr(node, field, None) or ""].add("")
+    return found
 
 
 def parts(expression: ast.expr) -> Path:

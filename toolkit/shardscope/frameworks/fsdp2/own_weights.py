@@ -34,6 +34,8 @@ SAME = (
 )
 """Methods that give what they are called on, or what is in it; others give something that is computed."""
 ASKING = ("parameters", "named_parameters", "modules", "named_modules", "children", "named_children")
+SETTINGS = ("Config", "Args", "Arguments", "Params", "Namespace", "Options", "Parser")
+"""How names of classes end whose objects have numbers and no weights."""
 NUMBERS = ("int", "float", "bool", "str", "len", "min", "max", "round", "range")
 
 
@@ -43,18 +45,21 @@ def are_separate(
     """Whether ``calls``, which make the layers at ``path``, hand them no weights, and nothing else does."""
     if any(_plants(name) for name in script.names):
         return False
-    weights = _with_weights(script)
+    weights = _with_weights(script) | _unknown(script)
     given = [value for call in calls for value in (*call.args, *(one.value for one in call.keywords))]
-    if any(_has_weights(script, value, weights) or _calls_unknown(value) for value in given):
+    if any(_has_weights(script, value, weights) or _calls(value) for value in given):
         return False
     classes = _classes_of(script, layer)
     if not all(_has_plain_body(kind) for kind in (model, *classes)):
         return False
     if any(_is_from_outside(script, one, kind, weights) for kind in classes for one in ast.walk(kind)):
         return False
+    if any(_tells_others(script, one) for kind in classes for one in ast.walk(kind)):
+        return False
     unused = [one for one in model.body if isinstance(one, ast.FunctionDef) and not may_run(script, one)]
     return all(
-        _ties_beside(one, model, path) or not _has_weights(script, one.value, weights)
+        _ties_beside(one, model, path)
+        or not (_has_weights(script, one.value, weights) or _is_unknown(script, one.value, weights))
         for one in script.walk(ast.Assign)
         if isinstance(one, ast.Assign)
         and any(_is_of_another(target) for target in one.targets)
@@ -90,7 +95,7 @@ def _makes_weights(script: Script, call: ast.Call, found: set[str]) -> bool:
     """Classes of torch's, those of the script that may be modules, and its functions that give any."""
     name = ast.unparse(call.func).rpartition(".")[2]
     is_class = full_name(script, call.func).startswith("torch.nn.") and name[:1].isupper()
-    places = bound(script, name)
+    places = bound(script, name) if name in script.defined else []
     bases = [
         ast.unparse(base).rpartition(".")[2]
         for one in places
@@ -102,7 +107,28 @@ def _makes_weights(script: Script, call: ast.Call, found: set[str]) -> bool:
     return is_class or is_module or gives_any or name in ASKING
 
 
-def _calls_unknown(value: ast.expr) -> bool:
+def _unknown(script: Script) -> set[str]:
+    """Keys of what is an object of a class of somebody else's, which may be a module.
+
+    What is only made with one, a configuration with a tokenizer's number of words, is not.
+    """
+    return Flow(script=script).grown(lambda origin, found: _is_unknown(script, origin, found))
+
+
+def _is_unknown(script: Script, value: ast.AST, found: set[str]) -> bool:
+    if isinstance(value, ast.Dict | ast.List | ast.Tuple | ast.keyword | ast.IfExp | ast.BoolOp):
+        return any(_is_unknown(script, one, found) for one in ast.iter_child_nodes(value))
+    if not isinstance(value, ast.Call):
+        return isinstance(value, ast.expr) and key_of(value) in found
+    if ast.unparse(value.func) == "dict":
+        return any(_is_unknown(script, one, found) for one in value.keywords)
+    if isinstance(value.func, ast.Attribute) and value.func.attr in SAME:
+        return _is_unknown(script, value.func.value, found)
+    home, _, name = full_name(script, value.func).rpartition(".")
+    return bool(home) and name[:1].isupper() and not name.endswith(SETTINGS)
+
+
+def _calls(value: ast.expr) -> bool:
     calls = (one for one in ast.walk(value) if isinstance(one, ast.Call))
     return any(ast.unparse(call.func) not in NUMBERS for call in calls)
 
@@ -140,6 +166,19 @@ def _is_from_outside(script: Script, node: ast.AST, kind: ast.ClassDef, weights:
         return False
     method = next((one for one in kind.body if node in ast.walk(one)), kind)
     return node.id != "self" and not any(place in ast.walk(method) for place in bound(script, node.id))
+
+
+def _tells_others(script: Script, node: ast.AST) -> bool:
+    """Whether a layer hands something on in another way than by what it returns, as losses of routers are:
+    backward comes back that way, and finds the layer's weights not gathered."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    root: ast.expr = node.value
+    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    name = getattr(root, "id", "")
+    is_own = name in ("self", "super", "print") or full_name(script, root).partition(".")[0] == "torch"
+    return not is_own
 
 
 def _is_of_another(target: ast.expr) -> bool:
