@@ -6,6 +6,7 @@ from dataclasses import replace
 from difflib import ndiff
 
 import pytest
+from own_models import SCRIPT
 
 import shardscope as ss
 from shardscope.planner.preflight import Finding, findings_in
@@ -146,8 +147,6 @@ def test_a_loop_outside_in_is_told_to_fail() -> None:
 
 
 def test_layers_of_a_model_of_the_scripts_own() -> None:
-    from tests.unit.test_own_units_mended import SCRIPT
-
     loop = "for part in model.modules():\n    fully_shard(part)\n"
     after = one(SCRIPT.replace("fully_shard(model)\n", loop), None).source
     assert after is not None

@@ -56,7 +56,7 @@ def own_layers(script: Script, maker: ast.expr) -> OwnLayers | None:
     others, or be reached into; and where a rank might leave one out, for the others would wait.
     """
     model = _module(script, maker)
-    if model is None or bound(script, "*"):
+    if model is None or bound(script, "*") or _compiles(script):
         return None
     made = list(_made_in_loops(script, _method(model, "__init__")))
     paths = {path for path, call in made if full_name(script, call.func).partition(".")[0] != "torch"}
@@ -82,6 +82,12 @@ def _takes_one(forward: ast.FunctionDef, call: ast.Call) -> bool:
     casts = [one for one in ast.walk(forward) if isinstance(one, ast.Attribute) and one.attr in CASTS]
     is_cast = any(one.lineno <= call.lineno for one in casts)
     return len(given) == 1 and isinstance(given[0], ast.Name) and not is_cast
+
+
+def _compiles(script: Script) -> bool:
+    """Whether anything is compiled, which may be what calls the model."""
+    names = (one for one in script.walk(ast.Name, ast.Attribute) if isinstance(one, ast.Name | ast.Attribute))
+    return any(full_name(script, one) == "torch.compile" for one in names)
 
 
 def _module(script: Script, name: ast.expr) -> ast.ClassDef | None:

@@ -39,6 +39,11 @@ SETTINGS = ("Config", "Args", "Arguments", "Params", "Namespace", "Options", "Pa
 NUMBERS = ("int", "float", "bool", "str", "len", "min", "max", "round", "range")
 
 
+ITS_OWN = ("self", "super", "print", "ctx")
+"""Names in a layer's methods that nobody else looks behind."""
+TORCHS = ("torch", "warnings", "math")
+
+
 def are_separate(
     script: Script, model: ast.ClassDef, layer: ast.ClassDef, calls: list[ast.Call], path: Path
 ) -> bool:
@@ -54,7 +59,7 @@ def are_separate(
         return False
     if any(_is_from_outside(script, one, kind, weights) for kind in classes for one in ast.walk(kind)):
         return False
-    if any(_tells_others(script, one) for kind in classes for one in ast.walk(kind)):
+    if any(_tells_others(script, kind) for kind in classes):
         return False
     unused = [one for one in model.body if isinstance(one, ast.FunctionDef) and not may_run(script, one)]
     return all(
@@ -168,17 +173,29 @@ def _is_from_outside(script: Script, node: ast.AST, kind: ast.ClassDef, weights:
     return node.id != "self" and not any(place in ast.walk(method) for place in bound(script, node.id))
 
 
-def _tells_others(script: Script, node: ast.AST) -> bool:
+def _tells_others(script: Script, kind: ast.ClassDef) -> bool:
     """Whether a layer hands something on in another way than by what it returns, as losses of routers are:
     backward comes back that way, and finds the layer's weights not gathered."""
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return False
-    root: ast.expr = node.value
-    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-        root = root.func if isinstance(root, ast.Call) else root.value
-    name = getattr(root, "id", "")
-    is_own = name in ("self", "super", "print") or full_name(script, root).partition(".")[0] == "torch"
-    return not is_own
+    names = [one for one in ast.walk(kind) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+    own = {*ITS_OWN, *(one.id for one in names)}
+    done = [
+        one.value for one in ast.walk(kind) if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
+    ]
+    stores = [
+        one for one in ast.walk(kind) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+    ]
+    calls = [one for one in ast.walk(kind) if isinstance(one, ast.Call)]
+    makes_objects = any(full_name(script, call.func) == "dataclasses.replace" for call in calls)
+    roots = [_root(one) for one in (*done, *stores)]
+    is_told = (one for one in roots if full_name(script, one).partition(".")[0] not in TORCHS)
+    return makes_objects or any(getattr(one, "id", "") not in own for one in is_told)
+
+
+def _root(node: ast.expr) -> ast.expr:
+    """The name that an expression begins with."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
 
 
 def _is_of_another(target: ast.expr) -> bool:
