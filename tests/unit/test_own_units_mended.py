@@ -79,6 +79,7 @@ def test_each_of_its_layers_is_sharded_before_the_model() -> None:
         ],
         # Numbers of what somebody else's object knows.
         given("words", "words = config.words"),
+        given("rates[0]", "rates = [p.item() for p in torch.linspace(0, 1, 3)]"),
         [("GPT(Config())", "GPT(rotary.Config(len(rotary.Tokenizer()), rotary.Tokenizer().size))")],
         [
             (
@@ -139,6 +140,8 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         given("head=self.head"),
         given("shared", "shared = nn.Linear(8, 8).to(0)"),
         given("shared", "shared = MLP(config)"),
+        given("shared[0]", "shared = [MLP(config) for _ in range(3)]"),
+        given("shared[0]", "shared = [one for one in other.parameters()]"),
         given("shared", "shared = rotary.Rotary(8)"),
         given("**more", "more = dict(a=rotary.Rotary(8).to(0))"),
         given("**more", "more = {'a': rotary.Rotary(8) if on else None}"),
@@ -160,6 +163,16 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
         # ---- layers that backward may come to by another way than what they return
         [("return x + self.mlp(x)", "losses.append(x)\n        return x + self.mlp(x)")],
         [("return self.up(x)", "rotary.LOSSES.add(x)\n        return self.up(x)")],
+        [
+            ("return self.up(x)", "return kept(x)"),
+            earlier("def kept(x):", "    ALL.append(x)", "    return x"),
+        ],
+        [("return self.up(x)", "x['h'] = self.up(x['h'])\n        return x")],
+        [("return self.up(x)", "self.losses.append(x)\n        return self.up(x)")],
+        [("return self.up(x)", "self.losses += [x]\n        return self.up(x)")],
+        [("return x + self.mlp(x)", "return x, self.mlp.up.weight")],
+        [("return x + self.mlp(x)", "return {'x': x, 'w': [self.mlp.up.weight]}")],
+        [("return x + self.mlp(x)", "w = self.mlp.up.weight\n        return x, w")],
         [("return self.up(x)", "x.h = self.up(x.h)\n        return x")],
         [("return self.up(x)", "return replace(x, h=self.up(x.h))"), ("import data", "import replace, data")],
         # ---- layers that are reached into, or left out now and then

@@ -121,6 +121,8 @@ def test_a_model_that_is_moved_or_counted_is_the_same(source: str) -> None:
         f"{HEAD}fully_shard(model)\nloss += sum(p.pow(2).sum() for p in model.parameters())\n",
         f"{HEAD}fully_shard(model)\nweight = model.model.layers[0].mlp.up_proj.weight\n",
         f"{HEAD}fully_shard(model)\nmodel.lm_head = other\n",
+        f"{HEAD}fully_shard(model)\nnet = model.to(device)\n",
+        f"{HEAD}fully_shard(model)\nprint(model.eval().lm_head.weight)\n",
         f"{HEAD}whole = fully_shard(model)\n",
         # The first FSDP's class wraps what it returns.
         HEAD.replace("fully_shard", "FullyShardedDataParallel as FSDP") + "net = FSDP(model)\n",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.own_calls import asks_for_optimizer, sites
 from shardscope.frameworks.fsdp2.own_names import Path, full_name, parts
+from shardscope.frameworks.fsdp2.own_results import gives_tensors
 from shardscope.frameworks.fsdp2.own_weights import are_separate
 from shardscope.own_code.bindings import bound
 from shardscope.own_code.script import Script
@@ -65,7 +66,11 @@ def own_layers(script: Script, maker: ast.expr) -> OwnLayers | None:
         return None
     (path,), calls = paths, [call for where, call in made if where in paths]
     layer = _module(script, calls[0].func)
-    if layer is None or not _is_made_there_only(script, layer, calls) or not _gives_tensors(layer):
+    if (
+        layer is None
+        or not _is_made_there_only(script, layer, calls)
+        or not gives_tensors(_method(layer, "forward"))
+    ):
         return None
     if not are_separate(script, model, layer, calls, path):
         return None
@@ -172,14 +177,3 @@ def _is_made_there_only(script: Script, layer: ast.ClassDef, calls: list[ast.Cal
         for one in script.walk(ast.Name)
         if isinstance(one, ast.Name) and one.id == layer.name
     )
-
-
-def _gives_tensors(layer: ast.ClassDef) -> bool:
-    """Whether forward returns what backward finds its tensors in: an object of its own class hides them."""
-    forward = _method(layer, "forward")
-    returned = [one for one in ast.walk(forward) if isinstance(one, ast.Return | ast.Yield | ast.YieldFrom)]
-    called = [
-        ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(forward) if isinstance(call, ast.Call)
-    ]
-    has_value = all(isinstance(one, ast.Return) and one.value is not None for one in returned)
-    return bool(returned) and has_value and not any(name[:1].isupper() for name in called)

@@ -6,6 +6,7 @@ import ast
 
 from shardscope.frameworks.fsdp2.own_calls import may_run
 from shardscope.frameworks.fsdp2.own_names import Path, full_name, parts
+from shardscope.frameworks.fsdp2.own_results import tell_others
 from shardscope.own_code.bindings import bound
 from shardscope.own_code.flow import Flow, key_of
 from shardscope.own_code.script import Script
@@ -39,11 +40,6 @@ SETTINGS = ("Config", "Args", "Arguments", "Params", "Namespace", "Options", "Pa
 NUMBERS = ("int", "float", "bool", "str", "len", "min", "max", "round", "range")
 
 
-ITS_OWN = ("self", "super", "print", "ctx")
-"""Names in a layer's methods that nobody else looks behind."""
-TORCHS = ("torch", "warnings", "math")
-
-
 def are_separate(
     script: Script, model: ast.ClassDef, layer: ast.ClassDef, calls: list[ast.Call], path: Path
 ) -> bool:
@@ -59,7 +55,7 @@ def are_separate(
         return False
     if any(_is_from_outside(script, one, kind, weights) for kind in classes for one in ast.walk(kind)):
         return False
-    if any(_tells_others(script, kind) for kind in classes):
+    if tell_others(script, classes):
         return False
     unused = [one for one in model.body if isinstance(one, ast.FunctionDef) and not may_run(script, one)]
     return all(
@@ -86,6 +82,9 @@ def _with_weights(script: Script) -> set[str]:
 def _has_weights(script: Script, value: ast.AST, found: set[str]) -> bool:
     if key_of(value) in found:
         return True
+    if isinstance(value, ast.ListComp | ast.GeneratorExp):
+        # Its names have what they go over.
+        return _has_weights(script, value.elt, found)
     if not isinstance(value, ast.Call):
         return any(_has_weights(script, inner, found) for inner in ast.iter_child_nodes(value))
     if _makes_weights(script, value, found):
@@ -171,31 +170,6 @@ def _is_from_outside(script: Script, node: ast.AST, kind: ast.ClassDef, weights:
         return False
     method = next((one for one in kind.body if node in ast.walk(one)), kind)
     return node.id != "self" and not any(place in ast.walk(method) for place in bound(script, node.id))
-
-
-def _tells_others(script: Script, kind: ast.ClassDef) -> bool:
-    """Whether a layer hands something on in another way than by what it returns, as losses of routers are:
-    backward comes back that way, and finds the layer's weights not gathered."""
-    names = [one for one in ast.walk(kind) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
-    own = {*ITS_OWN, *(one.id for one in names)}
-    done = [
-        one.value for one in ast.walk(kind) if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-    ]
-    stores = [
-        one for one in ast.walk(kind) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    ]
-    calls = [one for one in ast.walk(kind) if isinstance(one, ast.Call)]
-    makes_objects = any(full_name(script, call.func) == "dataclasses.replace" for call in calls)
-    roots = [_root(one) for one in (*done, *stores)]
-    is_told = (one for one in roots if full_name(script, one).partition(".")[0] not in TORCHS)
-    return makes_objects or any(getattr(one, "id", "") not in own for one in is_told)
-
-
-def _root(node: ast.expr) -> ast.expr:
-    """The name that an expression begins with."""
-    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node
 
 
 def _is_of_another(target: ast.expr) -> bool:

@@ -26,7 +26,7 @@ FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "GPT2",
 LAYERS_MODULE, LAYERS_CLASS = "transformers.modeling_layers", "GradientCheckpointingLayer"
 PLAIN_USES = ("train", "eval", "to", "cuda", "zero_grad", "gradient_checkpointing_enable", "config")
 """What a model of many units does as one of a single unit does."""
-MOVING = ("to", "cuda", "train")
+ITSELF = ("to", "cuda", "train", "eval")
 """Methods that give the model itself."""
 READERS = (SHARD, "print", "get_model_state_dict", "get_state_dict", "get_optimizer_state_dict")
 """Functions that take a model of many units as they take one."""
@@ -87,7 +87,7 @@ def layers_of(
 ) -> Layers | None:
     """The layers of the one model that a name stands for; ``others`` are uses of it that are known."""
     made = only_value(script, model.id, model)
-    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in MOVING:
+    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in ITSELF:
         made = made.func.value
     if not isinstance(made, ast.Call):
         return None
@@ -141,11 +141,14 @@ def _is_known(script: Script, made: ast.Call) -> bool:
 def _plain_uses(script: Script, model: str, methods: frozenset[str]) -> set[int]:
     """Names of a model where it is made, called, handed to the optimizer, or does what all models do."""
     plain: list[ast.AST] = []
+    alone = [getattr(one.value, "func", None) for one in script.walk(ast.Expr) if isinstance(one, ast.Expr)]
     for node in script.walk(ast.Call, ast.Assign, ast.Attribute, ast.GeneratorExp, ast.ListComp):
         if isinstance(node, ast.Assign):
             plain += node.targets
         elif isinstance(node, ast.Attribute):
             is_plain = node.attr in (*PLAIN_USES, *methods) and isinstance(node.ctx, ast.Load)
+            # What is given another name may be used by that in any way.
+            is_plain = is_plain and (node.attr not in ITSELF or node in alone)
             plain += [node.value] * is_plain
         elif isinstance(node, ast.Call):
             plain.append(node.func)
