@@ -88,6 +88,17 @@ def test_each_of_its_layers_is_sharded_before_the_model() -> None:
             )
         ],
         [("return self.up(x)", "rows = []\n        rows.append(self.up(x))\n        return rows[0]")],
+        # What layers do by themselves, and what others do.
+        [("return self.up(x)", "'Up.'\n        self.check(x)\n        x += self.up(x)\n        return x")],
+        [
+            (
+                "return self.up(x)",
+                "torch.cuda.nvtx.mark('up')\n        self.up.scale.mul_(2)\n        return x",
+            )
+        ],
+        [("return self.up(x)", "y = self.up(x)\n        return y, None")],
+        held("nn.ModuleList()\n        self.up.append(nn.Linear(8, 8))"),
+        [earlier("def log(x):", "    ALL.append(x)")],
         [POLICY],
     ],
 )
@@ -125,12 +136,20 @@ def test_layers_however_they_are_made_and_called(changes: list[Change]) -> None:
             *(ONE_BY_ONE, ("self.parts.h", "self.h")),
             built("self.h = []", "for i in range(3):", "    self.h.append(Block(config))"),
         ],
+        [
+            *(ONE_BY_ONE, ("self.parts.h", "self.h")),
+            built(
+                "self.h = nn.ModuleList()",
+                *("for i in range(3):", "    self.h.append(Block(config))", "    self.h.append(MLP(config))"),
+            ),
+        ],
         [built("self.last = Block(config)")],
         [earlier("class Wide(Block):", "    pass")],
         [earlier("Kind = Block")],
         [("return x + self.mlp(x)", "return Result(x + self.mlp(x))")],
         [("return x + self.mlp(x)", "yield x + self.mlp(x)")],
         [("return x + self.mlp(x)", "return")],
+        [("return x + self.mlp(x)", "self.mlp(x)")],
         # ---- weights that may be another's
         [set_up("setattr(self, 'more', 1)")],
         [set_up("self.register_forward_hook(look)")],
