@@ -388,7 +388,7 @@ def test_deepspeed_s_file_clips_as_runs_do(stage: int, tmp_path: Path) -> None:
     file.write_text(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ss.Plan.from_deepspeed(file, **nouns) == plan
+        assert ss.Plan.from_deepspeed(file, **nouns).recipe == plan.recipe
     file.write_text(text.replace('"gradient_clipping": 1.0', '"gradient_clipping": 0.5'))
     with pytest.warns(UserWarning, match="not in the plan: gradient_clipping"):
         ss.Plan.from_deepspeed(file, **nouns)

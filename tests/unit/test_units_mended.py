@@ -79,6 +79,17 @@ def test_an_auto_class_is_known_by_its_plan() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        HEAD.replace("(name)", "(name).to(device).train()") + "fully_shard(model)\n",
+        f"{HEAD}fully_shard(model)\nprint(sum(p.numel() for p in model.parameters()))\n",
+    ],
+)
+def test_a_model_that_is_moved_or_counted_is_the_same(source: str) -> None:
+    assert one(source, WHOLE).source is not None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         # Another's model, or one that the text does not show.
         "from torch.distributed.fsdp import fully_shard\nfully_shard(model)\n",
         "from torch.distributed.fsdp import fully_shard\nmodel = Model()\nfully_shard(model)\n",
@@ -110,6 +121,8 @@ def test_an_auto_class_is_known_by_its_plan() -> None:
         f"{HEAD}fully_shard(model)\nloss += sum(p.pow(2).sum() for p in model.parameters())\n",
         f"{HEAD}fully_shard(model)\nweight = model.model.layers[0].mlp.up_proj.weight\n",
         f"{HEAD}fully_shard(model)\nmodel.lm_head = other\n",
+        f"{HEAD}fully_shard(model)\nnet = model.to(device)\n",
+        f"{HEAD}fully_shard(model)\nprint(model.eval().lm_head.weight)\n",
         f"{HEAD}whole = fully_shard(model)\n",
         # The first FSDP's class wraps what it returns.
         HEAD.replace("fully_shard", "FullyShardedDataParallel as FSDP") + "net = FSDP(model)\n",

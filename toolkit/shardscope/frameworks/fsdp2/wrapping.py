@@ -6,10 +6,18 @@ import ast
 from collections.abc import Iterator
 from math import isfinite
 
+from shardscope.frameworks.fsdp2.every_module import (
+    is_inside_out,
+    layers_of_everything,
+    loop_over_everything,
+)
 from shardscope.frameworks.fsdp2.inner_units import wraps_inside
-from shardscope.frameworks.fsdp2.units import by_layer
+from shardscope.frameworks.fsdp2.own_names import full_name
+from shardscope.frameworks.fsdp2.units import SHARD, by_layer
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
+from shardscope.own_code.bindings import bound
+from shardscope.own_code.edits import mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords
 from shardscope.planner.preflight.finding import Finding
 
@@ -18,7 +26,12 @@ SMALL_UNIT = 1_000_000
 it."""
 WRAPS = ("fully_shard", "FullyShardedDataParallel")
 BY_SIZE = "size_based_auto_wrap_policy"
-EVERYTHING = ("modules", "named_modules")
+UNIFORM = {
+    *("requires_grad", "requires_grad_", "get_peft_model", "PeftModel", "LoraConfig", "BitsAndBytesConfig"),
+    *("prepare_model_for_kbit_training", "LOCAL_STATE_DICT"),
+}
+"""Names of scripts in whose larger units FSDP1 may find weights of two kinds, which it refuses to flatten
+together, or which load what smaller units saved."""
 
 
 def in_script(script: Script) -> Iterator[Finding]:
@@ -27,11 +40,13 @@ def in_script(script: Script) -> Iterator[Finding]:
         calls = script.calls(name)
         if len(calls) == 1 and not script.is_repeated(calls[0]) and not wraps_inside(script, calls[0]):
             yield one_unit(script, calls[0].lineno, by_layer(script, calls[0]))
-        yield from (_every_module(script, call) for call in calls if _wraps_everything(script, call))
+        for call in calls:
+            if (loop := loop_over_everything(script, call)) is not None:
+                yield _every_module(script, call, loop)
     for call in (*script.calls(BY_SIZE), *_partials(script)):
         number = _number(keywords(call).get("min_num_params"))
         if number is not None:
-            yield from too_fine(script, call.lineno, number)
+            yield from too_fine(script, call.lineno, number, _with_larger_units(script, call))
 
 
 def _partials(script: Script) -> list[ast.Call]:
@@ -77,18 +92,51 @@ def too_fine(script: Script, line: int, num_parameters: int, source: str | None 
     if script.plan is not None:
         arch = script.plan.architecture
         layer = f"; a decoder layer has {sum(arch.layer_parameters(arch.num_hidden_layers - 1).values()):,}"
+    change = "One unit for each decoder layer"
+    if source is not None:
+        change = f"min_num_params={_worth_a_gather(script):_}"
+        change = f"One unit for each decoder layer: {change}" if script.plan is not None else change
     yield Finding(
         name="wrapped-too-finely",
         severity="warning",
         why=f"Line {line}: units from {num_parameters:,} parameters on are gathered one by one{layer}: each "
         "gather has its latency.",
         number=float(num_parameters),
-        change="One unit for each decoder layer",
+        change=change,
+        source=source,
         line=line,
     )
 
 
-def _every_module(script: Script, call: ast.Call) -> Finding:
+def _worth_a_gather(script: Script) -> int | None:
+    """Parameters of a unit: a decoder layer's, or without a plan as few as are worth it.
+
+    None where layers are of several sizes, or smaller than that.
+    """
+    if script.plan is None:
+        return SMALL_UNIT
+    arch = script.plan.architecture
+    sizes = {sum(arch.layer_parameters(index).values()) for index in range(arch.num_hidden_layers)}
+    return min(sizes) if len(sizes) == 1 and min(sizes) >= SMALL_UNIT else None
+
+
+@unless_too_deep
+def _with_larger_units(script: Script, call: ast.Call) -> str | None:
+    """The script whose policy by size makes larger units; None if the policy may be another's."""
+    policy = call.args[0] if script.called(call) == "partial" else call.func
+    root = policy
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    # The source of a function alone has no imports.
+    is_anywhere = isinstance(root, ast.Name) and not bound(script, root.id)
+    is_torchs = is_anywhere or full_name(script, policy).startswith("torch.distributed.")
+    number = _worth_a_gather(script)
+    if not is_torchs or number is None or UNIFORM & set(script.names):
+        return None
+    return mended(script, replaced(script, keywords(call)["min_num_params"], f"{number:_}"))
+
+
+def _every_module(script: Script, call: ast.Call, loop: ast.For) -> Finding:
     number = None
     count = "every module"
     if script.plan is not None:
@@ -96,25 +144,21 @@ def _every_module(script: Script, call: ast.Call) -> Finding:
         tensors = sum(len(arch.layer_shapes(index)) for index in range(arch.num_hidden_layers))
         number = float(tensors)
         count = f"every module, about {tensors:,} of them,"
+    why = f"{count} is gathered by itself: each gather has its latency."
+    is_fsdp2 = script.called(call) == SHARD
+    if is_fsdp2 and not is_inside_out(loop):
+        # Its weights are DTensors by then (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+        why = "the model comes before what is in it, and its unit takes all weights, so that the next call "
+        why += f"fails; the other way round, {count} would be gathered by itself."
     return Finding(
         name="wrapped-too-finely",
         severity="warning",
-        why=f"Line {call.lineno}: {count} is gathered by itself: each gather has its latency.",
+        why=f"Line {call.lineno}: {why}",
         number=number,
         change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
+        source=layers_of_everything(script, call, loop) if is_fsdp2 else None,
         line=call.lineno,
     )
-
-
-def _wraps_everything(script: Script, call: ast.Call) -> bool:
-    """In a loop over all modules without a condition."""
-    for loop in script.walk(ast.For):
-        assert isinstance(loop, ast.For)
-        if call not in list(ast.walk(loop)) or script.called(loop.iter) not in EVERYTHING:
-            continue
-        if not any(isinstance(node, ast.If) for node in ast.walk(loop)):
-            return True
-    return False
 
 
 def _number(value: ast.expr | None) -> int | None:
