@@ -6,8 +6,8 @@ import pytest
 from tests.unit.test_fsdp1_mended import CONFIGURED, GATHERED, saving
 from tests.unit.test_preflight_mends import one
 
-from shardscope.frameworks.fsdp2.migrated_state import OTHER_NAMES, by_function, gatherings
-from shardscope.frameworks.fsdp2.old_uses import OLD_CLASS
+from shardscope.frameworks.fsdp2.own_code.migrated_state import OTHER_NAMES, by_function, gatherings
+from shardscope.frameworks.fsdp2.own_code.old_uses import OLD_CLASS
 from shardscope.own_code.edits import mended
 from shardscope.own_code.script import Script
 

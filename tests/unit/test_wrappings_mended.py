@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.test_preflight_mends import one
 
-from shardscope.frameworks.fsdp2.sharded_saves import written_in_parts
+from shardscope.frameworks.fsdp2.own_code.sharded_saves import written_in_parts
 from shardscope.own_code.script import Script
 from shardscope.planner.preflight import findings_in
 
@@ -366,3 +366,25 @@ def test_a_save_that_the_text_does_not_settle_is_left_to_a_person(before: str, a
     source = SAVED.replace(before, after)
     assert source != SAVED
     assert written_in_parts(Script(source=source)) is None
+
+
+# ---- one unit
+
+
+def test_a_whole_model_of_fsdp1_has_a_unit_for_each_layer() -> None:
+    llama = BY_HAND.replace("from mine import Model, Block", "from transformers import LlamaForCausalLM")
+    llama = llama.replace("Model()", "LlamaForCausalLM.from_pretrained(name)").replace(
+        "    train(model)\n", ""
+    )
+    start, end = llama.index("    for index"), llama.index("    model = FSDP")
+    whole = llama[:start] + llama[end:]
+    after = one(whole, "whole-model-as-one-unit").source
+    assert lines(after)[-4:] == [
+        "for fsdp2_layer in model.modules():",
+        "if isinstance(fsdp2_layer, GradientCheckpointingLayer):",
+        "fully_shard(fsdp2_layer)",
+        "fully_shard(model)",
+    ]
+    assert findings_in(after or "") == []
+    unknown = whole.replace("LlamaForCausalLM.from_pretrained(name)", "build()")
+    assert one(unknown, "whole-model-as-one-unit").source is None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardscope.frameworks.fsdp2.old_code import in_script
+from shardscope.frameworks.fsdp2.own_code.old_code import in_script
 from shardscope.frameworks.habits import CheckpointFormat, ReduceType, torch_checkpoint
 from shardscope.memory.precision import FP32, widths
 

@@ -6,11 +6,16 @@ import ast
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardscope.frameworks.fsdp2.migrated_options import MODULE, Option, UnknownError, options_of
-from shardscope.frameworks.fsdp2.migrated_state import by_default, by_function, gatherings, unread
-from shardscope.frameworks.fsdp2.migrated_units import LAYER, Layers, layers_of
-from shardscope.frameworks.fsdp2.old_uses import OLD_CLASS, are_plain, clipped_by_torch, norms_as_numbers
-from shardscope.frameworks.fsdp2.sharded_blocks import blocks, without_blocks
+from shardscope.frameworks.fsdp2.own_code.migrated_options import MODULE, Option, UnknownError, options_of
+from shardscope.frameworks.fsdp2.own_code.migrated_state import by_default, by_function, gatherings, unread
+from shardscope.frameworks.fsdp2.own_code.migrated_units import LAYER, Layers, layers_of
+from shardscope.frameworks.fsdp2.own_code.old_uses import (
+    OLD_CLASS,
+    are_plain,
+    clipped_by_torch,
+    norms_as_numbers,
+)
+from shardscope.frameworks.fsdp2.own_code.sharded_blocks import blocks, without_blocks
 from shardscope.own_code.bindings import is_dotted_name, root_of, scope_of
 from shardscope.own_code.edits import Edit, has_comment, imported, mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from shardscope.frameworks.fsdp2.own_names import full_name
+from shardscope.frameworks.fsdp2.own_code.own_names import full_name
 from shardscope.own_code.script import DEFINITIONS, Script
 
 ITS_OWN = ("self", "super", "print", "ctx")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from shardscope.frameworks.fsdp2.units import SHARD, holds_for_layers, layers_of
+from shardscope.frameworks.fsdp2.own_code.units import SHARD, holds_for_layers, layers_of
 from shardscope.own_code.edits import has_comment, mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardscope.architecture import MODEL_TYPES
-from shardscope.frameworks.fsdp2.migrated import OPTIONS
-from shardscope.frameworks.fsdp2.migrated_options import MODULE
-from shardscope.frameworks.fsdp2.migrated_units import LAYER
-from shardscope.frameworks.fsdp2.own_layers import own_layers
-from shardscope.frameworks.fsdp2.own_names import counted
+from shardscope.frameworks.fsdp2.own_code.migrated import OPTIONS
+from shardscope.frameworks.fsdp2.own_code.migrated_options import MODULE
+from shardscope.frameworks.fsdp2.own_code.migrated_units import LAYER
+from shardscope.frameworks.fsdp2.own_code.own_layers import own_layers
+from shardscope.frameworks.fsdp2.own_code.own_names import counted
 from shardscope.own_code.bindings import only_value
 from shardscope.own_code.edits import Edit, has_comment, imported, mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords

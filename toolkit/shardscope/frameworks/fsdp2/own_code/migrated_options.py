@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shardscope.frameworks.fsdp2.old_names import STRATEGIES
-from shardscope.frameworks.fsdp2.old_uses import CLIPPING
+from shardscope.frameworks.fsdp2.own_code.old_uses import CLIPPING
 from shardscope.own_code.bindings import is_dotted_name, means_the_same, only_value, sees
 from shardscope.own_code.script import Script, keywords
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from shardscope.frameworks.fsdp2.own_calls import may_run
-from shardscope.frameworks.fsdp2.own_names import Path, full_name, parts
-from shardscope.frameworks.fsdp2.own_results import tell_others
+from shardscope.frameworks.fsdp2.own_code.own_calls import may_run
+from shardscope.frameworks.fsdp2.own_code.own_names import Path, full_name, parts
+from shardscope.frameworks.fsdp2.own_code.own_results import tell_others
 from shardscope.own_code.bindings import bound
 from shardscope.own_code.flow import Flow, key_of
 from shardscope.own_code.script import Script

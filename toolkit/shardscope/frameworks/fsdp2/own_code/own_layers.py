@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardscope.frameworks.fsdp2.own_calls import asks_for_optimizer, sites
-from shardscope.frameworks.fsdp2.own_names import Path, full_name, parts
-from shardscope.frameworks.fsdp2.own_results import gives_tensors
-from shardscope.frameworks.fsdp2.own_weights import are_separate
+from shardscope.frameworks.fsdp2.own_code.own_calls import asks_for_optimizer, sites
+from shardscope.frameworks.fsdp2.own_code.own_names import Path, full_name, parts
+from shardscope.frameworks.fsdp2.own_code.own_results import gives_tensors
+from shardscope.frameworks.fsdp2.own_code.own_weights import are_separate
 from shardscope.own_code.bindings import bound
 from shardscope.own_code.script import Script
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from shardscope.frameworks.fsdp2.migrated_options import UnknownError
+from shardscope.frameworks.fsdp2.own_code.migrated_options import UnknownError
 from shardscope.own_code.bindings import is_dotted_name, means_the_same, only_value, scope_of, sees
 from shardscope.own_code.script import Script, keywords
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from shardscope.frameworks.fsdp2.migrated_state import by_default, gatherings
-from shardscope.frameworks.fsdp2.sharded_blocks import blocks
+from shardscope.frameworks.fsdp2.own_code.migrated_state import by_default, gatherings
+from shardscope.frameworks.fsdp2.own_code.sharded_blocks import blocks
 from shardscope.own_code.bindings import scope_of, sees
 from shardscope.own_code.edits import Edit, behind, first_argument, replaced
 from shardscope.own_code.script import Script

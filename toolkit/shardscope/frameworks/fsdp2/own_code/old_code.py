@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardscope.frameworks.fsdp2.migrated import with_fully_shard
-from shardscope.frameworks.fsdp2.old_config import in_config, is_config
-from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
-from shardscope.frameworks.fsdp2.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
-from shardscope.frameworks.fsdp2.sharded_saves import written_in_parts
-from shardscope.frameworks.fsdp2.wrapping import in_script as wrapping_in
+from shardscope.frameworks.fsdp2.own_code.migrated import with_fully_shard
+from shardscope.frameworks.fsdp2.own_code.old_config import in_config, is_config
+from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, strategy
+from shardscope.frameworks.fsdp2.own_code.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
+from shardscope.frameworks.fsdp2.own_code.sharded_saves import written_in_parts
+from shardscope.frameworks.fsdp2.own_code.wrapping import in_script as wrapping_in
 from shardscope.own_code.edits import mended, replaced, unless_too_deep, with_keyword
 from shardscope.own_code.script import Script, keywords
 from shardscope.planner.preflight.finding import Finding

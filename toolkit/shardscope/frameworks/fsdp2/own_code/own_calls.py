@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from shardscope.frameworks.fsdp2.own_names import Path, counted, full_name, longest, parents_in
+from shardscope.frameworks.fsdp2.own_code.own_names import Path, counted, full_name, longest, parents_in
 from shardscope.own_code.script import Script
 
 Parents = dict[ast.AST, ast.AST]

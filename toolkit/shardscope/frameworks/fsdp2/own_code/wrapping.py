@@ -6,14 +6,17 @@ import ast
 from collections.abc import Iterator
 from math import isfinite
 
-from shardscope.frameworks.fsdp2.every_module import (
+from shardscope.frameworks.fsdp2.own_code.every_module import (
     is_inside_out,
     layers_of_everything,
     loop_over_everything,
 )
-from shardscope.frameworks.fsdp2.inner_units import wraps_inside
-from shardscope.frameworks.fsdp2.own_names import full_name
-from shardscope.frameworks.fsdp2.units import SHARD, by_layer
+from shardscope.frameworks.fsdp2.own_code.inner_units import wraps_inside
+from shardscope.frameworks.fsdp2.own_code.migrated import with_fully_shard
+from shardscope.frameworks.fsdp2.own_code.migrated_units import SMALL_UNIT
+from shardscope.frameworks.fsdp2.own_code.old_uses import OLD_CLASS
+from shardscope.frameworks.fsdp2.own_code.own_names import full_name
+from shardscope.frameworks.fsdp2.own_code.units import SHARD, by_layer
 from shardscope.memory.precision import widths
 from shardscope.memory.words import gib
 from shardscope.own_code.bindings import bound
@@ -21,10 +24,7 @@ from shardscope.own_code.edits import mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords
 from shardscope.planner.preflight.finding import Finding
 
-SMALL_UNIT = 1_000_000
-"""Parameters below which a unit's gather is a few hundred kilobytes a rank at most: its latency is all of
-it."""
-WRAPS = ("fully_shard", "FullyShardedDataParallel")
+WRAPS = (SHARD, OLD_CLASS)
 BY_SIZE = "size_based_auto_wrap_policy"
 UNIFORM = {
     *("requires_grad", "requires_grad_", "get_peft_model", "PeftModel", "LoraConfig", "BitsAndBytesConfig"),
@@ -39,7 +39,7 @@ def in_script(script: Script) -> Iterator[Finding]:
     for name in WRAPS:
         calls = script.calls(name)
         if len(calls) == 1 and not script.is_repeated(calls[0]) and not wraps_inside(script, calls[0]):
-            yield one_unit(script, calls[0].lineno, by_layer(script, calls[0]))
+            yield one_unit(script, calls[0].lineno, _by_layer(script, calls[0]))
         for call in calls:
             if (loop := loop_over_everything(script, call)) is not None:
                 yield _every_module(script, call, loop)
@@ -47,6 +47,16 @@ def in_script(script: Script) -> Iterator[Finding]:
         number = _number(keywords(call).get("min_num_params"))
         if number is not None:
             yield from too_fine(script, call.lineno, number, _with_larger_units(script, call))
+
+
+def _by_layer(script: Script, call: ast.Call) -> str | None:
+    """One unit for each layer; of FSDP1, once its call is FSDP2's."""
+    if script.called(call) != OLD_CLASS:
+        return by_layer(script, call)
+    text = with_fully_shard(script)
+    after = Script(source=text or "", plan=script.plan)
+    made = after.calls(SHARD)
+    return by_layer(after, made[0]) if len(made) == 1 else None
 
 
 def _partials(script: Script) -> list[ast.Call]:

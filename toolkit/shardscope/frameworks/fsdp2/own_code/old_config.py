@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from shardscope.frameworks.fsdp2.old_findings import gathered_state, strategy
 from shardscope.frameworks.fsdp2.old_names import CONFIG, STRATEGIES
-from shardscope.frameworks.fsdp2.wrapping import one_unit, too_fine
+from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, strategy
+from shardscope.frameworks.fsdp2.own_code.wrapping import one_unit, too_fine
 from shardscope.own_code.script import Script
 from shardscope.planner.preflight.finding import Finding
 
