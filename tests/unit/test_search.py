@@ -423,3 +423,20 @@ def test_few_plans_are_computed_row_by_row_and_many_by_what_they_agree_in(
     # Sums begin with what fewest keys decide.
     np.testing.assert_allclose(by_keys.step_seconds, by_rows.step_seconds, rtol=1e-12)
     assert len(by_keys.peak_bytes) > 1000
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "fix"),
+    [
+        ("8xv100-sxm-32gb", "bf16-mixed", "Recipe(precision='fp16-mixed')"),
+        ("8xa100-sxm-80gb", "fp8-mixed", "Recipe(precision='bf16-mixed')"),
+        ("2xcpu", "bf16-mixed", "ss.calibrate()"),
+    ],
+)
+def test_a_precision_that_a_card_has_not_is_told_by_one_that_it_has(
+    cluster: str, precision: Any, fix: str
+) -> None:
+    recipe = ss.Recipe(seq_len=1024, global_batch_size=8, precision=precision)
+    with pytest.raises(ValueError, match=r"Gpu\.peak_flops") as refusal:
+        ss.search(ss.models["qwen3-0.6b"], ss.Cluster.parse(cluster), recipe)
+    assert str(refusal.value).endswith(f"Nearest fix: {fix}.")

@@ -145,11 +145,13 @@ class Rates:
         """Products in ``precision``. Raises ``ValueError`` where their speed is not known."""
         found = self.matrices.get(precision)
         if found is None:
+            halves = [name for name in ("bf16", "fp16") if name in self.matrices]
             refuse(
                 f"Gpu.peak_flops[{precision!r}]",
                 None,
-                "the GPU's dense FLOP/s in this precision, or a calibration of the machine",
-                "ss.calibrate()",
+                "the GPU's dense FLOP/s in this precision, or a calibration of the machine"
+                + (f"; its matrix units have {' and '.join(halves)}" if halves else ""),
+                f"Recipe(precision='{halves[0]}-mixed')" if halves else "ss.calibrate()",
             )
         return found
 

@@ -95,7 +95,8 @@ def _accelerator_scales(script: Script) -> bool:
     """
     calls = script.calls(ACCELERATOR)
     if not calls:
-        return ACCELERATOR in script.names
+        read = (getattr(one, "id", getattr(one, "attr", "")) for one in script.walk(ast.Name, ast.Attribute))
+        return any(script.aliases.get(name, name) == ACCELERATOR for name in read)
     return any(
         isinstance(node, ast.Attribute) and node.attr == MIXED_PRECISION for node in script.walk(ast.AST)
     ) or any(_may_scale(call) for call in calls)

@@ -11,6 +11,8 @@ from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.frameworks.fsdp2.own_code.migrated import with_fully_shard
 from shardscope.frameworks.fsdp2.own_code.old_config import in_config, is_config
 from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, strategy
+from shardscope.frameworks.fsdp2.own_code.old_plugin import in_script as plugin_in
+from shardscope.frameworks.fsdp2.own_code.old_plugin import of_version_2
 from shardscope.frameworks.fsdp2.own_code.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
 from shardscope.frameworks.fsdp2.own_code.sharded_saves import written_in_parts
 from shardscope.frameworks.fsdp2.own_code.wrapping import in_script as wrapping_in
@@ -29,6 +31,8 @@ def in_script(script: Script) -> Iterator[Finding]:
     if OLD_CLASS in script.names:
         yield from _old_class(script)
         yield from _replaced(script)
+    else:
+        yield from plugin_in(script)
     yield from _strategies(script)
     yield from _whole_state(script)
     yield from _reductions(script)
@@ -143,7 +147,7 @@ auto_wrap"``."""
 def _strategies(script: Script) -> Iterator[Finding]:
     """Strategies as members of the enumeration, or as text."""
     lines = {name: script.names[name] for name in STRATEGIES if name in script.names}
-    whole = _whole(script)
+    whole = _whole(script) or of_version_2(script)
     sources = {name: _gone(whole, name) for name in lines}
     for keyword in script.walk(ast.keyword):
         if not isinstance(keyword, ast.keyword) or keyword.arg not in BY_TEXT:
@@ -153,7 +157,7 @@ def _strategies(script: Script) -> Iterator[Finding]:
             for word in text.upper().split():
                 if word in STRATEGIES and word not in lines:
                     lines[word] = keyword.value.lineno
-                    sources[word] = _resharding(script, keyword, word)
+                    sources[word] = _resharding(script, keyword, word) or of_version_2(script)
     for name, line in lines.items():
         yield replace(strategy(name, line, script.plan), source=sources.get(name))
 
