@@ -324,6 +324,7 @@ HALVED = "model = model.to(torch.float16)\naccelerator.backward(loss)\n"
     "source",
     [
         "accelerator = Accelerator()\n" + HALVED,
+        "from accelerate import Accelerator\n" + HALVED,
         "accelerator = Accelerator(mixed_precision='no')\n" + HALVED,
         "accelerator = Accelerator(mixed_precision='bf16', fsdp_plugin=plugin)\n" + HALVED,
         "accelerator = Accelerator(True, 1)\nmodel.half()\naccelerator.backward(loss)\n",

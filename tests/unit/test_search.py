@@ -430,7 +430,6 @@ def test_few_plans_are_computed_row_by_row_and_many_by_what_they_agree_in(
     [
         ("8xv100-sxm-32gb", "bf16-mixed", "Recipe(precision='fp16-mixed')"),
         ("8xa100-sxm-80gb", "fp8-mixed", "Recipe(precision='bf16-mixed')"),
-        ("2xcpu", "bf16-mixed", "ss.calibrate()"),
     ],
 )
 def test_a_precision_that_a_card_has_not_is_told_by_one_that_it_has(
