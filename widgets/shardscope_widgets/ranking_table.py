@@ -80,7 +80,7 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     name = escape(layout_words(plan.layout))
     note = "<span>· this plan</span>" if current else ""
     if (refusal := why_not_trained(plan)) is not None:
-        note += f"<span title='{escape(refusal, quote=True)}'>· no Launch</span>"
+        note += f"<span class='ss-hint' title='{escape(refusal, quote=True)}'>· no Launch</span>"
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
         f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"

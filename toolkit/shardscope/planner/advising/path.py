@@ -76,7 +76,8 @@ class Path:
             answer = f"Yes: {how}, {beside}, and it needs clearly less memory."
             self.take(key, best)
         else:
-            answer = f"Yes, {how}, but {beside}: not worth it."
+            only = "only " if is_faster(best, current, 1.0) else ""
+            answer = f"Yes, {how}, but {only}{beside}: not worth it."
         self.told(key, question, answer, figures(best), why, best)
 
     def name(self, tried: Tried) -> str:
