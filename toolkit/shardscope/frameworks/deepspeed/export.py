@@ -13,7 +13,7 @@ from shardscope.frameworks.accelerate.export import launched, none_of_it
 from shardscope.frameworks.accelerate.plugins import why_not_started
 from shardscope.frameworks.accelerate.training_arguments import ARGUMENTS_FILE, training_arguments
 from shardscope.frameworks.deepspeed.communication import casts
-from shardscope.frameworks.deepspeed.config import deepspeed_config
+from shardscope.frameworks.deepspeed.config import NVME_FOLDER, deepspeed_config
 from shardscope.frameworks.deepspeed.export_script import script
 from shardscope.frameworks.deepspeed.zeropp import QUANTIZED
 
@@ -62,6 +62,7 @@ def _elsewhere(plan: Plan) -> set[str]:
 
 
 def _config(plan: Plan) -> Exported:
+    layout: Any = plan.layout
     said = {"micro_batch_size", "global_batch_size"}
     if plan.recipe.precision != "bf16":  # one with bf16-mixed in DeepSpeed's words
         said.add("precision")
@@ -75,9 +76,10 @@ def _config(plan: Plan) -> Exported:
         "not_said_here": dict(unsaid(plan, said, everything)),
     }
     values = {OWN_KEY: own, **deepspeed_config(plan), "gradient_clipping": CLIPPED_TO}
-    return Exported(
-        name=CONFIG_FILE, what="deepspeed.initialize(config=...)", text=json.dumps(values, indent=2) + "\n"
-    )
+    what = "deepspeed.initialize(config=...)"
+    if "nvme" in (layout.offload_optimizer, layout.offload_params):
+        what += f"; nvme_path, {NVME_FOLDER}, is to be a folder on drives of each node"
+    return Exported(name=CONFIG_FILE, what=what, text=json.dumps(values, indent=2) + "\n")
 
 
 ON_CPU = "on CPU ranks Accelerate's DeepSpeed plugin silently trains with DDP instead."

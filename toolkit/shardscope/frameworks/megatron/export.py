@@ -100,6 +100,11 @@ def _text(plan: Plan) -> str:
     notes.append(
         "What a plan does not hold has Megatron-LM's defaults: --rotary-base, --norm-epsilon and the like."
     )
+    if plan.architecture.num_moe_layers:
+        notes.append(
+            "So have routers and experts: --moe-router-load-balancing-type with --moe-aux-loss-coeff, without "
+            "which nothing evens the experts' load, --moe-router-score-function, --moe-grouped-gemm."
+        )
     if plan.architecture.model_type in GATES:
         notes.append(
             f"The MLP's activation is {plan.architecture.model_type}'s own; --swiglu is SiLU behind a gate, "
