@@ -102,7 +102,7 @@ def _text(plan: Plan) -> str:
     )
     if plan.architecture.num_moe_layers:
         notes.append(
-            "So have routers and experts: --moe-router-load-balancing-type with --moe-aux-loss-coeff, without "
+            "So have routers and experts: --moe-router-load-balancing-type and --moe-aux-loss-coeff, without "
             "which nothing evens the experts' load, --moe-router-score-function, --moe-grouped-gemm."
         )
     if plan.architecture.model_type in GATES:
