@@ -70,8 +70,7 @@ def _binds(node: ast.AST, name: str) -> bool:
 
 def scope_of(script: Script, node: ast.AST) -> ast.AST | None:
     """The innermost function or class around ``node``; None: the module itself."""
-    around = [found for found in script.walk(*DEFINITIONS) if found is not node and node in ast.walk(found)]
-    return max(around, key=lambda found: found.lineno, default=None)  # type: ignore[attr-defined]
+    return script.scopes.get(id(node))
 
 
 def sees(script: Script, module: str, place: ast.AST) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
-import tokenize
 import warnings
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -231,14 +229,10 @@ def _means_another(script: Script, local: str, name: str, module: str) -> bool:
 
 def has_comment(script: Script, node: ast.expr | ast.stmt) -> bool:
     """Whether a comment is in the lines of ``node``, but for one behind it."""
-    # A lone carriage return ends a line for Python's parser, and not for tokenize.
-    text = script.text.replace("\r\n", "\n").replace("\r", "\n")
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    except (tokenize.TokenError, SyntaxError):
+    if script.comment_lines is None:
         return True
     last = node.end_lineno or node.lineno
-    return any(one.type == tokenize.COMMENT and node.lineno <= one.start[0] < last for one in tokens)
+    return any(node.lineno <= line < last for line in script.comment_lines)
 
 
 def _end_of_line(script: Script, end: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import io
 import textwrap
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +93,29 @@ class Script:
     def walk(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """All nodes of these kinds."""
         yield from (node for node in self._nodes if isinstance(node, kinds))
+
+    @cached_property
+    def scopes(self) -> dict[int, ast.AST | None]:
+        """Node, by its id -> the innermost function or class around it; None: the module itself."""
+        found: dict[int, ast.AST | None] = {}
+        left: list[tuple[ast.AST, ast.AST | None]] = [] if self.tree is None else [(self.tree, None)]
+        while left:
+            node, scope = left.pop()
+            found[id(node)] = scope
+            inside = node if isinstance(node, DEFINITIONS) else scope
+            left += [(child, inside) for child in ast.iter_child_nodes(node)]
+        return found
+
+    @cached_property
+    def comment_lines(self) -> frozenset[int] | None:
+        """Lines that have a comment; None where that cannot be told."""
+        # A lone carriage return ends a line for Python's parser, and not for tokenize.
+        text = self.text.replace("\r\n", "\n").replace("\r", "\n")
+        try:
+            tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+        except (tokenize.TokenError, SyntaxError):
+            return None
+        return frozenset(one.start[0] for one in tokens if one.type == tokenize.COMMENT)
 
     @cached_property
     def _nodes(self) -> list[ast.AST]:

@@ -28,18 +28,25 @@ def in_script(script: Script) -> Iterator[Finding]:
     if script.tree is None or is_config(script):
         yield from in_config(script)
         return
+    after = _after(script)
     if OLD_CLASS in script.names:
-        yield from _old_class(script)
-        yield from _replaced(script)
+        yield from _old_class(script, after)
+        yield from _replaced(script, after)
     else:
         yield from plugin_in(script)
-    yield from _strategies(script)
-    yield from _whole_state(script)
+    yield from _strategies(script, after)
+    yield from _whole_state(script, after)
     yield from _reductions(script)
-    yield from wrapping_in(script)
+    yield from wrapping_in(script, after)
 
 
-def _old_class(script: Script) -> Iterator[Finding]:
+def _after(script: Script) -> Script | None:
+    """The script with the class's own calls as FSDP2 has them, or Accelerate's plugin as its version 2."""
+    text = with_fully_shard(script) if script.calls(OLD_CLASS) else of_version_2(script)
+    return None if text is None else Script(source=text, plan=script.plan)
+
+
+def _old_class(script: Script, after: Script | None) -> Iterator[Finding]:
     for call in script.calls(OLD_CLASS)[:1]:
         yield Finding(
             name="fsdp1",
@@ -48,25 +55,24 @@ def _old_class(script: Script) -> Iterator[Finding]:
             "shards each by itself, so that frozen ones, adapters and tensor parallelism go with it.",
             number=None,
             change="fully_shard(model), from torch.distributed.fsdp",
-            source=with_fully_shard(script),
+            source=_text(after),
             line=call.lineno,
         )
 
 
-def _replaced(script: Script) -> Iterator[Finding]:
+def _replaced(script: Script, after: Script | None) -> Iterator[Finding]:
     """Arguments of the class, and names that only it has."""
     told: set[str] = set()
-    whole = _whole(script)
     for call in script.calls(OLD_CLASS):
         for name, value in keywords(call).items():
             if name in REPLACED and name not in told:
                 told.add(name)
-                yield _instead(script, name, value.lineno, whole)
+                yield _instead(script, name, value.lineno, _text(after))
     for name, line in script.names.items():
         if name in REPLACED and name not in told and _is_its_own(script, name):
             told.add(name)
-            after = whole if name == CLIPPING else _gone(whole, name)
-            yield _instead(script, name, min(_uses(script, name), default=line), after)
+            source = _text(after) if name == CLIPPING else _gone(after, name)
+            yield _instead(script, name, min(_uses(script, name), default=line), source)
     if "BACKWARD_POST" in script.names:
         yield Finding(
             name="fsdp1-backward-post",
@@ -75,7 +81,7 @@ def _replaced(script: Script) -> Iterator[Finding]:
             "held less: it gathers the next layer before this one's gradients.",
             number=None,
             change="module.set_modules_to_backward_prefetch([]) where memory is short",
-            source=_gone(whole, "BACKWARD_POST"),
+            source=_gone(after, "BACKWARD_POST"),
             line=script.names["BACKWARD_POST"],
         )
 
@@ -96,29 +102,29 @@ def _uses(script: Script, name: str) -> list[int]:
     return [one.lineno for one in names if script.aliases.get(one.id) == name]
 
 
-def _whole(script: Script) -> str | None:
-    """The script with the class's own call as FSDP2 has it."""
-    return with_fully_shard(script) if script.calls(OLD_CLASS) else None
+def _text(after: Script | None) -> str | None:
+    return None if after is None else after.source
 
 
-def _gone(after: str | None, name: str) -> str | None:
-    """``after``, if it has no such name any more."""
-    uses = () if after is None else Script(source=after).walk(ast.Name, ast.Attribute)
-    return None if any(name in (getattr(one, "id", ""), getattr(one, "attr", "")) for one in uses) else after
+def _gone(after: Script | None, name: str) -> str | None:
+    """The text of ``after``, if it has no such name any more."""
+    uses = () if after is None else after.walk(ast.Name, ast.Attribute)
+    is_there = any(name in (getattr(one, "id", ""), getattr(one, "attr", "")) for one in uses)
+    return None if is_there else _text(after)
 
 
 _WORDS = re.compile(r"_|(?<=[a-z])(?=[A-Z])")
 """Between the words of a name: ``use_orig_params``, ``FullStateDictConfig``."""
 
 
-def _instead(script: Script, name: str, line: int, whole: str | None) -> Finding:
+def _instead(script: Script, name: str, line: int, source: str | None) -> Finding:
     return Finding(
         name=f"fsdp1-{_WORDS.sub('-', name.strip('_')).lower()}",
         severity="hint",
         why=f"Line {line}: {name} is FSDP1's.",
         number=None,
         change=REPLACED[name],
-        source=(_clipped(script) if name == CLIPPING else None) or whole,
+        source=(_clipped(script) if name == CLIPPING else None) or source,
         line=line,
     )
 
@@ -144,11 +150,10 @@ BY_TEXT = ("fsdp", "sharding_strategy", "reshard_after_forward")
 auto_wrap"``."""
 
 
-def _strategies(script: Script) -> Iterator[Finding]:
+def _strategies(script: Script, after: Script | None) -> Iterator[Finding]:
     """Strategies as members of the enumeration, or as text."""
     lines = {name: script.names[name] for name in STRATEGIES if name in script.names}
-    whole = _whole(script) or of_version_2(script)
-    sources = {name: _gone(whole, name) for name in lines}
+    sources = {name: _gone(after, name) for name in lines}
     for keyword in script.walk(ast.keyword):
         if not isinstance(keyword, ast.keyword) or keyword.arg not in BY_TEXT:
             continue
@@ -157,9 +162,16 @@ def _strategies(script: Script) -> Iterator[Finding]:
             for word in text.upper().split():
                 if word in STRATEGIES and word not in lines:
                     lines[word] = keyword.value.lineno
-                    sources[word] = _resharding(script, keyword, word) or of_version_2(script)
+                    sources[word] = _resharding(script, keyword, word) or _gone_as_text(after, word)
     for name, line in lines.items():
         yield replace(strategy(name, line, script.plan), source=sources.get(name))
+
+
+def _gone_as_text(after: Script | None, name: str) -> str | None:
+    """The same where the name stood in quotes."""
+    words = () if after is None else after.walk(ast.Constant)
+    is_there = any(name in str(getattr(one, "value", "")).upper().split() for one in words)
+    return None if is_there else _text(after)
 
 
 @unless_too_deep
@@ -175,13 +187,12 @@ def _resharding(script: Script, keyword: ast.keyword, name: str) -> str | None:
     return mended(script, replaced(script, keyword.value, str(known.reshards)))
 
 
-def _whole_state(script: Script) -> Iterator[Finding]:
+def _whole_state(script: Script, after: Script | None) -> Iterator[Finding]:
     """A checkpoint gathered whole on one rank: in host memory, and over one file."""
     with_optimizer = any(name in script.names for name in ("optim_state_dict", "get_optimizer_state_dict"))
     line = script.names.get("FULL_STATE_DICT")
     if line is not None:
-        whole = _whole(script)
-        source = written_in_parts(Script(source=whole)) if whole else None
+        source = None if after is None else written_in_parts(after)
         yield gathered_state(script, line, with_optimizer, source=source)
     for call in script.calls("StateDictOptions"):
         given = {name: ast.unparse(value) for name, value in keywords(call).items()}

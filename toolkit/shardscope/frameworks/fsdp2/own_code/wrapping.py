@@ -12,7 +12,6 @@ from shardscope.frameworks.fsdp2.own_code.every_module import (
     loop_over_everything,
 )
 from shardscope.frameworks.fsdp2.own_code.inner_units import wraps_inside
-from shardscope.frameworks.fsdp2.own_code.migrated import with_fully_shard
 from shardscope.frameworks.fsdp2.own_code.migrated_units import SMALL_UNIT
 from shardscope.frameworks.fsdp2.own_code.old_uses import OLD_CLASS
 from shardscope.frameworks.fsdp2.own_code.own_names import full_name
@@ -34,12 +33,15 @@ UNIFORM = {
 together, or which load what smaller units saved."""
 
 
-def in_script(script: Script) -> Iterator[Finding]:
-    """Calls that wrap, as far as the text tells: only once and only the model, or whatever there is."""
+def in_script(script: Script, after: Script | None) -> Iterator[Finding]:
+    """Calls that wrap, as far as the text tells: only once and only the model, or whatever there is.
+
+    ``after`` is the script with FSDP1's calls as FSDP2 has them; None where that cannot be.
+    """
     for name in WRAPS:
         calls = script.calls(name)
         if len(calls) == 1 and not script.is_repeated(calls[0]) and not wraps_inside(script, calls[0]):
-            yield one_unit(script, calls[0].lineno, _by_layer(script, calls[0]))
+            yield one_unit(script, calls[0].lineno, _by_layer(script, calls[0], after))
         for call in calls:
             if (loop := loop_over_everything(script, call)) is not None:
                 yield _every_module(script, call, loop)
@@ -49,14 +51,12 @@ def in_script(script: Script) -> Iterator[Finding]:
             yield from too_fine(script, call.lineno, number, _with_larger_units(script, call))
 
 
-def _by_layer(script: Script, call: ast.Call) -> str | None:
+def _by_layer(script: Script, call: ast.Call, after: Script | None) -> str | None:
     """One unit for each layer; of FSDP1, once its call is FSDP2's."""
     if script.called(call) != OLD_CLASS:
         return by_layer(script, call)
-    text = with_fully_shard(script)
-    after = Script(source=text or "", plan=script.plan)
-    made = after.calls(SHARD)
-    return by_layer(after, made[0]) if len(made) == 1 else None
+    made = [] if after is None else after.calls(SHARD)
+    return by_layer(after, made[0]) if after is not None and len(made) == 1 else None
 
 
 def _partials(script: Script) -> list[ast.Call]:
