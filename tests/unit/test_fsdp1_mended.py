@@ -36,11 +36,13 @@ def test_a_call_of_fsdp1_becomes_fully_shard_layer_by_layer() -> None:
     assert after is not None
     (function,) = [node for node in ast.parse(after).body if isinstance(node, ast.FunctionDef)]
     assert [ast.unparse(line) for line in function.body] == [
-        "fsdp2_options = dict(reshard_after_forward=False, mp_policy=MixedPrecisionPolicy("
+        "fsdp2_options = dict(reshard_after_forward=False)",
+        "for fsdp2_layer in reversed([module for module in list(model.modules())[1:] if "
+        "isinstance(module, Block)]):\n"
+        "    fully_shard(fsdp2_layer, **fsdp2_options, mp_policy=MixedPrecisionPolicy("
+        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False))",
+        "fully_shard(model, **fsdp2_options, mp_policy=MixedPrecisionPolicy("
         "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))",
-        "for fsdp2_layer in reversed([module for module in model.modules() if isinstance(module, Block)]):\n"
-        "    fully_shard(fsdp2_layer, **fsdp2_options)",
-        "fully_shard(model, **fsdp2_options)",
         "return model",
     ]
     assert "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard" in after
@@ -179,7 +181,7 @@ def test_a_name_that_is_something_else_is_not_used() -> None:
         after = one(OLD.replace("import functools", f"import functools\n{line}"), "fsdp1").source
         assert after is not None
         assert "import MixedPrecisionPolicy, fully_shard as torch_fully_shard\n" in after
-        assert "\n    torch_fully_shard(model, **fsdp2_options)" in after
+        assert "\n    torch_fully_shard(model, **fsdp2_options, mp_policy=" in after
 
 
 CLIPPED = f"{HEAD}from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"

@@ -106,6 +106,12 @@ def test_a_plugin_on_one_line_stays_on_one() -> None:
         ("use_orig_params=True", "fsdp_version=version"),
         ("use_orig_params=True,", "use_orig_params=True,  # for the optimizer"),
         ("prepare(model, optimizer)", "prepare(model)"),
+        ("prepare(model, optimizer)", "prepare(model, loader)"),
+        ("prepare(model, optimizer)", "prepare(model, net, optimizer)"),
+        ("'transformer_based_wrap'", "'size_based_wrap', min_num_params=10"),
+        ("accelerator =", "plugin.auto_wrap_policy = policy\naccelerator ="),
+        ("accelerator =", "with model.no_sync():\n    pass\naccelerator ="),
+        ("from accelerate", "import bitsandbytes\nfrom accelerate"),
         (
             "accelerator.prepare(model, optimizer)",
             "accelerator.prepare(model), accelerator.prepare(optimizer)",

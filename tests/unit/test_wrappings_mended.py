@@ -103,6 +103,70 @@ def test_calls_that_are_no_layers_of_the_model_are_left_to_a_person(before: str,
     assert mended(source) is None
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # Parameters that something else reads, and an optimizer that was made before by whoever calls.
+        ("    train(model)", "    square = sum(p.grad.pow(2).sum() for p in model.parameters())"),
+        ("    train(model)", "    loss = sum(p.pow(2).sum() for p in model.parameters())"),
+        ("    train(model)", "    for p in model.parameters():\n        p.add_(1)"),
+        ("    train(model)", "    decayed = [p for p in model.parameters() if p.dim() >= 2]"),
+        ("    train(model)", "    average.update(model.parameters())"),
+        (
+            "    train(model)",
+            "    return model\ndef run():\n    optimizer = SGD(model.parameters())\n    model = main()",
+        ),
+    ],
+)
+def test_parameters_that_are_no_optimizers_alone_are_left_to_a_person(before: str, after: str) -> None:
+    assert mended(BY_HAND.replace(before, after)) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    optimizer = torch.optim.AdamW([{'params': list(model.parameters()), 'lr': 1e-3}])",
+        "    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)",
+        "    print(sum(p.numel() for p in model.parameters() if p.requires_grad))",
+        "    for name, p in model.named_parameters():\n        p.requires_grad = 'head' in name",
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    ],
+)
+def test_parameters_that_are_counted_or_optimized_are_plain(line: str) -> None:
+    assert mended(BY_HAND.replace("    train(model)", line)) is not None
+
+
+@pytest.mark.parametrize("line", ["gpu = setup()", "gpu, other = setup()", "gpu: int = setup()"])
+def test_what_is_asked_for_beside_its_value_stays(line: str) -> None:
+    """``setup()`` may do more than tell the device."""
+    before = f"    {line}\n    torch.cuda.set_device(gpu)\n    model = FSDP(device_id=gpu, "
+    source = WHOLE.replace("    model = FSDP(model,", before + "*[model],").replace("*[model],", "")
+    source = source.replace("FSDP(device_id=gpu, ", "FSDP(model, device_id=gpu,")
+    assert line in lines(mended(source))
+
+
+def test_a_device_that_a_function_is_given_is_no_line() -> None:
+    source = WHOLE.replace("def main()", "def main(rank)").replace(
+        "FSDP(model,", "FSDP(model, device_id=rank,"
+    )
+    assert "def main(rank):" in lines(mended(source))
+
+
+@pytest.mark.parametrize(
+    ("policy", "imports", "is_mended"),
+    [
+        ("param_dtype=torch.bfloat16", "", True),
+        ("param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16", "", False),
+        ("param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16", "from transformers import Llama\n", True),
+        ("param_dtype=torch.bfloat16", "from torchvision.models import resnet50\n", False),
+    ],
+)
+def test_buffers_and_batch_norms_that_fsdp1_casts_or_not(policy: str, imports: str, is_mended: bool) -> None:
+    source = imports + "from torch.distributed.fsdp import MixedPrecision\n" + BY_HAND
+    source = source.replace("FSDP(model)", f"FSDP(model, mixed_precision=MixedPrecision({policy}))")
+    assert (mended(source) is not None) == is_mended
+
+
 # ---- what is said of the whole model
 
 WHOLE = f"""{IMPORTS}
@@ -164,7 +228,7 @@ def test_units_by_size_are_picked_as_fsdp1_picks_them() -> None:
     assert after[start + 1 : start + 5] == [
         "fsdp2_size = sum(one.numel() for one in fsdp2_layer.parameters() if not isinstance(one, DTensor))",
         "if fsdp2_size >= 20_000_000 and not isinstance(fsdp2_layer, (torch.nn.ModuleList, "
-        "torch.nn.ModuleDict)):",
+        "torch.nn.ModuleDict, NonDynamicallyQuantizableLinear)):",
         "fully_shard(fsdp2_layer)",
         "fully_shard(model)",
     ]
@@ -179,7 +243,7 @@ def test_units_by_size_are_picked_as_fsdp1_picks_them() -> None:
         ("20_000_000", "args.least"),
         ("=20_000_000", "=20_000_000, force_leaf_modules={Block}"),
         ("        self.up =", "        self.up.weight = shared\n        self.up ="),
-        ("        self.up =", "        self.at = torch.nn.MultiheadAttention(8, 2)\n        self.up ="),
+        ("        self.up =", "        self.head = use(self.up.weight)\n        self.up ="),
         ("model = Net()", "model = Model()"),
         ("    policy =", "    model = other(model)\n    policy ="),
         ("    policy =", "    fsdp2_size = 1\n    policy ="),
@@ -242,6 +306,8 @@ def test_sums_are_left_out_by_a_call(block: str, syncs: str) -> None:
         "        step()\n"
     )
     assert one(with_lines(SYNC.format(block=block)), "fsdp1-no-sync").source == after
+    noted = SYNC.replace("backward()", "backward()  # apart").format(block=block)
+    assert "# apart\n        model.set_requires_gradient_sync(True)\n" in (mended(with_lines(noted)) or "")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +331,13 @@ def test_sums_are_left_out_by_a_call(block: str, syncs: str) -> None:
         SYNC.format(block="model.no_sync() as nothing"),
         SYNC.format(block="model.no_sync()").replace("backward()", "backward()\n            continue"),
         SYNC.format(block="model.no_sync(), other"),
+        # Of DDP's model, or of another's.
+        f"{SYNC.format(block='model.no_sync()')}    model = other\n",
+        f"def teach(model):\n{SYNC.format(block='model.no_sync()')}",
+        "    if apart:\n        with model.no_sync():\n            try:\n                step()\n"
+        "            finally:\n                pass\n",
+        "    try:\n        with model.no_sync():\n            step()\n    except ValueError:\n        pass\n",
+        "    with model.no_sync():\n        @torch.no_grad()\n        def step():\n            pass\n",
     ],
 )
 def test_a_block_that_the_text_does_not_settle_is_left_to_a_person(block: str) -> None:
@@ -333,7 +406,8 @@ def test_a_gathered_checkpoint_is_written_in_parts() -> None:
             'torch.save({"model": state, "step": 1}',
             'checkpoint.save({"model": state, "step": 1},',
         ),
-        ("        torch.save", "        print(path)\n        torch.save", "checkpoint.save(state,"),
+        ('last.pt")', 'last.pt")\n        print(path)', "checkpoint.save(state,"),
+        ('f"{path}/last.pt"', "path", "checkpoint.save(state, checkpoint_id=path)"),
         ("def save", "checkpoint = 1\ndef save", "torch_checkpoint.save(state,"),
     ],
 )
@@ -359,6 +433,16 @@ def test_however_it_is_written(before: str, after: str, expected: str) -> None:
         ('last.pt")', 'last.pt", pickle_module=mine)'),
         ('last.pt")', 'last.pt")\n    torch.load(path)'),
         ("        torch.save", "        # whole\n        torch.save"),
+        # The order, the place and the ranks that come there.
+        ("        torch.save", "        shutil.rmtree(path)\n        torch.save"),
+        ('last.pt")', 'last.pt")\n        shutil.copyfile(path, best)'),
+        ("    if dist", "    if path is None:\n        return\n    if dist"),
+        ('f"{path}/last.pt"', 'f"{path}/rank{rank}.pt"'),
+        ('f"{path}/last.pt"', 'f"{path}/{time.time()}.pt"'),
+        ('f"{path}/last.pt"', "buffer"),
+        ('f"{path}/last.pt")', '"last.pt")\n        os.replace("last.pt", "best.pt")'),
+        ("torch.save(state", 'torch.save({"model": state, "best": best}'),
+        ("torch.save(state", 'torch.save({"model": state, "step": count()}'),
         ("import torch\n", "import torch as t\n"),
     ],
 )

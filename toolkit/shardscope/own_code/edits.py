@@ -111,19 +111,21 @@ def without(script: Script, statement: ast.stmt) -> Edit | None:
 def unwrapped(script: Script, block: ast.With, before: str = "", after: str = "") -> list[Edit] | None:
     """The lines of ``block`` without its ``with``, between ``before`` and ``after`` where those say anything.
 
-    None where a text over several lines is among them, which would change, where all is on one line, and
-    where a comment would be lost.
+    None where a text over several lines is among them, which would change, where all is on one line, where
+    the first has a decorator, and where a comment would be lost.
     """
     inside = block.body[0]
     head = script.text.encode()[_start(script, block) : _start(script, inside)]
     texts = [one for one in ast.walk(block) if isinstance(one, ast.Constant | ast.JoinedStr)]
     is_longer = any(one.lineno != one.end_lineno for one in texts)
-    if inside.lineno == block.lineno or is_longer or b"#" in head:
+    is_decorated = bool(getattr(inside, "decorator_list", ()))
+    if inside.lineno == block.lineno or is_longer or is_decorated or b"#" in head:
         return None
     margin = " " * block.col_offset
     extra = inside.col_offset - block.col_offset
     first = f"{before}\n{margin}" if before else ""
-    tail = [behind(script, block, f"\n{margin}{after}")] if after else []
+    end = _end_of_line(script, _end(script, block))
+    tail = [Edit(end, end, f"\n{margin}{after}")] if after else []
     lines = lines_of(script)
     return [
         Edit(_start(script, block), _start(script, inside), first),

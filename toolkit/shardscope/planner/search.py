@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -178,8 +178,8 @@ def evaluate(found: Candidates, cluster: Cluster) -> tuple[Needs, NDArray[np.flo
 def _names(frameworks: Sequence[str] | None) -> list[str]:
     if frameworks is None:
         return list(known)
-    if isinstance(frameworks, str) or not frameworks:
-        meant = nearest(frameworks, list(known)) if frameworks else next(iter(known))
+    if isinstance(frameworks, str) or not isinstance(frameworks, Iterable) or not frameworks:
+        meant = nearest(frameworks, list(known)) if isinstance(frameworks, str) else next(iter(known))
         refuse("frameworks", frameworks, f"names among {', '.join(known)}, or None for all", f"({meant!r},)")
     return list(dict.fromkeys(one_of("frameworks", name, list(known)) for name in frameworks))
 

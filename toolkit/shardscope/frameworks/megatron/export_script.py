@@ -47,6 +47,9 @@ def disconnect():
 def in_turns(make, device):
     """``make()`` on as many ranks of a node at once as its memory has room for whole models."""
     free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and limit.read_text().strip() != "max":  # a container's or a job's own
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
     ranks = @@ON_NODE@@  # of a node
     at_once = torch.tensor(max(1, min(ranks, int(0.8 * free / SOURCE_BYTES))), device=device)
     dist.all_reduce(at_once, op=dist.ReduceOp.MIN)

@@ -163,8 +163,8 @@ def _half_moments(path: Path) -> Tried | None:
 
 
 def _more_nodes(bench: Bench, advised: Tried | None) -> Tried | None:
-    """The fewest nodes, by doubling, on which it fits without offload, not tightly if that can be, and is
-    faster than what is advised; the batch grows where it must."""
+    """The fewest nodes, by doubling, whose GPUs have room for its state, not tightly if that can be, and that
+    are faster than what is advised, as far as times are known; the batch grows where it must."""
     state = state_bytes(bench)
     if bench.cluster.gpu.vendor == "cpu" or state is None:
         return None
@@ -175,7 +175,7 @@ def _more_nodes(bench: Bench, advised: Tried | None) -> Tried | None:
         if state > cluster.num_gpus * cluster.usable_bytes_per_gpu:
             continue
         found = _on_the_gpus(bench, cluster)
-        if found is not None and _pace(found) > _pace(advised):
+        if found is not None and (not _pace(advised) or not _pace(found) or _pace(found) > _pace(advised)):
             if not found.report.is_tight:
                 return found
             tight = tight or found

@@ -55,6 +55,8 @@ TOO_HIGH, TOO_LOW = 3.0, 0.1
 """Times the rules' own range. Published rates of one size differ by 2 to 3 (LLaMA 7B's and GPT-3 6.7B's)."""
 SMALL_FROM = 768.0
 """Weights beside embeddings of the smallest model of Kaplan et al. 2020, whose rule is used below GPT-3's."""
+LARGE = 1e9
+"""Parameters from which a rate that is a few times too high costs a run that is worth something."""
 SMALL_BATCH_TOKENS = 512 * 1024
 """What its models were trained with."""
 ADAPTERS_TIMES, ADAPTERS_TIMES_SHORT = 10.0, 15.0
@@ -171,8 +173,11 @@ def usual_rates(plan: Plan, *, begins_from_weights: bool, optimizer: str | None 
 
 
 def rate_near(rate: float, plan: Plan) -> float:
-    """``rate`` for new weights of ``plan``, or where that is far off its peers', theirs."""
+    """``rate`` for new weights of ``plan``; of a large model no more than its peers', of a small one theirs
+    where it is far off them."""
     usual = usual_rates(plan, begins_from_weights=False)
+    if usual is not None and plan.architecture.num_parameters >= LARGE:
+        return min(rate, usual.advised)
     return rate if usual is None or usual.allows(rate) else usual.advised
 
 

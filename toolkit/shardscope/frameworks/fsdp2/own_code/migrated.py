@@ -34,9 +34,9 @@ class _Wrapping(NamedTuple):
     """What its policy makes units of."""
     options: list[Option]
 
-    def passed(self, local: Mapping[str, str]) -> str:
+    def passed(self, local: Mapping[str, str], *, of_a_layer: bool = False) -> str:
         """What ``fully_shard`` is told beside the module, by the names that the script has for classes."""
-        return ", ".join(option.written(local) for option in self.options)
+        return ", ".join(option.written(local, of_a_layer=of_a_layer) for option in self.options)
 
 
 @unless_too_deep
@@ -77,13 +77,13 @@ def _edits(script: Script, wrappings: list[_Wrapping]) -> list[Edit]:
     local, edits = _names(script, wrappings)
     for one in wrappings[:-1]:
         _refuse_unless_layer(script, one, whole)
-        options = one.passed(local)
+        options = one.passed(local, of_a_layer=True)
         text = f"{local[SHARD]}({ast.unparse(one.module)}{options and ', '}{options})"
         edits.append(replaced(script, one.call, text))
     margin = "\n" + " " * statement.col_offset
     edits.append(replaced(script, statement, margin.join(_lines(whole, to, local))))
     clipped, told = clipped_by_torch(script, {to}), norms_as_numbers(script, to, statement)
-    changed = without_blocks(script, blocks(script, OLD_CLASS, to))
+    changed = without_blocks(script, blocks(script, OLD_CLASS, statement))
     if clipped is None or told is None or changed is None:
         raise UnknownError
     gathered = [*gatherings(script, OLD_CLASS), *by_default(script, statement)]
@@ -151,15 +151,19 @@ def _names_in(node: ast.AST) -> set[str]:
 
 def _lines(whole: _Wrapping, to: str, local: Mapping[str, str]) -> list[str]:
     """The layers of the model's policy, if it has one, and the model."""
-    shard, passed, model = local[SHARD], whole.passed(local), ast.unparse(whole.module)
-    options = passed and f", {passed}"
-    lines = []
+    shard, model = local[SHARD], ast.unparse(whole.module)
+    options, lines = whole.options, []
+    common = ""
     if whole.layers is not None:
         *head, inside = whole.layers.loop(model, local)
-        lines = [f"{OPTIONS} = dict({passed})"] if passed else []
-        options = passed and f", **{OPTIONS}"
-        lines += [*head, f"{inside}{shard}({LAYER}{options})"]
-    sharded = f"{shard}({model}{options})"
+        shared = [option.written(local) for option in options if not option.of_a_layer]
+        options = [option for option in options if option.of_a_layer]
+        lines = [f"{OPTIONS} = dict({', '.join(shared)})"] if shared else []
+        common = f", **{OPTIONS}" if shared else ""
+        inner = "".join(f", {option.written(local, of_a_layer=True)}" for option in options)
+        lines += [*head, f"{inside}{shard}({LAYER}{common}{inner})"]
+    own = "".join(f", {option.written(local)}" for option in options)
+    sharded = f"{shard}({model}{common}{own})"
     return [*lines, sharded if to == model else f"{to} = {sharded}"]
 
 

@@ -18,6 +18,10 @@ LITERAL = ("sync_module_states", "forward_prefetch")
 """What can be left out where it is off: on, each takes more than a word elsewhere."""
 
 
+LIBRARY, OF_IMAGES = "transformers", {"torchvision", "timm"}
+"""A library whose models have no batch norms and cast what they make of buffers, and some that have."""
+
+
 class UnknownError(Exception):
     """Something that the text does not settle."""
 
@@ -31,10 +35,13 @@ class Option(NamedTuple):
     made_of: str = ""
     home: str = MODULE
     """Where :attr:`made_of` is imported from."""
+    of_a_layer: str = ""
+    """Another value for what is in another unit; empty: the same."""
 
-    def written(self, local: Mapping[str, str]) -> str:
+    def written(self, local: Mapping[str, str], *, of_a_layer: bool = False) -> str:
         """As code, with classes by the names that the script has for them."""
-        return f"{self.name}={local.get(self.made_of, '')}{self.value}"
+        value = self.of_a_layer if of_a_layer and self.of_a_layer else self.value
+        return f"{self.name}={local.get(self.made_of, '')}{value}"
 
 
 def options_of(script: Script, given: Mapping[str, ast.expr]) -> list[Option]:
@@ -96,11 +103,18 @@ def _precision(script: Script, value: ast.expr) -> list[Option]:
         raise UnknownError
     if not {"param_dtype"} <= set(given) <= {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise UnknownError
-    if any("BatchNorm" in name for name in script.names):
-        raise UnknownError  # FSDP1 leaves them in fp32.
-    # Buffers keep their type in FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_api.py).
+    roots = {name.partition(".")[0] for name in script.modules.values()}
+    if any("BatchNorm" in name for name in script.names) or roots & OF_IMAGES:
+        raise UnknownError  # FSDP1 leaves batch norms in fp32.
+    if "buffer_dtype" in given and ("register_buffer" in script.names or LIBRARY not in roots):
+        # Buffers keep their type in FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_api.py): transformers'
+        # models cast what they make of them, and others may not.
+        raise UnknownError
     kept = [f"{name}={ast.unparse(value)}" for name, value in given.items() if name != "buffer_dtype"]
-    return [Option("mp_policy", f"({', '.join(kept)})", "MixedPrecisionPolicy")]
+    inner = ", ".join([*kept, "cast_forward_inputs=False"])  # FSDP1 casts what the model is given alone.
+    return [
+        Option("mp_policy", f"({', '.join(kept)})", "MixedPrecisionPolicy", of_a_layer=f"({inner})"),
+    ]
 
 
 def _offload(script: Script, value: ast.expr) -> list[Option]:

@@ -96,8 +96,9 @@ def unread(script: Script, read: ast.Name, num_reads: int = 1) -> list[Edit]:
     One of the module that a function reads may be for other modules, too.
     """
     uses = [one for one in script.walk(ast.Name) if getattr(one, "id", "") == read.id]
-    made = next(one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses)
-    assert isinstance(made, ast.Assign)
+    made = next((one for one in script.walk(ast.Assign) if getattr(one, "targets", [None])[0] in uses), None)
+    if not isinstance(made, ast.Assign) or not _does_nothing(script, made.value):
+        return []
     is_local = scope_of(script, made) is scope_of(script, read)
     named = script.walk(ast.Constant, ast.Global, ast.Attribute)
     is_named = any(
@@ -108,6 +109,24 @@ def unread(script: Script, read: ast.Name, num_reads: int = 1) -> list[Edit]:
         return []
     gone = without(script, made)
     return [] if gone is None else [gone]
+
+
+MAKERS = frozenset(
+    {
+        *("MixedPrecision", "CPUOffload", "ModuleWrapPolicy", "partial"),
+        *("FullStateDictConfig", "ShardedStateDictConfig"),
+    }
+)
+"""What makes an object, and does nothing beside."""
+
+
+def _does_nothing(script: Script, value: ast.expr) -> bool:
+    """Whether nobody misses that it is asked for: a number, a name, or an object that only FSDP1 reads."""
+    calls = [one for one in ast.walk(value) if isinstance(one, ast.Call)]
+    others = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
+    return all(script.called(one) in MAKERS for one in calls) and not any(
+        isinstance(one, others) for one in ast.walk(value)
+    )
 
 
 def _gathering(script: Script, block: ast.AST, old_class: str) -> Gathering | None:

@@ -21,8 +21,9 @@ SMALL_UNIT = 1_000_000
 it."""
 MOVES = ("to", "cuda", "train", "float", "bfloat16", "half")
 """Methods of a model that return it."""
-WHOLE_ALONE = "MultiheadAttention"
-"""Reads the weights of a layer inside of it: a policy by size leaves that one alone."""
+OF_ATTENTION = "NonDynamicallyQuantizableLinear"
+"""The layer inside of torch's MultiheadAttention, which reads its weights itself: a policy by size leaves it
+alone, and nothing else is of that class."""
 
 
 class Layers(Protocol):
@@ -44,17 +45,21 @@ class _OfClass(NamedTuple):
     needs: tuple[tuple[str, str], ...] = ()
 
     def loop(self, model: str, _local: Mapping[str, str]) -> list[str]:
-        found = f"{LISTED} for {LISTED} in {model}.modules() if isinstance({LISTED}, {self.name})"
+        # The model may be of that class itself.
+        found = f"{LISTED} for {LISTED} in list({model}.modules())[1:] if isinstance({LISTED}, {self.name})"
         return [f"for {LAYER} in reversed([{found}]):", "    "]
 
 
 class _BySize(NamedTuple):
     least: str
-    needs: tuple[tuple[str, str], ...] = (("torch.distributed.tensor", "DTensor"),)
+    needs: tuple[tuple[str, str], ...] = (
+        ("torch.distributed.tensor", "DTensor"),
+        ("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear"),
+    )
 
     def loop(self, model: str, local: Mapping[str, str]) -> list[str]:
         left = f"one.numel() for one in {LAYER}.parameters() if not isinstance(one, {local['DTensor']})"
-        lists = "(torch.nn.ModuleList, torch.nn.ModuleDict)"
+        lists = f"(torch.nn.ModuleList, torch.nn.ModuleDict, {local[OF_ATTENTION]})"
         return [
             f"for {LAYER} in reversed(list({model}.modules())[1:]):",
             f"    {SIZE} = sum({left})",
@@ -104,14 +109,14 @@ def _of_class(script: Script, classes: ast.expr, policy: ast.expr, call: ast.Cal
 def _by_size(script: Script, least: ast.expr, call: ast.Call) -> Layers:
     """Modules of so many parameters beside those of units inside of them, as FSDP1 picks them.
 
-    Only those of a model that the script defines, in which no weight is another's, too: two units would have
-    it. Too small ones are for another click.
+    Only those of a model that the script defines, in which no weight is read beside its layer's forward: it
+    may be another's, too, and two units would have it. Too small ones are for another click.
     """
     if not _number(least) >= SMALL_UNIT or not sees(script, "torch", call):
         raise UnknownError
     shared = [one for one in script.walk(ast.Attribute) if isinstance(one, ast.Attribute)]
-    ties = any(one.attr in ("weight", "bias") and isinstance(one.ctx, ast.Store) for one in shared)
-    if ties or WHOLE_ALONE in script.names or not _is_its_own(script, call) or SIZE in script.text:
+    reads = any(one.attr in ("weight", "bias") for one in shared)
+    if reads or not _is_its_own(script, call) or SIZE in script.text:
         raise UnknownError
     return _BySize(ast.get_source_segment(script.text, least) or ast.unparse(least))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
+from shardscope.frameworks.fsdp2.own_code.old_uses import OPTIMIZER, WITHOUT_DTENSORS
 from shardscope.own_code.bindings import is_dotted_name
 from shardscope.own_code.edits import has_comment, mended, replaced, unless_too_deep
 from shardscope.own_code.script import Script, keywords
@@ -17,6 +19,12 @@ STRATEGY = ("sharding_strategy", RESHARD)
 OBSOLETE = ("use_orig_params", "backward_prefetch", "limit_all_gathers", "sync_module_states")
 """What version 2 does by itself, or has no choice of (accelerate/utils/dataclasses.py)."""
 REFUSED = "forward_prefetch"
+BY_SIZE = "size_based_wrap"
+"""Of lists of modules version 2 makes units, too, which torch refuses (accelerate/utils/fsdp_utils.py)."""
+ITS_OWN = {"no_sync", "module", "summon_full_params", "auto_wrap_policy", "optim_state_dict"}
+"""Of a prepared model or of the plugin: version 2 has none of these, or takes them otherwise."""
+MODEL = re.compile(r"model|net|llm")
+"""Names of a model."""
 AS_THEY_ARE = ("transformer_cls_names_to_wrap", "min_num_params", "activation_checkpointing")
 LITERALS = ("auto_wrap_policy", "cpu_offload", "cpu_ram_efficient_loading", STATE)
 """What both versions take, if it is a word, a flag or a number, and no object of the first FSDP."""
@@ -104,8 +112,16 @@ def _joined(call: ast.Call, words: list[str]) -> str:
 
 
 def _prepares_together(script: Script) -> bool:
+    """Whether one call prepares one model with one optimizer, as their names say, and nothing else is done
+    with what only FSDP1's model has."""
     calls = script.calls("prepare")
-    return len(calls) == 1 and len(calls[0].args) > 1
+    if len(calls) != 1 or ITS_OWN & {getattr(one, "attr", "") for one in script.walk(ast.Attribute)}:
+        return False
+    roots = {name.partition(".")[0] for name in script.modules.values()} | set(script.aliases.values())
+    named = [ast.unparse(one).lower() for one in calls[0].args]
+    optimizers = [name for name in named if OPTIMIZER.search(name)]
+    models = [name for name in named if MODEL.search(name) and name not in optimizers]
+    return len(optimizers) == len(models) == 1 and not roots & set(WITHOUT_DTENSORS)
 
 
 Written = Callable[[ast.expr, Mapping[str, ast.expr]], str | None]
@@ -121,7 +137,8 @@ def _as_it_is(value: ast.expr, _given: Mapping[str, ast.expr]) -> str | None:
 
 
 def _literal(value: ast.expr, _given: Mapping[str, ast.expr]) -> str | None:
-    is_plain = isinstance(value, ast.Constant) and str(value.value).upper() != "LOCAL_STATE_DICT"
+    word = str(value.value).lower() if isinstance(value, ast.Constant) else BY_SIZE
+    is_plain = word not in (BY_SIZE, "local_state_dict")
     return ast.unparse(value) if is_plain else None
 
 

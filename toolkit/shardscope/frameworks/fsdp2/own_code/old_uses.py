@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from shardscope.frameworks.fsdp2.own_code import parameter_uses
 from shardscope.frameworks.fsdp2.own_code.migrated_state import by_default, gatherings
 from shardscope.frameworks.fsdp2.own_code.sharded_blocks import blocks
 from shardscope.own_code.bindings import scope_of, sees
@@ -35,10 +36,9 @@ OPTIMIZER = re.compile(r"optim|(^|_)opt($|_)", re.IGNORECASE)
 def are_plain(script: Script, calls: list[ast.Call], made: ast.Assign) -> bool:
     """Whether the class is used in those calls alone, and its model, which is given its name in ``made``, in
     ways that FSDP2's is used as well."""
-    model = ast.unparse(made.targets[0])
     gathered = [*gatherings(script, OLD_CLASS), *by_default(script, made)]
     understood = {id(node) for one in gathered for node in ast.walk(one.block)}
-    understood |= {id(node) for one in blocks(script, OLD_CLASS, model) for node in one.understood}
+    understood |= {id(node) for one in blocks(script, OLD_CLASS, made) for node in one.understood}
     nodes = [one for one in script.walk(ast.Name, ast.Attribute) if id(one) not in understood]
     local = [one for one in nodes if isinstance(one, ast.Name)]
     attributes = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
@@ -54,6 +54,7 @@ def are_plain(script: Script, calls: list[ast.Call], made: ast.Assign) -> bool:
         and not _has_other_optimizers(script)
         and not _is_part(script, calls[-1])
         and not _is_optimized_before(script, calls[-1])
+        and parameter_uses.are_plain(script, _optimizers(script))
     )
 
 
@@ -87,10 +88,35 @@ def _is_optimized_before(script: Script, call: ast.Call) -> bool:
     ]
     helped = [one for name in _makers(script, asked) for one in script.calls(name)]
     scope = scope_of(script, call)
+    # Whoever calls the function that wraps may have made one before.
+    entries = [(None, call), (scope, call), *_callers(script, scope)]
     return any(
-        one.lineno < call.lineno and scope_of(script, one) in (None, scope)  # type: ignore[attr-defined]
+        one.lineno < entry.lineno and scope_of(script, one) is place  # type: ignore[attr-defined]
         for one in (*asked, *made, *helped)
+        for place, entry in entries
     )
+
+
+def _callers(script: Script, scope: ast.AST | None) -> list[tuple[ast.AST | None, ast.Call]]:
+    """Calls of a function or of a method's class, and where each stands."""
+    found: list[tuple[ast.AST | None, ast.Call]] = []
+    while scope is not None:
+        calls = script.calls(getattr(scope, "name", ""))
+        found += [(scope_of(script, one), one) for one in calls]
+        scope = scope_of(script, scope)
+    return found
+
+
+def _optimizers(script: Script) -> tuple[str, ...]:
+    """Names of what is called and may make an optimizer."""
+    called = {script.called(call): call for call in script.walk(ast.Call)}
+    return tuple(name for name, call in called.items() if OPTIMIZER.search(_called_from(script, call)))
+
+
+def _called_from(script: Script, call: ast.AST) -> str:
+    """``torch.optim.AdamW``, as it is written or was imported."""
+    function = getattr(call, "func", None)
+    return f"{_home_and_name(script, function)} {ast.unparse(function)}" if function is not None else ""
 
 
 def _makers(script: Script, asked: list[ast.Call]) -> set[str]:

@@ -12,7 +12,7 @@ from shardscope.own_code.script import Script
 
 KIND, CONFIG = "StateDictType.SHARDED_STATE_DICT", "ShardedStateDictConfig()"
 STATES = ("state_dict", "load_state_dict")
-LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom)
+LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Raise, ast.Try)
 """What leaves a block before its last line."""
 
 
@@ -27,9 +27,10 @@ class Block(NamedTuple):
     """Lines around what was in it."""
 
 
-def blocks(script: Script, old_class: str, model: str) -> list[Block]:
-    """Those of ``model`` that the text settles."""
-    return [*_withs(script, old_class, model), *_lines(script, old_class, model)]
+def blocks(script: Script, old_class: str, made: ast.Assign) -> list[Block]:
+    """Those of the model that is given its name in ``made``, as far as the text settles them."""
+    model = ast.unparse(made.targets[0])
+    return [*_withs(script, old_class, model, made), *_lines(script, old_class, model)]
 
 
 def without_blocks(script: Script, found: list[Block]) -> list[Edit] | None:
@@ -47,7 +48,7 @@ def without_blocks(script: Script, found: list[Block]) -> list[Edit] | None:
     return edits
 
 
-def _withs(script: Script, old_class: str, model: str) -> Iterator[Block]:
+def _withs(script: Script, old_class: str, model: str, made: ast.Assign) -> Iterator[Block]:
     for block in script.walk(ast.With):
         assert isinstance(block, ast.With)
         if len(block.items) > 1 or block.items[0].optional_vars is not None:
@@ -55,11 +56,32 @@ def _withs(script: Script, old_class: str, model: str) -> Iterator[Block]:
         told = block.items[0].context_expr
         if _is_sharded(script, told, "state_dict_type", old_class, model):
             yield Block(block, [*ast.walk(told), *_states(block, model)])
-        elif (syncs := _syncs(script, told, model)) and not any(
-            isinstance(one, LEAVING) for one in ast.walk(block)
-        ):
+        elif (syncs := _syncs(told, model)) and _is_surely(script, block, made):
             of = f"{model}.set_requires_gradient_sync"
             yield Block(block, list(ast.walk(told)), f"{of}({syncs})", f"{of}(True)")
+
+
+def _is_surely(script: Script, block: ast.With, made: ast.Assign) -> bool:
+    """Whether the block is the wrapped model's whatever way the script goes, and is left at its end alone.
+
+    DDP's models have such a block as well, and what raises in it would leave gradients apart for good.
+    """
+    scope = scope_of(script, made)
+    around = [one for one in script.walk(ast.If, ast.Try) if made in ast.walk(one) or block in ast.walk(one)]
+    is_certain = all(isinstance(one, ast.If) and made not in ast.walk(one) for one in around)
+    is_after = scope_of(script, block) is scope and block.lineno > made.lineno
+    root = root_of(made.targets[0])
+    again = [
+        one for one in script.walk(ast.Name) if getattr(one, "id", "") == root and _is_given_after(one, made)
+    ]
+    return (
+        is_certain and is_after and not again and not any(isinstance(one, LEAVING) for one in ast.walk(block))
+    )
+
+
+def _is_given_after(name: ast.AST, made: ast.Assign) -> bool:
+    is_given = not isinstance(getattr(name, "ctx", None), ast.Load)
+    return is_given and name not in ast.walk(made) and getattr(name, "lineno", 0) > made.lineno
 
 
 def _lines(script: Script, old_class: str, model: str) -> Iterator[Block]:
@@ -92,7 +114,7 @@ def _states(block: ast.With, model: str) -> list[ast.AST]:
     return [one for one in attributes if one.attr in STATES and ast.unparse(one.value) == model]
 
 
-def _syncs(script: Script, told: ast.expr, model: str) -> str:
+def _syncs(told: ast.expr, model: str) -> str:
     """Whether gradients are reduced inside ``with model.no_sync()``, as code; "" for another block."""
     kept, nothing = f"{model}.no_sync()", "nullcontext()"
     if ast.unparse(told) == kept:
