@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 from tests.unit.test_fsdp1_mended import CONFIG, NEW_CONFIG
 
 import shardscope as ss
 from shardscope_widgets import Studio
+from shardscope_widgets.own_code import imports_behind
 from shardscope_widgets.script_checks import ScriptChecks
 
 
@@ -227,6 +229,49 @@ def test_a_function_of_the_notebook_is_checked_by_its_name(
     assert "lr=0.3" not in mended and "lr=" in mended and mended.startswith("def train(ctx):")
     compile(mended, "mended", "exec")
     assert "%load train.mended.py" in view.changed.value and "<code>train</code>" in view.changed.value
+
+
+IMPORTED = """from collections import OrderedDict as Kept
+import functools
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+"""
+WRAPPED = """def train(ctx):
+    model = ctx.build()
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FSDP(layer)
+    model = FSDP(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in ctx.batches:
+        model(batch).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+"""
+
+
+def test_what_a_function_reads_of_the_notebook_s_imports_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("torch")
+    monkeypatch.chdir(tmp_path)
+    functions = defined(IMPORTED + WRAPPED, "train", tmp_path)
+    known = imports_behind(functions["train"])
+    assert known == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
+    view = ScriptChecks(functions=functions)
+    view.path.value = "train"
+    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {one.name for one in view.checks.findings}
+    press_all(view)
+    mended = (tmp_path / "train.mended.py").read_text()
+    # Its own imports are where they are used: a cell may be run again without the others.
+    assert mended.splitlines()[:5] == [
+        "def train(ctx):",
+        "    model = ctx.build()",
+        "    from torch.distributed.fsdp import fully_shard",
+        "    for index, layer in enumerate(model.layers):",
+        "        model.layers[index] = fully_shard(layer)",
+    ]
+    assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in mended and "FSDP" not in mended
 
 
 def test_a_file_of_that_name_goes_before_and_what_is_neither_is_said(

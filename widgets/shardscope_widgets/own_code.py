@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 MAX_BYTES = 2**20
@@ -24,6 +26,8 @@ class OwnCode(NamedTuple):
     """What stands in front of the text."""
     function: str = ""
     """The name of the function that it is; empty: it is a file's."""
+    known: str = ""
+    """Imports that go behind its text where that is checked: those of the notebook that a function reads."""
 
 
 def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
@@ -35,7 +39,9 @@ def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
     # A notebook may change its folder before the click.
     place = file.absolute()
     if not _is_file(file) and inspect.isfunction(functions.get(name)):
-        return OwnCode(_text_of_function(name, functions[name]), place.with_name(f"{name}.py"), "", name)
+        function = functions[name]
+        text, known = _text_of_function(name, function), imports_behind(function)
+        return OwnCode(text, place.with_name(f"{name}.py"), "", name, known)
     text = _text_of(file, functions)
     found = text.removeprefix(MARK)
     return OwnCode(found, place, text[: len(text) - len(found)])
@@ -61,6 +67,36 @@ def _text_of_function(name: str, function: Any) -> str:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         raise ValueError(f"{name} is a function whose text nobody has kept: define it in a cell.") from None
+
+
+def imports_behind(function: Any) -> str:
+    """What the function's global names stand for, as imports on lines of their own; empty: there are none."""
+    lines = []
+    for name in sorted(_names_in(function.__code__)):
+        value = function.__globals__.get(name)
+        if inspect.ismodule(value):
+            lines.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
+        elif (home := _home_of(value)) is not None:
+            own = value.__name__  # type: ignore[union-attr]
+            lines.append(f"from {home} import {own}" + ("" if own == name else f" as {name}"))
+    return "".join(f"\n{line}" for line in lines) + "\n" if lines else ""
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that a function reads, and those of functions inside of it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names, *(name for one in inner for name in _names_in(one))}
+
+
+def _home_of(value: Any) -> str | None:
+    """The outermost package that has a class or a function; None: it is the notebook's own, or neither."""
+    module = getattr(value, "__module__", None)
+    if not (inspect.isclass(value) or inspect.isroutine(value)) or module in (None, "__main__", "builtins"):
+        return None
+    parts = str(module).split(".")
+    homes = (".".join(parts[: number + 1]) for number in range(len(parts)))
+    # Not asked for: a package that imports late would begin to.
+    return next((one for one in homes if vars(sys.modules.get(one, sys)).get(value.__name__) is value), None)
 
 
 def _expanded(name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from difflib import unified_diff
 from html import escape
 from pathlib import Path
@@ -102,10 +103,23 @@ class ScriptChecks(View):
         self.words.value = f"<p class='ss-error'>{escape(self._error)}</p>" if self._error else ""
         self.checks.layout = shared.layout(display="" if self._code else "none")
         self.checks.nothing = NOTHING if self._is_understood() else NOT_READ
-        found = findings_in(self._text, self._plan) if self._code else []
+        found = self._found()
         self.checks.show(found, notable=[one for one in found if noted(self._text, one) is not None])
         code, copy = self._code, self._copy
         self.changed.value = "" if code is None or copy is None else _changed(code, self._text, copy)
+
+    def _found(self) -> list[Finding]:
+        """What the preflight finds in the text, and in none of the imports that are read behind it."""
+        if self._code is None:
+            return []
+        known = self._code.known
+        found = findings_in(self._text + known, self._plan)
+        last = len(self._text.splitlines())
+        return [
+            replace(one, source=None if one.source is None else one.source.removesuffix(known))
+            for one in found
+            if (one.line or 0) <= last
+        ]
 
     def _is_understood(self) -> bool:
         suffix = "" if self._code is None else self._code.file.suffix

@@ -74,7 +74,7 @@ def _edits(script: Script, wrappings: list[_Wrapping]) -> list[Edit]:
     calls = [one.call for one in wrappings]
     if not is_dotted_name(whole.module) or not are_plain(script, calls, statement):
         raise UnknownError
-    local, edits = _names(script, wrappings)
+    local, edits = _names(script, wrappings, _first(script, wrappings[0].call, statement))
     for one in wrappings[:-1]:
         _refuse_unless_layer(script, one, whole)
         options = one.passed(local, of_a_layer=True)
@@ -100,7 +100,15 @@ def _assigned(script: Script, whole: _Wrapping) -> ast.Assign:
     return found[0]
 
 
-def _names(script: Script, wrappings: list[_Wrapping]) -> tuple[dict[str, str], list[Edit]]:
+def _first(script: Script, call: ast.Call, statement: ast.stmt) -> ast.stmt:
+    """The line beside ``statement``, or that itself, that has the first call in it: imports go before it."""
+    bodies = (getattr(one, name, None) for one in script.walk(ast.AST) for name in ("body", "orelse"))
+    beside = next((body for body in bodies if isinstance(body, list) and statement in body), [statement])
+    found: ast.stmt = next((one for one in beside if call in ast.walk(one)), statement)
+    return found
+
+
+def _names(script: Script, wrappings: list[_Wrapping], user: ast.stmt) -> tuple[dict[str, str], list[Edit]]:
     """What the script calls the functions and classes that are needed, and their imports."""
     needed = {MODULE: {SHARD}}
     options = (option for one in wrappings for option in one.options if option.made_of)
@@ -113,7 +121,7 @@ def _names(script: Script, wrappings: list[_Wrapping]) -> tuple[dict[str, str], 
     local: dict[str, str] = {}
     edits: list[Edit] = []
     for home, names in needed.items():
-        found, imports = imported(script, wrappings[0].call, home, *sorted(names))
+        found, imports = imported(script, user, home, *sorted(names))
         local |= found
         edits += imports
     return local, edits
