@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
 from shardscope.frameworks.fsdp2.own_code.migrated import with_fully_shard
 from shardscope.frameworks.fsdp2.own_code.old_config import in_config, is_config
-from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, strategy
+from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, of_fsdp1, strategy
 from shardscope.frameworks.fsdp2.own_code.old_plugin import in_script as plugin_in
 from shardscope.frameworks.fsdp2.own_code.old_plugin import of_version_2
 from shardscope.frameworks.fsdp2.own_code.old_uses import CLIPPING, OLD_CLASS, clipped_by_torch
@@ -113,20 +112,8 @@ def _gone(after: Script | None, name: str) -> str | None:
     return None if is_there else _text(after)
 
 
-_WORDS = re.compile(r"_|(?<=[a-z])(?=[A-Z])")
-"""Between the words of a name: ``use_orig_params``, ``FullStateDictConfig``."""
-
-
 def _instead(script: Script, name: str, line: int, source: str | None) -> Finding:
-    return Finding(
-        name=f"fsdp1-{_WORDS.sub('-', name.strip('_')).lower()}",
-        severity="hint",
-        why=f"Line {line}: {name} is FSDP1's.",
-        number=None,
-        change=REPLACED[name],
-        source=(_clipped(script) if name == CLIPPING else None) or source,
-        line=line,
-    )
+    return of_fsdp1(name, line, REPLACED[name], (_clipped(script) if name == CLIPPING else None) or source)
 
 
 @unless_too_deep

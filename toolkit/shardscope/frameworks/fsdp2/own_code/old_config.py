@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardscope.frameworks.fsdp2.old_names import CONFIG, STRATEGIES
-from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, strategy
+from shardscope.frameworks.fsdp2.own_code.old_findings import gathered_state, of_fsdp1, strategy
 from shardscope.frameworks.fsdp2.own_code.wrapping import one_unit, too_fine
 from shardscope.own_code.script import Script
 from shardscope.planner.preflight.finding import Finding
@@ -70,15 +70,8 @@ def _of_key(script: Script, line: int, key: str, value: str, keys: Mapping[str, 
         new = CONFIG[key] if ": " in CONFIG[key] and not CONFIG[key].startswith("nothing") else None
         # The first version reads them: there they say what its defaults do not.
         is_read = keys.get(VERSION) != "2"
-        yield Finding(
-            name=f"fsdp1-{key.removeprefix('fsdp_').replace('_', '-')}",
-            severity="hint",
-            why=f"Line {line}: {key} is FSDP1's.",
-            number=None,
-            change=CONFIG[key],
-            source=None if is_read else _rewritten(script, {key: new if value.lower() == "true" else None}),
-            line=line,
-        )
+        source = None if is_read else _rewritten(script, {key: new if value.lower() == "true" else None})
+        yield of_fsdp1(key, line, CONFIG[key], source)
     elif key == STATE and value.upper() == "FULL_STATE_DICT":
         sharded = _rewritten(script, {key: f"{STATE}: SHARDED_STATE_DICT"})
         yield replace(gathered_state(script, line, with_optimizer=True), source=sharded)

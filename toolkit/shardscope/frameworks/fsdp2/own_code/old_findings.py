@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,23 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 MOMENTS = 2 * FP32
+
+
+_WORDS = re.compile(r"_|(?<=[a-z])(?=[A-Z])")
+"""Between the words of a name: ``use_orig_params``, ``FullStateDictConfig``."""
+
+
+def of_fsdp1(name: str, line: int, change: str, source: str | None) -> Finding:
+    """An argument, a key or a name that FSDP2 has not, and what it has instead."""
+    return Finding(
+        name=f"fsdp1-{_WORDS.sub('-', name.removeprefix('fsdp_').strip('_')).lower()}",
+        severity="hint",
+        why=f"Line {line}: {name} is FSDP1's.",
+        number=None,
+        change=change,
+        source=source,
+        line=line,
+    )
 
 
 def strategy(name: str, line: int, plan: Plan | None) -> Finding:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from shardscope.frameworks.fsdp2.old_names import REPLACED, STRATEGIES
+from shardscope.frameworks.fsdp2.own_code.old_findings import of_fsdp1
 from shardscope.frameworks.fsdp2.own_code.old_uses import OPTIMIZER, WITHOUT_DTENSORS
 from shardscope.own_code.bindings import is_dotted_name
 from shardscope.own_code.edits import has_comment, mended, replaced, unless_too_deep
@@ -49,15 +50,7 @@ def in_script(script: Script) -> Iterator[Finding]:
             )
         for name in (*OBSOLETE, REFUSED):
             if name in given:
-                yield Finding(
-                    name=f"fsdp1-{name.replace('_', '-')}",
-                    severity="hint",
-                    why=f"Line {given[name].lineno}: {name} is FSDP1's.",
-                    number=None,
-                    change=REPLACED[name],
-                    source=source,
-                    line=given[name].lineno,
-                )
+                yield of_fsdp1(name, given[name].lineno, REPLACED[name], source)
 
 
 def _version(given: Mapping[str, ast.expr]) -> int | None:
