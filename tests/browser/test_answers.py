@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.browser.test_ignored_messages import SHOW
 
-from shardscope_widgets.clickable import Clickable
+from shardscope_widgets.kit.clickable import Clickable
 
 VALUE = (
     "<input data-answer='a' aria-label='GiB'><button data-act='a'>Apply</button>"

@@ -6,7 +6,7 @@ from typing import Any
 
 import shardscope as ss
 from shardscope_widgets import MemoryView, StepView
-from shardscope_widgets.sheet import Sheet
+from shardscope_widgets.kit.sheet import Sheet
 
 PLAN = ss.Plan(
     ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardscope_widgets.clickable import Clickable, IgnoredError
-from shardscope_widgets.tabs import Tabs
+from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.tabs import Tabs
 
 SHOW = """async ([source, state]) => {
   const handlers = {};

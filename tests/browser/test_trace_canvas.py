@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shardscope.trace import Trace
-from shardscope_widgets.trace_view import TraceView
+from shardscope_widgets.trace import TraceView
 
 SHARED = ["viewport_seconds", "search", "selected", "num_matches", "error", "height"]
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"

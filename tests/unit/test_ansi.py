@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope_widgets.ansi import to_html
-from shardscope_widgets.run_log import marked
+from shardscope_widgets.run.ansi import to_html
+from shardscope_widgets.run.log import marked
 
 PLAIN = re.compile(r"<span class='(?:ss-tb?-[a-z]+ ?)+'>|</span>")
 

@@ -13,7 +13,7 @@ import shardscope as ss
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.question import Question
 from shardscope.planner.several import Way
-from shardscope_widgets.checks_view import LOOKING, NOTHING, SIGNS, ChecksView, summary, worst_first
+from shardscope_widgets.checks.view import LOOKING, NOTHING, SIGNS, ChecksView, summary, worst_first
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 

@@ -20,8 +20,8 @@ from shardscope.runs.folder import RunFolder
 from shardscope.runs.free_now import MAX_USERS, free_now
 from shardscope.runs.processes import start_of, this_machine
 from shardscope.runs.records import write_json
-from shardscope_widgets.free_view import FreeView
-from shardscope_widgets.launch_panel import LaunchPanel
+from shardscope_widgets.run.free_memory import FreeView
+from shardscope_widgets.run.launch_panel import LaunchPanel
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_the_view_looks_when_asked_and_escapes_names(monkeypatch: pytest.MonkeyP
 def test_the_kernel_never_uses_cuda_for_it() -> None:
     code = """
 import sys
-from shardscope_widgets.free_view import FreeView
+from shardscope_widgets.run.free_memory import FreeView
 FreeView()
 assert "torch" not in sys.modules
 """

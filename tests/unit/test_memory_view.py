@@ -15,8 +15,9 @@ from shardscope.planner.differences import differences
 from shardscope.planner.repairs import in_words
 from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.measured import measured_memory
-from shardscope_widgets import MemoryView, Studio, memory_view
-from shardscope_widgets.work_panel import Takes, about
+from shardscope_widgets import MemoryView, Studio
+from shardscope_widgets.kit.background_work import Takes, about
+from shardscope_widgets.memory import view as memory_view
 
 GIB = 2**30
 

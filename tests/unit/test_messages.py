@@ -10,9 +10,9 @@ import pytest
 import shardscope as ss
 from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope_widgets import AdviceView, RankingView, Studio
-from shardscope_widgets.checks_view import ChecksView
-from shardscope_widgets.clickable import Clickable
-from shardscope_widgets.tabs import Tabs
+from shardscope_widgets.checks.view import ChecksView
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.tabs import Tabs
 
 WRONG: list[Any] = [
     None,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope_widgets.number_words import Scale, dollars, duration, short, three, typed_tokens
+from shardscope_widgets.kit.numbers import Scale, dollars, duration, short, three, typed_tokens
 
 
 @pytest.mark.parametrize(

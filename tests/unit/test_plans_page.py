@@ -13,7 +13,7 @@ from test_run_view import until
 import shardscope as ss
 from shardscope.planner.abilities import TITLES
 from shardscope_widgets import Studio
-from shardscope_widgets.plans_page import PlansPage
+from shardscope_widgets.plans.page import PlansPage
 
 MODEL, GPUS = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb")
 

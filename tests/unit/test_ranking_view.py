@@ -19,11 +19,11 @@ import shardscope as ss
 from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope_widgets import RankingView, Studio
-from shardscope_widgets.number_words import short
-from shardscope_widgets.plans_page import PlansPage
-from shardscope_widgets.ranking_figure import SHOWN_OVER_CAPACITY
-from shardscope_widgets.ranking_rows import GRID, marks, ordered, signs
-from shardscope_widgets.ranking_table import ROWS_ON_A_PAGE, layout_words
+from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.plans.page import PlansPage
+from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY
+from shardscope_widgets.plans.ranking_rows import GRID, marks, ordered, signs
+from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, layout_words
 
 GIB = 2**30
 MODEL, GPUS, RECIPE = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe()

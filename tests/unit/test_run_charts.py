@@ -11,7 +11,7 @@ from test_run_view import PLAN, FakeRun, record, until
 
 from shardscope.runs.expected import Expected
 from shardscope_widgets import RunView
-from shardscope_widgets.run_figure import RunFigure
+from shardscope_widgets.run.figure import RunFigure
 
 EXPECTED = Expected(
     peak_memory_bytes=3 * 2**30,

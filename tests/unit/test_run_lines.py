@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardscope_widgets.run_lines import MAX_POINTS, Line, thinned
-from shardscope_widgets.run_panels import CARDS, SLOTS, TRAINING, Panel, grid, panels_of
+from shardscope_widgets.run.lines import MAX_POINTS, Line, thinned
+from shardscope_widgets.run.panels import CARDS, SLOTS, TRAINING, Panel, grid, panels_of
 
 
 def test_a_spike_of_one_step_stays_however_long_the_run() -> None:

@@ -13,8 +13,8 @@ import pytest
 import shardscope as ss
 from shardscope.runs.expected import Expected
 from shardscope_widgets import RunView
-from shardscope_widgets.run_figure import RunFigure
-from shardscope_widgets.run_lines import MAX_POINTS
+from shardscope_widgets.run.figure import RunFigure
+from shardscope_widgets.run.lines import MAX_POINTS
 
 PLAN = ss.Plan(
     ss.Architecture.of_size("2m"),

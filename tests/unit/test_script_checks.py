@@ -10,8 +10,8 @@ from tests.unit.test_fsdp1_mended import CONFIG, NEW_CONFIG
 
 import shardscope as ss
 from shardscope_widgets import Studio
-from shardscope_widgets.own_code import imports_behind
-from shardscope_widgets.script_checks import ScriptChecks
+from shardscope_widgets.checks.own_code import imports_behind
+from shardscope_widgets.checks.script import ScriptChecks
 
 
 @pytest.fixture

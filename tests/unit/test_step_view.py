@@ -13,10 +13,11 @@ import pytest
 
 import shardscope as ss
 from shardscope.timing.report import PARTS
-from shardscope_widgets import StepView, step_rows
-from shardscope_widgets.step_rows import RunSteps, shown_step
-from shardscope_widgets.step_table import figures, table
-from shardscope_widgets.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
+from shardscope_widgets import StepView
+from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
+from shardscope_widgets.time import rows as step_rows
+from shardscope_widgets.time.rows import RunSteps, shown_step
+from shardscope_widgets.time.table import figures, table
 
 
 def plan_of(

@@ -26,12 +26,12 @@ from shardscope.memory.report import COMPONENTS
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import append_line
 from shardscope_widgets import MemoryView, Studio, TraceView
-from shardscope_widgets.checks_view import summary
-from shardscope_widgets.launch_panel import offer_for
-from shardscope_widgets.number_words import short
+from shardscope_widgets.checks.view import summary
+from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.words import device_count, title, verdict
 from shardscope_widgets.pickers import LayoutPicker
+from shardscope_widgets.run.launch_panel import offer_for
 from shardscope_widgets.studio import PAUSE_SECONDS
-from shardscope_widgets.words import device_count, title, verdict
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS
-from shardscope_widgets.trace_view import TraceView
+from shardscope_widgets.trace import TraceView
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 

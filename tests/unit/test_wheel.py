@@ -106,8 +106,8 @@ def test_every_file_of_a_package_is_in_it(wheel: zipfile.ZipFile, package: str) 
         "shardscope/training/corpus/moby_dick.txt",
         "shardscope/training/corpus/tokenizer.json",
         "shardscope_widgets/py.typed",
-        "shardscope_widgets/trace_view/front_end/style.css",
-        "shardscope_widgets/trace_view/front_end/view.js",
+        "shardscope_widgets/trace/front_end/style.css",
+        "shardscope_widgets/trace/front_end/view.js",
     ],
 )
 def test_what_code_reads_at_run_time_is_in_it(wheel: zipfile.ZipFile, name: str) -> None:

@@ -3,12 +3,12 @@
 Each view stands alone and shows itself as the last line of a cell; ``Studio()`` is all of them on one bench.
 """
 
-from shardscope_widgets.advice_view import AdviceView
-from shardscope_widgets.memory_view import MemoryView
-from shardscope_widgets.ranking_view import RankingView
-from shardscope_widgets.run_view import RunView
-from shardscope_widgets.step_view import StepView
+from shardscope_widgets.memory.view import MemoryView
+from shardscope_widgets.plans.advice_view import AdviceView
+from shardscope_widgets.plans.ranking_view import RankingView
+from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio import Studio
-from shardscope_widgets.trace_view import TraceView
+from shardscope_widgets.time.view import StepView
+from shardscope_widgets.trace import TraceView
 
 __all__ = ["AdviceView", "MemoryView", "RankingView", "RunView", "StepView", "Studio", "TraceView"]

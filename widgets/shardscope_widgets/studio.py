@@ -20,26 +20,26 @@ from shardscope.memory.report import MemoryReport
 from shardscope.planner.preflight import Finding
 from shardscope.planner.room import fits
 from shardscope.runs.free_memory import TooLittleFreeError
-from shardscope_widgets import shared
-from shardscope_widgets.checks_view import ChecksView, summary, worst_first
-from shardscope_widgets.export_panel import ExportPanel
-from shardscope_widgets.later import Later
-from shardscope_widgets.launch_panel import LaunchPanel
-from shardscope_widgets.living_runs import LivingRuns
-from shardscope_widgets.memory_view import MemoryView
+from shardscope_widgets.checks.script import ScriptChecks
+from shardscope_widgets.checks.view import ChecksView, summary, worst_first
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.tabs import Tabs
+from shardscope_widgets.kit.view import View
+from shardscope_widgets.kit.words import sentence, verdict
+from shardscope_widgets.memory.repairs import RepairsPanel
+from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
-from shardscope_widgets.plans_page import PlansPage
-from shardscope_widgets.rates import rates
-from shardscope_widgets.repairs_panel import RepairsPanel
-from shardscope_widgets.run_view import RunView
-from shardscope_widgets.script_checks import ScriptChecks
-from shardscope_widgets.sheet import Sheet
-from shardscope_widgets.step_rows import RunSteps, shown_step
-from shardscope_widgets.step_view import StepView
-from shardscope_widgets.tabs import Tabs
-from shardscope_widgets.trace_view import TraceView
-from shardscope_widgets.view import View
-from shardscope_widgets.words import sentence, verdict
+from shardscope_widgets.plans.page import PlansPage
+from shardscope_widgets.run.export_panel import ExportPanel
+from shardscope_widgets.run.launch_panel import LaunchPanel
+from shardscope_widgets.run.living_runs import LivingRuns
+from shardscope_widgets.run.view import RunView
+from shardscope_widgets.time.rates import rates
+from shardscope_widgets.time.rows import RunSteps, shown_step
+from shardscope_widgets.time.view import StepView
+from shardscope_widgets.trace import TraceView
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
 PAUSE_SECONDS = 0.25
@@ -61,7 +61,7 @@ class Studio(View):
         self.architecture = ArchitecturePicker()
         self.cluster = ClusterPicker()
         self.recipe = RecipePicker()
-        self.which = shared.button(
+        self.which = controls.button(
             "Which framework? See the path",
             "ss-link",
             tooltip="Plans: the questions on the way to a framework",
@@ -73,10 +73,10 @@ class Studio(View):
         self.living = LivingRuns(self._watch)
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.export_panel = ExportPanel()
-        self.headline = shared.html()
-        self.rates = shared.html()
+        self.headline = controls.html()
+        self.rates = controls.html()
         self.repairs = RepairsPanel(on_apply=self.apply)
-        head = widgets.Box([self.headline, self.rates], layout=shared.layout())
+        head = widgets.Box([self.headline, self.rates], layout=controls.layout())
         head.add_class("ss-head")
         self.tabs = Tabs(TABS)
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
@@ -103,13 +103,13 @@ class Studio(View):
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Steps of runs, until there is a view to show them."""
         below = (self.launch_panel, self.export_panel, self.export_panel.words)
-        side = widgets.VBox([*self._pickers, *below], layout=shared.layout())
+        side = widgets.VBox([*self._pickers, *below], layout=controls.layout())
         side.add_class("ss-side")
-        main = widgets.VBox([self.tabs, *self._pages.values()], layout=shared.layout())
+        main = widgets.VBox([self.tabs, *self._pages.values()], layout=controls.layout())
         main.add_class("ss-main")
-        body = widgets.Box([side, main], layout=shared.layout())
+        body = widgets.Box([side, main], layout=controls.layout())
         body.add_class("ss-body")
-        self.sheet = Sheet()
+        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run")
         super().__init__([self.sheet, head, body])
         self.add_class("ss-root")
         self.add_class("ss-studio")
@@ -383,4 +383,4 @@ class Studio(View):
 
 
 def _hint(words: str) -> widgets.HTML:
-    return shared.html(escape(words), "ss-hint")
+    return controls.html(escape(words), "ss-hint")

@@ -10,7 +10,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.catalog import model_names
 from shardscope.validation import FieldError
-from shardscope_widgets import shared
+from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
@@ -23,14 +23,14 @@ class ArchitecturePicker(Picker):
 
     def __init__(self, name: str = "llama-3.1-8b") -> None:
         self.name = widgets.Combobox(
-            layout=shared.filling(),
+            layout=controls.filling(),
             value=name,
             options=list(ss.models),
             continuous_update=False,
             placeholder="name, size (7b) or config.json",
             tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a config.json",
         )
-        self.hint = shared.html("", "ss-hint")
+        self.hint = controls.html("", "ss-hint")
         self._taken: dict[str, ss.Architecture] = {}
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")

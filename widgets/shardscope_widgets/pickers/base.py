@@ -13,7 +13,7 @@ import traitlets
 
 from shardscope.cluster import MAX_BYTES
 from shardscope.validation import refuse
-from shardscope_widgets import shared
+from shardscope_widgets.kit import controls
 
 LABEL_WIDTH = "84px"
 THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
@@ -22,12 +22,12 @@ THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 class Row(widgets.HBox):
     """One labelled input (or a few side by side) and, under it, what is wrong with it."""
 
-    def __init__(self, label: str, *controls: widgets.Widget) -> None:
-        self.name = shared.label(label, LABEL_WIDTH)
+    def __init__(self, label: str, *inputs: widgets.Widget) -> None:
+        self.name = controls.label(label, LABEL_WIDTH)
         self.message = ""
         """What is wrong; empty: nothing."""
         self._error: widgets.HTML | None = None
-        super().__init__([self.name, *controls])
+        super().__init__([self.name, *inputs])
         self.add_class("ss-row")
 
     def show_error(self, message: str) -> None:
@@ -37,7 +37,7 @@ class Row(widgets.HBox):
             if not message:
                 return
             # Not before: most rows never have one, and a page that is loaded anew has less to get.
-            self._error = shared.html("", "ss-error")
+            self._error = controls.html("", "ss-error")
             self.children = (*self.children, self._error)
         self._error.value = f"<span role='alert'>{escape(message)}</span>" if message else ""
         (self._error.remove_class if message else self._error.add_class)("ss-off")
@@ -53,10 +53,10 @@ class Picker(widgets.VBox):
     def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
         self.rows = rows
         self._own_error = False
-        heading = shared.html(f"<h3>{self.heading}</h3>")
+        heading = controls.html(f"<h3>{self.heading}</h3>")
         # A row may answer for several fields; it stands on the screen once.
         unique = list(dict.fromkeys(rows.values()))
-        super().__init__([heading, *unique, *([hint] if hint else [])], layout=shared.layout())
+        super().__init__([heading, *unique, *([hint] if hint else [])], layout=controls.layout())
         self.add_class("ss-group")
 
     def make(self) -> Any:

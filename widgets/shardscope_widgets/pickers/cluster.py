@@ -7,9 +7,9 @@ from dataclasses import replace
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope_widgets import shared
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.pickers.base import Picker, Row, typed_bytes, typed_number, typed_size
-from shardscope_widgets.words import device_count, title
 
 GIB = 2**30
 UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
@@ -30,17 +30,17 @@ class ClusterPicker(Picker):
         self.machine = ss.Cluster.detect()
         self._known = {name: ss.gpus[name] for name in ss.gpus}
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
-        self.type = shared.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
-        self.count = shared.text(cluster.gpus_per_node, "GPUs in each node", "48px")
-        self.nodes = shared.text(cluster.num_nodes, "Nodes", "40px")
-        self.host = shared.text("", "Host memory of each node, in GiB; empty: not known", "64px")
-        self.nvme = shared.text("", "NVMe space of each node, in GiB; empty: not known", "64px")
-        self.speed = shared.text("", "What a node reads from its NVMe, in GB/s; empty: not known", "48px")
-        self.hint = shared.html("", "ss-hint")
-        self.use_machine = shared.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
-        counts = Row("Count", self.count, shared.label("GPUs ×"), self.nodes, shared.label("nodes"))
-        host = Row("Host", self.host, shared.label("GiB of memory"))
-        nvme = Row("NVMe", self.nvme, shared.label("GiB at"), self.speed, shared.label("GB/s"))
+        self.type = controls.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
+        self.count = controls.text(cluster.gpus_per_node, "GPUs in each node", "48px")
+        self.nodes = controls.text(cluster.num_nodes, "Nodes", "40px")
+        self.host = controls.text("", "Host memory of each node, in GiB; empty: not known", "64px")
+        self.nvme = controls.text("", "NVMe space of each node, in GiB; empty: not known", "64px")
+        self.speed = controls.text("", "What a node reads from its NVMe, in GB/s; empty: not known", "48px")
+        self.hint = controls.html("", "ss-hint")
+        self.use_machine = controls.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
+        counts = Row("Count", self.count, controls.label("GPUs ×"), self.nodes, controls.label("nodes"))
+        host = Row("Host", self.host, controls.label("GiB of memory"))
+        nvme = Row("NVMe", self.nvme, controls.label("GiB at"), self.speed, controls.label("GB/s"))
         super().__init__(
             {
                 "gpu": Row("Type", self.type),
@@ -50,7 +50,7 @@ class ClusterPicker(Picker):
                 "nvme_bytes": nvme,
                 "nvme_bandwidth_bytes_per_second": nvme,
             },
-            widgets.VBox([self.hint, self.use_machine], layout=shared.layout(align_items="flex-start")),
+            widgets.VBox([self.hint, self.use_machine], layout=controls.layout(align_items="flex-start")),
         )
         self._filling = False
         self._base = cluster

@@ -11,7 +11,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
-from shardscope_widgets import shared
+from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Picker, Row
 
 LABELS = {
@@ -51,7 +51,7 @@ class LayoutPicker(Picker):
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
         layout = layout or ss.Layout.fsdp2()
         self._layouts[layout.framework] = layout
-        self.framework = shared.dropdown(
+        self.framework = controls.dropdown(
             options=[(framework.title, name) for name, framework in frameworks.items()],
             value=layout.framework,
             tooltip="Framework",
@@ -62,7 +62,7 @@ class LayoutPicker(Picker):
         self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
         self._offering = False
         self._taken: ss.Layout | None = None
-        self.hint = shared.html("", "ss-hint")
+        self.hint = controls.html("", "ss-hint")
         self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
         self.framework.observe(self.read, "value")
@@ -108,10 +108,10 @@ class LayoutPicker(Picker):
             return self._layouts[name]
         if self._taken is not None and self._running(self._taken, {}) is not None:
             return self._taken
-        controls = self._controls[name]
-        shown = {field: None if c.value is NOTHING else c.value for field, c in controls.items()}
+        own = self._controls[name]
+        shown = {field: None if c.value is NOTHING else c.value for field, c in own.items()}
         # Where there was only one choice nobody has made it: the field keeps its default, if that runs.
-        chosen = {field: value for field, value in shown.items() if len(controls[field].options) > 1}
+        chosen = {field: value for field, value in shown.items() if len(own[field].options) > 1}
         last = self._layouts[name]
         unshown = {field: getattr(last, field) for field in _unshown(last)}
         for values in (chosen, shown):
@@ -184,9 +184,9 @@ class LayoutPicker(Picker):
         label = LABELS.get(field, field.replace("_", " ").capitalize())
         options = _options(field, values or (1,))
         control = (
-            shared.dropdown(options=options, tooltip=f"{label} parallel ranks")
+            controls.dropdown(options=options, tooltip=f"{label} parallel ranks")
             if values is None
-            else shared.segments(options, label)
+            else controls.segments(options, label)
         )
         default = getattr(self._layouts[name], field)
         offered = [value for _, value in options]

@@ -8,7 +8,7 @@ from html import escape
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope_widgets import shared
+from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, typed_number
 from shardscope_widgets.pickers.recipe_choices import Advanced, options
 
@@ -22,23 +22,25 @@ class RecipePicker(Picker):
         recipe = recipe or ss.Recipe()
         self._base = recipe
         self._taking = False
-        self.method = shared.segments(options("method", None, None), "Method")
+        self.method = controls.segments(options("method", None, None), "Method")
         self.method.value = recipe.method
-        self.lora_rank = shared.text(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
-        self.precision = shared.dropdown(
+        self.lora_rank = controls.text(recipe.adapter_rank, "Rank of the LoRA adapters", "52px")
+        self.precision = controls.dropdown(
             options=options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
-        self.seq_len = shared.text(recipe.seq_len, "Tokens in one sequence")
-        self.micro = shared.text(recipe.micro_batch_size, "Sequences that a GPU takes at once", "44px")
-        self.global_batch = shared.text(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
-        self.recompute = shared.dropdown(
+        self.seq_len = controls.text(recipe.seq_len, "Tokens in one sequence")
+        self.micro = controls.text(recipe.micro_batch_size, "Sequences that a GPU takes at once", "44px")
+        self.global_batch = controls.text(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
+        self.recompute = controls.dropdown(
             options=options("recompute", None, None), value=recipe.recompute, tooltip="Recompute activations"
         )
-        batch = Row("Batch", self.micro, shared.label("a GPU,"), self.global_batch, shared.label("in all"))
+        batch = Row(
+            "Batch", self.micro, controls.label("a GPU,"), self.global_batch, controls.label("in all")
+        )
         self._rank_row = Row("LoRA rank", self.lora_rank)
         self.advanced = Advanced(recipe)
-        self.also = shared.html("", "ss-hint")
-        self.reset = shared.button("Back to defaults", "ss-link", layout=widgets.Layout(display="none"))
+        self.also = controls.html("", "ss-hint")
+        self.reset = controls.button("Back to defaults", "ss-link", layout=widgets.Layout(display="none"))
         self.reset.on_click(self._forget_unshown)
         super().__init__(
             {
@@ -51,7 +53,7 @@ class RecipePicker(Picker):
                 "recompute": Row("Recompute", self.recompute),
                 **self.advanced.rows,
             },
-            widgets.VBox([self.also, self.reset], layout=shared.layout()),
+            widgets.VBox([self.also, self.reset], layout=controls.layout()),
         )
         # The button stands between what everybody sees and what it opens.
         first = self.children.index(self.rows["optimizer"])

@@ -9,7 +9,7 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope.recipe import CHOICES, OPEN_CHOICES
 from shardscope.support import supported
-from shardscope_widgets import shared
+from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Nothing, Row
 
 WORDS: dict[str, str] = {
@@ -84,17 +84,19 @@ class Advanced:
 
     def __init__(self, recipe: ss.Recipe) -> None:
         self.dropdowns: dict[str, widgets.Dropdown] = {
-            field: shared.dropdown(options=options(field, None, None), tooltip=label)
+            field: controls.dropdown(options=options(field, None, None), tooltip=label)
             for field, label in ADVANCED.items()
         }
-        self.interval = shared.text(recipe.recompute_interval, "Every how many layers", "44px")
-        self.dropout = shared.text(recipe.dropout, "Probability of dropout", "64px")
+        self.interval = controls.text(recipe.recompute_interval, "Every how many layers", "44px")
+        self.dropout = controls.text(recipe.dropout, "Probability of dropout", "64px")
         self.rows: dict[str, Row] = {
             field: Row(label, self.dropdowns[field]) for field, label in ADVANCED.items()
         }
-        self.rows["recompute_interval"] = Row("Every", self.interval, shared.label("layers, 1: all of them"))
+        self.rows["recompute_interval"] = Row(
+            "Every", self.interval, controls.label("layers, 1: all of them")
+        )
         self.rows["dropout"] = Row("Dropout", self.dropout)
-        self.button = shared.button("Advanced", "ss-link", icon="chevron-right")
+        self.button = controls.button("Advanced", "ss-link", icon="chevron-right")
         self.is_open = False
         self._meaningless: set[str] = set()
         self.button.on_click(lambda _: self.open(not self.is_open))

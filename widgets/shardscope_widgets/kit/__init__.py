@@ -1,0 +1,1 @@
+"""What views share: controls, theme, charts, tabs, clickable tables, numbers and the front-end loader."""

@@ -1,0 +1,29 @@
+"""The stylesheet as a widget, which also keeps charts as wide as their container."""
+
+from __future__ import annotations
+
+import anywidget
+import traitlets
+
+from shardscope_widgets.kit.front_end import front_end_text
+
+
+class Sheet(anywidget.AnyWidget):
+    """The shared stylesheet and those of the named view folders: ``Sheet("memory")``.
+
+    Every view whose class list has ``ss-root`` contains one.
+    """
+
+    _esm = front_end_text("kit/front_end", "sheet.js")
+    _css = front_end_text("kit/front_end", "style.css")
+    measures = traitlets.Bool(False, help="Whether the browser reports the view's width.").tag(sync=True)
+    width = traitlets.Int(0, help="Pixels; 0 until the view was seen, and without `measures`.").tag(sync=True)
+
+    def __init__(self, *folders: str, measures: bool = False) -> None:
+        """``folders``: the view folders whose ``style.css`` is added, in this order."""
+        own = [front_end_text(folder, "style.css") for folder in folders]
+        super().__init__(_css="\n".join([type(self)._css, *own]), measures=measures)
+
+    def show(self) -> None:
+        """Scroll the top of the view into sight: a button far below it may have changed what is there."""
+        self.send("show")

@@ -1,0 +1,51 @@
+"""The row of tabs above the answers, with a number beside a name where there is something to see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anywidget
+import traitlets
+
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.front_end import front_end_text
+
+MAX_ERROR = 400
+
+
+class Tabs(anywidget.AnyWidget):
+    """``value`` is the name that is chosen; ipywidgets' own buttons have neither roles nor arrow keys."""
+
+    _esm = front_end_text("kit/front_end", "tabs.js")
+    names = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    value = traitlets.Unicode().tag(sync=True)
+    error = traitlets.Unicode(help="What the page asked for last, if it may not.").tag(sync=True)
+    badges = traitlets.Dict(help="Name -> number beside it, what it counts, how bad.").tag(sync=True)
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names=list(names), value=names[0], layout=controls.layout())
+        self.add_class("ss-tabs")
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """What the page changed. What is no tab is shown as an error, never raised: nobody would see it."""
+        try:
+            super().set_state(sync_data)
+        except traitlets.TraitError as refusal:
+            self.error = f"Ignored: {str(refusal)[:MAX_ERROR]}"
+        else:
+            self.error = ""
+
+    @traitlets.validate("value")
+    def _known(self, proposal: dict[str, str]) -> str:
+        if proposal["value"] not in self.names:
+            raise traitlets.TraitError(f"{proposal['value']!r} is no tab; there are {', '.join(self.names)}")
+        return proposal["value"]
+
+    def mark(self, name: str, count: int, words: str, severity: str) -> None:
+        """Put ``count`` beside a name, and what it counts into its tooltip; 0 takes it away.
+
+        ``severity``, of the worst that is counted, gives its colour.
+        """
+        others = {key: value for key, value in self.badges.items() if key != name}
+        self.badges = {**others, name: [str(count), words, severity]} if count else others

@@ -1,0 +1,1 @@
+"""The plans view: advice, and the search as chart and table."""

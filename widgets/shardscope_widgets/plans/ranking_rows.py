@@ -1,0 +1,96 @@
+"""A search's results as rows that are sorted and paged, and as marks that a chart can carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import shardscope as ss
+from shardscope.frameworks.registry import frameworks
+from shardscope_widgets.kit.theme import FRAMEWORK_COLOURS, FRAMEWORK_SIGNS, FRAMEWORK_SYMBOLS
+
+if TYPE_CHECKING:
+    from shardscope.planner.ranking import Ranking
+
+ASCENDING: dict[str, bool] = {
+    "tokens_per_second_per_gpu": False,
+    "step_seconds": True,
+    "peak_bytes": True,
+    "headroom_bytes": False,
+    "cost_per_token": True,
+    "framework": True,
+}
+"""Columns that sort where they are known, and which end a first click brings to the top: the better one."""
+GRID = (72, 44)
+"""Places that a chart of usual width can tell apart, across and upwards: two plans in one are one mark."""
+
+Indices = npt.NDArray[np.int64]
+
+
+class Sign(NamedTuple):
+    """How a framework looks in chart and table: never by its colour alone."""
+
+    title: str
+    colour: str
+    symbol: str
+    text: str
+
+
+def signs() -> dict[str, Sign]:
+    """Framework's name -> its sign, in the order of the registry."""
+    return {
+        name: Sign(
+            framework.title,
+            FRAMEWORK_COLOURS[index % len(FRAMEWORK_COLOURS)],
+            FRAMEWORK_SYMBOLS[index % len(FRAMEWORK_SYMBOLS)],
+            FRAMEWORK_SIGNS[index % len(FRAMEWORK_SIGNS)],
+        )
+        for index, (name, framework) in enumerate(frameworks.items())
+    }
+
+
+def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
+    """Feasible rows by a column, equals in the ranking's order; None: in the ranking's order."""
+    rows = ranking.order
+    # Of a cluster without a price no cost is known.
+    if column is None or getattr(ranking, column) is None:
+        return rows
+    values = np.asarray(getattr(ranking, column))[rows]
+    if not ascending:
+        # Stable in both directions: a reversed stable sort would turn equals around.
+        _, codes = np.unique(values, return_inverse=True)
+        values = -codes
+    return rows[np.argsort(values, kind="stable")]
+
+
+def marks(
+    ranking: Ranking, rows: Indices, x_range: tuple[float, float], y_range: tuple[float, float]
+) -> Indices:
+    """The first of ``rows`` in each place that a chart can tell apart, for each framework."""
+    memory = np.asarray(ranking.peak_bytes, dtype=float)[rows]
+    speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)[rows]
+    _, codes = np.unique(np.asarray(ranking.framework)[rows], return_inverse=True)
+    across = _place(memory, x_range, GRID[0])
+    upwards = _place(speed, y_range, GRID[1])
+    _, first = np.unique((codes * GRID[1] + upwards) * GRID[0] + across, return_index=True)
+    return rows[np.sort(first)]
+
+
+def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number: int) -> Indices:
+    low, high = bounds
+    share = (values - low) / max(high - low, 1e-300)
+    return np.clip((share * number).astype(np.int64), 0, number - 1)
+
+
+def is_row(ranking: Ranking, index: int, plan: ss.Plan, peak_bytes: int) -> bool:
+    """Whether a row is ``plan``, whose peak is ``peak_bytes``, however its open fields are written."""
+    other = ranking.plan(index)
+    return (
+        peak_bytes == int(ranking.peak_bytes[index])
+        and other.layout.framework == plan.layout.framework
+        and other.degrees == plan.degrees
+        and other.recipe.micro_batch_size == plan.recipe.micro_batch_size
+        and other.recipe.recompute == plan.recipe.recompute
+    )

@@ -1,0 +1,153 @@
+"""The best plans of a search as rows that are sorted, paged and pressed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import shardscope as ss
+from shardscope.frameworks.registry import why_not_trained
+from shardscope.memory.words import gib
+from shardscope.planner.misses import instead_words
+from shardscope_widgets.kit.numbers import Scale, dollars, short
+from shardscope_widgets.pickers.layout import LABELS, WORDS
+from shardscope_widgets.plans.ranking_rows import Indices, is_row, signs
+
+if TYPE_CHECKING:
+    from shardscope.planner.ranking import Ranking
+
+ROWS_ON_A_PAGE = 12
+HEADINGS = {
+    "tokens_per_second_per_gpu": "tokens/s per GPU",
+    "step_seconds": "step, {unit}",
+    "peak_bytes": "peak, GiB",
+    "headroom_bytes": "room left, GiB",
+}
+
+
+Chosen = tuple[ss.Plan, int]
+"""The plan that is applied, and its peak bytes."""
+
+
+def page_of(
+    ranking: Ranking,
+    order: Indices,
+    first: int,
+    column: str | None,
+    ascending: bool,
+    chosen: Chosen | None,
+) -> str:
+    """Twelve rows from ``first`` on, with headings that sort and rows that apply."""
+    shown = order[first : first + ROWS_ON_A_PAGE]
+    steps = np.asarray(ranking.step_seconds, dtype=float)
+    scale = Scale.of(float(steps[order[0]]))
+    head = _heading("framework", "plan", column, ascending) + "<th>micro-batch</th>"
+    head += "<th class='ss-text'>recompute</th>"
+    head += "".join(
+        _heading(name, words.format(unit=scale.unit), column, ascending) for name, words in HEADINGS.items()
+    )
+    cost = "$ per M tokens"
+    known = ranking.cost_per_token is not None
+    head += _heading("cost_per_token", cost, column, ascending) if known else f"<th>{cost}</th>"
+    rows = "".join(_row(ranking, int(index), scale, chosen) for index in shown)
+    return (
+        f"<div class='ss-scroll'><table class='ss-table ss-ranked'><thead><tr>{head}"
+        f"</tr></thead><tbody>{rows}</tbody></table></div>{_pager(first, len(order))}"
+    )
+
+
+def _heading(name: str, words: str, column: str | None, ascending: bool) -> str:
+    sorts, arrow = "", ""
+    if name == column:
+        sorts = f" aria-sort='{'ascending' if ascending else 'descending'}'"
+        arrow = " ▴" if ascending else " ▾"
+    kind = " class='ss-text'" if name == "framework" else ""
+    button = f"<button type='button' data-act='sort:{name}'>{words}{arrow}</button>"
+    return f"<th scope='col'{kind}{sorts}>{button}</th>"
+
+
+def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> str:
+    plan = ranking.plan(index)
+    sign = signs()[plan.layout.framework]
+    rate = float(ranking.tokens_per_second_per_gpu[index])
+    costs = ranking.cost_per_token
+    cost = "–" if costs is None else dollars(1e6 * float(costs[index]))
+    current = chosen is not None and is_row(ranking, index, *chosen)
+    kind = " class='ss-current'" if current else ""
+    name = escape(layout_words(plan.layout))
+    note = "<span>· this plan</span>" if current else ""
+    if (refusal := why_not_trained(plan)) is not None:
+        note += f"<span class='ss-hint' title='{escape(refusal, quote=True)}'>· no Launch</span>"
+    mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
+    return (
+        f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"
+        f"<button type='button' data-act='apply:{index}'>{name}</button>{note}</div></td>"
+        f"<td>{plan.recipe.micro_batch_size}</td>"
+        f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{short(rate)}</td>"
+        f"<td>{scale.show(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
+        f"<td>{gib(int(ranking.headroom_bytes[index]))}</td><td>{cost}</td></tr>"
+    )
+
+
+def layout_words(layout: ss.Layout) -> str:
+    """``Megatron-core tp 4 pp 4, sequence whole``: the framework and what differs from its plainest."""
+    plain = type(layout)()
+    numbers, switches = [], []
+    for name, values in layout.choices.items():
+        value = getattr(layout, name)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        # A number that has no value for "none", as ZeRO's stage, is always worth telling.
+        told = is_number and values is not None and None not in values
+        if value is None or (value == getattr(plain, name) and not told):
+            continue
+        if is_number:
+            numbers.append(f"{name} {value}")
+        elif not (name == "sequence_parallel" and value == plain_sequence(layout)):
+            switches.append(f"{LABELS.get(name, name).lower()} {WORDS.get(name, {}).get(value, value)}")
+    return ", ".join([" ".join([layout.title, *numbers]), *switches])
+
+
+def plain_sequence(layout: ss.Layout) -> bool:
+    """What sequence parallelism is where nobody said: on with tensor parallelism."""
+    return bool(replace(layout, sequence_parallel=None).splits_sequence)  # type: ignore[call-arg]
+
+
+def _pager(first: int, number: int) -> str:
+    if number <= ROWS_ON_A_PAGE:
+        return ""
+    last = min(first + ROWS_ON_A_PAGE, number)
+    back = " disabled" if first == 0 else ""
+    on = " disabled" if last == number else ""
+    return (
+        f"<div class='ss-pager'><button type='button' class='ss-act' data-act='page:-1'{back}>Back</button>"
+        f"<button type='button' class='ss-act' data-act='page:1'{on}>More</button>"
+        f"<span>{first + 1:,} to {last:,} of {number:,} plans</span></div>"
+    )
+
+
+def misses(ranking: Ranking) -> str:
+    """Where nothing fits: the nearest misses, and what each lacks."""
+    rows = "".join(
+        f"<li><div>{escape(miss.words)}</div><button type='button' class='ss-act'"
+        f" data-act='apply:{miss.index}'>Apply</button></li>"
+        for miss in ranking.misses
+    )
+    if ranking.instead is not None:
+        applied = ranking.instead.num_feasible > 0
+        button = "<button type='button' class='ss-act' data-act='instead'>Apply</button>" if applied else ""
+        rows += f"<li><div>{escape(instead_words(ranking.instead))}</div>{button}</li>"
+    head = "<h2>Nothing fits <span class='ss-hint'>these come nearest</span></h2>"
+    return f"{head}<ul class='ss-offers'>{rows}</ul>"
+
+
+def refusals(ranking: Ranking) -> str:
+    """Frameworks that have no part in the chart, and plans that are last in the table, and why."""
+    titles = signs()
+    rows = f"<div>{escape(ranking.unsaid)}</div>" if ranking.unsaid else ""
+    rows += "".join(
+        f"<div><b>{titles[name].title}</b>: {escape(why)}</div>" for name, why in ranking.refused.items()
+    )
+    return f"<div class='ss-hint ss-refused'>{rows}</div>" if rows else ""

@@ -1,0 +1,203 @@
+"""What a search found: every plan in one chart, the best of them in a table whose rows apply."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.background_work import Progress, WorkPanel
+from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.view import View
+from shardscope_widgets.plans.ranking_figure import counted, draw, empty_figure, key, ring
+from shardscope_widgets.plans.ranking_rows import ASCENDING, Indices, ordered
+from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
+
+if TYPE_CHECKING:
+    from shardscope.planner.ranking import Ranking
+
+
+class RankingView(View):
+    """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it.
+
+    :meth:`search` asks in the background, with a bar and a way to cancel; ``RankingView(ranking)`` shows what
+    ``ss.search`` returned.
+    """
+
+    plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
+
+    def __init__(
+        self,
+        ranking: Ranking | None = None,
+        *,
+        on_apply: Callable[[ss.Plan], None] | None = None,
+        work: WorkPanel | None = None,
+    ) -> None:
+        """``work`` is where a search shows how far it is, if that is not above the chart."""
+        self.ranking: Ranking | None = None
+        self._on_apply = on_apply
+        self._current: tuple[ss.Plan, int] | None = None
+        # A search ends in a thread of its own, while a person may sort what is there.
+        self._lock = threading.RLock()
+        self._column: str | None = None
+        """None: as the ranking has them."""
+        self._ascending, self._first = True, 0
+        self._order: Indices | None = None
+        self._ask_again: Callable[[], None] | None = None
+        self.figure: Chart | None = None
+        self.work = work or WorkPanel("Search again", "Ask the same once more", self._press)
+        own = [] if work else [self.work, self.work.words]
+        if own:
+            self.work.offer(False)  # Until there is a question.
+        self._place = widgets.VBox(layout=controls.layout())
+        self.caption = controls.html("", "ss-hint")
+        spare = 100 - TIGHT_PERCENT
+        self.room = controls.segments([(f"with {spare} % to spare", spare), ("all that fit", 0)], "Memory")
+        self.room.observe(self._sort, "value")
+        # Nothing to choose from until a search has ended.
+        self._bar = widgets.HBox([self.room], layout=widgets.Layout(display="none"))
+        self._bar.add_class("ss-toolbar")
+        self.table = Clickable(self._act)
+        super().__init__([Sheet("plans"), *own, self._place, self.caption, self._bar, self.table])
+        for name in ("ss-root", "ss-view", "ss-ranking"):
+            self.add_class(name)
+        if ranking is not None:
+            self.show(ranking)
+
+    def search(
+        self,
+        arch: ss.Architecture,
+        cluster: ss.Cluster,
+        recipe: ss.Recipe,
+        frameworks: Sequence[str] | None = None,
+        *,
+        on_found: Callable[[], None] | None = None,
+    ) -> None:
+        """Do ``ss.search`` in the background and show what it finds; then call ``on_found``.
+
+        Returns at once. Does nothing while a search is under way. What ``ss.search`` raises is read beside
+        the button.
+        """
+
+        def work(progress: Progress) -> Ranking:
+            return ss.search(arch, cluster, recipe, frameworks=frameworks, progress=progress)
+
+        def found(ranking: Ranking) -> None:
+            self.show(ranking)
+            if on_found is not None:
+                on_found()
+
+        self._ask_again = partial(self.search, arch, cluster, recipe, frameworks, on_found=on_found)
+        self.work.offer(True)
+        self.work.start(work, found, lambda _, seconds: "")
+
+    def show(self, ranking: Ranking) -> None:
+        """Draw what a search found, the best first."""
+        with self._lock:
+            self.ranking = ranking
+            self._column, self._ascending, self._first = None, True, 0
+            self._order = self._ordered(ranking)
+            if self.figure is None:
+                self.figure = empty_figure()
+                self._place.children = [self.figure]
+                self._bar.layout.display = ""
+            num_marks = draw(self.figure, ranking)
+            self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
+            self._mark_again()
+
+    def freeze(self, frozen: bool) -> None:
+        """Let nothing be pressed, and look so: what is shown is no answer to what is asked now."""
+        self.table.frozen = self.room.disabled = frozen
+        (self.add_class if frozen else self.remove_class)("ss-old")
+
+    def mark(self, plan: ss.Plan | None) -> None:
+        """Say which plan is applied: its row and its place in the chart are marked. None: none of these."""
+        with self._lock:
+            before = self._current and self._current[0]
+            if plan != before:
+                self._current = None if plan is None else (plan, plan.memory().peak_bytes)
+                self._mark_again()
+
+    def _mark_again(self) -> None:
+        if self.figure is not None:
+            ring(self.figure, self._chosen())
+            self._write()
+
+    def _chosen(self) -> tuple[float, float] | None:
+        """Peak bytes and tokens a second of the plan that is applied; None where its time is not known."""
+        if self._current is None:
+            return None
+        plan, peak_bytes = self._current
+        try:
+            return peak_bytes, plan.step().tokens_per_second_per_gpu
+        except ValueError:
+            return None
+
+    def _write(self) -> None:
+        ranking, order = self.ranking, self._order
+        if ranking is None or order is None:
+            return
+        if not len(order):
+            self.table.value = misses(ranking) + refusals(ranking)
+            return
+        page = page_of(ranking, order, self._first, self._column, self._ascending, self._current)
+        self.table.value = page + refusals(ranking)
+
+    def _sort(self, change: object = None) -> None:
+        with self._lock:
+            if self.ranking is not None:
+                self._first = 0
+                self._order = self._ordered(self.ranking)
+                self._write()
+
+    def _ordered(self, ranking: Ranking) -> Indices:
+        """The rows to show: of those that leave enough free; where none does, of all that fit."""
+        least = ranking.cluster.usable_bytes_per_gpu * self.room.value // 100
+        rows = ordered(ranking, self._column, self._ascending)
+        roomy = rows[ranking.headroom_bytes[rows] >= least]
+        return roomy if len(roomy) else rows
+
+    def _press(self) -> None:
+        if self._ask_again is not None:
+            self._ask_again()
+
+    def _act(self, act: str) -> None:
+        kind, _, what = act.partition(":")
+        with self._lock:
+            ranking, order = self.ranking, self._order
+            if ranking is None or order is None:
+                raise IgnoredError(act)
+            if kind == "sort" and what in ASCENDING:
+                self._ascending = not self._ascending if what == self._column else ASCENDING[what]
+                self._column = what
+                self._sort()
+                return
+            if kind == "page" and what in ("1", "-1"):
+                first = self._first + int(what) * ROWS_ON_A_PAGE
+                self._first = first if 0 <= first < len(order) else self._first
+                self._write()
+                return
+            # By the plan's own number: the table may have been sorted since the click was sent.
+            plan = self._plan_of(kind, what, ranking)
+        if plan is None:
+            raise IgnoredError(act)
+        self.plan = plan
+        self.mark(plan)
+        if self._on_apply is not None:
+            self._on_apply(plan)
+
+    @staticmethod
+    def _plan_of(kind: str, what: str, ranking: Ranking) -> ss.Plan | None:
+        if kind == "instead" and ranking.instead is not None and ranking.instead.num_feasible:
+            return ranking.instead.best
+        found = kind == "apply" and what.isdigit() and int(what) < ranking.num_evaluated
+        return ranking.plan(int(what)) if found else None

@@ -1,0 +1,1 @@
+"""The run views: launching, watching, logs, and files for training elsewhere."""

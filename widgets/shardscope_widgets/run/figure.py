@@ -1,0 +1,332 @@
+"""The one figure of the run view: a chart of each metric, a line of each rank, extended as records arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from math import isfinite, nan
+from typing import Any
+
+from shardscope.runs.expected import Expected
+from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
+from shardscope_widgets.run.lines import Line
+from shardscope_widgets.run.panels import (
+    MAX_NAMES,
+    SLOTS,
+    Panel,
+    Place,
+    grid,
+    is_number,
+    numbers_in,
+    panels_of,
+)
+
+MAX_LINES = 8
+"""Ranks that get a line of their own."""
+FIRST_STEPS = 40.0
+FIRST_MINUTES = 1 / 6
+FEW_POINTS = 10
+"""Up to so many are marked: a line of one point cannot be seen."""
+ROOM = 1.15
+"""Above the highest, for it is not to run through the title."""
+
+
+class RunFigure:
+    """A FigureWidget whose charts appear as metrics do; it is never rebuilt, only drawn anew."""
+
+    def __init__(self) -> None:
+        self.widget = _empty_figure()
+        self.panels: list[Panel] = []
+        self._metrics: dict[str, None] = {}
+        """In the order in which they came."""
+        self._settled: set[str] = set()
+        """Those that had a number that is finite: nothing about their charts is open."""
+        self._slots: dict[str, int] = {}
+        self._units: dict[str, tuple[str, float]] = {}
+        """Metric -> its unit and what its numbers are divided by, once its size is known."""
+        self._traces: dict[tuple[int, int], int] = {}
+        """(slot, rank) -> which trace of the figure; those of earlier runs are used again."""
+        self._lines: dict[tuple[int, int], Line] = {}
+        self._expected: Expected | None = None
+        self._num_ranks = 0
+        self._width = 0
+        self._end = self._most_steps = FIRST_STEPS
+
+    @property
+    def charts(self) -> dict[Panel, tuple[str, float]]:
+        """Each chart with its unit, and what its numbers are divided by."""
+        return {panel: self._units.get(panel.metric, ("", 1.0)) for panel in self.panels}
+
+    def start(
+        self,
+        num_ranks: int,
+        expected: Expected | None = None,
+        total_steps: int | None = None,
+        metrics: Iterable[str] = (),
+    ) -> None:
+        """Empty all charts and show those of ``metrics``; the others come with their first number.
+
+        The axis of steps grows by doubling, up to ``total_steps`` where that is known: it seldom moves.
+        """
+        self._num_ranks = min(num_ranks, MAX_LINES)
+        self._metrics, self._slots, self._units, self._lines = {}, {}, {}, {}
+        self._settled = set()
+        self._expected = expected
+        self._most_steps = max(total_steps - 1.0, 1.0) if total_steps else float("inf")
+        self._end = min(FIRST_STEPS, self._most_steps)
+        with self.widget.batch_update():
+            for trace in self.widget.data:
+                trace.x, trace.y, trace.visible = [], [], False
+            self._show_panels(metrics, {})
+            self._fit_axes()
+
+    def expect(self, expected: Expected | None) -> None:
+        """Show other predictions: those of a task of one's own are known once its model is."""
+        if expected == self._expected:
+            return
+        self._expected = expected
+        with self.widget.batch_update():
+            self._show_panels((), {})
+            self._fit_axes()
+
+    def fit(self, width: int) -> None:
+        """Arrange the charts for a picture of ``width`` pixels."""
+        before, self._width = grid(len(self.panels), self._width), width
+        if grid(len(self.panels), width) != before:
+            with self.widget.batch_update():
+                self._place()
+
+    def extend(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add records that were not there yet, and draw the lines that grew."""
+        drawn = [record for record in records if self._has_place(record)]
+        if not drawn:
+            return
+        for record in drawn:
+            self._make_room(record["step"])
+        self._add(drawn, "step", numbers_in(drawn))
+
+    def show_cards(self, records: Sequence[Mapping[str, Any]], began: float) -> None:
+        """Draw what the driver said of the cards, all of it anew; ``began`` in seconds since the epoch."""
+        drawn = [
+            {**record, "minute": max(0.0, record["time"] - began) / 60}
+            for record in records
+            if record["rank"] < self._num_ranks
+        ]
+        found = numbers_in(drawn)
+        cards = [panel.metric for panel in panels_of(found) if panel.by == "minute"]
+        for metric in cards:
+            for rank in range(self._num_ranks):
+                self._lines.pop((self._slots.get(metric, -1), rank), None)
+        self._add(drawn, "minute", {metric: found[metric] for metric in cards})
+
+    def _has_place(self, record: Mapping[str, Any]) -> bool:
+        step, rank = record.get("step"), record.get("rank")
+        return is_number(step) and isfinite(step) and is_number(rank) and 0 <= rank < self._num_ranks
+
+    def _add(self, records: Iterable[Mapping[str, Any]], by: str, found: Mapping[str, float]) -> None:
+        grown: dict[tuple[int, int], Line] = {}
+        with self.widget.batch_update():
+            new = {metric: value for metric, value in found.items() if self._is_new(metric)}
+            if new:
+                self._show_panels(new, new)
+            drawn = [panel for panel in self.panels if panel.by == by and panel.metric in self._units]
+            for record in records:
+                for panel in drawn:
+                    value = record.get(panel.metric)
+                    if is_number(value):
+                        key = (self._slots[panel.metric], record["rank"])
+                        grown[key] = line = self._lines.setdefault(key, Line())
+                        line.add(record[by], value / self._units[panel.metric][1])
+            self._draw(grown)
+            self._fit_axes()
+
+    def _is_new(self, metric: str) -> bool:
+        known = metric in self._metrics or len(self._metrics) < MAX_NAMES
+        return known and metric not in self._settled
+
+    def _show_panels(self, metrics: Iterable[str], found: Mapping[str, float]) -> None:
+        """Give each metric a chart, and a unit by its prediction or by the first number ``found``."""
+        for metric in metrics:
+            if len(self._metrics) < MAX_NAMES:
+                self._metrics[metric] = None
+        self.panels = panels_of(self._metrics)
+        for panel in self.panels:
+            if panel.metric not in self._slots:
+                taken = self._slots.values()
+                self._slots[panel.metric] = next(slot for slot in range(SLOTS) if slot not in taken)
+            typical = self._predicted(panel) or found.get(panel.metric, nan)
+            if panel.metric not in self._units and isfinite(typical):
+                self._units[panel.metric] = panel.unit(abs(typical))
+        self._settled |= {metric for metric, value in found.items() if isfinite(value)}
+        self._place()
+
+    def _predicted(self, panel: Panel) -> float | None:
+        return self._expected.of(panel.metric) if self._expected else None
+
+    def _draw(self, grown: Mapping[tuple[int, int], Line]) -> None:
+        missing = [key for key in grown if key not in self._traces]
+        if missing:
+            first = len(self.widget.data)
+            self.widget.add_traces([_trace(slot, rank) for slot, rank in missing])
+            self._traces |= {key: first + number for number, key in enumerate(missing)}
+        for key, line in grown.items():
+            trace = self.widget.data[self._traces[key]]
+            trace.x, trace.y = line.arrays()
+            trace.mode = "lines+markers" if len(line.x) <= FEW_POINTS else "lines"
+            trace.visible = True
+
+    def _place(self) -> None:
+        """Put every chart where it stands, with its title and its prediction."""
+        arranged = grid(len(self.panels), self._width)
+        layout = self.widget.layout
+        notes, levels = [], []
+        for panel, place in zip(self.panels, arranged.places, strict=True):
+            slot = self._slots[panel.metric]
+            xaxis, yaxis = _axes(layout, slot)
+            xaxis.domain, yaxis.domain = place.x, place.y
+            xaxis.title.text = panel.by
+            yaxis.exponentformat = panel.exponents
+            unit = self.charts[panel][0]
+            notes.append(_title(f"{panel.title}, {unit}" if unit else panel.title, place))
+            if (level := self._level(panel)) is not None:
+                levels.append(_level(slot, level))
+                notes.append(_level_words(slot, level))
+        for slot in range(SLOTS):
+            for axis in _axes(layout, slot):
+                axis.visible = slot in self._slots.values()
+        layout.height = arranged.height
+        layout.annotations, layout.shapes = notes, levels
+
+    def _level(self, panel: Panel) -> float | None:
+        predicted = self._predicted(panel)
+        return predicted / self._units[panel.metric][1] if predicted else None
+
+    def _fit_axes(self) -> None:
+        for panel in self.panels:
+            slot = self._slots[panel.metric]
+            xaxis, yaxis = _axes(self.widget.layout, slot)
+            lines = [line for (other, _), line in self._lines.items() if other == slot]
+            # Else the numbers of the run before stay until the first of this one.
+            yaxis.showticklabels = bool(lines)
+            if panel.by == "step":
+                xaxis.range = [0, self._end]
+            elif lines:
+                xaxis.range = [0, max(FIRST_MINUTES, *(line.x[-1] for line in lines))]
+            if panel.is_percent:
+                yaxis.range = [0, 105]
+            elif panel.from_zero:
+                tops = (line.usual_top() if panel.is_bounded else line.top() for line in lines)
+                yaxis.range = [0, ROOM * max(self._level(panel) or 0.0, *tops, 0.0) or 1.0]
+
+    def _make_room(self, step: float) -> None:
+        while step > self._end:
+            doubled = 2 * self._end
+            is_last = self._end < self._most_steps <= doubled
+            self._end = self._most_steps if is_last else doubled
+
+
+def _axes(layout: Any, slot: int) -> tuple[Any, Any]:
+    number = str(slot + 1) if slot else ""
+    return layout[f"xaxis{number}"], layout[f"yaxis{number}"]
+
+
+def _trace(slot: int, rank: int) -> dict[str, Any]:
+    number = str(slot + 1) if slot else ""
+    return {
+        "type": "scatter",
+        "x": [],
+        "y": [],
+        "xaxis": f"x{number}",
+        "yaxis": f"y{number}",
+        "mode": "lines",
+        "name": f"rank {rank}",
+        "marker": {"size": 4, "color": RANK_COLOURS[rank]},
+        "line": {
+            "color": RANK_COLOURS[rank],
+            "width": 1.5,
+            "dash": RANK_DASHES[rank % len(RANK_DASHES)],
+        },
+        "hovertemplate": f"rank {rank}, at %{{x:,.7~r}}: %{{y:.4g}}<extra></extra>",
+    }
+
+
+def _empty_figure() -> Chart:
+    axes: dict[str, Any] = {}
+    for slot in range(SLOTS):
+        number = str(slot + 1) if slot else ""
+        axes[f"xaxis{number}"] = {
+            "anchor": f"y{number}",
+            "visible": False,
+            "zeroline": False,
+            "showgrid": False,
+            "rangemode": "tozero",
+            "nticks": 6,
+            "title": {"text": "step", "standoff": 4, "font": {"size": 11}},
+        }
+        axes[f"yaxis{number}"] = {
+            "anchor": f"x{number}",
+            "visible": False,
+            "zeroline": False,
+            "nticks": 5,
+        }
+    layout = {
+        "height": 216,
+        "autosize": True,
+        "margin": {"l": 40, "r": 10, "t": 0, "b": 0},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        # As in the stylesheet: words that were measured in another font stand elsewhere.
+        "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
+        "showlegend": False,
+        "transition": {"duration": 0},
+        **axes,
+    }
+    figure = Chart(data=[], layout=layout)
+    figure._config = {"displayModeBar": False, "responsive": True}
+    return survive_reload(figure)
+
+
+def _title(words: str, place: Place) -> dict[str, Any]:
+    return {
+        "text": escape(words),
+        "x": place.x[0],
+        "y": place.y[1],
+        "xref": "paper",
+        "yref": "paper",
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "yshift": 4,
+        "showarrow": False,
+        "font": {"size": 12},
+    }
+
+
+def _level(slot: int, height: float) -> dict[str, Any]:
+    number = str(slot + 1) if slot else ""
+    return {
+        "type": "line",
+        "xref": f"x{number} domain",
+        "yref": f"y{number}",
+        "x0": 0,
+        "x1": 1,
+        "y0": height,
+        "y1": height,
+        "line": {"width": 1, "dash": "longdash", "color": "#66707a"},
+    }
+
+
+def _level_words(slot: int, height: float) -> dict[str, Any]:
+    number = str(slot + 1) if slot else ""
+    return {
+        "text": f"predicted {short(height)}",
+        "x": 1,
+        "y": height,
+        "xref": f"x{number} domain",
+        "yref": f"y{number}",
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"size": 10},
+    }

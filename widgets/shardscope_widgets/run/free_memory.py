@@ -1,0 +1,79 @@
+"""What each card has free now and who is on it; without cards the host's memory. It looks when asked to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from html import escape
+
+from shardscope.memory.words import gib
+from shardscope.runs.free_now import FreeNow, free_now
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.view import View
+
+FIRST_LOOK_SECONDS = 0.5
+"""After the view was made: what a person sees first is drawn by then."""
+
+
+class FreePlaces(Clickable):
+    """The part without a stylesheet, for views that have one."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: self.ask(), "ss-free")
+        self._thread: threading.Thread | None = None
+        self.value = _html([], "looking")
+
+    def look(self) -> None:
+        """Ask and show, in this thread: a driver may take a second."""
+        try:
+            self.value = _html(free_now(), time.strftime("%H:%M:%S"))
+        except OSError as error:  # ./runs cannot be read
+            self.value = _html([], str(error))
+
+    def ask(self) -> None:
+        """Look in the background, unless somebody does already."""
+        if self.comm is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self.look, daemon=True, name="shardscope-free")
+        self._thread.start()
+
+
+class FreeView(View):
+    """Shows what is free on this machine now; a button looks again."""
+
+    def __init__(self) -> None:
+        self.places = FreePlaces()
+        super().__init__([Sheet("run"), self.places])
+        self.add_class("ss-root")
+        self.places.look()
+
+
+def first_look(places: FreePlaces) -> Later:
+    """A look that waits until a Studio is drawn."""
+    later = Later(places.ask, FIRST_LOOK_SECONDS)
+    later.ask()
+    return later
+
+
+def _html(places: list[FreeNow], when: str) -> str:
+    rows = "".join(_row(place) for place in places)
+    return (
+        f"<div class='ss-free-head'><span>Free now <span class='ss-hint'>{escape(when)}</span></span>"
+        "<button class='ss-again' type='button' data-act='look' aria-label='Look again at what is free'>"
+        f"look again</button></div>{rows}"
+    )
+
+
+def _row(place: FreeNow) -> str:
+    used = 1 - place.free_bytes / place.total_bytes if place.total_bytes else 0.0
+    words = f"{gib(place.free_bytes)} of {gib(place.total_bytes)} GiB"
+    users, share = "; ".join(place.users), f"{100 * used:.0f} % in use"
+    return (
+        f"<div class='ss-place'><span>{escape(place.name)}</span><span>{words}</span>"
+        f"<div class='ss-used' role='img' aria-label='{share}' title='{share}'>"
+        f"<i style='width:{100 * used:.1f}%'></i></div>"
+        + (f"<span class='ss-users'>{escape(users)}</span>" if users else "")
+        + "</div>"
+    )

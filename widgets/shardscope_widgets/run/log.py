@@ -1,0 +1,131 @@
+"""What each rank of a run printed: the end of its log in colour, or the lines that have some words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+import ipywidgets as widgets
+
+import shardscope as ss
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.log_search import MAX_MATCHES, LogSearch
+from shardscope.runs.records import read_tail_text
+from shardscope.runs.redaction import redact
+from shardscope_widgets.kit import controls
+from shardscope_widgets.run import ansi
+from shardscope_widgets.run.log_pane import LogPane
+
+LOG_BYTES = 16 * 1024
+"""Shown of a log's end, however long it is."""
+SHORTEST_SEARCH = 2
+PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
+"""What torch's profiler prints of itself; no setting silences that but with its errors."""
+
+
+class RunLog(widgets.VBox):
+    """Whose log, a search, and the lines. ``refresh`` reads what is new; it may be asked from any thread."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._folder: RunFolder | None = None
+        self._seen: object = None
+        self._search: LogSearch | None = None
+        self.whose = controls.dropdown(
+            options=[("rank 0", 0)], tooltip="Whose log", layout=controls.fixed("116px")
+        )
+        self.words = controls.text(
+            "", "Search this log", "200px", continuous_update=True, placeholder="Search this log"
+        )
+        self.found = controls.html("", "ss-hint")
+        self.pane = LogPane(layout=controls.layout())
+        head = widgets.HBox(
+            [controls.html("<h2>Log</h2>"), self.whose, self.words, self.found], layout=controls.layout()
+        )
+        head.add_class("ss-log-head")
+        super().__init__([head, self.pane], layout=controls.layout())
+        for control in (self.whose, self.words):
+            control.observe(lambda _: on_change(), "value")
+
+    def start(self, run: ss.Run) -> None:
+        """Show logs of ``run`` from now on, that of rank 0 first."""
+        self._folder = RunFolder(run.folder)
+        self._seen, self._search = None, None
+        ranks = [(f"rank {rank}", rank) for rank in range(run.world_size)]
+        # What fails before there are ranks is said in one of these two.
+        self.whose.options = [*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")]
+        self.words.value = ""
+
+    def refresh(self, has_ended: bool) -> bool:
+        """Show what is new; whether a search has still to read more."""
+        if self._folder is None:
+            return False
+        path, wanted = self._path(self._folder), self.words.value.strip()
+        if len(wanted) < SHORTEST_SEARCH:
+            self._search = None
+            self._show_end(path, has_ended)
+            return False
+        if self._search is None or (self._search.path, self._search.words) != (path, wanted):
+            self._search = LogSearch(path, wanted)
+        more = self._search.look()
+        self._show_found(self._search, more)
+        return more
+
+    def _path(self, folder: RunFolder) -> Path:
+        whose = self.whose.value
+        beside = {"launcher": folder.launcher_log, "supervisor": folder.supervisor_log}
+        return beside[whose] if whose in beside else folder.log(int(whose or 0))
+
+    def _show_end(self, path: Path, has_ended: bool) -> None:
+        try:
+            stat = path.stat()
+            size, changed = stat.st_size, stat.st_mtime_ns
+        except OSError:
+            size, changed = 0, 0
+        # Secrets are masked in place: the file is as long as before.
+        seen = (path, size, changed, has_ended)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        text = redact(read_tail_text(path, LOG_BYTES))
+        if size > LOG_BYTES:  # The first line is rarely whole.
+            text = text.partition("\n")[2] or text
+        lines = ansi.to_html(PROFILER_TALK.sub("", text))
+        nothing = "nothing printed" if has_ended else "nothing printed yet"
+        self._show(path, "", lines or f"<span class='ss-hint'>{nothing}</span>")
+        shown = f"the last {LOG_BYTES // 1024} KiB of {size / 2**20:,.1f} MiB" if size > LOG_BYTES else ""
+        self._say(shown)
+
+    def _show_found(self, search: LogSearch, more: bool) -> None:
+        seen = (search, search.num_matches, search.num_lines, more)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        width = len(f"{search.matches[-1][0]:,}") if search.matches else 0
+        lines = "\n".join(
+            f"<span class='ss-line-number'>{number:>{width},}</span> {marked(line, search.words)}"
+            for number, line in search.matches
+        )
+        self._show(search.path, search.words, lines or "<span class='ss-hint'>no such line</span>")
+        count = f"{search.num_matches:,} of {search.num_lines:,} lines"
+        last = f", the last {MAX_MATCHES} shown" if search.num_matches > MAX_MATCHES else ""
+        self._say(f"{count}{last}{' · reading on' if more else ''}")
+
+    def _show(self, path: Path, words: str, lines: str) -> None:
+        with self.pane.hold_sync():
+            self.pane.name = f"log of {path.stem}" + (f": lines with {words}" if words else "")
+            self.pane.key = f"{path.name}/{words}"
+            self.pane.value = lines
+
+    def _say(self, words: str) -> None:
+        self.found.value = words
+
+
+def marked(line: str, words: str) -> str:
+    """``line`` as HTML, with ``words`` marked where they stand in it."""
+    parts, end = [], 0
+    for found in re.finditer(re.escape(words), line, re.IGNORECASE):
+        parts.append(f"{escape(line[end : found.start()])}<mark>{escape(found[0])}</mark>")
+        end = found.end()
+    return "".join(parts) + escape(line[end:])

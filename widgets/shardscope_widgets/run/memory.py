@@ -1,0 +1,64 @@
+"""What the tensors of each rank of a run were, beside what was predicted: read again only when it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import shardscope as ss
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.measured import measured_memory
+from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
+from shardscope_widgets.kit import controls
+from shardscope_widgets.run import words as run_words
+
+
+class RunMemory:
+    """``html`` is the table."""
+
+    def __init__(self) -> None:
+        self.html = controls.html()
+        self._seen: object = None
+        self._engine: object = None
+
+    def start(self, run: ss.Run) -> None:
+        """Forget the run before."""
+        self._seen, self._engine = None, None
+        self.html.value = ""
+
+    def refresh(self, run: ss.Run, latest: Mapping[int, Mapping[str, Any]]) -> object:
+        """Show what ranks have recorded by now; what the engine of rank 0 recorded of itself."""
+        folder = RunFolder(run.folder)
+        peaks = {rank: record.get("peak_memory_bytes") for rank, record in latest.items()}
+        seen = ([_changed(folder, rank) for rank in range(run.world_size)], peaks)
+        if seen == self._seen:
+            return self._engine
+        self._seen = seen
+        records = run.what_it_was()
+        self._engine = records.get(0, {}).get("engine")
+        logged = [
+            {"rank": rank, "peak_memory_bytes": peak}
+            for rank, peak in sorted(peaks.items())
+            if isinstance(peak, int) and not isinstance(peak, bool)
+        ]
+        known = [rank for rank, record in records.items() if "memory" in record]
+        by_rank = memory_by_rank({rank: records[rank] for rank in known}, logged)
+        # A total alone is in the table above; on CPU ranks it counts other tensors than the prediction.
+        by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
+        expected = run.expected() if by_rank else None
+        if expected is None:
+            words = "Measured in one of the first steps."
+            self.html.value = run_words.memory_table(by_rank, None, words)
+            return self._engine
+        plan = run.plan
+        words = measured_memory(plan, records, logged).sentence
+        predicted = predicted_tensors_by_component(plan.memory()).components
+        self.html.value = run_words.memory_table(by_rank, predicted, words)
+        return self._engine
+
+
+def _changed(folder: RunFolder, rank: int) -> int:
+    try:
+        return folder.what_it_was(rank).stat().st_mtime_ns
+    except OSError:
+        return 0

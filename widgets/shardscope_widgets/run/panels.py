@@ -1,0 +1,151 @@
+"""Which charts a run has, in which order, and where each stands in a picture of some width."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+from shardscope_widgets.kit.numbers import Scale, Unit, short, three
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One chart of one metric."""
+
+    metric: str
+    title: str
+    by: str = "step"
+    """What its horizontal axis counts: "step" or "minute"."""
+    from_zero: bool = False
+    is_bounded: bool = False
+    """Whether a few values that stand far out leave the axis at the top: the first steps' time, say."""
+
+    is_percent: bool = False
+    exponents: str = "SI"
+    """How its axis writes large and small numbers, as plotly calls it: 12k, or 3e-4."""
+    decimals: int | None = None
+    """Of its numbers in words; None: three significant digits."""
+
+    def show(self, value: Any, scale: float) -> str:
+        """``value`` as people read it; a dash for whatever else a task may have logged."""
+        if not is_number(value):
+            return "–"
+        if not isfinite(value):
+            return str(value)
+        if self.decimals is not None:
+            return f"{value:,.{self.decimals}f}"
+        shown = abs(value) / scale
+        words = short(shown) if shown >= 9995 else three(shown) if shown >= 0.1 else f"{shown:.3g}"
+        return ("-" if value < 0 else "") + words
+
+    def unit(self, typical: float) -> tuple[str, float]:
+        """The unit in which its numbers read well, beside the title, and what they are divided by."""
+        if self.metric.endswith("_bytes"):
+            unit = Unit.of(typical)
+            return unit.name, float(unit.num_bytes)
+        if self.metric.endswith("_seconds"):
+            scale = Scale("s", 1.0) if typical >= 1 else Scale.of(typical)
+            return scale.unit, 1 / scale.factor
+        return "", 1.0
+
+
+TRAINING = (
+    Panel(metric="loss", title="loss", decimals=3),
+    Panel(metric="tokens_per_second", title="tokens/s per rank", from_zero=True, is_bounded=True),
+    Panel(metric="peak_memory_bytes", title="memory", from_zero=True),
+    Panel(metric="step_seconds", title="step time", from_zero=True, is_bounded=True),
+    Panel(metric="grad_norm", title="gradient norm"),
+    Panel(metric="learning_rate", title="learning rate", exponents="e"),
+)
+"""What every task that trains the plan logs."""
+CARDS = (
+    Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True, decimals=0),
+    Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True, decimals=0),
+    Panel(metric="power_watts", title="GPU power, W", by="minute", from_zero=True, decimals=0),
+)
+"""What NVML says of cards."""
+MAX_OWN = 3
+"""Charts of metrics that a task of one's own names as it likes; the first of them, as they come."""
+MAX_NAMES = 64
+"""Metrics that are looked at; a task that names a new one in every step has no more."""
+SLOTS = len(TRAINING) + len(CARDS) + MAX_OWN
+NOT_DRAWN = frozenset({
+    *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
+})  # fmt: skip
+"""Logged beside what is drawn, which says the same or more."""
+_KNOWN = {panel.metric: panel for panel in (*TRAINING, *CARDS)}
+
+
+def panels_of(metrics: Collection[str]) -> list[Panel]:
+    """The charts of these metrics, the known ones first and always in the same order."""
+    own = [
+        Panel(metric=name, title=name, exponents="e")
+        for name in metrics
+        if name not in _KNOWN and name not in NOT_DRAWN
+    ]
+    known = [panel for panel in _KNOWN.values() if panel.metric in metrics]
+    return [*known, *own[:MAX_OWN]]
+
+
+def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Every metric of ``records`` that is a number, with its first value that is finite, if there is one."""
+    found: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            if is_number(value) and not isfinite(found.get(name, nan)):
+                found[name] = float(value)
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn: no bool, nor text."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+CELL_PIXELS = 178
+"""Of a chart with its title and its axis."""
+TITLE_PIXELS = 24
+AXIS_PIXELS = 36
+GAP_PIXELS = 52
+"""Between charts side by side: the numbers of an axis."""
+MARGIN_PIXELS = 50
+ASSUMED_WIDTH = 836
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one chart stands, in parts of the picture."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """All charts of one picture."""
+
+    places: tuple[Place, ...]
+    height: int
+    """Pixels."""
+
+
+def grid(num_panels: int, width: int) -> Grid:
+    """``num_panels`` charts in a picture of ``width`` pixels: one, two or three side by side."""
+    width = width or ASSUMED_WIDTH
+    most = 1 if width < 440 else 2 if width < 680 else 3
+    columns = 2 if num_panels == 4 and most > 1 else min(most, max(1, num_panels))
+    rows = max(1, -(-num_panels // columns))
+    inner = max(100, width - MARGIN_PIXELS)
+    gap = GAP_PIXELS / inner if columns > 1 else 0.0
+    wide = (1 - gap * (columns - 1)) / columns
+    height = rows * CELL_PIXELS
+    places = []
+    for number in range(num_panels):
+        row, column = divmod(number, columns)
+        left = column * (wide + gap)
+        top = 1 - (row * CELL_PIXELS + TITLE_PIXELS) / height
+        bottom = 1 - ((row + 1) * CELL_PIXELS - AXIS_PIXELS) / height
+        places.append(Place((left, min(1.0, left + wide)), (max(0.0, bottom), top)))
+    return Grid(places=tuple(places), height=height)

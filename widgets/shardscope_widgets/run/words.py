@@ -1,0 +1,220 @@
+"""The run view in words: how it stands, how far it is, who is slowest; charts and memory as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import shardscope as ss
+from shardscope.runs.expected import Expected
+from shardscope.runs.memory_by_rank import RankMemory
+from shardscope.runs.pace import Slowest
+from shardscope_widgets.kit.numbers import Scale, Unit
+from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, RANK_COLOURS, RANK_DASHES
+from shardscope_widgets.kit.words import sentence
+from shardscope_widgets.run.figure import MAX_LINES
+from shardscope_widgets.run.panels import Panel, is_number
+
+STATUS_CLASSES = {"failed": "ss-lacks", "lost": "ss-lacks", "finished": "ss-fits"}
+SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
+
+
+def status_words(run: ss.Run, status: str) -> str:
+    """What it is doing and why, and what is trained."""
+    try:
+        plan = f"<br>{sentence(run.plan)}"
+    except ValueError:
+        plan = ""
+    return (
+        f"<b class='ss-status {STATUS_CLASSES.get(status, '')}' data-status='{status}'>{status}</b> "
+        f"<span class='ss-hint'>{escape(run.name)} · {escape(run.reason)}</span>"
+        f"<span class='ss-hint'>{plan}</span>"
+    )
+
+
+def progress(done: int, total: int) -> str:
+    """A bar that screen readers read as well."""
+    share = min(1.0, done / total)
+    words = f"{done:,} of {total:,} steps"
+    return (
+        f"<div class='ss-progress' role='progressbar' aria-label='steps' aria-valuemin='0' "
+        f"aria-valuemax='{total}' aria-valuenow='{min(done, total)}' aria-valuetext='{words}' "
+        f"title='{words}'><i style='width:{100 * share:.2f}%'></i></div>"
+    )
+
+
+def facts(entries: Sequence[tuple[str, str, str]]) -> str:
+    """Numbers with what they are, and on hover what they count: (number, name, why)."""
+    cells = "".join(
+        f"<div title='{escape(why, quote=True)}'><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
+        for value, name, why in entries
+    )
+    return f"<div class='ss-figures ss-facts'>{cells}</div>" if cells else ""
+
+
+def seconds_words(seconds: float) -> str:
+    """``45 s``, ``12 minutes``, ``3.4 hours``, ``2.1 days``: nobody plans an evening by the second."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 86_400:.1f} days"
+
+
+def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
+    """Who is slowest and by how much, or that nobody is, as an entry of :func:`facts`."""
+    ranks = f"{slowest.num_ranks:,} ranks"
+    if slowest.is_even:
+        why = (
+            "The medians of the last steps differ by less than 2 %. Ranks that exchange gradients wait for "
+            "each other in every step: whom the others wait for, a trace shows."
+        )
+        return "even", f"{ranks}' pace, within 2\u00a0%", why
+    typical = Scale.of(slowest.seconds)
+    step = f"Its median step takes {typical.show(slowest.seconds)} {typical.unit}"
+    if slowest.steps_behind:
+        by = f"{slowest.steps_behind:,} steps behind"
+        return (
+            f"rank {slowest.rank}",
+            f"slowest of {ranks}: {by}",
+            f"{step}; it has logged none of the others' last.",
+        )
+    by = f"by {100 * slowest.excess:.0f} %"
+    return (
+        f"rank {slowest.rank}",
+        f"slowest of {ranks}, {by}",
+        f"{step}, {by} longer than the others' median.",
+    )
+
+
+def swatch(rank: int) -> str:
+    """The rank's line as the charts have it: its colour and its dashes."""
+    if rank >= MAX_LINES:
+        return "<i class='ss-line-swatch'></i>"
+    dashes = SVG_DASHES[RANK_DASHES[rank % len(RANK_DASHES)]]
+    return (
+        "<svg class='ss-line-swatch' viewBox='0 0 20 4' aria-hidden='true'><path d='M0 2H20' "
+        f"stroke='{RANK_COLOURS[rank]}' stroke-width='3' stroke-dasharray='{dashes}'/></svg>"
+    )
+
+
+def latest_table(
+    latest: Mapping[int, Mapping[str, Any]],
+    charts: Mapping[Panel, tuple[str, float]],
+    expected: Expected | None,
+    slowest: Slowest | None,
+) -> str:
+    """The last numbers of each rank, a column for each chart, in its unit; below them what was predicted."""
+    if not latest:
+        return ""
+    panels, units = list(charts), list(charts.values())
+    head = "".join(
+        f"<th>{escape(panel.title + (f', {unit}' if unit else ''))}</th>"
+        for panel, (unit, _) in zip(panels, units, strict=True)
+    )
+    ranks = sorted(latest)
+    shown = ranks[:MAX_LINES]
+    if slowest is not None and not slowest.is_even and slowest.rank in ranks and slowest.rank not in shown:
+        shown.append(slowest.rank)
+    rows = "".join(
+        f"<tr><th scope='row'>{swatch(rank)}rank {rank}</th><td>{_step(latest[rank].get('step'))}</td>"
+        + "".join(
+            f"<td>{panel.show(latest[rank].get(panel.metric), scale)}</td>"
+            for panel, (_, scale) in zip(panels, units, strict=True)
+        )
+        + "</tr>"
+        for rank in shown
+    )
+    more = len(ranks) - len(shown)
+    left_out = (
+        f"<div class='ss-hint'>and {more:,} more ranks, which count for the slowest</div>" if more else ""
+    )
+    return (
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='last numbers of each rank'>"
+        f"<table class='ss-table ss-latest'><thead><tr><th>latest</th><th>step</th>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody>{_predicted_row(panels, units, expected)}</table></div>"
+        f"{left_out if more else ''}{_predicted_words(expected)}"
+    )
+
+
+def _predicted_row(
+    panels: Sequence[Panel], units: Sequence[tuple[str, float]], expected: Expected | None
+) -> str:
+    if expected is None:
+        return ""
+    cells = "".join(
+        f"<td>{panel.show(expected.of(panel.metric), scale)}</td>"
+        for panel, (_, scale) in zip(panels, units, strict=True)
+    )
+    dashes = (
+        "<svg class='ss-line-swatch' viewBox='0 0 20 4' aria-hidden='true'><path d='M0 2H20' "
+        "stroke='currentColor' stroke-width='1.5' stroke-dasharray='8 4'/></svg>"
+    )
+    return f"<tfoot><tr><th scope='row'>{dashes}predicted</th><td></td>{cells}</tr></tfoot>"
+
+
+def _predicted_words(expected: Expected | None) -> str:
+    if expected is None:
+        return ""
+    step = f"Step time and tokens/s: {expected.step_from}." if expected.step_seconds else ""
+    words = f"Predicted when it was launched. Memory: {expected.memory_of}. {step}"
+    return f"<div class='ss-hint'>{escape(words.strip())}</div>"
+
+
+def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int] | None, words: str) -> str:
+    """What the tensors of each rank were at its peak, as bars on the prediction's scale and in numbers."""
+    if not by_rank:
+        return ""
+    rows: list[tuple[str, Mapping[str, int]]] = [("predicted", predicted)] if predicted else []
+    shown = sorted(by_rank)[:MAX_LINES]
+    fullest = max(by_rank, key=lambda rank: by_rank[rank].num_bytes)
+    shown += [] if fullest in shown else [fullest]
+    rows += [(f"rank {rank}", by_rank[rank].components) for rank in shown]
+    names = [
+        name for name in (*COMPONENT_COLOURS, "other") if any(components.get(name) for _, components in rows)
+    ]
+    most = max(sum(components.values()) for _, components in rows)
+    unit = Unit.of(most)
+    head = "".join(
+        f"<th><i class='ss-swatch ss-block' style='background:{_colour(name)}'></i>"
+        f"{name.replace('_', ' ')}</th>"
+        for name in names
+    )
+    body = "".join(
+        f"<tr><th scope='row'>{who}</th><td class='ss-bar-cell'>{_bar(components, names, most, unit)}</td>"
+        f"<td><b>{unit.show(sum(components.values()))}</b></td>"
+        + "".join(
+            f"<td>{unit.show(components[name]) if components.get(name) else '–'}</td>" for name in names
+        )
+        + "</tr>"
+        for who, components in rows
+    )
+    more = len(by_rank) - len(shown)
+    left_out = f" {more:,} more ranks have less than the fullest." if more > 0 else ""
+    return (
+        f"<h2>Memory by component <span class='ss-hint'>tensors at the peak, {unit.name}</span></h2>"
+        "<div class='ss-scroll' tabindex='0' role='group' aria-label='memory of each rank by component'>"
+        f"<table class='ss-table ss-parts'><thead><tr><th></th><th></th><th>all</th>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div><div class='ss-hint'>{escape(words)}{left_out}</div>"
+    )
+
+
+def _bar(components: Mapping[str, int], names: Sequence[str], most: int, unit: Unit) -> str:
+    parts = "".join(
+        f"<i title='{name.replace('_', ' ')}: {unit.show(components[name])} {unit.name}' "
+        f"style='width:{100 * components[name] / most:.2f}%;background:{_colour(name)}'></i>"
+        for name in names
+        if components.get(name)
+    )
+    return f"<div class='ss-bar' aria-hidden='true'>{parts}</div>"
+
+
+def _colour(name: str) -> str:
+    return COMPONENT_COLOURS.get(name) or BESIDE_COLOURS["other"]
+
+
+def _step(value: Any) -> str:
+    return f"{value:,}" if is_number(value) else "–"

@@ -1,0 +1,1 @@
+"""The time view: the parts of one step, rates, prices, and the calibration button."""

@@ -1,0 +1,45 @@
+"""The button that measures this machine, so that its own curves stand behind what is predicted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import shardscope as ss
+from shardscope_widgets.kit.background_work import Progress, WorkPanel
+
+
+class CalibratePanel(WorkPanel):
+    """Offers ``ss.calibrate()`` for plans on this machine's own GPUs; ``on_done`` is called after it."""
+
+    def __init__(self, machine: ss.Cluster, on_done: Callable[[], None]) -> None:
+        self._machine = machine
+        self._on_done = on_done
+        self._cluster: ss.Cluster | None = None
+        super().__init__(
+            "Measure this machine",
+            "About a minute: matrix products, memory, links and collectives, kept for predictions",
+            self._calibrate,
+        )
+        self.layout.display = "none"
+
+    def offer(self, plan: ss.Plan) -> None:
+        """Show the button where ``plan`` is for GPUs, or CPU ranks, of this machine."""
+        cluster, here = plan.cluster, self._machine
+        is_here = (
+            cluster.num_nodes == 1
+            and cluster.gpu.name == here.gpu.name
+            and (cluster.gpus_per_node <= here.gpus_per_node or not plan.on_gpu)
+        )
+        self._cluster = cluster if is_here else None
+        self.layout.display = "" if is_here or self.is_busy else "none"
+
+    def _calibrate(self) -> None:
+        cluster = self._cluster
+        if cluster is None:
+            return
+
+        def work(progress: Progress) -> Any:
+            return ss.calibrate(cluster, progress=progress)
+
+        self.start(work, lambda _: self._on_done(), lambda _, seconds: f"measured in {seconds:.0f} s")

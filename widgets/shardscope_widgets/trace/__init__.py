@@ -1,0 +1,5 @@
+"""All ranks of a trace on one time axis."""
+
+from shardscope_widgets.trace.view import TraceView
+
+__all__ = ["TraceView"]

@@ -1,0 +1,210 @@
+"""The Python side of the trace view: answers the front end's requests with binary tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anywidget
+import numpy as np
+import traitlets
+
+from shardscope.trace import Trace
+from shardscope.trace.tiles import COLUMNS, Tiler
+from shardscope.validation import whole_number
+from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.trace.requests import Request, RequestError, read_request
+
+MAX_SEARCH_CHARACTERS = 500
+MAX_NAME_CHARACTERS = 400
+MAX_ARGS = 40
+_FOREIGN_TRAITS = frozenset({"error", "height", "num_matches", "selected", "_scene"})
+
+
+_MODULE_PARTS = (
+    "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
+    "ranks.js", "drawing.js", "slices.js", "pointer.js", "keyboard.js", "search.js", "surroundings.js",
+    "view.js",
+)  # fmt: skip
+
+
+class RefusedError(traitlets.TraitError, ValueError):
+    """A ``ValueError`` that traitlets also knows, so that it puts the old value back."""
+
+
+class Stretch(traitlets.TraitType[tuple[float, float], Any]):
+    """Two times in seconds, the first earlier."""
+
+    default_value = (0.0, 1.0)
+
+    def validate(self, obj: Any, value: Any) -> tuple[float, float]:
+        """``value`` as two floats. Raises :class:`RefusedError`."""
+        try:
+            start, end = (float(bound) for bound in value)
+        except (TypeError, ValueError):
+            start = end = float("nan")
+        if not -1e9 < start < end < 1e9:
+            raise RefusedError(
+                f"{type(obj).__name__}.{self.name} is {str(value)[:80]}; "
+                "allowed: two times in seconds, ascending. Nearest fix: (0.0, 1.0)."
+            )
+        return start, end
+
+
+def _trace_of(source: Any) -> Trace:
+    """``source`` itself, a run's own trace (which says why there may be none), or what a path holds."""
+    if isinstance(source, Trace):
+        return source
+    return source.trace() if hasattr(source, "trace") else Trace.load(source)
+
+
+class TraceView(anywidget.AnyWidget):
+    """All ranks of a trace on one time axis: threads and streams as tracks, calls nested beneath callers.
+
+    ``TraceView(trace)``, ``TraceView(run)`` or ``TraceView(path)``. Wheel or W/S zooms, drag or A/D pans, 0
+    shows all, / searches. ``view.viewport_seconds``, ``view.selected`` and ``view.search`` read back; the
+    first and last can be set. Raises ``ValueError`` when there is no readable trace.
+    """
+
+    _esm = front_end_text("trace/front_end", *_MODULE_PARTS)
+    _css = front_end_text("trace/front_end", "style.css")
+
+    viewport_seconds = Stretch().tag(
+        sync=True,
+        # A list, as JSON has it: else what the front end sent would be echoed back to it while it pans.
+        to_json=lambda value, widget: list(value),
+        from_json=lambda value, widget: value,
+    )
+    """Time shown, (from, to), in seconds from the trace's first slice."""
+    search = traitlets.Unicode("").tag(sync=True)
+    """Text that highlighted names contain, whatever the case."""
+    selected = traitlets.Dict(default_value=None, allow_none=True).tag(sync=True)
+    """The clicked slice: name, category, rank, track, start_seconds, duration_seconds, args; or None."""
+    num_matches = traitlets.Int(0).tag(sync=True)
+    """Slices that match the search."""
+    error = traitlets.Unicode("").tag(sync=True)
+    """What the front end last asked for in vain; empty when all is well."""
+    height = traitlets.Int(480).tag(sync=True)
+    """Height of the drawing in pixels."""
+    _scene = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, trace: Any, *, height: int = 480) -> None:
+        self.trace = _trace_of(trace)
+        self._tiler = Tiler(self.trace)
+        self._match = np.zeros(len(self.trace), dtype=bool)
+        self._span_ns = max(self.trace.duration_ns_total, 1000)
+        super().__init__(
+            height=whole_number("TraceView.height", height, low=160, high=4000),
+            viewport_seconds=(0.0, self._span_ns / 1e9),
+            _scene=self._describe(),
+        )
+        self.on_msg(self._answer)
+
+    def _describe(self) -> dict[str, Any]:
+        first_row = self._tiler.first_row_of_track
+        return {
+            "span_ns": self._span_ns,
+            "num_slices": len(self.trace),
+            "columns": [list(column) for column in COLUMNS],
+            "ranks": self.trace.ranks,
+            "notes": self.trace.notes,
+            "tracks": [
+                {
+                    "rank": track.rank,
+                    "name": track.name,
+                    "kind": track.kind,
+                    "first_row": int(first_row[position]),
+                    "num_rows": track.num_rows,
+                    "num_slices": track.num_slices,
+                }
+                for position, track in enumerate(self.trace.tracks)
+            ],
+        }
+
+    @traitlets.validate("search")
+    def _check_search(self, proposal: Any) -> str:
+        text = str(proposal["value"])
+        if len(text) > MAX_SEARCH_CHARACTERS:
+            raise RefusedError(
+                f"TraceView.search has {len(text):,} characters; allowed: up to {MAX_SEARCH_CHARACTERS}. "
+                "Fix: search for a part of the name."
+            )
+        return text
+
+    @traitlets.observe("search")
+    def _find_matches(self, change: Any) -> None:
+        self._match = self._tiler.matches(self.search)
+        self.num_matches = int(self._match.sum())
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """What the front end changed. A value that it may not set is shown as an error, never raised."""
+        accepted = {key: value for key, value in sync_data.items() if key not in _FOREIGN_TRAITS}
+        if len(accepted) < len(sync_data):
+            self.error = f"The view may not set {', '.join(sorted(set(sync_data) - set(accepted)))}."
+        try:
+            super().set_state(accepted)
+        except (traitlets.TraitError, ValueError, TypeError) as refusal:
+            self.error = str(refusal)[:400]
+
+    def _answer(self, widget: Any, content: Any, buffers: Any) -> None:
+        try:
+            request = read_request(content, self.trace, self._span_ns)
+        except RequestError as refusal:
+            self.error = str(refusal)
+            return
+        if self.error:
+            self.error = ""
+        getattr(self, f"_answer_{request.type}")(request)
+
+    def _answer_tile(self, request: Request) -> None:
+        tile = self._tiler.tile(request.t0_ns, request.t1_ns, request.width, self._match)
+        reply = {
+            "type": "tile",
+            "id": request.id,
+            "t0_ns": tile.t0_ns,
+            "t1_ns": tile.t1_ns,
+            "width": request.width,
+            "search": self.search,
+        }
+        self.send(reply, buffers=tile.buffers)
+
+    def _answer_names(self, request: Request) -> None:
+        names = self.trace.names
+        texts = [names[index][:MAX_NAME_CHARACTERS] for index in request.indices]
+        self.send({"type": "names", "id": request.id, "indices": request.indices, "names": texts})
+
+    def _answer_totals(self, request: Request) -> None:
+        rows = self._tiler.totals(request.t0_ns, request.t1_ns)
+        shown = [{**row, "name": row["name"][:MAX_NAME_CHARACTERS]} for row in rows]
+        self.send({"type": "totals", "id": request.id, "rows": shown})
+
+    def _answer_select(self, request: Request) -> None:
+        self._select(request.index)
+
+    def _answer_find(self, request: Request) -> None:
+        """Select the match after (or before) the selected slice in time, and bring it into view."""
+        found = np.flatnonzero(self._match)
+        if not len(found):
+            return
+        found = found[np.argsort(self.trace.start_ns[found], kind="stable")]
+        here = np.flatnonzero(found == self.selected["index"]) if self.selected else np.zeros(0, dtype=int)
+        if len(here):
+            position = (int(here[0]) + request.direction) % len(found)
+        else:
+            after = int(np.searchsorted(self.trace.start_ns[found], self.viewport_seconds[0] * 1e9))
+            position = (after if request.direction > 0 else after - 1) % len(found)
+        self._select(int(found[position]))
+        self.send({"type": "found", "id": request.id, "position": position + 1})
+
+    def _select(self, index: int | None) -> None:
+        if index is None:
+            self.selected = None
+            return
+        slice_ = self.trace.slice(index)
+        args = dict(list(slice_["args"].items())[:MAX_ARGS])
+        row = int(self._tiler.row[index])
+        self.selected = {**slice_, "args": {key: _short(value) for key, value in args.items()}, "row": row}
+
+
+def _short(value: Any) -> Any:
+    text = str(value)
+    return value if len(text) <= 200 else text[:197] + "..."
