@@ -53,10 +53,9 @@ class Picker(widgets.VBox):
     def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
         self.rows = rows
         self._own_error = False
-        heading = controls.html(f"<h3>{self.heading}</h3>")
         # A row may answer for several fields; it stands on the screen once.
         unique = list(dict.fromkeys(rows.values()))
-        super().__init__([heading, *unique, *([hint] if hint else [])], layout=controls.layout())
+        super().__init__([*unique, *([hint] if hint else [])], layout=controls.layout())
         self.add_class("ss-group")
 
     def make(self) -> Any:

@@ -137,7 +137,7 @@ class LayoutPicker(Picker):
         name = self.framework.value
         self._make_rows(name)
         self.rows = {"framework": self._framework_row, **self._rows[name]}
-        rows = [self.children[0], self._framework_row, *self._rows[name].values(), *self._below]
+        rows = [self._framework_row, *self._rows[name].values(), *self._below]
         if list(self.children) != rows:
             self.children = rows
         if self._situation is None:

@@ -1,4 +1,4 @@
-"""The whole bench: four questions on the left, the plan's answers on the right, one sentence above both.
+"""The Studio widget: pickers make the plan, views show it, one button trains it.
 
 State flows one way: pickers -> ``studio.plan`` -> views.
 """
@@ -18,16 +18,16 @@ import traitlets
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope.planner.preflight import Finding
-from shardscope.planner.room import fits
+from shardscope.planner.verdict import Verdict, assess
 from shardscope.runs.free_memory import TooLittleFreeError
-from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.fold import Fold, Folds
+from shardscope_widgets.kit.full_window import FullWindow
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.kit.words import sentence, verdict
 from shardscope_widgets.memory.repairs import RepairsPanel
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
@@ -36,18 +36,17 @@ from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_panel import LaunchPanel
 from shardscope_widgets.run.living_runs import LivingRuns
 from shardscope_widgets.run.view import RunView
+from shardscope_widgets.studio.headline import headline
 from shardscope_widgets.time.rates import rates
 from shardscope_widgets.time.rows import RunSteps, shown_step
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TraceView
 
-TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
+TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
 PAUSE_SECONDS = 0.25
-"""After so long without a move of an input, repairs are looked for and the preflight is asked: both take
-longer than all the rest, and the next move would wait for them."""
-TRACE_PIXELS = 640
+"""Pause of the inputs after which repairs and findings are computed: both take longer than all the rest."""
+TRACE_PIXELS = 480
 NO_TRACE = "No trace yet: a run that records one shows it here."
-
 Page = TypeVar("Page", bound=widgets.Widget)
 
 
@@ -55,64 +54,109 @@ class Studio(View):
     """Plan, launch and look inside, in one widget. ``studio.plan`` and ``studio.run`` are what it shows."""
 
     plan = traitlets.Any(help="The last valid plan.")
-    run = traitlets.Any(allow_none=True, default_value=None, help="The last run that was started here.")
+    run = traitlets.Any(
+        allow_none=True, default_value=None, help="The last run that was started or opened here."
+    )
+    pins = traitlets.Tuple(help="Plans pinned for comparison, in the order in which they were pinned.")
 
     def __init__(self) -> None:
-        self.architecture = ArchitecturePicker()
-        self.cluster = ClusterPicker()
-        self.recipe = RecipePicker()
-        self.which = controls.button(
-            "Which framework? See the path",
-            "ss-link",
-            tooltip="Plans: the questions on the way to a framework",
-        )
-        self.which.on_click(self._show_path)
-        self.layout_picker = LayoutPicker(below=self.which)
-        self.memory = MemoryView()
-        self.run_view = RunView(on_end=self._run_ended)
-        self.living = LivingRuns(self._watch)
-        self.launch_panel = LaunchPanel(self.cluster.machine)
-        self.export_panel = ExportPanel()
-        self.headline = controls.html()
-        self.rates = controls.html()
-        self.repairs = RepairsPanel(on_apply=self.apply)
-        head = widgets.Box([self.headline, self.rates], layout=controls.layout())
-        head.add_class("ss-head")
-        self.tabs = Tabs(TABS)
-        self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
-        self.trace_holder.add_class("ss-trace-tab")
-        # Under the chart and its table, which stay where they are while buttons come and go.
-        memory_page = widgets.VBox([self.memory, self.repairs])
-        # What is behind a tab is made when it is first shown: a page that is loaded anew has less to get.
-        self._pages: dict[str, widgets.Box] = {
-            "Memory": memory_page,
-            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
-            "Run": widgets.VBox([self.living, self.run_view]),
-            "Trace": self.trace_holder,
-        }
-        self._drawers: dict[str, Callable[[], None]] = {
-            "Memory": self._draw_memory,
-            "Time": self._draw_time,
-            "Plans": self._draw_plans,
-            "Checks": self._draw_checks,
-        }
-        self._drawn: dict[str, ss.Plan] = {}
+        self._planning = False
+        self._report: MemoryReport | None = None
+        self._verdict: Verdict | None = None
+        self._found: tuple[ss.Plan, list[Finding]] | None = None
+        """The plan, and the findings about it, its task and earlier runs."""
+        self._drawn: dict[str, object] = {}
         """Tab -> the plan that its page shows."""
         self._repaired: ss.Plan | None = None
         """The plan whose repairs are offered."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
-        """Steps of runs, until there is a view to show them."""
-        below = (self.launch_panel, self.export_panel, self.export_panel.words)
-        side = widgets.VBox([*self._pickers, *below], layout=controls.layout())
-        side.add_class("ss-side")
-        main = widgets.VBox([self.tabs, *self._pages.values()], layout=controls.layout())
-        main.add_class("ss-main")
-        body = widgets.Box([side, main], layout=controls.layout())
-        body.add_class("ss-body")
-        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run")
-        super().__init__([self.sheet, head, body])
-        self.add_class("ss-root")
-        self.add_class("ss-studio")
+        """Measured steps, kept until the Time view exists."""
+        self._make_questions()
+        self._make_pages()
+        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "studio")
+        body = _box(self.questions, self._main, kind="ss-body")
+        super().__init__([self.sheet, self._make_head(), self.strip, body])
+        for name in ("ss-root", "ss-studio"):
+            self.add_class(name)
+        self._observe_inputs()
+        self._pause = Later(self._on_pause, PAUSE_SECONDS)
+        self._show_page()
+        self._replan()
+
+    def _make_questions(self) -> None:
+        """Make the left column: one folding question for each picker."""
+        self.architecture = ArchitecturePicker()
+        self.cluster = ClusterPicker()
+        self.recipe = RecipePicker()
+        self.layout_picker = LayoutPicker()
+        self.launch_panel = LaunchPanel(self.cluster.machine)
+        self.export_panel = ExportPanel()
+        self.folds = {
+            "What to do": Fold("What to do", self.launch_panel.steps_row),
+            "Model": Fold("Model", self.architecture, is_open=True),
+            "GPUs": Fold("GPUs", self.cluster),
+            "Training": Fold("Training", self.recipe, is_open=True),
+            "Framework": Fold("Framework", self.layout_picker),
+            "Run": Fold("Run", self.launch_panel, self.export_panel, self.export_panel.words),
+        }
+        for name, picker in self._pickers_by_fold.items():
+            if picker.has_trait("answer"):
+                self.folds[name].follow(picker)
+        self.questions = Folds(list(self.folds.values()))
+        self.questions.add_class("ss-side")
+
+    @property
+    def _pickers_by_fold(self) -> dict[str, widgets.Widget]:
+        return {
+            "Model": self.architecture,
+            "GPUs": self.cluster,
+            "Training": self.recipe,
+            "Framework": self.layout_picker,
+        }
+
+    def _make_pages(self) -> None:
+        """Make the tabs. Pages are filled when first shown: a reloaded page then has less to fetch."""
+        self.memory = MemoryView()
+        self.repairs = RepairsPanel(on_apply=self.apply)
+        self.run_view = RunView(on_end=self._run_ended)
+        self.living = LivingRuns(self._watch)
+        self.tabs = Tabs(TABS)
+        self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
+        self._pages: dict[str, widgets.Box] = {
+            "Memory": widgets.VBox([self.memory, self.repairs]),
+            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
+            "Runs": widgets.VBox([self.living, self.run_view]),
+            "Trace": self.trace_holder,
+        }
+        self._drawers: dict[str, Callable[[], None]] = {
+            "Memory": lambda: self.memory.show(self.plan, self._report),
+            "Time": lambda: self.time.show(self.plan),
+            "Plans": lambda: self.plans.offer(self.plan),
+            "Checks": lambda: self.checks.show(self.findings),
+        }
+        panel = widgets.VBox(list(self._pages.values()), layout=controls.layout())
+        panel.add_class("ss-panel")
+        self._main = widgets.VBox([self.tabs, panel], layout=controls.layout())
+        self._main.add_class("ss-main")
+
+    def _make_head(self) -> widgets.Box:
+        """Make the line that is always in sight: sentence, numbers, buttons."""
+        self.headline = controls.html("", "ss-headline")
+        self.rates = controls.html("", "ss-head-rates")
+        self.fit_button = controls.button(
+            "Make it fit",
+            "ss-button",
+            "ss-fit-button",
+            tooltip="Apply the cheapest combination of changes that fits",
+            layout=widgets.Layout(display="none"),
+        )
+        self.strip = widgets.VBox([], layout=controls.layout())
+        self.strip.add_class("ss-strip")
+        return _box(
+            self.headline, self.rates, self.fit_button, self.launch_panel.button, FullWindow(), kind="ss-head"
+        )
+
+    def _observe_inputs(self) -> None:
         for picker in self._pickers:
             picker.observe(self._replan, "value")
             picker.observe(self._show_staleness, "is_wrong")
@@ -120,13 +164,6 @@ class Studio(View):
             control.observe(self._recheck, "value")
         self.tabs.observe(self._show_page, "value")
         self.launch_panel.button.on_click(lambda _: self._launch(force=False))
-        self._planning = False
-        self._pause = Later(self._on_pause, PAUSE_SECONDS)
-        self._report: MemoryReport | None = None
-        self._found: tuple[ss.Plan, list[Finding]] | None = None
-        """The plan, and what was found of it, of the task and of earlier runs."""
-        self._show_page()
-        self._replan()
 
     @cached_property
     def time(self) -> StepView:
@@ -145,17 +182,7 @@ class Studio(View):
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
         view = ChecksView(on_apply=self.apply, on_apply_task=self._apply_task)
-        return self._put("Checks", view, self.script)
-
-    @cached_property
-    def script(self) -> ScriptChecks:
-        """Under them, the checks of a script of the person's own."""
-        return ScriptChecks(self.plan, on_apply=self.apply)
-
-    def _show_path(self, _: object) -> None:
-        self.plans.mode.value = "advice"
-        self.tabs.value = "Plans"
-        self.sheet.show()
+        return self._put("Checks", view)
 
     def _put(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
         self._pages[tab].children = [view, *below]
@@ -213,7 +240,7 @@ class Studio(View):
         (self.add_class if wrong else self.remove_class)("ss-stale")
         self.launch_panel.blocked = "Mend the input marked in red first." if wrong else ""
         self.export_panel.is_blocked = wrong
-        for page in ("plans", "checks", "script"):
+        for page in ("plans", "checks"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
 
@@ -221,10 +248,10 @@ class Studio(View):
     def _draw(self, change: object) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
-        kind = "ss-fits" if fits(plan, report) else "ss-lacks"
-        self.headline.value = (
-            f"{sentence(plan)}<div class='ss-verdict {kind}'>{escape(verdict(plan, report))}</div>"
-        )
+        self._verdict = assess(plan, report)
+        self.headline.value = headline(plan, report, self._verdict)
+        lacks = self._verdict.state == "does not fit"
+        self.fit_button.layout.display = "" if lacks else "none"
         # The browser draws what is in sight while the rest, which takes longer, is still computed.
         self._draw_shown()
         self._show_rates()
@@ -246,19 +273,6 @@ class Studio(View):
         if self.tabs.value == "Memory" and self._report is not None and self._repaired is not self.plan:
             self._repaired = self.plan
             self.repairs.offer(self.plan, self._report)
-
-    def _draw_memory(self) -> None:
-        self.memory.show(self.plan, self._report)
-
-    def _draw_time(self) -> None:
-        self.time.show(self.plan)
-
-    def _draw_plans(self) -> None:
-        self.plans.offer(self.plan)
-
-    def _draw_checks(self) -> None:
-        self.checks.show(self.findings)
-        self.script.offer(self.plan)
 
     @property
     def findings(self) -> list[Finding]:
@@ -304,7 +318,7 @@ class Studio(View):
     def _show_page(self, change: object = None) -> None:
         for name, page in self._pages.items():
             page.layout.display = "" if name == self.tabs.value else "none"
-        if self.tabs.value == "Run":
+        if self.tabs.value == "Runs":
             self.living.look(self.run)
         self._draw_shown()
         self._offer_repairs()
@@ -343,7 +357,7 @@ class Studio(View):
             run.note = " ".join(notes)
         self._show_trace(_hint("The trace appears here when the run has ended."))
         self.run_view.show(run)
-        self.tabs.value = "Run"
+        self.tabs.value = "Runs"
         self.sheet.show()
 
     def _run_ended(self, run: ss.Run) -> None:
@@ -384,3 +398,9 @@ class Studio(View):
 
 def _hint(words: str) -> widgets.HTML:
     return controls.html(escape(words), "ss-hint")
+
+
+def _box(*children: widgets.Widget, kind: str) -> widgets.Box:
+    box = widgets.Box(list(children), layout=controls.layout())
+    box.add_class(kind)
+    return box
