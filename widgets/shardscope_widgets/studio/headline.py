@@ -28,7 +28,7 @@ def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     )
     answer = verdict_line(plan, report, verdict)
     state = STATE_CLASSES[verdict.state]
-    whole = f"{answer}. {verdict.reason}".strip() if verdict.reason else answer
+    whole = answer if verdict.state == "fits" else verdict.reason
     return (
         f"<div class='ss-what' title='{escape(plain, quote=True)}'>{what}</div>"
         f"<div class='ss-verdict {state}' data-state='{verdict.state}' title='{escape(whole, quote=True)}'>"
@@ -44,8 +44,12 @@ def verdict_line(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
         where = f"on the fullest {unit}, stage {report.worst_stage.stage}"
     room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB {where}"
     if verdict.state == "does not fit":
-        return f"Does not fit: {verdict.reason}" if verdict.reason else f"Does not fit: {room}"
-    if verdict.state in ("tight", "unknown"):
-        name = "Tight" if verdict.state == "tight" else "Fits the GPU"
-        return f"{name}: {room}" + (f"; {verdict.reason}" if verdict.reason else "")
+        return f"Does not fit: {verdict.reason[:1].lower()}{verdict.reason[1:].rstrip('.')}"
+    if verdict.state == "tight":
+        return f"Tight: {room}; may run out of memory"
+    if verdict.state == "unknown":
+        names = " and ".join(
+            dict.fromkeys(place.name.removesuffix(" while the model is made") for place in verdict.unknown)
+        )
+        return f"Fits the {unit}: {room}; {names} not known"
     return f"Fits: {room}"
