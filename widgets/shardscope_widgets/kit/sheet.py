@@ -22,7 +22,12 @@ class Sheet(anywidget.AnyWidget):
     def __init__(self, *folders: str, measures: bool = False) -> None:
         """``folders``: the view folders whose ``style.css`` is added, in this order."""
         own = [front_end_text(folder, "style.css") for folder in folders]
-        super().__init__(_css="\n".join([type(self)._css, *own]), measures=measures)
+        # anywidget keeps one style element per id, by default the class's: another sheet would replace this one.
+        super().__init__(
+            _css="\n".join([type(self)._css, *own]),
+            _anywidget_id=".".join(["shardscope.sheet", *folders]),
+            measures=measures,
+        )
 
     def show(self) -> None:
         """Scroll the top of the view into sight: a button far below it may have changed what is there."""
