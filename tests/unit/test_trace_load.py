@@ -19,9 +19,15 @@ from shardscope.trace import files as trace_files
 from shardscope.trace.nesting import nesting_depth, union_ns
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
+STACKS = FIXTURE.parent / "trace_with_stacks"
 # An optional folder of data beside the clone; no machine that tests by itself has it.
 BESIDE_THE_REPOSITORY = Path(__file__).parents[3] / "shared" / "data" / "traces"
 REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES") or BESIDE_THE_REPOSITORY)
+
+NO_REAL_TRACES = (
+    "traces recorded by others are too large for the repository; this runs by hand, when the loader changes: "
+    "SHARDSCOPE_REAL_TRACES=<their folder> python -m pytest tests/unit/test_trace_load.py -k real"
+)
 
 
 def event(name: str = "op", ts: Any = 0.0, dur: Any = 10.0, **more: Any) -> dict[str, Any]:
@@ -87,11 +93,75 @@ def test_tracks_are_named_threads_and_streams(tmp_path: Path) -> None:
     ]
     tracks = Trace.load(write(tmp_path / "rank-3.json", events)).tracks
     assert [track.label for track in tracks] == [
-        "rank 3 · CPU thread 42",
         "rank 3 · stream 7",
         "rank 3 · stream 20",
+        "rank 3 · CPU thread 42",
     ]
-    assert [track.kind for track in tracks] == ["cpu", "gpu", "gpu"]
+    assert [track.kind for track in tracks] == ["gpu", "gpu", "cpu"]
+
+
+def metadata(kind: str, pid: int, tid: int, **args: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def test_threads_have_the_names_that_the_operating_system_gave_them(tmp_path: Path) -> None:
+    events = [
+        event(tid=1, dur=90),
+        event(tid=8, dur=80),
+        event(tid=9, dur=70),
+        event(tid=10, dur=60),
+        event(tid=11, dur=50),
+        metadata("process_name", 1, 0, name="python"),
+        metadata("thread_name", 1, 1, name="thread 1 (python3.11)"),
+        metadata("thread_name", 1, 8, name="thread 8 (pt_autograd_0)"),
+        metadata("thread_name", 1, 9, name="thread 9 (worker)"),
+        metadata("thread_name", 1, 10, name="thread 10 (worker)"),
+        metadata("thread_name", 1, 11, name=7),
+    ]
+    tracks = Trace.load(write(tmp_path / "rank-0.json", events)).tracks
+    assert [track.name for track in tracks] == [
+        "main thread (python3.11)",
+        "pt_autograd_0",
+        "worker 9",
+        "worker 10",
+        "CPU thread 11",
+    ]
+
+
+def test_processes_of_one_file_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    events = [event(pid=1, tid=5), event(pid=2, tid=5), metadata("process_name", 2, 0, name="data loader")]
+    names = {track.name for track in Trace.load(write(tmp_path / "rank-0.json", events)).tracks}
+    assert names == {"process 1 CPU thread 5", "data loader 2 CPU thread 5"}
+
+
+def test_a_process_whose_number_is_that_of_a_gpu_stays_a_process(tmp_path: Path) -> None:
+    """Kineto labels the process ids 0 to 15 as GPUs; in a container the training process may be number 1."""
+    events = [
+        event(pid=1),
+        metadata("process_labels", 1, 0, labels="GPU 1"),
+        metadata("process_labels", 1, 0, labels="CPU"),
+    ]
+    assert [track.kind for track in Trace.load(write(tmp_path / "a.json", events)).tracks] == ["cpu"]
+
+
+def test_python_stacks_are_tracks_of_their_own_after_gpu_and_operators() -> None:
+    tracks = Trace.load(STACKS).tracks
+    assert [(track.name, track.kind) for track in tracks] == [
+        ("stream 7", "gpu"),
+        ("stream 20", "gpu"),
+        ("main thread (python)", "cpu"),
+        ("Python stacks of main thread (python)", "python"),
+        ("pt_autograd_0", "cpu"),
+    ]
+    rows = {track.kind: track.num_rows for track in tracks}
+    assert rows["python"] >= 38 and rows["cpu"] < 12
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=NO_REAL_TRACES)
+def test_real_threads_have_their_names_and_streams_come_first() -> None:
+    tracks = Trace.load(REAL / "nccl_parser_config__nccl_data.json.gz").tracks
+    assert [track.kind for track in tracks] == ["gpu", "gpu", "cpu", "cpu", "cpu"]
+    assert [track.name for track in tracks][2:4] == ["pt_main_thread", "pt_autograd_0"]
 
 
 def test_calls_nest_and_overlaps_stay_visible() -> None:
@@ -338,11 +408,7 @@ def test_arguments_are_decoded_on_request(tmp_path: Path) -> None:
     assert trace.args(1) == {}
 
 
-@pytest.mark.skipif(
-    not REAL.is_dir(),
-    reason="traces recorded by others are too large for the repository; this runs by hand, when the loader "
-    "changes: SHARDSCOPE_REAL_TRACES=<their folder> python -m pytest tests/unit/test_trace_load.py -k real",
-)
+@pytest.mark.skipif(not REAL.is_dir(), reason=NO_REAL_TRACES)
 @pytest.mark.parametrize(
     "path", [*sorted(REAL.glob("*.json.gz")), *REAL.glob("dlrm_8rank")], ids=lambda path: path.name
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ class Event(msgspec.Struct, gc=False):
     pid: int | str = ""
     tid: int | str = ""
     args: msgspec.Raw = _NO_ARGS
+
+
+class _NameArgs(msgspec.Struct):
+    name: str = ""
+
+
+_NAME_DECODER = msgspec.json.Decoder(_NameArgs)
 
 
 class _Document(msgspec.Struct):
@@ -63,7 +70,11 @@ class Recording:
     duration_us: npt.NDArray[np.float64]
     """``dur`` as written, NaN where absent."""
     gpu_processes: set[int | str]
-    """Processes that the metadata calls a GPU."""
+    """Processes that the metadata calls a GPU, and not also a CPU."""
+    process_names: dict[int | str, str]
+    """``process_name`` metadata: "python", "trainer 3"."""
+    thread_names: dict[tuple[int | str, int | str], str]
+    """``thread_name`` metadata by process and thread: "pt_autograd_0"."""
     oddities: Counter[str] = field(default_factory=Counter)
     """What was left out or mended, with how often."""
 
@@ -83,15 +94,14 @@ def read_recording(path: Path) -> Recording:
             path, "has no traceEvents: it is not a profiler trace", "give what torch.profiler exported"
         )
     slices: list[Event] = []
-    gpu_processes: set[int | str] = set()
+    metadata: list[Event] = []
     for event in events:
         if event.ph == "X":
             # The profiler's own record of its window, not something that the rank did.
             if event.cat != "Trace":
                 slices.append(event)
         elif event.ph == "M":
-            if event.name == "process_labels" and b"GPU" in bytes(event.args):
-                gpu_processes.add(event.pid)
+            metadata.append(event)
         else:
             oddities[_OTHER_PHASES.get(event.ph, "events of an unknown kind left out")] += 1
     info = _value(document.distributedInfo)
@@ -105,9 +115,49 @@ def read_recording(path: Path) -> Recording:
         slices=slices,
         start_us=_numbers(event.ts for event in slices),
         duration_us=_numbers(event.dur for event in slices),
-        gpu_processes=gpu_processes,
+        gpu_processes=_gpu_processes(metadata),
+        process_names={event.pid: text for event, text in _named(metadata, "process_name")},
+        thread_names={
+            (event.pid, event.tid): _thread_name(text) for event, text in _named(metadata, "thread_name")
+        },
         oddities=oddities,
     )
+
+
+_MAX_NAME_CHARACTERS = 100
+_NUMBERED_NAME = re.compile(r"thread \S+ \((.*)\)")
+
+
+def _gpu_processes(metadata: list[Event]) -> set[int | str]:
+    """Return the process ids that stand for a GPU.
+
+    Kineto labels the ids 0 to 15 as GPUs. In a container the training process may have one of these ids too;
+    it is labelled "CPU" then.
+    """
+    labels: dict[int | str, bytes] = {}
+    for event in metadata:
+        if event.name == "process_labels":
+            labels[event.pid] = labels.get(event.pid, b"") + bytes(event.args)
+    return {process for process, text in labels.items() if b"GPU" in text and b"CPU" not in text}
+
+
+def _named(metadata: list[Event], kind: str) -> Iterator[tuple[Event, str]]:
+    """Yield the events of one kind of metadata that carry a name, with that name."""
+    for event in metadata:
+        if event.name != kind:
+            continue
+        try:
+            text = _NAME_DECODER.decode(event.args).name.strip()
+        except _UNREADABLE:
+            continue
+        if text:
+            yield event, text[:_MAX_NAME_CHARACTERS]
+
+
+def _thread_name(text: str) -> str:
+    """Return the system's name of a thread, which Kineto writes as ``thread 123 (pt_autograd_0)``."""
+    numbered = _NUMBERED_NAME.fullmatch(text)
+    return numbered.group(1).strip() if numbered else text
 
 
 _OTHER_PHASES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -31,7 +32,10 @@ GPU_CATEGORIES = frozenset(
 )
 """Categories of work on a device; the capitalised ones are what torch wrote before 1.11."""
 
-WRAPPER_CATEGORIES = frozenset({"user_annotation", "gpu_user_annotation", "python_function", "Trace"})
+PYTHON_CATEGORY = "python_function"
+"""Python stack frames, recorded with ``with_stack=True``: 38 to 55 rows in real traces."""
+
+WRAPPER_CATEGORIES = frozenset({"user_annotation", "gpu_user_annotation", PYTHON_CATEGORY, "Trace"})
 """Slices that stand around work (ProfilerStep, stack frames). They span idle time too: not busy time."""
 
 _EPOCH_NS = 10**18  # the year 2001: a sum above this is a wall clock, one below counts from boot or from zero
@@ -40,14 +44,14 @@ _FAR_NS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """One thread or GPU stream of one rank."""
+    """One GPU stream of one rank, the operators of one thread, or the Python stacks of one thread."""
 
     rank: int
     process: int | str
     thread: int | str
-    kind: Literal["cpu", "gpu"]
+    kind: Literal["cpu", "gpu", "python"]
     name: str
-    """ "CPU thread 123" or "stream 7". """
+    """ "pt_autograd_0", "CPU thread 123", "stream 7" or "Python stacks of CPU thread 123". """
     num_rows: int
     """Rows that its nested slices need."""
     num_slices: int
@@ -214,44 +218,45 @@ class _Builder:
         on_gpu = np.isin(category_index, gpu_categories)
         slices = np.bincount(key_index, minlength=len(keys))
         gpu_share = np.bincount(key_index, weights=on_gpu, minlength=len(keys)) / np.maximum(slices, 1)
-        busy = np.bincount(key_index, weights=duration_ns.astype(np.float64), minlength=len(keys))
         gpu = [
             bool(gpu_share[i] > 0.5) or (process in recording.gpu_processes)
             for i, (process, _) in enumerate(keys)
         ]
-        devices = {keys[i][0] for i in range(len(keys)) if gpu[i]}
-        processes = {keys[i][0] for i in range(len(keys)) if not gpu[i]}
-        # Threads by how much they did, so the training thread comes first; streams by number.
+        is_frame = category_index == categories.get(PYTHON_CATEGORY, -1)
+        busy = np.bincount(key_index, weights=duration_ns * ~is_frame, minlength=len(keys))
         threads = sorted((i for i in range(len(keys)) if not gpu[i]), key=lambda i: -busy[i])
         streams = sorted((i for i in range(len(keys)) if gpu[i]), key=lambda i: _stream_order(*keys[i]))
-        first = len(self.trace.tracks)
-        track_of_key = np.zeros(len(keys), dtype=np.int32)
+        names = _track_names(recording, keys, gpu)
+        track_index = np.zeros(len(start_ns), dtype=np.int32)
         depth = np.zeros(len(start_ns), dtype=np.int32)
         end_ns = start_ns + duration_ns
-        for position, key in enumerate(threads + streams):
-            track_of_key[key] = first + position
-            mine = np.flatnonzero(key_index == key)
+
+        def add_track(key: int, mine: Int64s, kind: Literal["cpu", "gpu", "python"]) -> None:
+            if not len(mine):
+                return
             mine = mine[np.lexsort((-duration_ns[mine], start_ns[mine]))]
             depth[mine] = nesting_depth(start_ns[mine], end_ns[mine])
+            track_index[mine] = len(self.trace.tracks)
             process, thread = keys[key]
-            thread = str(thread).removeprefix("stream ").strip()
-            name = f"stream {thread}" if gpu[key] else f"CPU thread {thread}"
-            if gpu[key] and len(devices) > 1:
-                name = f"GPU {process} {name}"
-            elif not gpu[key] and len(processes) > 1:
-                name = f"process {process} thread {thread}"
             self.trace.tracks.append(
                 Track(
                     rank=_known(recording.rank),
                     process=process,
-                    thread=thread,
-                    kind="gpu" if gpu[key] else "cpu",
-                    name=name,
+                    thread=str(thread).removeprefix("stream ").strip(),
+                    kind=kind,
+                    name=f"Python stacks of {names[key]}" if kind == "python" else names[key],
                     num_rows=int(depth[mine].max()) + 1,
                     num_slices=len(mine),
                 )
             )
-        track_index = track_of_key[key_index] if len(keys) else np.zeros(0, dtype=np.int32)
+
+        # The GPU comes first: it is what the trace was recorded for, and stacks of 50 rows would push it out of
+        # view. Streams by number; then threads by how much they did, so the training thread comes first.
+        for key in streams:
+            add_track(key, np.flatnonzero(key_index == key), "gpu")
+        for key in threads:
+            add_track(key, np.flatnonzero((key_index == key) & ~is_frame), "cpu")
+            add_track(key, np.flatnonzero((key_index == key) & is_frame), "python")
         self.columns.append((start_ns, duration_ns, name_index, category_index, track_index, depth))
 
     def finish(self) -> None:
@@ -373,6 +378,32 @@ def _note_missing_ranks(recordings: list[Recording], notes: list[str]) -> None:
         notes.append(f"{len(missing):,} of {world:,} ranks are not in the folder: {shown}")
     elif missing:
         notes.append(f"one rank of {world:,}")
+
+
+def _track_names(recording: Recording, keys: list[tuple[int | str, int | str]], gpu: list[bool]) -> list[str]:
+    """Return what each thread and stream of one rank is called, no two the same."""
+    devices = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if is_gpu}
+    processes = {process for (process, _), is_gpu in zip(keys, gpu, strict=True) if not is_gpu}
+    names = []
+    for (process, thread), is_gpu in zip(keys, gpu, strict=True):
+        number = str(thread).removeprefix("stream ").strip()
+        known = recording.thread_names.get((process, thread), "")
+        if is_gpu:
+            # Kineto's own names of streams ("stream 7 7") add nothing.
+            name = f"stream {number}" if known.startswith("stream") or not known else known
+            names.append(f"GPU {process} {name}" if len(devices) > 1 else name)
+            continue
+        name = known if known and known != number else f"CPU thread {number}"
+        if known and str(thread) == str(process) and "main" not in known:
+            name = f"main thread ({known})"  # Linux numbers it as its process
+        if len(processes) > 1:
+            name = f"{recording.process_names.get(process, 'process')} {process} {name}"
+        names.append(name)
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    return [
+        f"{name} {str(thread).removeprefix('stream ').strip()}" if name in twice else name
+        for name, (_, thread) in zip(names, keys, strict=True)
+    ]
 
 
 def _stream_order(process: int | str, stream: int | str) -> tuple[str, float, str]:

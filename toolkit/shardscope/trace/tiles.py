@@ -134,8 +134,10 @@ class Tiler:
 
         ``self_seconds`` are without what is called directly inside: over all names they add up to the time
         that tracks are busy. ``total_seconds`` are with it, calls inside of one of their own name once.
+        Python stacks are left out: they are tracks of their own, beside the operators that they call.
         """
         index = self._visible(t0_ns, t1_ns)
+        index = index[~self._is_frame[index]]
         inside = np.minimum(self.end_ns[index], t1_ns) - np.maximum(self.trace.start_ns[index], t0_ns)
         called = self._parents[index] >= 0
         by_caller = np.bincount(
@@ -158,6 +160,12 @@ class Tiler:
             for i in order.tolist()
             if slices[i]
         )
+
+    @cached_property
+    def _is_frame(self) -> npt.NDArray[np.bool_]:
+        """Slices that are Python frames."""
+        is_python = np.array([track.kind == "python" for track in self.trace.tracks], dtype=bool)
+        return is_python[self.trace.track_index] if len(self.trace) else np.zeros(0, dtype=bool)
 
     @cached_property
     def _parents(self) -> npt.NDArray[np.int64]:

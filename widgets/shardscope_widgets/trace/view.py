@@ -22,8 +22,8 @@ _FOREIGN_TRAITS = frozenset({"error", "height", "num_matches", "selected", "_sce
 
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "ranks.js", "drawing.js", "slices.js", "pointer.js", "keyboard.js", "search.js", "surroundings.js",
-    "view.js",
+    "folding.js", "drawing.js", "slices.js", "pointer.js", "keys.js", "keyboard.js", "search.js",
+    "surroundings.js", "view.js",
 )  # fmt: skip
 
 
@@ -110,6 +110,7 @@ class TraceView(anywidget.AnyWidget):
             "tracks": [
                 {
                     "rank": track.rank,
+                    "thread": str(track.thread),
                     "name": track.name,
                     "kind": track.kind,
                     "first_row": int(first_row[position]),

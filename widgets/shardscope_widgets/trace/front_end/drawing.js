@@ -7,12 +7,13 @@ function scheduleDraw(view) {
 
 /** @param {View} view */
 function draw(view) {
-  const { ctx, theme, model, scene, page, width, height, t0, t1 } = view;
   view.frame = 0;
-  if (width === 0) return;
+  if (view.width === 0) return;
+  if (view.dpr !== (window.devicePixelRatio || 1)) measure(view); // the page was zoomed, or moved to another screen
+  if (!view.theme.isOfPage) view.theme = readTheme(view.root, view.ctx); // it was read before the view was attached
+  const { ctx, theme, model, scene, page, width, height, dpr, t0, t1 } = view;
   askForTile(view);
   const began = performance.now();
-  const dpr = window.devicePixelRatio || 1;
   ctx.setTransform(dpr, 0, 0, dpr, 0, 0);
   ctx.fillStyle = theme.background;
   ctx.fillRect(0, 0, width, height);
@@ -61,7 +62,7 @@ function drawRuler(view, ticks) {
     ctx.fillRect(x, RULER - 6, 1, 6);
     ctx.fillStyle = theme.soft;
     const label = `${Math.round(time / size).toLocaleString("en")} ${unit}`;
-    if (x + 4 < width - 24) ctx.fillText(label, x + 4, RULER / 2);
+    if (x + 4 + ctx.measureText(label).width < width) ctx.fillText(label, x + 4, RULER / 2);
   }
   ctx.fillStyle = theme.background;
   ctx.fillRect(0, 0, view.gutterWidth, RULER - 1);
@@ -69,7 +70,11 @@ function drawRuler(view, ticks) {
 
 /** @param {View} view */
 function drawHeaders(view) {
-  const { ctx, theme, width, height, scroll, rankButtons } = view;
+  const { ctx, theme, width, height, scroll, rankButtons, stackButtons } = view;
+  for (const { track, top } of view.places.stacks) {
+    const button = stackButtons.get(track.first_row);
+    if (button) button.style.transform = `translateY(${top - scroll}px)`;
+  }
   ctx.font = `12px ${theme.font}`;
   ctx.textAlign = "right";
   view.places.headers.forEach(({ rank, top, height: tall, tracks }, i) => {
@@ -91,24 +96,36 @@ function drawHeaders(view) {
   ctx.textAlign = "left";
 }
 
+/** `text`, or as much of its beginning as `room` pixels hold.
+ * @param {CanvasRenderingContext2D} ctx @param {string} text @param {number} room */
+function fitText(ctx, text, room) {
+  if (ctx.measureText(text).width <= room) return text;
+  let kept = text.length - 1;
+  while (kept > 1 && ctx.measureText(text.slice(0, kept) + "…").width > room) kept -= 1;
+  return text.slice(0, kept) + "…";
+}
+
 /** @param {View} view */
 function drawTrackNames(view) {
-  const { ctx, theme, height, gutterWidth } = view;
-  ctx.fillStyle = theme.line;
-  ctx.fillRect(gutterWidth - 1, RULER, 1, height);
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(0, RULER, gutterWidth - 8, height);
-  ctx.clip();
+  const { ctx, theme, width, height, gutterWidth, isNarrow } = view;
+  if (!isNarrow) {
+    ctx.fillStyle = theme.line;
+    ctx.fillRect(gutterWidth - 1, RULER, 1, height);
+  }
   ctx.font = `12px ${theme.font}`;
-  ctx.fillStyle = theme.soft;
   for (const { track, top, height: high, tall } of view.places.bands) {
     const y = RULER + top - view.scroll;
-    if (tall < READABLE_ROW || y > height || y + high < RULER) continue;
-    const isNarrow = gutterWidth === NARROW_GUTTER;
-    ctx.fillText(isNarrow ? track.name.replace("CPU ", "") : track.name, isNarrow ? 8 : 24, y + ROW / 2);
+    // The line of Python stacks is a button, and has their name.
+    if (track.kind === "python" || tall < READABLE_ROW || y - NAME_LINE > height || y + high < RULER) continue;
+    const left = isNarrow ? 8 : 24;
+    const name = fitText(ctx, track.name, (isNarrow ? width : gutterWidth) - left - 8);
+    if (isNarrow) {
+      ctx.fillStyle = theme.background;
+      ctx.fillRect(left - 2, y - NAME_LINE, ctx.measureText(name).width + 4, NAME_LINE);
+    }
+    ctx.fillStyle = theme.soft;
+    ctx.fillText(name, left, isNarrow ? y - NAME_LINE / 2 : y + ROW / 2);
   }
-  ctx.restore();
 }
 
 /** @param {View} view */

@@ -28,8 +28,12 @@ function followKeys(view) {
     const action = KEYS[event.key.toLowerCase()];
     if (!action || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    event.stopPropagation();
     view.page.tip.hidden = true;
     action(view);
   });
+  const { canvas, details } = view.page;
+  // Without the focus the same keys are JupyterLab's: they are named only while they work.
+  for (const type of ["focus", "blur"]) {
+    listen(view, canvas, type, () => fillDetails(details, view.model.get("selected"), type === "focus"));
+  }
 }

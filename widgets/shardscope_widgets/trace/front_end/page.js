@@ -9,10 +9,12 @@ function element(tag, className, text = "") {
 }
 
 const HINT =
-  "Click a slice for its details, a rank to fold or unfold it. Wheel or W/S zooms, drag or A/D pans, 0 shows all, / searches.";
+  "Click a slice for its details, a rank to fold or unfold it. The wheel zooms, dragging pans, a double click zooms to a slice.";
+const HINT_OF_KEYS =
+  "W and S zoom, A and D pan, arrows pan and scroll, 0 shows all, F zooms to the selected slice, / searches.";
 
 const TOTALS =
-  "Self is without the calls inside, total with them: only self adds up. Over all ranks, threads and streams.";
+  "Self is without the calls inside, total with them: only self adds up. Over all ranks, threads and streams, without Python stacks.";
 
 /** The static parts, in reading order. @param {HTMLElement} root @param {Scene} scene */
 function buildPage(root, scene) {
@@ -79,10 +81,10 @@ function fillTotals(table, rows) {
   table.replaceChildren(element("caption", "", TOTALS), head, ...body.map((cells) => line("td", cells)));
 }
 
-/** @param {HTMLElement} box @param {any} slice the `selected` trait */
-function fillDetails(box, slice) {
+/** @param {HTMLElement} box @param {any} slice the `selected` trait @param {boolean} hasFocus of the drawing */
+function fillDetails(box, slice, hasFocus) {
   box.classList.toggle("ss-on", Boolean(slice));
-  if (!slice) return void (box.textContent = HINT);
+  if (!slice) return void (box.textContent = hasFocus ? HINT_OF_KEYS : HINT);
   const start = Math.round(slice.start_seconds * 1e9);
   const facts = [
     `rank ${slice.rank} · ${slice.track}`,

@@ -1,36 +1,54 @@
 // Where ranks, tracks and rows stand, and which marks a row has at a time.
 
-/** Heights from the top of the scrolled content. A folded rank is one band with all its rows, too thin for names.
- * @param {Scene} scene @param {Set<number>} folded ranks */
-function arrange(scene, folded) {
+/** Heights from the top of the scrolled content. A folded rank is one band with all its rows, too thin for names;
+ * it leaves Python stacks out. Python stacks are one line, and below it their rows if they are shown.
+ * @param {Scene} scene @param {Set<number>} folded ranks @param {Set<number>} shownStacks first rows of tracks
+ * @param {boolean} isNarrow track names stand above their rows, not beside them */
+function arrange(scene, folded, shownStacks, isNarrow) {
   const numRows = scene.tracks.reduce((sum, track) => sum + track.num_rows, 0);
   const rowTop = new Float64Array(numRows);
-  const rowTall = new Float64Array(numRows);
+  const rowTall = new Float64Array(numRows); // 0 where a row is not shown
   const headers = /** @type {{rank: number, top: number, height: number, tracks: Track[]}[]} */ ([]);
   const bands = /** @type {{track: Track, top: number, height: number, tall: number}[]} */ ([]);
+  const stacks = /** @type {{track: Track, top: number, isShown: boolean, hasOperators: boolean}[]} */ ([]);
   let y = 0;
+  const addBand = (/** @type {Track} */ track, /** @type {number} */ tall) => {
+    bands.push({ track, top: y, height: track.num_rows * tall, tall });
+    for (let row = 0; row < track.num_rows; row++) rowTop[track.first_row + row] = y + row * tall;
+    rowTall.fill(tall, track.first_row, track.first_row + track.num_rows);
+    y += track.num_rows * tall;
+  };
   for (const rank of scene.ranks) {
     const tracks = scene.tracks.filter((track) => track.rank === rank);
     const isFolded = folded.has(rank);
-    const rows = tracks.reduce((sum, track) => sum + track.num_rows, 0);
-    const thin = Math.min(Math.max(Math.floor(48 / rows), 1), 4);
+    const rows = tracks.reduce((sum, track) => sum + (track.kind === "python" ? 0 : track.num_rows), 0);
+    const thin = Math.min(Math.max(Math.floor(48 / Math.max(rows, 1)), 1), 4);
     const gap = isFolded ? 1 : TRACK_GAP / 2;
     const header = { rank, top: y, height: HEADER, tracks };
     headers.push(header);
     y += isFolded ? FOLD_MARGIN : HEADER;
-    for (const track of tracks) {
-      const tall = !isFolded ? ROW : track.kind === "gpu" ? thin + 2 : thin; // streams are few and matter most
+    for (const [i, track] of tracks.entries()) {
+      if (track.kind === "python") {
+        rowTop.fill(y, track.first_row, track.first_row + track.num_rows);
+        const isShown = shownStacks.has(track.first_row);
+        const before = tracks[i - 1];
+        const hasOperators = before?.kind === "cpu" && before.thread === track.thread;
+        stacks.push({ track, top: y, isShown, hasOperators });
+        if (isFolded) continue;
+        y += STACK_LINE;
+        if (isShown) addBand(track, ROW);
+        y += isShown ? 2 * gap : 0;
+        continue;
+      }
+      y += gap + (isNarrow && !isFolded ? NAME_LINE : 0);
+      addBand(track, !isFolded ? ROW : track.kind === "gpu" ? thin + 2 : thin); // streams are few and matter most
       y += gap;
-      bands.push({ track, top: y, height: track.num_rows * tall, tall });
-      for (let row = 0; row < track.num_rows; row++) rowTop[track.first_row + row] = y + row * tall;
-      rowTall.fill(tall, track.first_row, track.first_row + track.num_rows);
-      y += track.num_rows * tall + gap;
     }
     if (!isFolded) continue;
     y = Math.max(y + FOLD_MARGIN, header.top + HEADER);
     header.height = y - header.top;
   }
-  return { rowTop, rowTall, headers, bands, height: y };
+  return { rowTop, rowTall, headers, bands, stacks, height: y };
 }
 
 const ARRAYS = /** @type {Record<string, any>} */ ({ "<f8": Float64Array, "<u4": Uint32Array, u1: Uint8Array });

@@ -40,7 +40,7 @@ function showTip(view, x, y) {
 /** @param {View} view @param {number} x @param {number} y */
 function clickAt(view, x, y) {
   const header = headerAt(view, y);
-  if (header) return foldOrUnfold(view, header.rank);
+  if (header) return foldOrUnfold(view, view.folded, header.rank);
   const hit = hitAt(view, x, y);
   askToSelect(view, hit && view.tile ? view.tile.columns.index[hit.mark] : null);
 }

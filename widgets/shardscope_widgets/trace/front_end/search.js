@@ -4,9 +4,10 @@
 function showMatchCount({ model, scene, page, matchNumber }) {
   const matches = model.get("num_matches");
   const which = matchNumber ? `match ${matchNumber.toLocaleString("en")} · ` : "";
-  page.count.textContent = model.get("search").trim()
+  const text = model.get("search").trim()
     ? `${which}${matches.toLocaleString("en")} of ${counted(scene.num_slices, "slice")}`
     : counted(scene.num_slices, "slice");
+  page.count.textContent = page.count.title = text; // the title, where a narrow page has no room for all of it
 }
 
 /** @param {View} view */
@@ -30,7 +31,6 @@ function followSearchBox(view) {
     view.searchTimer = setTimeout(() => sendSearch(view), SETTLE_MS);
   });
   listen(view, search, "keydown", (/** @type {KeyboardEvent} */ event) => {
-    event.stopPropagation();
     if (event.key === "Enter") {
       sendSearch(view);
       askForMatch(view, event.shiftKey ? -1 : 1);

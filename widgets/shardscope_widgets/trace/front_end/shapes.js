@@ -3,7 +3,8 @@
 // All times are nanoseconds from the trace's first slice, in float64.
 
 /**
- * @typedef {{rank: number, name: string, kind: string, first_row: number, num_rows: number, num_slices: number}} Track
+ * @typedef {{rank: number, thread: string, name: string, kind: string, first_row: number, num_rows: number,
+ *   num_slices: number}} Track
  * @typedef {{span_ns: number, num_slices: number, columns: [string, string][], ranks: number[], notes: string[],
  *   tracks: Track[]}} Scene
  * @typedef {{t0: number, t1: number, width: number, search: string, columns: Record<string, any>}} Tile
@@ -13,7 +14,10 @@
 const RULER = 24;
 const HEADER = 24;
 const GUTTER = 152;
-const NARROW_GUTTER = 96;
+const NARROW = 560; // below this width track names stand above their rows
+const NARROW_GUTTER = 72;
+const NAME_LINE = 16;
+const STACK_LINE = 22;
 const ROW = 18;
 const TRACK_GAP = 6;
 const FOLD_MARGIN = 4;

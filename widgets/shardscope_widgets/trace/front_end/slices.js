@@ -17,7 +17,7 @@ function drawSlices(view) {
   for (let row = 0; row < places.rowTop.length; row++) {
     const y = RULER + places.rowTop[row] - scroll;
     const tall = places.rowTall[row];
-    if (y > height || y + tall < RULER) continue;
+    if (tall === 0 || y > height || y + tall < RULER) continue;
     const readable = tall >= READABLE_ROW;
     const last = bounds[row + 1];
     for (let mark = firstMarkAfter(tile, row, t0); mark < last && start[mark] <= t1; mark++) {

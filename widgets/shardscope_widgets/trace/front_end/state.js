@@ -1,16 +1,17 @@
 // What one view remembers. A view is this record, and the other parts are functions of it.
 
-/** @param {any} model @param {HTMLElement} root within the document, so that it has its theme
+/** @param {any} model @param {HTMLElement} root
  * @param {Scene} scene @param {ReturnType<typeof buildPage>} page */
 function openView(model, root, scene, page) {
   const ctx = /** @type {CanvasRenderingContext2D} */ (page.canvas.getContext("2d"));
   const [t0, t1] = model.get("viewport_seconds").map((/** @type {number} */ seconds) => seconds * 1e9);
   const folded = /** @type {Set<number>} */ (new Set());
-  let places = arrange(scene, folded);
+  const shownStacks = /** @type {Set<number>} */ (new Set());
+  let places = arrange(scene, folded, shownStacks, false);
   // Ranks are there to be compared: where they do not fit on two screens, all are shown small first.
   if (scene.ranks.length > 1 && places.height > 2 * model.get("height")) {
     for (const rank of scene.ranks) folded.add(rank);
-    places = arrange(scene, folded);
+    places = arrange(scene, folded, shownStacks, false);
   }
   return {
     model,
@@ -26,10 +27,14 @@ function openView(model, root, scene, page) {
     scroll: 0,
     width: 0,
     height: 0,
+    dpr: 1,
     gutterWidth: GUTTER,
-    folded,
+    isNarrow: false,
+    folded, // ranks
+    shownStacks, // first rows of the Python stacks that are unfolded
     places,
     rankButtons: /** @type {HTMLElement[]} */ ([]),
+    stackButtons: /** @type {Map<number, HTMLElement>} */ (new Map()),
     tile: /** @type {Tile | null} */ (null),
     hover: /** @type {Hit | null} */ (null),
     names: /** @type {Map<number, string>} */ (new Map()),

@@ -1,33 +1,56 @@
-// The page around the view: its size and its theme.
+// The page around the view: its size, whether it is in sight, and its theme.
 
-/** @param {View} view @returns {() => void} stops following */
-function followSize(view) {
+/** @param {View} view */
+function measure(view) {
   const { stage, canvas } = view.page;
-  const observer = new ResizeObserver(() => {
-    [view.width, view.height] = [stage.clientWidth, stage.clientHeight];
-    view.gutterWidth = view.width < 560 ? NARROW_GUTTER : GUTTER;
-    for (const button of view.rankButtons) button.style.width = `${view.gutterWidth}px`;
-    const dpr = window.devicePixelRatio || 1;
-    [canvas.width, canvas.height] = [Math.round(view.width * dpr), Math.round(view.height * dpr)];
-    scrollRowsTo(view, view.scroll);
-  });
-  observer.observe(stage);
-  return () => observer.disconnect();
+  [view.width, view.height] = [stage.clientWidth, stage.clientHeight];
+  view.dpr = window.devicePixelRatio || 1;
+  [canvas.width, canvas.height] = [Math.round(view.width * view.dpr), Math.round(view.height * view.dpr)];
+  const isNarrow = view.width < NARROW;
+  view.gutterWidth = isNarrow ? NARROW_GUTTER : GUTTER;
+  for (const button of view.rankButtons) button.style.width = `${view.gutterWidth}px`;
+  if (isNarrow !== view.isNarrow && view.width > 0) {
+    view.isNarrow = isNarrow;
+    rearrange(view);
+  }
+  scrollRowsTo(view, view.scroll);
+}
+
+/** Read the theme again, for the next frame. @param {View} view */
+function retheme(view) {
+  view.theme = readTheme(view.root, view.ctx);
+  view.textWidths.clear();
+  scheduleDraw(view);
+}
+
+/** Follow the view's size: from nothing, that of a detached or hidden view, to what it is once it is attached or its
+ * tab is shown. @param {View} view @returns {() => void} stops following */
+function followSize(view) {
+  const onChange = () => {
+    measure(view);
+    retheme(view);
+  };
+  const size = new ResizeObserver(onChange);
+  // A tab hidden with `content-visibility` keeps its size.
+  const sight = new IntersectionObserver(() => retheme(view));
+  size.observe(view.page.stage);
+  sight.observe(view.page.stage);
+  return () => {
+    size.disconnect();
+    sight.disconnect();
+  };
 }
 
 /** @param {View} view @returns {() => void} stops following */
 function followTheme(view) {
-  const retheme = () => {
-    view.theme = readTheme(view.root, view.ctx);
-    scheduleDraw(view);
-  };
-  // JupyterLab sets the attribute before the theme's style sheet has loaded, hence the second look.
-  const themeChanged = () => {
-    retheme();
-    setTimeout(retheme, 300);
-  };
-  const observer = new MutationObserver(themeChanged);
-  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
-  listen(view, matchMedia("(prefers-color-scheme: dark)"), "change", themeChanged);
+  const again = () => retheme(view);
+  const observer = new MutationObserver(again);
+  const options = { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class", "style"] };
+  observer.observe(document.body, options);
+  observer.observe(document.documentElement, options);
+  // JupyterLab sets the attribute before the theme's style sheet has loaded.
+  const onLoad = (/** @type {Event} */ event) => event.target instanceof HTMLLinkElement && again();
+  listen(view, document, "load", onLoad, { capture: true });
+  listen(view, matchMedia("(prefers-color-scheme: dark)"), "change", again);
   return () => observer.disconnect();
 }

@@ -7,7 +7,7 @@ function followModel(view) {
     "msg:custom": (/** @type {any} */ message, /** @type {DataView[]} */ buffers) =>
       REPLIES[message?.type]?.(view, message, buffers),
     "change:selected": () => {
-      fillDetails(page.details, model.get("selected"));
+      fillDetails(page.details, model.get("selected"), document.activeElement === page.canvas);
       scheduleDraw(view);
     },
     "change:search": () => {
@@ -32,15 +32,14 @@ function followModel(view) {
 function render({ model, el }) {
   const scene = /** @type {Scene} */ (model.get("_scene"));
   const root = element("div", "ss-trace");
-  // JupyterLab takes A, B, D and others as commands from anything focused inside a notebook.
-  root.dataset.lmSuppressShortcuts = "true";
   const page = buildPage(root, scene);
   page.stage.style.height = `${model.get("height")}px`;
   page.gutter.style.top = `${RULER}px`;
   el.append(root);
 
   const view = openView(model, root, scene, page);
-  addRankButtons(view);
+  guardKeys(root, view.closing.signal);
+  addFoldButtons(view);
   followPointer(view);
   followKeys(view);
   followSearchBox(view);
@@ -50,7 +49,7 @@ function render({ model, el }) {
 
   rearrange(view);
   showMatchCount(view);
-  fillDetails(page.details, model.get("selected"));
+  fillDetails(page.details, model.get("selected"), false);
   page.error.textContent = model.get("error");
 
   return () => {

@@ -54,6 +54,7 @@ function scrollRowsTo(view, top) {
 
 /** Bring a slice into view, wide enough to read. @param {View} view @param {any} slice @param {boolean} [zoomTo] */
 function revealSlice(view, slice, zoomTo = false) {
+  unfoldRow(view, slice.row);
   const { t0, t1, scene, places, scroll, height } = view;
   const start = slice.start_seconds * 1e9;
   const duration = slice.duration_seconds * 1e9;
