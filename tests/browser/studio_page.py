@@ -1,4 +1,4 @@
-"""What browser tests do with a Studio in a real JupyterLab: open it, type, choose tabs and themes, take pictures."""
+"""Actions of browser tests on a Studio in a real JupyterLab: open, type, choose tabs and themes."""
 
 from __future__ import annotations
 

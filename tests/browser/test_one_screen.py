@@ -1,4 +1,4 @@
-"""The Studio on one screen: the sentence, the questions and the main button are seen together, at every size."""
+"""The Studio on one screen: sentence, questions and main button are seen together, at every size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
 
 PIXELS = 640
 MOST_TAB_STOPS = 15
-SIZES = {"1440x900": (1440, 900, 1), "1024x768": (1024, 768, 1), "390x844": (390, 844, 1), "zoom_200": (720, 450, 2)}
+SIZES = {
+    "1440x900": (1440, 900, 1),
+    "1024x768": (1024, 768, 1),
+    "390x844": (390, 844, 1),
+    "zoom_200": (720, 450, 2),
+}
 
 
 @pytest.fixture
@@ -43,7 +48,8 @@ def is_in_sight(page: Any, selector: str) -> bool:
                 const element = document.querySelector(selector);
                 const box = element.getBoundingClientRect();
                 const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
-                const hit = x >= 0 && y >= 0 && x < innerWidth && y < innerHeight && document.elementFromPoint(x, y);
+                const isInside = x >= 0 && y >= 0 && x < innerWidth && y < innerHeight;
+                const hit = isInside && document.elementFromPoint(x, y);
                 return Boolean(hit) && (element.contains(hit) || hit.contains(element));
             }""",
             selector,
@@ -138,15 +144,16 @@ def shot(name: str) -> Path:
 
 
 def sticking_out(page: Any) -> list[str]:
-    """Elements that stick out of the Studio on the right; what scrolls by itself may be as wide as it likes."""
+    """Return what sticks out of the Studio on the right, but for boxes that scroll by themselves."""
     return page.evaluate(
         """() => {
             const studio = document.querySelector('.ss-studio');
             const edge = studio.getBoundingClientRect().right + 1;
+            const scrolls = '.ss-scroll, .ss-tabs, svg, .ss-off-screen, .ss-what, .ss-verdict';
+            const isOutside = box => box.width && box.right > edge;
             return [...studio.querySelectorAll('*')]
-                .filter(each => !each.closest('.ss-scroll, .ss-tabs, svg, .ss-off-screen, .ss-what, .ss-verdict'))
-                .filter(each => each.checkVisibility())
-                .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
+                .filter(each => !each.closest(scrolls) && each.checkVisibility())
+                .filter(each => isOutside(each.getBoundingClientRect()))
                 .map(each => each.className || each.tagName);
         }"""
     )

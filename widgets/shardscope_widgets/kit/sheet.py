@@ -22,7 +22,7 @@ class Sheet(anywidget.AnyWidget):
     def __init__(self, *folders: str, measures: bool = False) -> None:
         """``folders``: the view folders whose ``style.css`` is added, in this order."""
         own = [front_end_text(folder, "style.css") for folder in folders]
-        # anywidget keeps one style element per id, by default the class's: another sheet would replace this one.
+        # anywidget keeps one style element per id, the class's by default: another sheet would replace this.
         super().__init__(
             _css="\n".join([type(self)._css, *own]),
             _anywidget_id=".".join(["shardscope.sheet", *folders]),

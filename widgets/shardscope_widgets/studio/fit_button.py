@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 
 import ipywidgets as widgets
+from shardscope.planner.make_it_fit import Fit, make_it_fit
 
 import shardscope as ss
-from shardscope.planner.make_it_fit import Fit, make_it_fit
 from shardscope.planner.verdict import Verdict
 from shardscope_widgets.kit import controls
 
@@ -18,7 +18,7 @@ TOOLTIP = "Apply the cheapest combination of changes that fits"
 
 
 class FitButton:
-    """:attr:`button` is shown while the plan on offer does not fit. ``on_fit`` gets the plan and what was found."""
+    """Shows :attr:`button` while the plan on offer does not fit; ``on_fit`` gets that plan and the fit."""
 
     def __init__(self, on_fit: Callable[[ss.Plan, Fit | None], None]) -> None:
         self._on_fit = on_fit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 import shardscope as ss
@@ -14,6 +15,9 @@ STATE_CLASSES = {"fits": "ss-fits", "tight": "ss-tight", "unknown": "ss-tight", 
 STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕"}
 """A sign for each state, because its colour alone does not reach every reader."""
 
+FORM_FACTOR = re.compile(r" (SXM|PCIe|OAM)(?= |$)")
+"""Left out of the line, which is short; the whole name is there on hover."""
+
 
 def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     """Return the two lines as HTML. Each is cut where it is too long, with the whole text on hover."""
@@ -22,8 +26,9 @@ def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     model, gpus = title(plan.architecture.name), devices(plan.cluster)
     layout = plan.layout.description
     plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
+    short = FORM_FACTOR.sub("", gpus)
     what = (
-        f"<b>{escape(model)}</b> on <b>{escape(gpus)}</b> with <b>{escape(layout)}</b>, "
+        f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
         f"{escape(method)}, {escape(plan.recipe.precision)}"
     )
     answer = verdict_line(plan, report, verdict)

@@ -1,4 +1,4 @@
-"""One line under the Studio's head for what an action did or why it failed, with buttons for what comes next."""
+"""One line under the Studio's head: what an action did or why it failed, with buttons for what comes next."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ class Notice(Clickable):
         if not words:
             self.value = ""
             return
-        buttons = "".join(
-            f"<button type='button' class='ss-act' data-act='{escape(name, quote=True)}'>{escape(name)}</button>"
-            for name in self._actions
-        )
         role = "alert" if is_error else "status"
         kind = " class='ss-error'" if is_error else ""
-        self.value = (
-            f"<span role='{role}'{kind}>{escape(words)}</span>{buttons}"
-            f"<button type='button' class='ss-act ss-dismiss' data-act='{DISMISS}' aria-label='Dismiss'>✕</button>"
-        )
+        buttons = "".join(_button(name, escape(name)) for name in self._actions)
+        dismiss = _button(DISMISS, "✕", "aria-label='Dismiss'")
+        self.value = f"<span role='{role}'{kind}>{escape(words)}</span>{buttons}{dismiss}"
 
     def _act(self, name: str) -> None:
         if name == DISMISS:
@@ -45,3 +40,8 @@ class Notice(Clickable):
         do = self._actions[name]
         self.say("")
         do()
+
+
+def _button(act: str, label: str, attributes: str = "") -> str:
+    name = escape(act, quote=True)
+    return f"<button type='button' class='ss-act' data-act='{name}' {attributes}>{label}</button>"
