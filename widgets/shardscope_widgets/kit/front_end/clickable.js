@@ -83,6 +83,7 @@ function render({ model, el }) {
   };
   el.addEventListener("click", press, { signal: ended.signal });
   el.addEventListener("keydown", enter, { signal: ended.signal });
+  guardKeysAlone(el, ended.signal);
   model.on("change:value change:error change:frozen", draw);
   draw();
   return () => {
