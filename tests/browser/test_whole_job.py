@@ -1,4 +1,4 @@
-"""The whole job in one Studio, first by mouse, then by keyboard: plan 405B, make it fit, fine-tune, open a run."""
+"""The whole job in one Studio, by mouse and by keyboard: plan 405B, make it fit, fine-tune, open a run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def choose_the_folder(page: Any) -> None:
 
 
 def tab_to(page: Any, selector: str, *, start: str | None = None, back: bool = False) -> None:
-    """Press Tab until what ``selector`` names has the keyboard; fail if it is too far or cannot be reached."""
+    """Press Tab until the element has the keyboard; fail if it is too far or cannot be reached."""
     if start:
         page.locator(start).first.focus()
     for _ in range(MAX_TABS):
