@@ -34,14 +34,13 @@ from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, Layout
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_panel import LaunchPanel
-from shardscope_widgets.run.living_runs import LivingRuns
-from shardscope_widgets.run.view import RunView
+from shardscope_widgets.run.runs_view import RunsView
 from shardscope_widgets.time.rates import rates
 from shardscope_widgets.time.rows import RunSteps, shown_step
 from shardscope_widgets.time.view import StepView
 from shardscope_widgets.trace import TraceView
 
-TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
+TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
 PAUSE_SECONDS = 0.25
 """After so long without a move of an input, repairs are looked for and the preflight is asked: both take
 longer than all the rest, and the next move would wait for them."""
@@ -69,8 +68,10 @@ class Studio(View):
         self.which.on_click(self._show_path)
         self.layout_picker = LayoutPicker(below=self.which)
         self.memory = MemoryView()
-        self.run_view = RunView(on_end=self._run_ended)
-        self.living = LivingRuns(self._watch)
+        self.runs = RunsView(
+            on_open_trace=self._open_trace, on_end=self._run_ended, on_resume=self._watch_resumed
+        )
+        self.run_view = self.runs.run_view
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.export_panel = ExportPanel()
         self.headline = controls.html()
@@ -87,7 +88,7 @@ class Studio(View):
         self._pages: dict[str, widgets.Box] = {
             "Memory": memory_page,
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
-            "Run": widgets.VBox([self.living, self.run_view]),
+            "Runs": widgets.VBox([self.runs]),
             "Trace": self.trace_holder,
         }
         self._drawers: dict[str, Callable[[], None]] = {
@@ -304,19 +305,24 @@ class Studio(View):
     def _show_page(self, change: object = None) -> None:
         for name, page in self._pages.items():
             page.layout.display = "" if name == self.tabs.value else "none"
-        if self.tabs.value == "Run":
-            self.living.look(self.run)
+        if self.tabs.value == "Runs":
+            self.runs.look()
         self._draw_shown()
         self._offer_repairs()
         self._show_staleness()
 
-    def _watch(self, run: ss.Run) -> None:
-        """Show a run that was launched elsewhere; its Stop works as in the notebook that it came from."""
+    def _watch_resumed(self, run: ss.Run) -> None:
+        """Treat a run that Resume launched like one that the button launched."""
         self.launch_panel.busy = True
         self.run = run
         self._show_trace(_hint("The trace appears here when the run has ended."))
-        self.run_view.show(run)
-        self.living.look(run)
+
+    def _open_trace(self, run: ss.Run) -> None:
+        try:
+            self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
+        except (ValueError, OSError) as error:
+            self._show_trace(_hint(str(error)))
+        self.tabs.value = "Trace"
 
     def _launch(self, *, force: bool) -> None:
         offer = self.launch_panel.current
@@ -342,8 +348,8 @@ class Studio(View):
         with contextlib.suppress(OSError):  # A disk that is full by now: the run is under way, and is shown.
             run.note = " ".join(notes)
         self._show_trace(_hint("The trace appears here when the run has ended."))
-        self.run_view.show(run)
-        self.tabs.value = "Run"
+        self.runs.open(run)
+        self.tabs.value = "Runs"
         self.sheet.show()
 
     def _run_ended(self, run: ss.Run) -> None:

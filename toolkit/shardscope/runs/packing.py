@@ -1,4 +1,4 @@
-"""The task on its way from the kernel to the ranks: pickled once by cloudpickle, errors named before launch."""
+"""The task on its way from the kernel to the ranks: pickled by cloudpickle, errors named before launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.unpicklable import name_of, where
-
 
 MAX_SOURCE_CHARACTERS = 2**20
 """Source text that goes to the ranks: a notebook's cells are far shorter, generated code may not be."""
