@@ -5,9 +5,7 @@ State flows one way: pickers -> ``studio.plan`` -> views.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from html import escape
 from typing import TypeVar
@@ -17,9 +15,10 @@ import traitlets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
+from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.preflight import Finding
+from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.verdict import Verdict, assess
-from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Later
@@ -28,15 +27,24 @@ from shardscope_widgets.kit.full_window import FullWindow
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.memory.repairs import RepairsPanel
 from shardscope_widgets.memory.view import MemoryView
-from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+from shardscope_widgets.pickers import (
+    ArchitecturePicker,
+    ClusterPicker,
+    LayoutPicker,
+    RecipePicker,
+    RunOptions,
+    TaskPicker,
+)
+from shardscope_widgets.pickers.base import Picker
+from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
-from shardscope_widgets.run.launch_panel import LaunchPanel
-from shardscope_widgets.run.living_runs import LivingRuns
-from shardscope_widgets.run.view import RunView
+from shardscope_widgets.run.launch_button import LaunchButton
+from shardscope_widgets.run.runs_view import RunsView
+from shardscope_widgets.studio.fit_button import FitButton
 from shardscope_widgets.studio.headline import headline
+from shardscope_widgets.studio.notice import Notice
 from shardscope_widgets.time.rates import rates
 from shardscope_widgets.time.rows import RunSteps, shown_step
 from shardscope_widgets.time.view import StepView
@@ -54,9 +62,7 @@ class Studio(View):
     """Plan, launch and look inside, in one widget. ``studio.plan`` and ``studio.run`` are what it shows."""
 
     plan = traitlets.Any(help="The last valid plan.")
-    run = traitlets.Any(
-        allow_none=True, default_value=None, help="The last run that was started or opened here."
-    )
+    run = traitlets.Any(allow_none=True, default_value=None, help="The run that was last started or opened.")
     pins = traitlets.Tuple(help="Plans pinned for comparison, in the order in which they were pinned.")
 
     def __init__(self) -> None:
@@ -67,15 +73,13 @@ class Studio(View):
         """The plan, and the findings about it, its task and earlier runs."""
         self._drawn: dict[str, object] = {}
         """Tab -> the plan that its page shows."""
-        self._repaired: ss.Plan | None = None
-        """The plan whose repairs are offered."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Measured steps, kept until the Time view exists."""
         self._make_questions()
         self._make_pages()
         self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "studio")
         body = _box(self.questions, self._main, kind="ss-body")
-        super().__init__([self.sheet, self._make_head(), self.strip, body])
+        super().__init__([self.sheet, self._make_head(), self.notice, body])
         for name in ("ss-root", "ss-studio"):
             self.add_class(name)
         self._observe_inputs()
@@ -83,49 +87,68 @@ class Studio(View):
         self._show_page()
         self._replan()
 
+    # ---- what it is made of
+
     def _make_questions(self) -> None:
         """Make the left column: one folding question for each picker."""
         self.architecture = ArchitecturePicker()
         self.cluster = ClusterPicker()
         self.recipe = RecipePicker()
         self.layout_picker = LayoutPicker()
-        self.launch_panel = LaunchPanel(self.cluster.machine)
+        self.options = RunOptions()
+        self.task = TaskPicker(self.options)
+        self.notice = Notice()
+        self.notice.add_class("ss-strip")
+        self.launch = LaunchButton(
+            self.cluster.machine, self.task, self.options, on_launch=self._watch, on_error=self._say_error
+        )
         self.export_panel = ExportPanel()
+        self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
+        export = (self.export_panel, self.export_panel.words)
         self.folds = {
-            "What to do": Fold("What to do", self.launch_panel.steps_row),
-            "Model": Fold("Model", self.architecture, is_open=True),
+            "What to do": Fold("What to do", self.task),
+            "Model": Fold("Model", self.architecture, self.open_plan, is_open=True),
             "GPUs": Fold("GPUs", self.cluster),
             "Training": Fold("Training", self.recipe, is_open=True),
             "Framework": Fold("Framework", self.layout_picker),
-            "Run": Fold("Run", self.launch_panel, self.export_panel, self.export_panel.words),
+            "Run": Fold(
+                "Run",
+                self.options,
+                self.launch.note,
+                self.export_panel,
+                self.export_panel.words,
+                self.launch.free,
+            ),
         }
-        for name, picker in self._pickers_by_fold.items():
-            if picker.has_trait("answer"):
-                self.folds[name].follow(picker)
+        for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
+            fold.follow(picker)
+            picker.on_fix = self._apply_fix
         self.questions = Folds(list(self.folds.values()))
         self.questions.add_class("ss-side")
 
     @property
-    def _pickers_by_fold(self) -> dict[str, widgets.Widget]:
-        return {
-            "Model": self.architecture,
-            "GPUs": self.cluster,
-            "Training": self.recipe,
-            "Framework": self.layout_picker,
-        }
+    def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
+        """The pickers that make the plan."""
+        return self.architecture, self.cluster, self.recipe, self.layout_picker
+
+    @property
+    def _all_pickers(self) -> tuple[Picker, ...]:
+        """The picker of each question, from top to bottom."""
+        return self.task, *self._pickers, self.options
 
     def _make_pages(self) -> None:
         """Make the tabs. Pages are filled when first shown: a reloaded page then has less to fetch."""
-        self.memory = MemoryView()
-        self.repairs = RepairsPanel(on_apply=self.apply)
-        self.run_view = RunView(on_end=self._run_ended)
-        self.living = LivingRuns(self._watch)
+        self.memory = MemoryView(on_pin=self._pin, on_apply=self.apply)
+        self.runs = RunsView(
+            on_open_trace=self._open_trace, on_end=self._run_ended, on_resume=self._watch_resumed
+        )
+        self.run_view = self.runs.run_view
         self.tabs = Tabs(TABS)
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self._pages: dict[str, widgets.Box] = {
-            "Memory": widgets.VBox([self.memory, self.repairs]),
+            "Memory": widgets.VBox([self.memory]),
             **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
-            "Runs": widgets.VBox([self.living, self.run_view]),
+            "Runs": widgets.VBox([self.runs]),
             "Trace": self.trace_holder,
         }
         self._drawers: dict[str, Callable[[], None]] = {
@@ -142,33 +165,27 @@ class Studio(View):
     def _make_head(self) -> widgets.Box:
         """Make the line that is always in sight: sentence, numbers, buttons."""
         self.headline = controls.html("", "ss-headline")
-        self.rates = controls.html("", "ss-head-rates")
-        self.fit_button = controls.button(
-            "Make it fit",
-            "ss-button",
-            "ss-fit-button",
-            tooltip="Apply the cheapest combination of changes that fits",
-            layout=widgets.Layout(display="none"),
-        )
-        self.strip = widgets.VBox([], layout=controls.layout())
-        self.strip.add_class("ss-strip")
+        self.rates = controls.html("", "ss-head-rates", layout=widgets.Layout())
+        self.fit = FitButton(on_fit=self._made_to_fit)
         return _box(
-            self.headline, self.rates, self.fit_button, self.launch_panel.button, FullWindow(), kind="ss-head"
+            self.headline, self.rates, self.fit.button, self.launch.button, FullWindow(), kind="ss-head"
         )
 
     def _observe_inputs(self) -> None:
         for picker in self._pickers:
             picker.observe(self._replan, "value")
             picker.observe(self._show_staleness, "is_wrong")
-        for control in self.launch_panel.inputs:
-            control.observe(self._recheck, "value")
+        for picker in (self.task, self.options):
+            picker.observe(self._recheck, "value")
         self.tabs.observe(self._show_page, "value")
-        self.launch_panel.button.on_click(lambda _: self._launch(force=False))
 
     @cached_property
     def time(self) -> StepView:
         """The Time tab's view."""
-        view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates)
+        view = StepView(
+            machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin, on_apply=self.apply
+        )
+        view.pins = self.pins
         for plan, steps in self._measured:
             view.add(plan, steps)
         return self._put("Time", view)
@@ -181,16 +198,13 @@ class Studio(View):
     @cached_property
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
-        view = ChecksView(on_apply=self.apply, on_apply_task=self._apply_task)
-        return self._put("Checks", view)
+        return self._put("Checks", ChecksView(on_apply=self.apply, on_apply_task=self._apply_task))
 
-    def _put(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
-        self._pages[tab].children = [view, *below]
+    def _put(self, tab: str, view: Page) -> Page:
+        self._pages[tab].children = [view]
         return view
 
-    @property
-    def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
-        return self.architecture, self.cluster, self.recipe, self.layout_picker
+    # ---- inputs to plan
 
     def _replan(self, change: object = None) -> None:
         """Make the plan that the pickers describe; while they do not make one, keep the last and say why."""
@@ -209,12 +223,14 @@ class Studio(View):
         except ValueError as error:
             self._show_error(error)
             return
-        except Exception as error:  # ours to mend: a notebook shows nobody what is only raised
+        except Exception as error:  # A defect of ours: raised in a handler, it would be shown nowhere.
             self._show_error(ValueError(f"Shardscope failed at this: {type(error).__name__}: {error}"))
             raise
         finally:
             self._planning = False
             self._show_staleness()
+        if plan == self.plan:
+            self._offer_launch()  # The folder of weights may be another.
         self.plan = plan
 
     def apply(self, plan: ss.Plan) -> None:
@@ -234,15 +250,60 @@ class Studio(View):
             self._planning = False
         self._replan()
 
+    def _apply_fix(self, changes: Mapping[str, object]) -> None:
+        """Set the inputs that a fix names, each in its own picker, as one change."""
+        owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
+        self._planning = True
+        try:
+            for name, value in changes.items():
+                owner, _, field = name.rpartition(".")
+                if name == "Layout":
+                    self.layout_picker.take(value)
+                else:
+                    self._picker_of(owner, field, owners).set_fields({field: value})
+        finally:
+            self._planning = False
+        self._replan()
+
+    def _picker_of(self, owner: str, field: str, owners: Mapping[str, Picker]) -> Picker:
+        for picker in (self.task, self.options):
+            if field in picker.rows:
+                return picker
+        return owners.get(owner, self.layout_picker)
+
+    def _open_plan(self, plan: ss.Plan) -> None:
+        before = self.plan
+        self.apply(plan)
+        self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
+
+    def _made_to_fit(self, before: ss.Plan, fit: Fit | None) -> None:
+        if fit is None:
+            self.notice.say(
+                "No combination of changes fits on these GPUs: choose more GPUs or a smaller model.",
+                is_error=True,
+            )
+            return
+        self.apply(fit.plan)
+        self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self.apply(before)})
+
     def _show_staleness(self, change: object = None) -> None:
         """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
         wrong = any(picker.is_wrong for picker in self._pickers)
         (self.add_class if wrong else self.remove_class)("ss-stale")
-        self.launch_panel.blocked = "Mend the input marked in red first." if wrong else ""
+        self.launch.blocked = "Correct the input marked in red first." if wrong else ""
+        self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong
         for page in ("plans", "checks"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
+
+    def _show_error(self, error: ValueError) -> None:
+        # An error that is no FieldError begins with its field as well: "Architecture.model_type is ...".
+        owner = getattr(error, "field", str(error)).partition(".")[0]
+        owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
+        owners.get(owner, self.layout_picker).show_plan_error(error)
+
+    # ---- plan to views
 
     @traitlets.observe("plan")
     def _draw(self, change: object) -> None:
@@ -250,16 +311,22 @@ class Studio(View):
         self._report = report
         self._verdict = assess(plan, report)
         self.headline.value = headline(plan, report, self._verdict)
-        lacks = self._verdict.state == "does not fit"
-        self.fit_button.layout.display = "" if lacks else "none"
+        self.fit.offer(plan, self._verdict)
         # The browser draws what is in sight while the rest, which takes longer, is still computed.
         self._draw_shown()
         self._show_rates()
-        self.launch_panel.offer(plan, report)
+        self._offer_launch()
         self.export_panel.offer(plan)
         self._pause.ask()
 
+    def _offer_launch(self) -> None:
+        self.task.offer(self.plan, self.architecture.weights_folder)
+        if self._report is not None:
+            self.launch.offer(self.plan, self._report)
+
     def _show_rates(self) -> None:
+        lacks = self._verdict is not None and self._verdict.state == "does not fit"
+        self.rates.layout.display = "none" if lacks else ""
         self.rates.value = rates(shown_step(self.plan))
 
     def _draw_shown(self) -> None:
@@ -269,110 +336,89 @@ class Studio(View):
             self._drawn[name] = self.plan
             self._drawers[name]()
 
-    def _offer_repairs(self) -> None:
-        if self.tabs.value == "Memory" and self._report is not None and self._repaired is not self.plan:
-            self._repaired = self.plan
-            self.repairs.offer(self.plan, self._report)
+    def _show_page(self, change: object = None) -> None:
+        for name, page in self._pages.items():
+            page.layout.display = "" if name == self.tabs.value else "none"
+        if self.tabs.value == "Runs":
+            self.runs.look()
+        self._draw_shown()
+        self._show_staleness()
+
+    def _pin(self, plan: ss.Plan) -> None:
+        """Pin ``plan`` for comparison, or unpin it."""
+        self.pins = (
+            tuple(pin for pin in self.pins if pin != plan) if plan in self.pins else (*self.pins, plan)
+        )
+
+    @traitlets.observe("pins")
+    def _show_pins(self, change: object) -> None:
+        for view in ("memory", "time"):
+            if view in vars(self):
+                getattr(self, view).pins = self.pins
+
+    # ---- checks
 
     @property
     def findings(self) -> list[Finding]:
-        """What the preflight has against :attr:`plan`, and against what Launch would train of it."""
+        """The findings about :attr:`plan`, its task and the earlier runs."""
         if self._found is None or self._found[0] is not self.plan:
             try:
-                task = self.launch_panel.task(self.plan)
-            except ValueError:  # It stands at the input, and nothing can be launched.
+                task = self.task.task(self.plan)
+            except ValueError:  # It is shown at the input, and nothing can be launched.
                 task = None
             self._found = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
         return self._found[1]
 
     @cached_property
     def _earlier_runs(self) -> list[ss.Run]:
-        """The runs in this folder, looked for anew when one of this Studio's ends."""
+        """The runs in this folder, read again when one of this Studio's ends."""
         return list(ss.runs())
 
     def _recheck(self, change: object = None) -> None:
-        """The task or the runs changed, and not the plan."""
+        """Renew findings and offer: the task or the runs changed, and not the plan."""
         self._found = None
         self._drawn.pop("Checks", None)
+        self.launch.update()
         self._draw_shown()
         self._pause.ask()
 
     def _apply_task(self, task: ss.Pretrain) -> None:
-        self.launch_panel.take(task, self.plan)
+        self.options.take(task, rate_near(ss.Pretrain.learning_rate, self.plan))
 
     def _on_pause(self) -> None:
-        self._offer_repairs()
         worst = worst_first(self.findings)[0].severity if self.findings else ""
         self.tabs.mark("Checks", len(self.findings), summary(self.findings), worst)
+        self.tabs.mark("Runs", self.runs.num_runs, f"{self.runs.num_runs} runs in this folder", "")
 
-    def _show_error(self, error: ValueError) -> None:
-        # What is no FieldError begins with its field as well: "Architecture.model_type is ...".
-        owner = getattr(error, "field", str(error)).partition(".")[0]
-        picker = {
-            "Architecture": self.architecture,
-            "Cluster": self.cluster,
-            "Recipe": self.recipe,
-        }.get(owner, self.layout_picker)
-        picker.show_plan_error(error)
+    # ---- runs
 
-    def _show_page(self, change: object = None) -> None:
-        for name, page in self._pages.items():
-            page.layout.display = "" if name == self.tabs.value else "none"
-        if self.tabs.value == "Runs":
-            self.living.look(self.run)
-        self._draw_shown()
-        self._offer_repairs()
-        self._show_staleness()
-
-    def _watch(self, run: ss.Run) -> None:
-        """Show a run that was launched elsewhere; its Stop works as in the notebook that it came from."""
-        self.launch_panel.busy = True
+    def _watch(self, run: ss.Run, notes: str) -> None:
+        """Show a run that the button started."""
         self.run = run
+        self.notice.say("")
         self._show_trace(_hint("The trace appears here when the run has ended."))
-        self.run_view.show(run)
-        self.living.look(run)
-
-    def _launch(self, *, force: bool) -> None:
-        offer = self.launch_panel.current
-        if offer.plan is None:
-            return
-        task = self.launch_panel.task(offer.plan)
-        self.launch_panel.busy = True
-        try:
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                run = ss.launch(offer.plan, task, outlive_kernel=self.launch_panel.outlive.value, force=force)
-        except TooLittleFreeError as error:
-            self.launch_panel.busy = False
-            self.launch_panel.ask_whether_to_go_on(str(error), lambda: self._launch(force=True))
-            return
-        except Exception as error:  # a notebook shows nobody what is raised in a handler
-            self.launch_panel.busy = False
-            self.launch_panel.say(str(error) or type(error).__name__, is_error=True)
-            return
-        self.run = run
-        tight = [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)]
-        notes = [offer.note] * offer.is_rehearsal + tight
-        with contextlib.suppress(OSError):  # A disk that is full by now: the run is under way, and is shown.
-            run.note = " ".join(notes)
-        self._show_trace(_hint("The trace appears here when the run has ended."))
-        self.run_view.show(run)
+        self.runs.open(run)
         self.tabs.value = "Runs"
-        self.sheet.show()
+
+    def _watch_resumed(self, run: ss.Run) -> None:
+        """Treat a run that Resume launched like one that the button launched."""
+        self.launch.busy = True
+        self.run = run
+        self._show_trace(_hint("The trace appears here when the run has ended."))
+
+    def _say_error(self, words: str, retry: Callable[[], None] | None) -> None:
+        self.notice.say(words, {"Launch all the same": retry} if retry else {}, is_error=True)
 
     def _run_ended(self, run: ss.Run) -> None:
-        self.launch_panel.busy = False
-        self.launch_panel.offer(self.plan, self.plan.memory())
+        self.launch.busy = False
+        self._offer_launch()
         self._keep_measured(run)
         vars(self).pop("_earlier_runs", None)
         self._recheck()
-        try:
-            self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
-        except (ValueError, OSError) as error:
-            self._show_trace(_hint(str(error)))
+        self._show_trace_of(run)
 
     def _keep_measured(self, run: ss.Run) -> None:
-        """Put what the run measured beside the prediction of its own plan."""
+        """Show what the run measured beside the prediction of its own plan."""
         try:
             plan = run.plan
         except ValueError:
@@ -388,8 +434,20 @@ class Studio(View):
         else:
             self._measured.append((plan, steps))
 
+    # ---- traces
+
+    def _open_trace(self, run: ss.Run) -> None:
+        self._show_trace_of(run)
+        self.tabs.value = "Trace"
+
+    def _show_trace_of(self, run: ss.Run) -> None:
+        try:
+            self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
+        except (ValueError, OSError) as error:
+            self._show_trace(_hint(str(error)))
+
     def _show_trace(self, view: widgets.Widget) -> None:
-        """Put ``view`` into the Trace tab and let go of what was there, a whole trace perhaps."""
+        """Put ``view`` into the Trace tab and close what was there, a whole trace perhaps."""
         before = self.trace_holder.children
         self.trace_holder.children = [view]
         for old in before:
