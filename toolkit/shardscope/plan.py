@@ -295,4 +295,4 @@ def _how_to_make(noun: type, value: object) -> str:
         Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',
         Recipe: "ss.Recipe()",
         Layout: "ss.Layout.fsdp2()",
-    }[noun]
+    }.get(noun, "ss.Plan(architecture, cluster, recipe, layout)")
