@@ -149,8 +149,8 @@ class Studio(View):
 
     @cached_property
     def script(self) -> ScriptChecks:
-        """Under them, the checks of a script of the person's own."""
-        return ScriptChecks(self.plan, on_apply=self.apply)
+        """Under them, the checks of the user's own script."""
+        return ScriptChecks(self.plan)
 
     def _show_path(self, _: object) -> None:
         self.plans.mode.value = "advice"
