@@ -503,7 +503,7 @@ def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
     studio._on_pause()
     assert studio.tabs.badges["Checks"][2] == "danger", "the worst counts, wherever it stands"
     studio.architecture.name.value = "llama-3.1-8b"
-    assert "Checks" not in studio.tabs.badges and "Nothing to mend" in studio.checks.list.value
+    assert "Checks" not in studio.tabs.badges and "No findings" in studio.checks.list.value
 
 
 def test_a_finding_is_mended_by_its_button(studio: Studio) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import shardscope as ss
@@ -33,7 +34,7 @@ class Answer:
 
     sentence: str
     figures: str
-    """Memory, time and rate of the recommended plan; empty where nothing fits."""
+    """Memory, time and rate of the recommended plan; where nothing fits, what is missing."""
     change: str
     """The difference to the plan on screen; empty if that is the recommended one."""
     why: str
@@ -43,14 +44,19 @@ class Answer:
     alternatives: tuple[Alternative, ...]
 
 
-def answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
-    """Return one recommendation, and at most two alternatives that it does not outdo."""
+def answer(advice: Advice, on_screen: ss.Plan | None, familiar_with: Collection[str] = ()) -> Answer:
+    """Return one recommendation, and at most two alternatives that it does not outdo.
+
+    A framework of ``familiar_with`` is not given up for the plan on screen in a framework that is not.
+    """
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
     if advice.plan is None:
-        return Answer(sentence, "", "", why, None, _alternatives(advice, None))
+        return Answer(sentence, why, "", "", None, _alternatives(advice, None))
     current = on_screen if on_screen is not None and _is_asked_about(advice, on_screen) else None
-    if current is not None and (is_same(advice.plan, current) or outdoes(current, advice.plan)):
+    if current is not None and (
+        is_same(advice.plan, current) or _is_kept(current, advice.plan, familiar_with)
+    ):
         if not is_same(advice.plan, current):
             why = (
                 f"The questions lead to {named(advice.plan)}: {figures(advice.plan)}. "
@@ -63,6 +69,11 @@ def answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
         one for one in _alternatives(advice, advice.plan) if current is None or not is_same(one.plan, current)
     ]
     return Answer(sentence, figures(advice.plan), change, why, advice.plan, tuple(others))
+
+
+def _is_kept(current: ss.Plan, advised: ss.Plan, familiar_with: Collection[str]) -> bool:
+    known, new = current.layout.framework in familiar_with, advised.layout.framework in familiar_with
+    return outdoes(current, advised) and (known or not new)
 
 
 def outdoes(one: ss.Plan, other: ss.Plan) -> bool:

@@ -43,10 +43,11 @@ def path(advice: Advice, answer: Answer) -> str:
     """Return the questions in order, folded; those whose answer the plan does not have are pale."""
     steps = "".join(_turn(turn) for turn in advice.path)
     number = len(advice.path)
+    why = f"<p>{escape(answer.why)}</p>" if answer.why else ""
     return (
         "<details class='ss-fold' data-key='why'>"
         f"<summary>Why? {number} question{'s' * (number != 1)}</summary>"
-        f"<p>{escape(answer.why)}</p><ol class='ss-path'>{steps}</ol></details>"
+        f"{why}<ol class='ss-path'>{steps}</ol></details>"
     )
 
 

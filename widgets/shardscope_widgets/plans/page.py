@@ -11,6 +11,8 @@ import ipywidgets as widgets
 import shardscope as ss
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import WorkPanel
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.view import View
 from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.familiar_frameworks import FamiliarToggles
@@ -55,7 +57,7 @@ class Question(NamedTuple):
         return f"for {self}, before an input changed"
 
 
-class PlansPage(widgets.VBox):
+class PlansPage(View):
     """Advice and search for the plan on screen.
 
     The first look at a mode asks its question. After that, an answer to another question stays, pale and
@@ -91,11 +93,12 @@ class PlansPage(widgets.VBox):
         self.about = controls.html("", "ss-hint")
         bar = widgets.HBox([self.mode, *self._panels.values(), *words], layout=controls.layout())
         bar.add_class("ss-toolbar")
-        super().__init__([bar, self.familiar, self.about, *self._views.values()], layout=controls.layout())
+        super().__init__([Sheet("plans"), bar, self.familiar, self.about, *self._views.values()])
         for panel in self._panels.values():
             panel.words.layout = widgets.Layout()
             panel.button.observe(self._begun_or_ended, "disabled")
-        self.add_class("ss-plans")
+        for name in ("ss-root", "ss-plans"):
+            self.add_class(name)
 
     def offer(self, plan: ss.Plan) -> None:
         """Show which plan is on screen, and mark answers to other questions as outdated."""

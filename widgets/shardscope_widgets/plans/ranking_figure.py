@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from shardscope.memory.words import gib
-from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.plans.ranking_rows import marks, signs
 from shardscope_widgets.plans.ranking_table import layout_words
-from shardscope_widgets.plans.standing import Standing, is_feasible, standing
+from shardscope_widgets.plans.standing import Kind, Standing, standing
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
@@ -27,7 +27,12 @@ SHOWN_OVER_CAPACITY = 1.5
 INK = "#7f8790"
 TOOLTIP_CHARACTERS = 46
 """A line of a tooltip: as long as a chart of 390 pixels has room for."""
-RING_PIXELS = {"fits": 0.0, "may not fit": 1.6, "does not fit": 1.6, "cannot be launched here": 1.0}
+RING_PIXELS: Mapping[Kind, float] = {
+    "fits": 0.0,
+    "may not fit": 1.6,
+    "does not fit": 1.6,
+    "cannot be launched here": 1.0,
+}
 
 
 def empty_figure() -> Chart:
@@ -64,7 +69,7 @@ def empty_figure() -> Chart:
     )
     figure = Chart([*traces, crosses, front, on_screen], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
-    return survive_reload(figure)
+    return figure
 
 
 def _layout() -> dict[str, Any]:
@@ -94,12 +99,11 @@ def _layout() -> dict[str, Any]:
 def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
     """Call ``callback`` with the row of the plan whose mark is clicked."""
 
-    def clicked(trace: Any, points: Any, _: object) -> None:
-        if points.point_inds:
-            callback(int(trace.customdata[points.point_inds[0]]))
+    def clicked(trace_index: int, point_index: int, customdata: object) -> None:
+        if isinstance(customdata, int):
+            callback(customdata)
 
-    for trace in figure.data[: len(signs())]:
-        trace.on_click(clicked)
+    figure.on_click(clicked)
 
 
 def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
@@ -121,7 +125,8 @@ def draw(figure: Chart, ranking: Ranking) -> int:
     capacity = float(ranking.cluster.usable_bytes_per_gpu)
     near = np.flatnonzero((memory <= SHOWN_OVER_CAPACITY * capacity) & np.isfinite(speed))
     # Of the plans in one place, one that fits is shown.
-    near = near[np.argsort(~is_feasible(ranking)[near], kind="stable")]
+    fits = ranking.is_feasible & ranking.is_room_known
+    near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
     # Plans that fit are drawn last, over the others.

@@ -84,9 +84,9 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
         f"<span title='{escape(reason, quote=True)}'>{words}</span>"
         for words, reason in (
             ("may not fit", why_unknown(ranking, index)),
-            ("cannot be launched here", why_not_launched(plan)),
+            ("cannot be launched here", why_not_launched(ranking, index)),
         )
-        if reason is not None
+        if reason
     ]
     note = f"<div class='ss-hint'>{', '.join(notes)}</div>" if notes else ""
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"

@@ -14,7 +14,7 @@ function write(el, html, error, frozen) {
   for (const row of el.querySelectorAll("details[data-key]")) row.open = open.has(row.dataset.key);
   const pressed = [...el.querySelectorAll("[data-act], [data-answer]")].find((other) => place(other) === focused);
   pressed?.focus();
-  if (error) say(error, pressed?.closest(".ss-mend") ?? el);
+  if (error) say(error, pressed?.closest(".ss-fix") ?? el);
 }
 
 /** Say below what was pressed, or else below all, what is wrong with it.
