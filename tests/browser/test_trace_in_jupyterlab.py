@@ -85,6 +85,8 @@ def page(lab: Lab, browser: Any) -> Iterator[Any]:
     page.goto(lab.notebook_url(NOTEBOOK))
     page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
     run_cell(page, 0)
+    page.keyboard.press("Control+Shift+l")  # a launcher, in a tab of its own
+    go_to_tab(page, NOTEBOOK)
     yield page
     page.close()
 
@@ -115,6 +117,11 @@ def none_is_black(page: Any, count: int = OPENED_AT_ONCE) -> None:
     assert page.evaluate(BLACK_OR_UNREADABLE) == []
 
 
+def go_to_tab(page: Any, name: str) -> None:
+    """Show another document of JupyterLab, which hides the one in sight."""
+    page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab", has_text=name).click()
+
+
 def show_hidden_tab(page: Any) -> None:
     page.locator(".widget-tab .lm-TabBar-tab, .jupyter-widget-TabPanel .lm-TabBar-tab").nth(1).click()
 
@@ -132,10 +139,10 @@ def test_fault_64_no_trace_opens_black(page: Any) -> None:
             use_theme(page, name, light=light)
         else:
             # Opened in a notebook that is not in sight, and shown under another theme.
-            page.evaluate("document.querySelector('.jp-NotebookPanel').style.display = 'none'")
+            go_to_tab(page, "Launcher")
             name, light = themes[(number // 2 + 1) % 2]
             use_theme(page, name, light=light)
-            page.evaluate("document.querySelector('.jp-NotebookPanel').style.display = ''")
+            go_to_tab(page, NOTEBOOK)
             show_hidden_tab(page)
         none_is_black(page)
         # Out of the document and back, as for a cell that is moved, while the theme changes.

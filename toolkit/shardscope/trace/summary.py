@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NUM_OPERATORS = 10
-SHOWN_RANKS = 64
+SHOWN_RANKS = 32
 MAX_NAME_CHARACTERS = 120
 Mask = npt.NDArray[np.bool_]
 
