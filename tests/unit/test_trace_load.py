@@ -65,24 +65,53 @@ def test_a_file_a_folder_and_a_run_all_load(tmp_path: Path) -> None:
     assert Trace.load(FIXTURE / "rank-1.json.gz").ranks == [1]
 
 
-def test_summary_is_a_row_per_rank() -> None:
+def test_summary_has_a_row_per_rank() -> None:
     trace = Trace.load(FIXTURE)
-    rows = trace.summary()
+    summary = trace.summary()
+    rows = summary.ranks
     assert [row["rank"] for row in rows] == [0, 1]
     assert sum(row["slices"] for row in rows) == len(trace)
     assert all(0 < row["cpu_busy_seconds"] <= row["span_seconds"] for row in rows)
-    assert all(row["gpu_busy_seconds"] == 0 for row in rows)
-    assert list(rows.to_frame()["rank"]) == [0, 1]
+    assert all(row["gpu_busy_seconds"] == 0 and row["idle_seconds"] is None for row in rows)
+    assert list(summary.to_frame()["rank"]) == [0, 1]
+    assert "2 ranks" in str(summary) and "No GPU streams" in str(summary)
 
 
 def test_busy_time_leaves_annotations_out(tmp_path: Path) -> None:
     step = event("ProfilerStep#1", 0, 1000, cat="user_annotation")
     kernel = event("gemm", 100, 50, cat="kernel", pid=0, tid=7)
     path = write(tmp_path / "a.json", [step, event("aten::mm", 10, 20), event("aten::mm", 20, 20), kernel])
-    row = Trace.load(path).summary()[0]
+    row = Trace.load(path).summary().ranks[0]
     assert row["cpu_busy_seconds"] == pytest.approx(30e-6)
     assert row["gpu_busy_seconds"] == pytest.approx(50e-6)
     assert row["span_seconds"] == pytest.approx(1e-3)
+
+
+def test_summary_divides_the_span_of_a_gpu(tmp_path: Path) -> None:
+    def on_stream(name: str, ts: float, dur: float, stream: int, cat: str = "kernel") -> dict[str, Any]:
+        return event(name, ts, dur, cat=cat, pid=0, tid=stream)
+
+    events = [
+        on_stream("gemm", 0, 40, 7),
+        on_stream("multimem_all_reduce_kernel", 30, 30, 20),
+        on_stream("Memcpy DtoH", 70, 10, 7, "gpu_memcpy"),
+        on_stream("ProfilerStep#1", 0, 100, 7, "gpu_user_annotation"),
+    ]
+    summary = Trace.load(write(tmp_path / "rank-0.json", events)).summary()
+    row = summary.ranks[0]
+    assert row["compute_seconds"] == pytest.approx(40e-6)
+    assert row["communication_seconds"] == pytest.approx(30e-6)
+    assert row["exposed_communication_seconds"] == pytest.approx(20e-6)
+    assert row["idle_seconds"] == pytest.approx(30e-6)
+    assert "GPU idle: 30 %" in str(summary)
+    assert {row["name"] for row in summary.operators} >= {"gemm", "multimem_all_reduce_kernel"}
+
+
+def test_summary_shows_itself_as_tables_and_names_stay_text(tmp_path: Path) -> None:
+    event_ = event("<script>alert(1)</script>", 0, 10)
+    trace = Trace.load(write(tmp_path / "rank-0.json", [event_]))
+    for html in (trace.summary()._repr_html_(), trace._repr_html_()):
+        assert "<table" in html and "<script" not in html and "&lt;script&gt;" in html
 
 
 def test_tracks_are_named_threads_and_streams(tmp_path: Path) -> None:
@@ -297,7 +326,8 @@ def test_fault_38_a_trace_without_slices_is_empty_and_says_so(tmp_path: Path, ev
     trace = Trace.load(write(tmp_path / "a.json", events))
     assert (len(trace), trace.duration_seconds, trace.tracks) == (0, 0.0, [])
     assert any("no slices" in note for note in trace.notes)
-    assert trace.summary()[0]["slices"] == 0
+    assert trace.summary().ranks[0]["slices"] == 0
+    assert "0 slices" in trace._repr_html_()
 
 
 @pytest.mark.parametrize(

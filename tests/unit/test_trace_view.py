@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS
@@ -163,6 +166,59 @@ def test_the_front_end_may_set_viewport_and_search(view: TraceView) -> None:
     view.set_state({"viewport_seconds": [0.001, 0.004], "search": "mm", "_view_count": 1})
     assert view.viewport_seconds == (0.001, 0.004)
     assert view.num_matches > 0 and view.error == ""
+
+
+def picture_of(view: TraceView) -> str:
+    data, _ = DisplayFormatter().format(view)
+    assert "application/vnd.jupyter.widget-view+json" in data
+    return str(data["text/html"])
+
+
+def test_fault_47_the_saved_output_is_a_picture_that_needs_no_kernel(view: TraceView) -> None:
+    html = picture_of(view)
+    assert "<svg" in html and "<path" in html and "<table" in html
+    assert "rank 0" in html and "rank 1" in html
+    assert "<script" not in html and len(html) < 100_000
+    ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+
+
+def test_names_in_the_picture_are_text(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>'\"&"
+    event = {"ph": "X", "cat": "op", "name": name, "pid": 1, "tid": name, "ts": 1.0, "dur": 9.0}
+    (tmp_path / "rank-0.json").write_text(json.dumps({"traceEvents": [event]}))
+    html = picture_of(TraceView(tmp_path))
+    assert "<script" not in html
+    ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+
+
+def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
+    for rank in range(40):
+        events = [
+            {
+                "ph": "X",
+                "cat": "op",
+                "name": f"op {i % 9}",
+                "pid": 1,
+                "tid": 1 + i % 5,
+                "ts": i * 3.0,
+                "dur": 2.0,
+            }
+            for i in range(1500)
+        ]
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"traceEvents": events}))
+    html = picture_of(TraceView(tmp_path))
+    assert len(html) < 100_000 and "more tracks" in html
+
+
+def test_the_picture_has_streams_and_leaves_python_stacks_out() -> None:
+    html = picture_of(TraceView(FIXTURE.parent / "trace_with_stacks"))
+    assert "stream 7" in html and "pt_autograd_0" in html and "Python stacks of" not in html
+    assert "GPU idle" in html and len(html) < 100_000
+
+
+def test_the_picture_of_an_empty_trace_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
+    assert "0 slices" in picture_of(TraceView(tmp_path))
 
 
 def test_fault_43_a_hundred_views_leave_nothing_behind(trace: Trace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shardscope.architecture import Architecture
 from shardscope.cluster import Cluster
 from shardscope.fixes import checked
+from shardscope.html_table import html_fields
 from shardscope.layout import Degrees, Layout
 from shardscope.recipe import Recipe
 from shardscope.serialization import JsonNoun, part
@@ -113,6 +114,24 @@ class Plan(JsonNoun):
         if found is None:
             found = self._steps[rates] = step(self, rates)
         return found
+
+    def _repr_html_(self) -> str:
+        """Model, cluster, recipe and layout as a table; the prediction is :meth:`memory`'s."""
+        recipe = self.recipe
+        degrees = {field.name: getattr(self.degrees, field.name) for field in fields(self.degrees)}
+        return html_fields(
+            {
+                "model": f"{self.architecture.name}, {self.architecture.num_parameters:,} parameters",
+                "cluster": str(self.cluster),
+                "framework": self.layout.description,
+                "degrees": ", ".join(f"{name} {value}" for name, value in degrees.items() if value > 1),
+                "training": f"{recipe.method}, {recipe.precision}, {recipe.optimizer}",
+                "batch": f"{recipe.global_batch_size:,} sequences of {recipe.seq_len:,} tokens a step, "
+                f"{self.num_micro_batches:,} micro-batches of {recipe.micro_batch_size:,} on each replica",
+                "recompute": recipe.recompute,
+            },
+            "Plan",
+        )
 
     def repairs(self) -> list[Repair]:
         """Return single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,

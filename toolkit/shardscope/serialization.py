@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
+from shardscope.html_table import html_dataclass
 from shardscope.json_text import key_lines, parse_json
 from shardscope.places import Keys, Places
 from shardscope.validation import FieldError, known_keys, refuse
@@ -44,6 +45,10 @@ class JsonNoun:
         """One JSON object: the noun's name, the format version and its fields."""
         envelope = {"shardscope": type(self).__name__, "version": FORMAT_VERSION, **self.to_dict()}
         return json.dumps(envelope, indent=2)
+
+    def _repr_html_(self) -> str:
+        """The fields as a table, at the end of a notebook cell."""
+        return html_dataclass(self)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

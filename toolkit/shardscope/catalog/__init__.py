@@ -12,6 +12,7 @@ from shardscope.architecture import Architecture
 from shardscope.catalog.model_names import ModelNames
 from shardscope.cluster import Gpu, Link
 from shardscope.host import host_memory_bytes
+from shardscope.html_table import html_table
 from shardscope.validation import nearest
 
 Noun = TypeVar("Noun")
@@ -21,6 +22,26 @@ NOT_FIELDS = frozenset({
     "nvml_names", "host_link", "inter_node_link", "gpus_per_node", "host_memory_bytes",
 })  # fmt: skip
 """Keys of an entry that describe it, or the cluster it usually stands in, and not the noun itself."""
+
+
+COLUMNS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
+    "models": {
+        "parameters": lambda model: f"{model.num_parameters / 1e9:,.3g}B",
+        "layers": lambda model: model.num_hidden_layers,
+        "hidden size": lambda model: model.hidden_size,
+        "type": lambda model: model.model_type,
+    },
+    "gpus": {
+        "memory GiB": lambda gpu: round(gpu.memory_bytes / 2**30, 1),
+        "usable GiB": lambda gpu: round(gpu.usable_bytes / 2**30, 1),
+        "vendor": lambda gpu: gpu.vendor,
+    },
+    "links": {
+        "GB/s": lambda link: link.bandwidth_bytes_per_second / 1e9,
+        "latency µs": lambda link: link.latency_seconds * 1e6,
+    },
+}
+"""Columns of the tables that catalogues show themselves as."""
 
 
 class Catalogue(Mapping[str, Noun], Generic[Noun]):
@@ -57,6 +78,13 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
 
     def __contains__(self, name: object) -> bool:
         return self._find(name) is not None
+
+    def _repr_html_(self) -> str:
+        return html_table(("name", *COLUMNS[self._kind]), [(name, *self._figures(name)) for name in self])
+
+    def _figures(self, name: str) -> list[object]:
+        noun = self[name]
+        return [figure(noun) for figure in COLUMNS[self._kind].values()]
 
     def __repr__(self) -> str:
         return f"<{self._kind} of Shardscope's catalogue: {', '.join(self)}>"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardscope.frameworks.registry import why_not_trained
+from shardscope.html_table import html_table
 from shardscope.memory.words import gib
 from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
 from shardscope.planner.misses import Miss, nearest, why_none
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from shardscope.planner.candidates import Candidates
     from shardscope.planner.room_many import Needs
     from shardscope.recipe import Recipe
+
+SHOWN_ROWS = 10
+"""Plans of a ranking's table at the end of a cell."""
 
 AS_FAST = 1.01
 """Plans whose step takes up to so many times that of the fastest count as equally fast: the median error of a
@@ -353,6 +357,30 @@ class Ranking:
 
     def _repeated(self, values: list[str]) -> NDArray[np.str_]:
         return np.repeat(np.array(values, str), [found.num_plans for found in self.candidates])
+
+    def _repr_html_(self) -> str:
+        """The ten best plans as a table."""
+        frame = self.to_frame(limit=SHOWN_ROWS)
+        rows = [
+            (
+                line["framework"],
+                line["layout"],
+                line["recompute"],
+                int(line[MICRO_BATCH_SIZE]),
+                ", ".join(f"{name} {line[name]}" for name in DEGREES if line[name] > 1),
+                float(line["tokens_per_second_per_gpu"]),
+                float(line["step_seconds"]),
+                round(float(line["peak_bytes"]) / 2**30, 1),
+                bool(line["feasible"]),
+            )
+            for _, line in frame.iterrows()
+        ]
+        head = (
+            "framework", "layout", "recompute", "micro-batch", "degrees", "tokens/s per GPU",
+            "seconds per step", "peak GiB", "fits",
+        )  # fmt: skip
+        caption = f"{self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}"
+        return html_table(head, rows, f"{caption}; the best {len(rows)}")
 
     def __repr__(self) -> str:
         unsaid = f" {self.unsaid}" if self.unsaid else ""

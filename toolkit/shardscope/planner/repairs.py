@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardscope.html_table import html_table
 from shardscope.memory.words import gib
 from shardscope.planner.changes import Change, Ladder, ladders
 from shardscope.planner.room import Place, fits, places, shortages
@@ -37,13 +38,34 @@ class Repair(NamedTuple):
     decides it is not known, for which ``plan.step()`` raises."""
 
 
+class Repairs(list[Repair]):
+    """A list of repairs that shows itself as a table at the end of a notebook cell."""
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>Nothing to fix: the plan fits.</p>"
+        head = ("change", "is enough", "GiB saved", "seconds more per step")
+        return html_table(
+            head,
+            [
+                (
+                    one.change,
+                    fits(one.plan, one.plan.memory()),
+                    round(one.bytes_won / 2**30, 1),
+                    one.seconds_lost,
+                )
+                for one in self
+            ],
+        )
+
+
 class _Tried(NamedTuple):
     change: Change
     won: int
     is_enough: bool
 
 
-def repairs(plan: Plan) -> list[Repair]:
+def repairs(plan: Plan) -> Repairs:
     """Return the single changes that make ``plan`` fit, cheapest in time first; none if it fits already.
 
     Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough. A change whose
@@ -51,11 +73,11 @@ def repairs(plan: Plan) -> list[Repair]:
     is. Where nothing is left, ``make_it_fit`` combines changes.
     """
     seconds = predict_seconds(plan)
-    return [
+    return Repairs(
         step
         for step in find_steps(plan)
         if fits(step.plan, step.plan.memory()) and not _is_too_slow(step, seconds)
-    ]
+    )
 
 
 def _is_too_slow(repair: Repair, seconds: float) -> bool:
@@ -72,7 +94,7 @@ def find_steps(plan: Plan) -> list[Repair]:
     report = plan.memory()
     short = shortages(plan, report)
     if not short:
-        return []
+        return Repairs()
     enough: list[_Tried] = []
     half_way: list[_Tried] = []
     for ladder in ladders(plan):

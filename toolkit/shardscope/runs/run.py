@@ -317,6 +317,15 @@ class Run:
             await asyncio.sleep(seconds)
         return self.status
 
+    def _repr_html_(self) -> str:
+        """Its line of the table of runs, and why its status is what it is."""
+        from html import escape
+
+        from shardscope.runs.compare import Runs
+
+        reason = f"<p>{escape(self.reason)}</p>" if self.reason else ""
+        return Runs([self])._repr_html_() + reason
+
     def __repr__(self) -> str:
         return f"Run({self.name!r}, {self.status}, {str(self.folder)!r})"
 

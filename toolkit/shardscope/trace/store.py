@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -12,8 +12,10 @@ import numpy.typing as npt
 
 from shardscope.trace.files import refuse_file
 from shardscope.trace.load import Recording, read_recordings
-from shardscope.trace.nesting import nesting_depth, union_ns
-from shardscope.trace.table import Table
+from shardscope.trace.nesting import nesting_depth
+
+if TYPE_CHECKING:
+    from shardscope.trace.summary import TraceSummary
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -145,38 +147,17 @@ class Trace:
             "args": self.args(index),
         }
 
-    def summary(self) -> Table:
-        """One row per rank: slices, start, span, and how long its CPU and its GPU were busy, in seconds.
+    def summary(self) -> TraceSummary:
+        """Return sentences, a row of times per rank, and the names that took most time.
 
-        Busy means that at least one operator, runtime call or kernel of that kind was running; annotations
-        and stack frames, which also span idle time, do not count.
+        It shows itself as tables at the end of a notebook cell, and prints as text elsewhere.
         """
-        wrappers = np.array([name in WRAPPER_CATEGORIES for name in self.categories], dtype=bool)
-        is_gpu = np.array([track.kind == "gpu" for track in self.tracks], dtype=bool)
-        track_rank = np.array([track.rank for track in self.tracks], dtype=np.int64)
-        end_ns = self.start_ns + self.duration_ns
-        rows = Table()
-        for rank in self.ranks:
-            mine = (
-                np.flatnonzero(track_rank[self.track_index] == rank)
-                if len(self)
-                else np.zeros(0, dtype=np.int64)
-            )
-            work = mine[~wrappers[self.category_index[mine]]] if len(mine) else mine
-            gpu = is_gpu[self.track_index[work]] if len(work) else np.zeros(0, dtype=bool)
-            first = int(self.start_ns[mine].min()) if len(mine) else 0
-            last = int(end_ns[mine].max()) if len(mine) else 0
-            rows.append(
-                {
-                    "rank": rank,
-                    "slices": len(mine),
-                    "start_seconds": first / 1e9,
-                    "span_seconds": (last - first) / 1e9,
-                    "cpu_busy_seconds": union_ns(self.start_ns[work[~gpu]], end_ns[work[~gpu]]) / 1e9,
-                    "gpu_busy_seconds": union_ns(self.start_ns[work[gpu]], end_ns[work[gpu]]) / 1e9,
-                }
-            )
-        return rows
+        from shardscope.trace.summary import summarize  # it imports this module
+
+        return summarize(self)
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
 
 
 class _Builder:
@@ -250,7 +231,7 @@ class _Builder:
                 )
             )
 
-        # The GPU comes first: it is what the trace was recorded for, and stacks of 50 rows would push it out of
+        # The GPU comes first: it is what the trace was recorded for, and stacks would push it out of
         # view. Streams by number; then threads by how much they did, so the training thread comes first.
         for key in streams:
             add_track(key, np.flatnonzero(key_index == key), "gpu")

@@ -41,9 +41,13 @@ MUTED, COMMUNICATION, FIRST_HUE = 0, 1, 2
 
 MAX_WIDTH = 16_384
 
-_COMMUNICATION = re.compile(
-    r"nccl|rccl|\bgloo\b|c10d|record_param_comms|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b", re.IGNORECASE
+COMMUNICATION_NAMES = re.compile(
+    r"nccl|rccl|multimem_|\bgloo\b|c10d|record_param_comms|deep_?ep|nvshmem|mscclpp|oneccl|\bhccl\b",
+    re.IGNORECASE,
 )
+
+
+COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +234,7 @@ def _name_colours(trace: Trace) -> npt.NDArray[np.uint8]:
     wrappers = set(np.unique(trace.name_index[np.isin(trace.category_index, wrapper_categories)]).tolist())
     colours = np.empty(len(trace.names), dtype=np.uint8)
     for index, name in enumerate(trace.names):
-        if _COMMUNICATION.search(name):
+        if COMMUNICATION_NAMES.search(name):
             colours[index] = COMMUNICATION
         elif index in wrappers or name.startswith("ProfilerStep"):
             colours[index] = MUTED

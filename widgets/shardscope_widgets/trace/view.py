@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import anywidget
@@ -12,6 +13,7 @@ from shardscope.trace import Trace
 from shardscope.trace.tiles import COLUMNS, Tiler
 from shardscope.validation import whole_number
 from shardscope_widgets.kit.front_end import front_end_text
+from shardscope_widgets.trace.picture import draw_picture
 from shardscope_widgets.trace.requests import Request, RequestError, read_request
 
 MAX_SEARCH_CHARACTERS = 500
@@ -98,6 +100,18 @@ class TraceView(anywidget.AnyWidget):
             _scene=self._describe(),
         )
         self.on_msg(self._answer)
+
+    @cached_property
+    def _picture(self) -> str:
+        return draw_picture(self._tiler, self.trace.summary())
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """With a static picture, for viewers that have no kernel or show no widgets."""
+        shown = super()._repr_mimebundle_(**kwargs)
+        bundle = shown[0] if isinstance(shown, tuple) else shown
+        if bundle is not None:
+            bundle["text/html"] = self._picture
+        return shown
 
     def _describe(self) -> dict[str, Any]:
         first_row = self._tiler.first_row_of_track

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardscope.html_table import NO_VALUE, html_table
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -43,6 +45,16 @@ class Number(NamedTuple):
         return f"{self.what}: {_written(self.ours)} {self.unit}{said}"
 
 
+class Numbers(tuple[Number, ...]):
+    """Numbers of a claim that show themselves as a table at the end of a notebook cell."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        rows = [(one.what, _written(one.ours), _claimed(one), one.unit) for one in self]
+        return html_table(("number", "computed", "claimed", "unit"), rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One thing that is said, checked."""
@@ -57,6 +69,12 @@ class Claim:
     """Whether it holds."""
     why: str
     """Why, in a sentence or two."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", Numbers(self.numbers))
+
+    def _repr_html_(self) -> str:
+        return to_html([self])
 
     def number(self, what: str) -> Number:
         """One of :attr:`numbers`. Raises ``LookupError`` for another name."""
@@ -116,6 +134,10 @@ def to_html(claims: Sequence[Claim]) -> str:
         f"<th style='text-align:left'>{word}</th>" for word in ("claim", "computed", "verdict", "why")
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _claimed(number: Number) -> str:
+    return NO_VALUE if number.claimed is None else _written(number.claimed)
 
 
 def _written(value: float) -> str:

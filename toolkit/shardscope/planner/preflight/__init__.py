@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from shardscope.html_table import html_table
 from shardscope.planner.preflight import (
     checkpoints,
     data,
@@ -65,11 +66,21 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
 """Every check; each looks at one thing."""
 
 
-def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> list[Finding]:
+class Findings(list[Finding]):
+    """A list of findings that shows itself as a table at the end of a notebook cell."""
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>No findings.</p>"
+        rows = [(one.severity, one.name.replace("-", " "), one.why, one.change) for one in self]
+        return html_table(("severity", "finding", "why", "suggested fix"), rows)
+
+
+def findings(plan: Plan, task: object = None, runs: Iterable[Run] | None = ()) -> Findings:
     """See :meth:`shardscope.plan.Plan.findings`."""
     case = Case(plan=plan, task=task, runs=_checked(runs))
     found = [finding for check in CHECKS for finding in check(case)]
-    return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
+    return Findings(sorted(found, key=lambda one: SEVERITIES.index(one.severity)))
 
 
 def _checked(runs: object) -> tuple[Run, ...]:

@@ -1,0 +1,252 @@
+"""The trace view in a real JupyterLab: never black, and no key of it reaches the notebook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Lab
+from test_main_job import SHOWN, use_theme
+from tests.faults import all_of_them
+
+NOTEBOOK = "trace_view.ipynb"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_with_stacks"
+OPENED_AT_ONCE = 10
+SET_UP = f"""
+import ipywidgets
+from IPython.display import display
+from shardscope.trace import Trace
+from shardscope_widgets import TraceView
+
+trace = Trace.load({str(FIXTURE)!r})
+
+
+def views(count):
+    return [TraceView(trace, height=200) for _ in range(count)]
+
+
+def open_them(alone, boxed, hidden):
+    display(*views(alone), ipywidgets.VBox(views(boxed)))
+    display(ipywidgets.Tab([ipywidgets.HTML("first"), ipywidgets.VBox(views(hidden))], titles=["A", "B"]))
+"""
+
+BLACK_OR_UNREADABLE = """() => {
+  const parse = (text) => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => ((v / 255 + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const contrast = (a, b) => {
+    const [low, high] = [light(a), light(b)].sort((x, y) => x - y);
+    return (high + 0.05) / (low + 0.05);
+  };
+  return [...document.querySelectorAll(".ss-trace")].map((root) => {
+    const canvas = root.querySelector("canvas");
+    if (!canvas.width || !(+canvas.dataset.slices > 0)) return "nothing drawn";
+    const dpr = window.devicePixelRatio;
+    const pixels = (x, y, w, h) => {
+      const { data } = canvas.getContext("2d").getImageData(x * dpr, y * dpr, w * dpr, h * dpr);
+      return Array.from({ length: data.length / 4 }, (_, i) => [...data.slice(4 * i, 4 * i + 3)]);
+    };
+    const page = parse(getComputedStyle(root).backgroundColor);
+    const corner = pixels(4, 4, 1, 1)[0];
+    if (contrast(corner, page) > 1.3) return `background ${corner} on a page of ${page}`;
+    const best = (colours) => Math.max(...colours.map((colour) => contrast(colour, corner)));
+    const ruler = best(pixels(156, 4, 40, 16));
+    const names = best(pixels(24, 54, 60, 18));
+    if (ruler < 3 || names < 3) return `text at contrast ${ruler.toFixed(1)} and ${names.toFixed(1)}`;
+    return "";
+  }).filter(Boolean);
+}"""
+
+
+def code_cell(source: str, name: str) -> dict[str, Any]:
+    return {
+        "cell_type": "code",
+        "id": name,
+        "metadata": {},
+        "outputs": [],
+        "execution_count": None,
+        "source": source,
+    }
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, browser: Any) -> Iterator[Any]:
+    """A notebook whose first cell has run: it made :data:`SET_UP`'s functions."""
+    sources = {"setup": SET_UP, "views": "open_them(5, 3, 2)", "one": "TraceView(trace, height=240)"}
+    spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells = [code_cell(source, name) for name, source in sources.items()]
+    notebook = {"cells": cells, "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}
+    (lab.folder / NOTEBOOK).write_text(json.dumps(notebook))
+    page = browser.new_page(viewport={"width": 1300, "height": 5200})
+    page.set_default_timeout(int(__import__("os").environ.get("HT", SHOWN)))
+    page.goto(lab.notebook_url(NOTEBOOK))
+    page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
+    run_cell(page, 0)
+    page.keyboard.press("Control+Shift+l")  # a launcher, in a tab of its own
+    go_to_tab(page, NOTEBOOK)
+    yield page
+    page.close()
+
+
+def prompt(page: Any, index: int) -> str:
+    return str(page.locator(".jp-CodeCell .jp-InputPrompt").nth(index).text_content())
+
+
+def run_cell(page: Any, index: int) -> None:
+    """Run a cell and wait until its prompt has a new number."""
+    before = prompt(page, index)
+    page.locator(".jp-CodeCell").nth(index).locator(".cm-content").focus()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_function(
+        "([index, before]) => { const text = document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[index]"
+        ".textContent; return text !== before && /\\d/.test(text); }",
+        arg=[index, before],
+    )
+
+
+def none_is_black(page: Any, count: int = OPENED_AT_ONCE) -> None:
+    page.wait_for_function(
+        "count => [...document.querySelectorAll('.ss-trace canvas')]"
+        ".filter(canvas => +canvas.dataset.slices > 0).length === count",
+        arg=count,
+    )
+    page.wait_for_timeout(300)
+    assert page.evaluate(BLACK_OR_UNREADABLE) == []
+
+
+def go_to_tab(page: Any, name: str) -> None:
+    """Show another document of JupyterLab, which hides the one in sight."""
+    page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab", has_text=name).click()
+
+
+def show_hidden_tab(page: Any) -> None:
+    page.locator(".widget-tab .lm-TabBar-tab, .jupyter-widget-TabPanel .lm-TabBar-tab").nth(1).click()
+
+
+def test_fault_64_no_trace_opens_black(page: Any) -> None:
+    """Twenty opens here; with SHARDSCOPE_FAULTS=all a hundred."""
+    themes = [("JupyterLab Dark", "false"), ("JupyterLab Light", "true")]
+    for number in range(10 if all_of_them() else 2):
+        page.keyboard.press("Control+b")  # the side bar opens or closes just before
+        run_cell(page, 1)
+        if number % 2 == 0:
+            show_hidden_tab(page)
+            none_is_black(page)
+            name, light = themes[number // 2 % 2]
+            use_theme(page, name, light=light)
+        else:
+            # Opened in a notebook that is not in sight, and shown under another theme.
+            go_to_tab(page, "Launcher")
+            name, light = themes[(number // 2 + 1) % 2]
+            use_theme(page, name, light=light)
+            go_to_tab(page, NOTEBOOK)
+            show_hidden_tab(page)
+        none_is_black(page)
+        # Out of the document and back, as for a cell that is moved, while the theme changes.
+        page.evaluate(
+            "{ const node = document.querySelectorAll('.jp-CodeCell')[1].querySelector('.jp-OutputArea');"
+            "window.away = [node, node.parentNode]; node.remove(); }"
+        )
+        name, light = themes[0] if light == "true" else themes[1]
+        use_theme(page, name, light=light)
+        page.evaluate("window.away[1].append(window.away[0])")
+        none_is_black(page)
+    clear_outputs(page)
+    use_theme(page, "JupyterLab Light", light="true")
+
+
+def clear_outputs(page: Any) -> None:
+    page.get_by_role("menuitem", name="Edit", exact=True).click()
+    page.get_by_text("Clear Outputs of All Cells", exact=True).click()
+    page.wait_for_function("document.querySelectorAll('.ss-trace').length === 0")
+
+
+COMMANDS = [
+    "m", "y", "r", "a", "b", "x", "c", "v", "z", "d", "d", "0", "0", "i", "i", "l", "o", "h", "j", "k",
+    "s", "f", "1", "Shift+M", "Shift+V", "Shift+O", "Space", "ArrowUp", "ArrowDown",
+    "Enter", "Shift+Enter", "Control+Enter", "Alt+Enter", "Control+Shift+c", "Control+b",
+]  # fmt: skip
+"""Keys of JupyterLab's command mode."""
+
+STATE = """() => ({
+  cells: [...document.querySelectorAll('.jp-Notebook .jp-Cell')].map((cell) => cell.className
+    .split(' ').filter((name) => /^jp-(Code|Markdown|Raw)Cell|^jp-mod-active/.test(name)).join(' ')),
+  prompts: [...document.querySelectorAll('.jp-InputPrompt')].map((prompt) => prompt.textContent),
+  dialogs: document.querySelectorAll('.jp-Dialog, .lm-CommandPalette-content').length,
+  views: [...document.querySelectorAll('.ss-trace canvas')].map((canvas) => canvas.clientHeight > 0),
+  outputs: document.querySelectorAll('.jp-OutputCollapser, .jp-OutputPlaceholder').length,
+  numbers: document.querySelectorAll('.jp-Notebook .cm-lineNumbers').length,
+  sidebar: !document.querySelector('#jp-left-stack')?.classList.contains('lm-mod-hidden'),
+})"""
+
+
+@pytest.mark.parametrize(
+    "focused",
+    ["canvas", ".ss-trace-rank", ".ss-trace-stack", ".ss-trace-fit", ".ss-trace-search", ".ss-trace summary"],
+)
+def test_fault_62_keys_pressed_in_the_trace_leave_the_notebook_as_it_is(page: Any, focused: str) -> None:
+    shown_alone(page)
+    node = page.locator(f".ss-trace {focused}" if focused[0] != "." or " " not in focused else focused).first
+    node.focus()
+    before = page.evaluate(STATE)
+    for key in COMMANDS:
+        if focused == ".ss-trace-search" and key == "Enter":
+            continue  # it goes to the next match, tested with the canvas
+        node.focus()
+        page.keyboard.press(key)
+        assert page.evaluate(STATE) == before, key
+    page.wait_for_timeout(300)
+    assert page.evaluate(STATE) == before
+    assert page.evaluate("document.activeElement.closest('.ss-trace') !== null")
+
+
+def shown_alone(page: Any) -> None:
+    if page.locator(".ss-trace").count() != 1:
+        clear_outputs(page)
+        run_cell(page, 2)
+    none_is_black(page, 1)
+
+
+def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any) -> None:
+    shown_alone(page)
+    page.evaluate("window.heard = []; document.addEventListener('keydown', (event) => heard.push(event.key))")
+    page.locator(".ss-trace canvas").focus()
+    for key in ("m", "w", "Escape", "Tab"):
+        page.locator(".ss-trace canvas").focus()
+        page.keyboard.press(key)
+    assert page.evaluate("heard") == ["Escape", "Tab"]
+    for focused in ("canvas", ".ss-trace-search"):
+        (lab.folder / NOTEBOOK).unlink()
+        page.locator(f".ss-trace {focused}").focus()
+        page.keyboard.press("Control+s")
+        for _ in range(50):
+            if (lab.folder / NOTEBOOK).exists():
+                break
+            page.wait_for_timeout(100)
+        assert (lab.folder / NOTEBOOK).exists(), f"Ctrl+S with the focus on {focused} saved nothing"
+
+
+def test_keys_are_named_only_while_they_work(page: Any) -> None:
+    """After a click on the drawing W zooms; the hint names it then, and not before."""
+    shown_alone(page)
+    page.locator(".jp-CodeCell .cm-content").nth(0).focus()
+    hint = page.locator(".ss-trace-details")
+    assert " W " not in f" {hint.text_content()} " and "0 shows" not in hint.text_content()
+    box = page.locator(".ss-trace canvas").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 30, box["y"] + 12)  # on the ruler, where no slice is
+    page.wait_for_function("document.querySelector('.ss-trace-details').textContent.includes('zoom')")
+    assert "W and S" in hint.text_content()
+    span = (
+        "(() => { const { t0, t1 } = document.querySelector('.ss-trace canvas').dataset; return t1 - t0; })()"
+    )
+    before = page.evaluate(span)
+    page.keyboard.press("w")
+    page.wait_for_timeout(300)
+    assert page.evaluate(span) < 0.9 * before
+    page.keyboard.press("0")
+    page.wait_for_timeout(300)
+    assert page.evaluate(span) == pytest.approx(before)
+    assert page.locator(".jp-Dialog").count() == 0

@@ -1,0 +1,89 @@
+"""Small HTML tables for objects at the end of a notebook cell: escaped text, no scripts, no style sheet."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+LEFT = " style='text-align:left;vertical-align:top'"
+RIGHT = " style='text-align:right;vertical-align:top;white-space:nowrap'"
+NO_VALUE = "–"
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
+    """Return a table with one line per row. Numbers stand right, text stands left; every cell is escaped."""
+    shown = [list(row) for row in rows]
+    is_number = [
+        bool(shown) and all(isinstance(row[i], int | float | None) for row in shown) for i in range(len(head))
+    ]
+    aligned = [RIGHT if right else LEFT for right in is_number]
+    titles = "".join(f"<th{style}>{escape(name)}</th>" for name, style in zip(head, aligned, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{RIGHT if isinstance(value, int | float) else style}>{escape(format_value(value))}</td>"
+            for value, style in zip(row, aligned, strict=True)
+        )
+        + "</tr>"
+        for row in shown
+    )
+    return (
+        f"<div style='overflow-x:auto'><table style='table-layout:auto'>{_caption(caption)}"
+        f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def html_fields(pairs: Mapping[str, object], caption: str = "") -> str:
+    """Return a table with one line per name and value."""
+    body = "".join(
+        f"<tr><th scope='row'{LEFT}>{escape(name)}</th><td{LEFT}>{escape(format_value(value))}</td></tr>"
+        for name, value in pairs.items()
+    )
+    return f"<table style='table-layout:auto'>{_caption(caption)}<tbody>{body}</tbody></table>"
+
+
+def html_dataclass(value: Any, caption: str = "") -> str:
+    """Return the fields of a dataclass that are set, as a table: ``hidden_size`` as "hidden size"."""
+    pairs: dict[str, object] = {}
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        if content is None or not field.repr:
+            continue
+        name, unit = field.name, ""
+        if name.endswith("_bytes") and isinstance(content, int):
+            name, unit = name.removesuffix("_bytes"), "GiB"
+            content = content / 2**30
+        elif name.endswith("_bytes_per_second") and isinstance(content, int | float):
+            name, unit = name.removesuffix("_bytes_per_second"), "GB/s"
+            content = content / 1e9
+        pairs[name.replace("_", " ").strip()] = f"{format_value(content)} {unit}".strip()
+    return html_fields(pairs, caption or type(value).__name__)
+
+
+def format_value(value: object) -> str:
+    """Return a value as text: ``4,096``, ``0.404``, "yes", a nested noun by its name."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return NO_VALUE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, tuple | list):
+        return ", ".join(format_value(one) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value).__str__ is not object.__str__:
+            return str(value)
+        if isinstance(getattr(value, "name", None), str):
+            return str(value.name)  # type: ignore[attr-defined]
+        parts = ((f.name.replace("_", " "), getattr(value, f.name)) for f in dataclasses.fields(value))
+        return ", ".join(f"{name} {format_value(part)}" for name, part in parts if part is not None)
+    return str(value)
+
+
+def _caption(text: str) -> str:
+    return f"<caption style='text-align:left'>{escape(text)}</caption>" if text else ""

@@ -1,0 +1,190 @@
+"""``trace.summary()``: what each rank did with its time, and which names took most of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardscope.html_table import html_table
+from shardscope.timing.report import seconds_words
+from shardscope.trace.nesting import union_ns
+from shardscope.trace.store import WRAPPER_CATEGORIES, Trace
+from shardscope.trace.table import Table
+from shardscope.trace.tiles import COMMUNICATION_NAMES, COPY_CATEGORIES, Tiler
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NUM_OPERATORS = 10
+SHOWN_RANKS = 32
+MAX_NAME_CHARACTERS = 120
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSummary:
+    """Sentences and numbers of a trace; the last line of a cell shows them as tables."""
+
+    sentences: tuple[str, ...]
+    """The findings in plain sentences, each with its number."""
+    ranks: Table
+    """A row per rank: ``rank``, ``slices``, ``start_seconds``, ``span_seconds``, ``cpu_busy_seconds``,
+    ``gpu_busy_seconds``, ``compute_seconds``, ``communication_seconds``,
+    ``exposed_communication_seconds`` and ``idle_seconds``.
+
+    The last four are of GPU streams, None for a rank without any. Busy means that at least one operator,
+    runtime call or kernel ran; annotations and Python frames, which also span idle time, do not count.
+    Exposed communication overlaps with no other kernel or copy; idle is the rest of the span.
+    """
+    operators: Table
+    """The names with most time of their own: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return :attr:`ranks` as a pandas data frame."""
+        return self.ranks.to_frame()
+
+    def __str__(self) -> str:
+        lines = [*self.sentences, "", "Most time of its own:"]
+        for row in self.operators:
+            name, seconds = row["name"][:MAX_NAME_CHARACTERS], seconds_words(row["self_seconds"])
+            lines.append(f"  {name}: {seconds} in {row['slices']:,}")
+        return "\n".join(lines if self.operators else self.sentences)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        words = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
+        names = [
+            (
+                row["name"][:MAX_NAME_CHARACTERS],
+                row["slices"],
+                seconds_words(row["self_seconds"]),
+                seconds_words(row["total_seconds"]),
+            )
+            for row in self.operators
+        ]
+        operators = (
+            html_table(("name", "calls", "self", "total"), names, "Most time of its own") if names else ""
+        )
+        return f"<ul>{words}</ul>{self.html_of_ranks()}{operators}"
+
+    def html_of_ranks(self) -> str:
+        """Return the table of ranks, up to :data:`SHOWN_RANKS`, without the columns that are empty."""
+        columns = {
+            "span": "span_seconds",
+            "CPU busy": "cpu_busy_seconds",
+            "GPU busy": "gpu_busy_seconds",
+            "compute": "compute_seconds",
+            "communication": "communication_seconds",
+            "exposed communication": "exposed_communication_seconds",
+            "GPU idle": "idle_seconds",
+        }
+        shown = {title: key for title, key in columns.items() if any(row[key] for row in self.ranks)}
+        rows = [
+            (row["rank"], row["slices"], *(_shown_time(row, key) for key in shown.values()))
+            for row in self.ranks[:SHOWN_RANKS]
+        ]
+        caption = (
+            f"The first {SHOWN_RANKS} of {len(self.ranks):,} ranks" if len(self.ranks) > SHOWN_RANKS else ""
+        )
+        return html_table(("rank", "slices", *shown), rows, caption)
+
+
+def _shown_time(row: dict[str, Any], key: str) -> str | None:
+    """Return seconds as text, with their share of the rank's span."""
+    seconds, span = row[key], row["span_seconds"]
+    if seconds is None:
+        return None
+    words = seconds_words(seconds)
+    return words if key == "span_seconds" or not span else f"{words} ({100 * seconds / span:.0f} %)"
+
+
+def summarize(trace: Trace) -> TraceSummary:
+    """Return the summary of ``trace``; see :meth:`Trace.summary`."""
+    ranks = Table(_rank_rows(trace))
+    operators = Tiler(trace).totals(0, max(trace.duration_ns_total, 1), limit=NUM_OPERATORS)
+    return TraceSummary(
+        sentences=tuple(_sentences(trace, ranks, operators)), ranks=ranks, operators=operators
+    )
+
+
+def _rank_rows(trace: Trace) -> list[dict[str, Any]]:
+    """Return one row per rank, in the order of the ranks."""
+    end_ns = trace.start_ns + trace.duration_ns
+    is_wrapper = _of_category(trace, WRAPPER_CATEGORIES)
+    is_copy = _of_category(trace, COPY_CATEGORIES)
+    named = np.array([bool(COMMUNICATION_NAMES.search(name)) for name in trace.names], dtype=bool)
+    is_communication = named[trace.name_index] if len(trace) else np.zeros(0, dtype=bool)
+    rank_of_track = np.array([track.rank for track in trace.tracks], dtype=np.int64)
+    gpu_track = np.array([track.kind == "gpu" for track in trace.tracks], dtype=bool)
+    rank = rank_of_track[trace.track_index] if len(trace) else np.zeros(0, dtype=np.int64)
+    on_gpu = gpu_track[trace.track_index] if len(trace) else np.zeros(0, dtype=bool)
+
+    def covered(mask: Mask) -> float:
+        return union_ns(trace.start_ns[mask], end_ns[mask]) / 1e9
+
+    rows = []
+    for one in trace.ranks:
+        mine = rank == one
+        work = mine & ~is_wrapper
+        kernels = work & on_gpu
+        first = int(trace.start_ns[mine].min()) if mine.any() else 0
+        span = (int(end_ns[mine].max()) - first) / 1e9 if mine.any() else 0.0
+        busy = covered(kernels)
+        others = covered(kernels & ~is_communication)
+        rows.append(
+            {
+                "rank": one,
+                "slices": int(mine.sum()),
+                "start_seconds": first / 1e9,
+                "span_seconds": span,
+                "cpu_busy_seconds": covered(work & ~on_gpu),
+                "gpu_busy_seconds": busy,
+                **dict.fromkeys(GPU_COLUMNS),
+            }
+        )
+        if kernels.any():
+            rows[-1] |= {
+                "compute_seconds": covered(kernels & ~is_communication & ~is_copy),
+                "communication_seconds": covered(kernels & is_communication),
+                "exposed_communication_seconds": busy - others,
+                "idle_seconds": span - busy,
+            }
+    return rows
+
+
+GPU_COLUMNS = ("compute_seconds", "communication_seconds", "exposed_communication_seconds", "idle_seconds")
+
+
+def _of_category(trace: Trace, categories: frozenset[str]) -> Mask:
+    wanted = np.array([name in categories for name in trace.categories], dtype=bool)
+    return wanted[trace.category_index] if len(trace) else np.zeros(0, dtype=bool)
+
+
+def _sentences(trace: Trace, ranks: Table, operators: Table) -> list[str]:
+    what = "1 rank" if len(ranks) == 1 else f"{len(ranks):,} ranks"
+    sentences = [f"{what}, {len(trace):,} slices in {seconds_words(trace.duration_seconds)}."]
+    on_gpu = [row for row in ranks if row["idle_seconds"] is not None and row["span_seconds"]]
+    if on_gpu:
+        for title, key in (
+            ("GPU idle", "idle_seconds"),
+            ("Communication", "communication_seconds"),
+            ("Communication that nothing overlaps", "exposed_communication_seconds"),
+        ):
+            shares = [100 * row[key] / row["span_seconds"] for row in on_gpu]
+            low, high = f"{min(shares):.0f}", f"{max(shares):.0f}"
+            how_much = f"{low} %" if low == high else f"{low} to {high} %"
+            each = " of each rank" if len(ranks) > 1 else ""
+            sentences.append(f"{title}: {how_much} of the span{each}.")
+    elif len(trace):
+        sentences.append("No GPU streams: compute and communication are told apart on GPU streams only.")
+    if operators:
+        first = operators[0]
+        name = first["name"][:MAX_NAME_CHARACTERS]
+        sentences.append(f"Most time of its own: {name}, {seconds_words(first['self_seconds'])}.")
+    return sentences
