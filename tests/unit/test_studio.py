@@ -700,7 +700,7 @@ def test_the_plans_files_are_a_click_away(
     assert (folder / "plan.json").read_text() == "somebody's own"
 
     studio.architecture.name.value = "nonsense"
-    assert press() == "Mend the input marked in red first."
+    assert press() == "Fix the input marked in red first."
 
 
 def test_the_path_is_a_click_away(studio: Studio) -> None:

@@ -43,7 +43,7 @@ class Repairs(list[Repair]):
 
     def _repr_html_(self) -> str:
         if not self:
-            return "<p>Nothing to fix: the plan fits.</p>"
+            return "<p>No single change: the plan fits, or only several together would make it fit.</p>"
         head = ("change", "is enough", "GiB saved", "seconds more per step")
         return html_table(
             head,

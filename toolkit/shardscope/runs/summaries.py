@@ -175,7 +175,8 @@ def summarize(path: Path, run: Run | None = None) -> RunSummary:
         )
     except Exception as error:  # One damaged folder must not hide the others.
         words = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-        return RunSummary(name=path.name, run=None, damage=words, created=_modified(path) / 1e9)
+        short = words.replace(f"{path.absolute()}{os.sep}", "")
+        return RunSummary(name=path.name, run=None, damage=short, created=_modified(path) / 1e9)
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:

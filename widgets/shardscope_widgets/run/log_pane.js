@@ -1,7 +1,7 @@
-// The lines of a log that keeps growing. It follows the end as long as the reader is there; who has scrolled up, or
-// marks words, keeps what is in sight, and a button says that there is more.
+// The lines of a log that grows. The pane follows the end while the reader is there. A reader who has scrolled up or
+// selects text keeps the lines in sight, and a button offers the new ones.
 
-/** Near enough to the end to be there. */
+/** Distance that still counts as the end. */
 const SLACK_PIXELS = 24;
 
 function render({ model, el }) {
@@ -58,7 +58,7 @@ function render({ model, el }) {
     toEnd();
     pane.focus();
   }, { signal });
-  // Behind a tab it has no height, and forgets where it was.
+  // Behind a tab the pane has no height and loses its scroll position.
   const observer = new ResizeObserver(() => following && toEnd());
   observer.observe(pane);
   const onChange = () => draw(false);

@@ -8,6 +8,7 @@ from datetime import datetime
 from html import escape
 from math import isfinite
 
+from shardscope.memory.words import count
 from shardscope.runs.summaries import RunSummary
 from shardscope_widgets.kit.words import devices, title
 from shardscope_widgets.run.words import seconds_words, status_sign
@@ -18,8 +19,8 @@ EMPTY = (
 )
 HEAD = (
     "<thead><tr><th class='ss-pick-cell'><span class='ss-off-screen'>compare</span></th>"
-    "<th class='ss-text'>Run</th><th class='ss-text'>Status</th><th>Last loss</th><th>Steps</th>"
-    "<th>Took</th><th>Started</th><th><span class='ss-off-screen'>actions</span></th></tr></thead>"
+    "<th class='ss-text'>Run</th><th class='ss-text'>Status</th><th>Last loss</th><th>Started</th>"
+    "<th><span class='ss-off-screen'>actions</span></th></tr></thead>"
 )
 
 
@@ -73,10 +74,12 @@ def loss_words(loss: float | None) -> str:
 
 
 def steps_words(done: int | None, total: int | None) -> str:
-    """``40 of 300``, ``40`` where no total is known, a dash before the first step."""
-    if done is None:
-        return "–" if total is None else f"0 of {total:,}"
-    return f"{done:,}" if total is None else f"{done:,} of {total:,}"
+    """``40 of 300 steps``, ``40 steps`` where no total is known, ``no step`` before the first one."""
+    if done is None and total is None:
+        return "no step"
+    if total is None:
+        return count(done or 0, "step")
+    return f"{done or 0:,} of {count(total, 'step')}"
 
 
 def printable(name: str) -> str:
@@ -93,10 +96,8 @@ def _row(key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool) -
     seconds = summary.seconds
     cells = (
         f"<td>{status_sign(summary.status, summary.reason)}</td>",
-        _cell("loss", loss_words(summary.loss)),
-        _cell("steps", steps_words(summary.num_steps_done, summary.num_steps)),
-        _cell("took", "–" if seconds is None else seconds_words(seconds)),
-        _cell("started", when_words(summary.created)),
+        _cell("loss", loss_words(summary.loss), steps_words(summary.num_steps_done, summary.num_steps)),
+        _cell("started", when_words(summary.created), "" if seconds is None else seconds_words(seconds)),
     )
     return (
         f"<tr data-act='open:{key}'{' class=ss-picked' if is_selected else ''}>"
@@ -111,9 +112,9 @@ def _row(key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool) -
     )
 
 
-def _cell(name: str, words: str) -> str:
-    """A cell that names itself where the table is too narrow for columns."""
-    return f"<td data-label='{name}'>{escape(words)}</td>"
+def _cell(name: str, words: str, below: str) -> str:
+    """Return a cell of two lines; its name tells the stylesheet where it stands in a narrow list."""
+    return f"<td data-label='{name}'>{escape(words)}<div class='ss-hint'>{escape(below)}</div></td>"
 
 
 def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool) -> str:
@@ -147,8 +148,9 @@ def _button(act: str, words: str, label: str, tooltip: str, *, is_off: bool = Fa
 def _damaged_row(summary: RunSummary) -> str:
     name, damage = escape(printable(summary.name), quote=True), escape(printable(summary.damage), quote=True)
     return (
-        f"<tr class='ss-damaged'><td class='ss-pick-cell'></td><th scope='row'>{name}"
+        f"<tr class='ss-damaged'><td class='ss-pick-cell'></td><th scope='row'>"
+        f"<div class='ss-open ss-clipped' title='{name}'>{name}</div>"
         f"<div class='ss-hint ss-clipped' title='{damage}'>{damage}</div></th>"
-        f"<td>{status_sign('damaged', summary.damage)}</td><td colspan='3'></td>"
-        f"{_cell('started', when_words(summary.created))}<td></td></tr>"
+        f"<td>{status_sign('damaged', summary.damage)}</td><td data-label='loss'></td>"
+        f"{_cell('started', when_words(summary.created), '')}<td></td></tr>"
     )

@@ -85,7 +85,7 @@ class RunView(View):
         self._figure_place = widgets.VBox(layout=widgets.Layout())
         self.memory = RunMemory()
         self.engine = controls.html()
-        self.error = controls.html()
+        self.error = controls.html("", "ss-run-error")
         self.logs = RunLog(on_change=self._wake)
         self.logs.add_class("ss-run-log")
         self.table = controls.html()
@@ -132,6 +132,8 @@ class RunView(View):
             self._body.layout.display = ""
             self._body.remove_class("ss-run-failed")
             self._offer_saving(run)
+            # At once: until its thread has read the folder, the view would name the run before.
+            self.head.value = run_words.status_words(run, run.status)
             for part in (self.error, self.engine, self.table, self.progress, self.facts):
                 part.value = ""
             self._watch_from_now()

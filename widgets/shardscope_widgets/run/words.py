@@ -201,7 +201,11 @@ def _predicted_row(
 def _predicted_words(expected: Expected | None) -> str:
     if expected is None:
         return ""
-    step = f"Step time and tokens/s: {expected.step_from}." if expected.step_seconds else ""
+    step = (
+        f"Step time and tokens/s: {expected.step_from}."
+        if expected.step_seconds and expected.step_from
+        else ""
+    )
     words = f"Predicted when it was launched. Memory: {expected.memory_of}. {step}"
     return f"<div class='ss-hint'>{escape(words.strip())}</div>"
 
