@@ -1,0 +1,89 @@
+"""HTML of a table of parts: a row for each, a column for each tier and pinned plan, rows that open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from shardscope_widgets.kit.pins import UNPIN, PinName
+
+NOT_REPORTED = "–"
+
+
+class Column(NamedTuple):
+    """One column of numbers."""
+
+    title: str
+    hint: str = ""
+    """Longer words, shown on hover."""
+    unpin: int | None = None
+    """Index of the pinned plan that its heading's button unpins."""
+    is_empty: bool = False
+    """Whether it holds no numbers yet: a narrow page leaves it out."""
+
+    @classmethod
+    def of_pin(cls, index: int, name: PinName) -> tuple[Column, Column]:
+        """Return the two columns of a pinned plan: its numbers, and the plan on screen minus these."""
+        hint = f"the plan on screen minus the pinned one ({name.full})"
+        return cls(name.short, f"pinned: {name.full}", unpin=index), cls("difference", hint)
+
+
+class PartRow(NamedTuple):
+    """One row; ``why`` is HTML, shown when the row is opened."""
+
+    key: str
+    name: str
+    cells: Sequence[str]
+    """Text of each column."""
+    why: str
+    mark: str = ""
+    """HTML of its swatch."""
+    is_total: bool = False
+
+
+def part_table(corner: str, columns: Sequence[Column], rows: Iterable[PartRow]) -> str:
+    """Return the table; ``corner`` names the unit of its numbers."""
+    head = "".join(_heading(column) for column in columns)
+    body = "".join(_row(row, columns) for row in rows)
+    return (
+        "<div class='ss-scroll'><table class='ss-parts'><thead><tr>"
+        f"<th scope='col'>{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _heading(column: Column) -> str:
+    hint = f" title='{escape(column.hint, quote=True)}'" if column.hint else ""
+    button = ""
+    if column.unpin is not None:
+        words = escape(f"{UNPIN} {column.title}", quote=True)
+        button = (
+            f" <button class='ss-unpin' data-act='unpin {column.unpin}' title='{words}' "
+            f"aria-label='{words}'>×</button>"
+        )
+    return f"<th scope='col'{_empty(column)}{hint}>{escape(column.title)}{button}</th>"
+
+
+def _row(row: PartRow, columns: Sequence[Column]) -> str:
+    cells = "".join(
+        f"<td{_empty(column)}>{escape(cell)}</td>" for column, cell in zip(columns, row.cells, strict=True)
+    )
+    total = " ss-total" if row.is_total else ""
+    key = escape(row.key, quote=True)
+    # The button is what the keyboard and screen readers use; a click anywhere in the row does the same.
+    return (
+        f"<tr class='ss-opens{total}' data-opens='{key}'><th scope='row'>"
+        f"<button class='ss-name' aria-expanded='false'>{row.mark}{escape(row.name)}</button></th>{cells}</tr>"
+        f"<tr class='ss-why' data-why='{key}' hidden><td colspan='{len(columns) + 1}'>{row.why}</td></tr>"
+    )
+
+
+def _empty(column: Column) -> str:
+    return " class='ss-empty'" if column.is_empty else ""
+
+
+def signed(difference: float, words: str) -> str:
+    """Return ``words``, the size of a ``difference``, with its sign; ``0`` where they say nought."""
+    if not any(digit in words for digit in "123456789"):
+        return "0"
+    return f"+{words}" if difference > 0 else f"−{words}"
