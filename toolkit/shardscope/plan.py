@@ -253,12 +253,19 @@ class Plan(JsonNoun):
     def _check_batch(self) -> None:
         per_step = self.recipe.micro_batch_size * self.degrees.data_parallel
         if self.recipe.global_batch_size % per_step:
+            ranks = "data-parallel ranks"
+            if self.degrees.data_parallel == self.world_size:
+                ranks = "GPUs" if self.on_gpu else "CPU ranks"
+            size = self.recipe.micro_batch_size
+            in_parts = f" in micro-batches of {size}" if size > 1 else ""
             refuse(
                 "Recipe.global_batch_size",
                 self.recipe.global_batch_size,
                 f"a multiple of micro_batch_size x data-parallel ranks = "
                 f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
                 f"global_batch_size={max(1, round(self.recipe.global_batch_size / per_step)) * per_step}",
+                problem=f"{self.recipe.global_batch_size:,} does not divide over "
+                f"{self.degrees.data_parallel:,} {ranks}{in_parts}",
             )
 
 
