@@ -28,7 +28,6 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.tabs import Tabs
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.kit.words import sentence, verdict
-from shardscope_widgets.memory.repairs import RepairsPanel
 from shardscope_widgets.memory.view import MemoryView
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
 from shardscope_widgets.plans.page import PlansPage
@@ -43,8 +42,8 @@ from shardscope_widgets.trace import TraceView
 
 TABS = ("Memory", "Time", "Plans", "Checks", "Run", "Trace")
 PAUSE_SECONDS = 0.25
-"""After so long without a move of an input, repairs are looked for and the preflight is asked: both take
-longer than all the rest, and the next move would wait for them."""
+"""After so long without a move of an input, the preflight is asked: it takes longer than all the rest, and
+the next move would wait for it."""
 TRACE_PIXELS = 640
 NO_TRACE = "No trace yet: a run that records one shows it here."
 
@@ -68,21 +67,20 @@ class Studio(View):
         )
         self.which.on_click(self._show_path)
         self.layout_picker = LayoutPicker(below=self.which)
-        self.memory = MemoryView()
+        self.memory = MemoryView(on_apply=self.apply)
         self.run_view = RunView(on_end=self._run_ended)
         self.living = LivingRuns(self._watch)
         self.launch_panel = LaunchPanel(self.cluster.machine)
         self.export_panel = ExportPanel()
         self.headline = controls.html()
         self.rates = controls.html()
-        self.repairs = RepairsPanel(on_apply=self.apply)
+        self.repairs = self.memory.repairs
         head = widgets.Box([self.headline, self.rates], layout=controls.layout())
         head.add_class("ss-head")
         self.tabs = Tabs(TABS)
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self.trace_holder.add_class("ss-trace-tab")
-        # Under the chart and its table, which stay where they are while buttons come and go.
-        memory_page = widgets.VBox([self.memory, self.repairs])
+        memory_page = widgets.VBox([self.memory])
         # What is behind a tab is made when it is first shown: a page that is loaded anew has less to get.
         self._pages: dict[str, widgets.Box] = {
             "Memory": memory_page,
@@ -98,8 +96,6 @@ class Studio(View):
         }
         self._drawn: dict[str, ss.Plan] = {}
         """Tab -> the plan that its page shows."""
-        self._repaired: ss.Plan | None = None
-        """The plan whose repairs are offered."""
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
         """Steps of runs, until there is a view to show them."""
         below = (self.launch_panel, self.export_panel, self.export_panel.words)
@@ -242,11 +238,6 @@ class Studio(View):
             self._drawn[name] = self.plan
             self._drawers[name]()
 
-    def _offer_repairs(self) -> None:
-        if self.tabs.value == "Memory" and self._report is not None and self._repaired is not self.plan:
-            self._repaired = self.plan
-            self.repairs.offer(self.plan, self._report)
-
     def _draw_memory(self) -> None:
         self.memory.show(self.plan, self._report)
 
@@ -287,7 +278,6 @@ class Studio(View):
         self.launch_panel.take(task, self.plan)
 
     def _on_pause(self) -> None:
-        self._offer_repairs()
         worst = worst_first(self.findings)[0].severity if self.findings else ""
         self.tabs.mark("Checks", len(self.findings), summary(self.findings), worst)
 
@@ -307,7 +297,6 @@ class Studio(View):
         if self.tabs.value == "Run":
             self.living.look(self.run)
         self._draw_shown()
-        self._offer_repairs()
         self._show_staleness()
 
     def _watch(self, run: ss.Run) -> None:
