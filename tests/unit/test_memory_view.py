@@ -226,7 +226,7 @@ SITUATIONS: list[dict[str, Any]] = [
     {"micro": "2"},
     {"micro": "4", "seq_len": "2048"},
     {"micro": "4", "seq_len": "8192", "framework": "deepspeed"},
-    {"model": "llama-3.1-70b", "framework": "megatron"},
+    {"micro": "8", "framework": "megatron"},
     {"framework": "ddp"},
 ]
 

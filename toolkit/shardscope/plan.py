@@ -115,10 +115,11 @@ class Plan(JsonNoun):
         return found
 
     def repairs(self) -> list[Repair]:
-        """Single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
+        """Return single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
         bytes_won, seconds_lost)`` each; empty if it fits already, in its nodes' host memory and NVMe too.
 
-        Where no single change is enough, those that win most: ``planner.room.fits`` of each says so.
+        Every one of them is enough, and its step takes at most three times as long. Where no single change
+        is, the list is empty, and :func:`shardscope.planner.make_it_fit.make_it_fit` combines several.
         """
         from shardscope.planner.repairs import repairs
 
