@@ -37,7 +37,7 @@ class Clickable(anywidget.AnyWidget):
     One model for a whole table: a widget for each of its buttons would cost a reloaded page its time.
     """
 
-    _esm = front_end_text("kit/front_end", "clickable.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "clickable.js")
     value = traitlets.Unicode(help="HTML. Whatever comes from outside is escaped by who writes it.").tag(
         sync=True
     )

@@ -47,7 +47,7 @@ def part_table(corner: str, columns: Sequence[Column], rows: Iterable[PartRow]) 
     head = "".join(_heading(column) for column in columns)
     body = "".join(_row(row, columns) for row in rows)
     return (
-        "<div class='ss-scroll'><table class='ss-parts'><thead><tr>"
+        "<div class='ss-scroll'><table class='ss-parts' data-roving><thead><tr>"
         f"<th scope='col'>{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

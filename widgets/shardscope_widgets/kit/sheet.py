@@ -1,4 +1,4 @@
-"""The stylesheet as a widget, which also keeps charts as wide as their container."""
+"""The stylesheet as a widget, with what a view needs of the page: keys, Tab stops and its width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sheet(anywidget.AnyWidget):
     Every view whose class list has ``ss-root`` contains one.
     """
 
-    _esm = front_end_text("kit/front_end", "sheet.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "roving.js", "sheet.js")
     _css = front_end_text("kit/front_end", "style.css")
     measures = traitlets.Bool(False, help="Whether the browser reports the view's width.").tag(sync=True)
     width = traitlets.Int(0, help="Pixels; 0 until the view was seen, and without `measures`.").tag(sync=True)

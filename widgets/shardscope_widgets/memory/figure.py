@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
-from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS
 from shardscope_widgets.memory.rows import Bar, Mode, Shown, list_bars
 
@@ -81,14 +81,13 @@ def empty_figure(on_component: Callable[[str], None]) -> Chart:
     figure = Chart([*bars, *areas, *lines], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
     clickable = (*NAMES, *COMPONENTS)
-    listen_to_clicks(figure, lambda trace: on_component(clickable[trace]) if trace < len(clickable) else None)
-    return survive_reload(figure)
 
+    def press(trace: int, point: int, customdata: object) -> None:
+        if trace < len(clickable):
+            on_component(clickable[trace])
 
-def listen_to_clicks(figure: Chart, on_trace: Callable[[int], None]) -> None:
-    """Call ``on_trace`` with the index of each trace whose mark is clicked."""
-    for index, trace in enumerate(figure.data):
-        trace.on_click(lambda _, points, __, index=index: on_trace(index) if points.point_inds else None)
+    figure.on_click(press)
+    return figure
 
 
 def _layout() -> dict[str, Any]:

@@ -11,8 +11,6 @@ function render({ model, el }) {
   pane.className = "ss-log";
   pane.tabIndex = 0;
   pane.setAttribute("role", "region");
-  // The keys scroll here; JupyterLab would move through the notebook's cells, or delete one.
-  pane.dataset.lmSuppressShortcuts = "true";
   follow.type = "button";
   follow.className = "ss-act ss-follow";
   follow.textContent = "New lines: follow the log";
@@ -47,6 +45,8 @@ function render({ model, el }) {
 
   const ended = new AbortController();
   const { signal } = ended;
+  // The keys scroll here; JupyterLab would move through the notebook's cells, or delete one.
+  guardKeysAlone(el, signal);
   pane.addEventListener("scroll", () => {
     following = isAtEnd();
     if (following && !isMarking()) draw(false);

@@ -108,6 +108,7 @@ function render({ model, el }) {
     row.scrollIntoView({ block: "nearest" });
     row.querySelector("[aria-expanded]").focus({ preventScroll: true });
   };
+  guardKeysAlone(el, ended.signal);
   model.on("change:value change:error change:frozen", draw);
   model.on("msg:custom", hear);
   draw();
