@@ -34,8 +34,8 @@ class PartRow(NamedTuple):
 
     key: str
     name: str
-    cells: Sequence[str]
-    """Text of each column."""
+    cells: Sequence[str | tuple[str, str]]
+    """Text of each column; or text and hint: why a number is missing, for hover and screen readers."""
     why: str
     mark: str = ""
     """HTML of its swatch."""
@@ -65,17 +65,24 @@ def _heading(column: Column) -> str:
 
 
 def _row(row: PartRow, columns: Sequence[Column]) -> str:
-    cells = "".join(
-        f"<td{_empty(column)}>{escape(cell)}</td>" for column, cell in zip(columns, row.cells, strict=True)
-    )
+    pairs = zip(columns, row.cells, strict=True)
+    cells = "".join(_cell(column, *((cell,) if isinstance(cell, str) else cell)) for column, cell in pairs)
     total = " ss-total" if row.is_total else ""
     key = escape(row.key, quote=True)
     # The button is what the keyboard and screen readers use; a click anywhere in the row does the same.
     return (
         f"<tr class='ss-opens{total}' data-opens='{key}'><th scope='row'>"
-        f"<button class='ss-name' aria-expanded='false'>{row.mark}{escape(row.name)}</button></th>{cells}</tr>"
+        f"<button class='ss-name' aria-expanded='false'>{row.mark}{escape(row.name)}</button></th>"
+        f"{cells}</tr>"
         f"<tr class='ss-why' data-why='{key}' hidden><td colspan='{len(columns) + 1}'>{row.why}</td></tr>"
     )
+
+
+def _cell(column: Column, text: str, hint: str = "") -> str:
+    if not hint:
+        return f"<td{_empty(column)}>{escape(text)}</td>"
+    spoken = f"<span class='ss-off-screen'> {escape(hint)}</span>"
+    return f"<td{_empty(column)} title='{escape(hint, quote=True)}'>{escape(text)}{spoken}</td>"
 
 
 def _empty(column: Column) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
+from textwrap import shorten, wrap
 from typing import NamedTuple
 
 import shardscope as ss
@@ -14,6 +16,8 @@ from shardscope_widgets.kit.words import devices, title
 PIN = "Pin for comparison"
 UNPIN = "Unpin"
 SAME = "this plan"
+LABEL_CHARACTERS = 14
+"""Characters in a line of a chart row's label."""
 SHORT_FIELDS = {
     "micro_batch_size": "micro-batch",
     "global_batch_size": "batch",
@@ -66,6 +70,15 @@ def _value_words(difference: Difference, pin: ss.Plan) -> str:
     if value is None:
         return f"{field} unset"
     return f"{field} {value:,}" if isinstance(value, int) else f"{field} {value}"
+
+
+def wrap_label(label: str) -> str:
+    """Return a chart row's label on two lines at most, shortened with an ellipsis, as HTML."""
+    lines = wrap(label, LABEL_CHARACTERS)
+    if len(lines) > 2:
+        lines = [lines[0], shorten(" ".join(lines[1:]), LABEL_CHARACTERS, placeholder="…")]
+    cut = (line if len(line) <= LABEL_CHARACTERS else line[: LABEL_CHARACTERS - 1] + "…" for line in lines)
+    return "<br>".join(escape(line) for line in cut)
 
 
 class Pins:

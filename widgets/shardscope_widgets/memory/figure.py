@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from textwrap import shorten, wrap
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS
 from shardscope_widgets.memory.rows import Bar, Mode, Shown, list_bars
 
@@ -20,8 +21,6 @@ ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
 LEFT_PIXELS, RIGHT_PIXELS = 96, 92
 NUM_ROWS = 3
 """Rows that are always there: the chart's least height, of bars and course alike."""
-LABEL_CHARACTERS = 14
-"""Characters in a line of a row's label; a label has two lines at most."""
 COURSE_LABEL_PIXELS = 14
 COURSE_END = 0.98
 PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_END))
@@ -189,7 +188,9 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
     widest = _widest(rows)
     keys = [row.key for row in rows]
     # Rows keep their height and start at the top where there are fewer of them than the chart is high.
-    height = max(1.0, inner_pixels / len(rows) / (STAGE_PIXELS if rows[0].key.startswith("stage") else ROW_PIXELS))
+    height = max(
+        1.0, inner_pixels / len(rows) / (STAGE_PIXELS if rows[0].key.startswith("stage") else ROW_PIXELS)
+    )
     return {
         "xaxis.range": [0, widest],
         "yaxis.range": [len(rows) * height - 0.5, -0.5],
@@ -203,15 +204,6 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
             _capacity_label(rows[0].capacity_bytes / GIB, widest),
         ],
     }
-
-
-def wrap_label(label: str) -> str:
-    """Return a row's label on two lines at most, shortened with an ellipsis, as HTML."""
-    lines = wrap(label, LABEL_CHARACTERS)
-    if len(lines) > 2:
-        lines = [lines[0], shorten(" ".join(lines[1:]), LABEL_CHARACTERS, placeholder="…")]
-    cut = (line if len(line) <= LABEL_CHARACTERS else line[: LABEL_CHARACTERS - 1] + "…" for line in lines)
-    return "<br>".join(escape(line) for line in cut)
 
 
 def _widest(rows: list[Bar]) -> float:
@@ -245,7 +237,15 @@ def _total(row: Bar) -> dict[str, Any]:
     """Return the bar's bytes in the right margin or, in the place of an empty bar, why it is empty."""
     note = {"yref": "y", "y": row.key, "showarrow": False}
     if not row.components:
-        return {**note, "x": 0, "xref": "x", "xanchor": "left", "text": row.note, "font": SMALL, "opacity": 0.75}
+        return {
+            **note,
+            "x": 0,
+            "xref": "x",
+            "xanchor": "left",
+            "text": row.note,
+            "font": SMALL,
+            "opacity": 0.75,
+        }
     text = f"<b>{gib(row.total)} GiB</b>"
     hint = "" if row.band is None else f"likely {gib(row.band[0])} to {gib(row.band[1])} GiB"
     return {
@@ -351,7 +351,7 @@ def _course_layout(shown: Shown, courses: Sequence[_Course], inner_pixels: int) 
 def _margin_labels(
     labels: Sequence[tuple[float, str, str]], pixels: float, top: float
 ) -> list[dict[str, Any]]:
-    """Return labels in the right margin, each beside its height in GiB, moved apart where they would touch."""
+    """Return labels in the right margin, each at its height in GiB, moved apart where they would touch."""
     placed = []
     ceiling = top * pixels - COURSE_LABEL_PIXELS / 2
     for height, text, hint in sorted(labels, reverse=True):
@@ -372,9 +372,9 @@ def _peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
     shift = gap + 1 if 0 <= gap < 18 else 1
     is_late = peak.fraction > 0.7
     return {
-        "x": peak.fraction, "xref": "x2", "xanchor": "right" if is_late else "left", "xshift": -4 if is_late else 4,
-        "y": height, "yref": "y2", "yanchor": "bottom", "yshift": shift, "text": f"peak {gib(peak.total)} GiB",
-        "showarrow": False, "font": SMALL,
+        "x": peak.fraction, "xref": "x2", "xanchor": "right" if is_late else "left",
+        "xshift": -4 if is_late else 4, "y": height, "yref": "y2", "yanchor": "bottom", "yshift": shift,
+        "text": f"peak {gib(peak.total)} GiB", "showarrow": False, "font": SMALL,
     }  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from html import escape
@@ -26,6 +28,8 @@ LEAST_SHARE_WON = 0.01
 """Share of the GPU's usable bytes that a change of a plan that fits has to win."""
 MOST_SHARE_LOST = 0.15
 """Share of the step's seconds that it may cost."""
+LAST_RESORTS = ("method", "precision")
+"""Recipe fields that are changed last to make a plan fit."""
 SAME_TRAINING = ("method", "precision", "optimizer", "micro_batch_size", "global_batch_size", "seq_len")
 """Recipe fields that a change of a plan that fits leaves alone: nobody asked for other training."""
 
@@ -81,17 +85,38 @@ class RepairsPanel(widgets.VBox):
             self._fit, self._repairs = None, find_room(plan, report)
             self._show("Make room:" if self._repairs else "")
         else:
-            self._fit = make_it_fit(plan)
-            self._repairs = [one for one in plan.repairs() if fits(one.plan, one.plan.memory())][:MAX_CHIPS]
-            if self._fit is not None:
-                self.fit_words.value = escape(fit_words(plan, self._fit))
-            else:
-                self.fit_words.value = "Nothing that can be changed makes it fit: use more GPUs or a smaller model."
+            self._fit = None
+            enough = [one for one in plan.repairs() if fits(one.plan, one.plan.memory())]
+            enough.sort(key=lambda one: not set(LAST_RESORTS).isdisjoint(_changed_fields(plan, one.plan)))
+            self._repairs = enough[:MAX_CHIPS]
+            self.fit_words.value = "Looking for the cheapest changes that make it fit …"
             self._show("Or one change:" if self._repairs else "", is_short=True)
+            self._search(plan)
         for chip, repair in zip(self._chips, self._repairs, strict=False):
             chip.description = chip_words(plan, repair)
             chip.tooltip = repair.change
         self._freeze(False)
+
+    def _search(self, plan: ss.Plan) -> None:
+        """Search the cheapest combination: in a thread where a kernel waits for the next message."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._show_fit(plan, make_it_fit(plan))
+            return
+        search = threading.Thread(target=lambda: self._show_fit(plan, make_it_fit(plan)), daemon=True)
+        search.start()
+
+    def _show_fit(self, plan: ss.Plan, fit: Fit | None) -> None:
+        if plan != self._offered:  # Meanwhile the user went on to another plan.
+            return
+        self._fit = fit
+        self.make_it_fit.layout.display = "" if fit is not None else "none"
+        self.fit_words.value = (
+            "Nothing that can be changed makes it fit: use more GPUs or a smaller model."
+            if fit is None
+            else escape(fit_words(plan, fit))
+        )
 
     def _show(self, words: str, is_short: bool = False) -> None:
         self.words.value = words
@@ -169,7 +194,8 @@ def chip_words(plan: ss.Plan, repair: Repair) -> str:
     """Return ``Recompute selectively: −14.8 GiB, 3 % slower``."""
     short = shortages(plan, plan.memory())
     where = "" if not short or short[0].name == "GPU memory" else f" of {short[0].name} on a node"
-    return f"{repair.change}: −{gib(repair.bytes_won)} GiB{where}, {cost_words(repair.seconds_lost, _seconds(plan))}"
+    cost = cost_words(repair.seconds_lost, _seconds(plan))
+    return f"{repair.change}: −{gib(repair.bytes_won)} GiB{where}, {cost}"
 
 
 def cost_words(seconds_lost: float, seconds: float) -> str:
