@@ -427,7 +427,7 @@ def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> 
 def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
     report = studio.plan.step()
     said = words(studio.rates.value)
-    assert f"{report.tflops_per_gpu:.0f} TFLOP/s per GPU" in said
+    assert f"{100 * report.mfu:.0f} % MFU" in said
     assert f"{short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in said
     studio.architecture.name.value = "llama-3.2-1b"
     assert words(studio.rates.value) != said
@@ -443,8 +443,8 @@ def test_where_no_time_is_known_the_head_says_why_on_hover(
     studio.launch_panel.offer(studio.plan, studio.plan.memory())
     studio.recipe.micro.value = "1"
     studio._draw(None)
-    assert words(studio.rates.value) == "– TFLOP/s per GPU – tokens/s per GPU – per M tokens"
-    assert studio.rates.value.count("Gpu.peak_flops is &lt;unknown&gt;. Nearest fix: ss.calibrate().") == 3
+    assert re.findall(r"<b>(.*?)</b>", studio.rates.value) == ["–"] * 3
+    assert studio.rates.value.count("title='Gpu.peak_flops is &lt;unknown&gt;. Nearest fix:") == 3
     assert "Fits: " in words(studio.headline.value), "the rest of the Studio goes on"
     studio.tabs.value = "Time"
     assert "ss.calibrate()" in studio.time.caption.value

@@ -62,6 +62,10 @@ class Clickable(anywidget.AnyWidget):
         """What a person's click on the element with this ``data-act`` does."""
         self._tell(act, lambda: self._on_act(act), IgnoredError)
 
+    def open_row(self, key: str) -> None:
+        """Open the row of a :func:`~shardscope_widgets.kit.part_table.part_table` and scroll it into view."""
+        self.send({"open": key})
+
     def answer(self, act: str, typed: str) -> None:
         """What it does beside an input in which they typed something."""
         self._tell(act, lambda: self._on_answer(act, typed), ValueError)

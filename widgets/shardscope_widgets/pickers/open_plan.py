@@ -42,9 +42,7 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
     given = {"architecture": current.architecture, "cluster": current.cluster, "recipe": current.recipe}
     if text.lstrip().startswith("{"):
         return _read_json(path, text, given)
-    if "--" in text and not any(
-        line.partition(":")[0].strip().isidentifier() for line in text.splitlines()[:3]
-    ):
+    if "--" in text and not MAPPING.search(text):
         return ss.Plan.from_megatron(path, **given)
     return ss.Plan.from_accelerate(path, **given)
 
@@ -66,14 +64,10 @@ class OpenPlan(widgets.VBox):
 
     def __init__(self, on_open: Callable[[ss.Plan], None], current: Callable[[], ss.Plan]) -> None:
         self._on_open, self._current = on_open, current
-        self.path = controls.text(
-            "", f"Open a plan: the path of {ALLOWED}", placeholder="plan or config file"
-        )
+        tooltip = f"Open a plan: the path of {ALLOWED}"
+        self.path = controls.text("", tooltip, placeholder="plan or config file")
         self.upload = widgets.FileUpload(
-            description="Upload",
-            multiple=False,
-            layout=controls.fixed("88px"),
-            tooltip="A file of this browser",
+            description="Upload", multiple=False, layout=controls.fixed("88px"), tooltip="Upload a file"
         )
         self.row = Row("Open", self.path, self.upload)
         self.words = controls.html("", "ss-hint")

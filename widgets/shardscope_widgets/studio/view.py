@@ -111,14 +111,7 @@ class Studio(View):
             "GPUs": Fold("GPUs", self.cluster),
             "Training": Fold("Training", self.recipe, is_open=True),
             "Framework": Fold("Framework", self.layout_picker),
-            "Run": Fold(
-                "Run",
-                self.options,
-                self.launch.note,
-                self.export_panel,
-                self.export_panel.words,
-                self.launch.free,
-            ),
+            "Run": Fold("Run", self.options, self.launch.note, *export, self.launch.free),
         }
         for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
             fold.follow(picker)
@@ -278,10 +271,8 @@ class Studio(View):
 
     def _made_to_fit(self, before: ss.Plan, fit: Fit | None) -> None:
         if fit is None:
-            self.notice.say(
-                "No combination of changes fits on these GPUs: choose more GPUs or a smaller model.",
-                is_error=True,
-            )
+            words = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
+            self.notice.say(words, is_error=True)
             return
         self.apply(fit.plan)
         self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self.apply(before)})
@@ -346,9 +337,8 @@ class Studio(View):
 
     def _pin(self, plan: ss.Plan) -> None:
         """Pin ``plan`` for comparison, or unpin it."""
-        self.pins = (
-            tuple(pin for pin in self.pins if pin != plan) if plan in self.pins else (*self.pins, plan)
-        )
+        others = tuple(pin for pin in self.pins if pin != plan)
+        self.pins = others if len(others) < len(self.pins) else (*self.pins, plan)
 
     @traitlets.observe("pins")
     def _show_pins(self, change: object) -> None:
