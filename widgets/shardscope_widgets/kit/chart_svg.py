@@ -116,7 +116,9 @@ class _Drawing:
         axis.low, axis.high = self._range(props, axis, own, values)
         return axis
 
-    def _range(self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]) -> tuple[float, float]:
+    def _range(
+        self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]
+    ) -> tuple[float, float]:
         given = props.get("range")
         if given is not None and None not in given:
             return float(given[0]), float(given[1])

@@ -175,9 +175,7 @@ class Studio(View):
     @cached_property
     def time(self) -> StepView:
         """The Time tab's view."""
-        view = StepView(
-            machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin, on_apply=self.apply
-        )
+        view = StepView(machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin)
         view.pins = self.pins
         for plan, steps in self._measured:
             view.add(plan, steps)
