@@ -178,7 +178,7 @@ def place_of(page: Any, view: TraceView, index: int) -> tuple[float, float]:
     box = page.locator(".ss-trace canvas").bounding_box()
     t0, t1 = shown(page)
     time = (int(view.trace.start_ns[index]) + int(view.trace.duration_ns[index]) / 2) / 1e9
-    x = box["x"] + 152 + (time - t0) / (t1 - t0) * (box["width"] - 152)
+    x = box["x"] + 168 + (time - t0) / (t1 - t0) * (box["width"] - 168)
     return x, box["y"] + 24 + 24 + 3 + int(view.trace.depth[index]) * 18 + 9
 
 
@@ -508,7 +508,7 @@ def test_fault_64_without_its_variables_the_canvas_is_still_readable(opened: Any
         settled(page)
         colours = page.evaluate(
             "(() => { const { data } = document.querySelector('canvas').getContext('2d')"
-            ".getImageData(156, 4, 40, 16);"
+            ".getImageData(172, 4, 40, 16);"
             "return [...data].filter((_, i) => i % 4 === 0); })()"
         )
         assert max(colours) > 240 and min(colours) < 140

@@ -53,7 +53,7 @@ BLACK_OR_UNREADABLE = """() => {
     const corner = pixels(4, 4, 1, 1)[0];
     if (contrast(corner, page) > 1.3) return `background ${corner} on a page of ${page}`;
     const best = (colours) => Math.max(...colours.map((colour) => contrast(colour, corner)));
-    const ruler = best(pixels(156, 4, 40, 16));
+    const ruler = best(pixels(172, 4, 40, 16));
     const names = best(pixels(24, 54, 60, 18));
     if (ruler < 3 || names < 3) return `text at contrast ${ruler.toFixed(1)} and ${names.toFixed(1)}`;
     return "";

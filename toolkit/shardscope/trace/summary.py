@@ -41,7 +41,7 @@ class TraceSummary:
     Exposed communication overlaps with no other kernel or copy; idle is the rest of the span.
     """
     operators: Table
-    """Operators and kernels by time of their own: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
+    """Operators and kernels by their own time: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
 
     def to_frame(self) -> pd.DataFrame:
         """Return :attr:`ranks` as a pandas data frame."""
