@@ -53,7 +53,7 @@ def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any,
     screenshot(page, "trace_light")
 
     use_theme(page, "JupyterLab Dark", light="false")
-    for tab in ("Memory", "Run", "Trace"):
+    for tab in ("Memory", "Runs", "Trace"):
         page.locator(".ss-tabs button", has_text=tab).click()
         page.wait_for_timeout(800)
         page.locator(".ss-studio").scroll_into_view_if_needed()

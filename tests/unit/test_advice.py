@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,10 @@ from planning import CLUSTERS, EVERY_FAMILY
 
 import shardscope as ss
 from shardscope.catalog import links
-from shardscope.frameworks.registry import why_not_trained
-from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.planner.advice import Advice, recommend
-from shardscope.planner.advising import disagreement as disagreement_room
 from shardscope.planner.advising.bench import LARGEST_MICRO_BATCH, PAYS
 from shardscope.planner.changes import OFFLOADS
 from shardscope.planner.room import fits
-from shardscope.timing.report import seconds_words
 
 H100 = "h100-sxm-80gb"
 
@@ -86,8 +81,11 @@ def test_adapters_on_one_card(card: str) -> None:
 def test_a_plan_that_is_two_per_cent_faster_is_no_reason_for_another_framework() -> None:
     found = advice("llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora")
     assert framework(found) == "ddp"
-    beside = [plan.step().seconds for plan, _ in found.alternatives if plan.layout.framework == "deepspeed"]
-    assert found.plan is not None and beside[0] < found.plan.step().seconds < PAYS * beside[0]
+    assert found.plan is not None
+    for plan, _ in found.alternatives:
+        assert PAYS * plan.step().seconds < found.plan.step().seconds or (
+            PAYS * plan.memory().peak_bytes < found.plan.memory().peak_bytes
+        ), "an alternative does something better that counts"
 
 
 @pytest.mark.parametrize(
@@ -107,16 +105,6 @@ def test_no_fewer_nodes_would_do(model: str, cluster: str) -> None:
         or fewer.plan.step().tokens_per_second_per_gpu * half.num_gpus
         < more.step().tokens_per_second_per_gpu * more.world_size
     )
-
-
-def test_what_launch_does_not_train_says_why_and_what_it_does() -> None:
-    found = advice("llama-3.1-8b", "2xrtx-4090-24gb", seq_len=2048, global_batch_size=16, method="lora")
-    assert found.fastest is not None and found.disagreement is not None
-    assert why_not_trained(found.fastest) is not None
-    assert f"Launch does not train it here: {why_not_trained(found.fastest)}" in found.disagreement
-    assert "None that it does train is faster than the advised plan." in found.disagreement
-    other = advice("llama-3.1-70b", f"8x{H100}", global_batch_size=64, method="lora").disagreement
-    assert other is not None and "The first that it does train is FSDP2" in other
 
 
 def test_eight_billion_in_full_on_four_gaming_cards_offloads() -> None:
@@ -316,78 +304,6 @@ def test_what_is_no_noun_is_refused(position: int) -> None:
         recommend(*nouns)
 
 
-# ------------------------------------------------------------------------------- beside the search
-
-
-def test_where_the_search_disagrees_it_is_said_by_how_much() -> None:
-    found = advice("gpt2", "l4-24gb", seq_len=1024, micro_batch_size=4)
-    assert found.plan is not None
-    assert found.fastest is not None
-    seconds, others = found.fastest.step().seconds, found.plan.step().seconds
-    assert seconds * 1.02 < others
-    assert found.fastest.memory().fits
-    assert found.disagreement is not None
-    assert seconds_words(seconds) in found.disagreement
-    assert seconds_words(others) in found.disagreement
-    ratio = others / seconds
-    told = f"{ratio - 1:.0%}".replace("%", " %") if ratio < 2 else f"{ratio:.1f} times"
-    assert f"{told} faster" in found.disagreement
-    assert found.disagreement in str(found)
-
-
-@pytest.mark.parametrize(
-    ("model", "cluster"),
-    [("llama-3.2-1b", "l4-24gb"), ("qwen3-8b", f"8x{H100}"), ("mixtral-8x7b", f"8x{H100}")],
-)
-def test_advice_and_search_agree_or_say_so(model: str, cluster: str) -> None:
-    found = advice(model, cluster, seq_len=1024)
-    assert found.plan is not None
-    advised, room = found.plan.step().seconds, found.plan.cluster.usable_bytes_per_gpu
-    headroom = 0 if found.plan.memory().is_tight else room - room * TIGHT_PERCENT // 100
-    ranking = ss.search(
-        ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(seq_len=1024), headroom_bytes=headroom
-    )
-    fastest = ranking.best.step().seconds if ranking.num_feasible else advised
-    if found.fastest is None:
-        assert found.disagreement is None
-        assert advised <= 1.02 * fastest * (1 + 1e-9)
-    else:
-        assert found.fastest.step().seconds == pytest.approx(fastest)
-        assert fastest * 1.02 <= advised
-
-
-def test_what_only_a_search_takes_to_fit_is_said_beside_advice_of_nothing() -> None:
-    found = advice("llama-3.1-405b", "l4-24gb")
-    assert found.plan is None and found.fastest is not None and found.disagreement is not None
-    assert found.fastest.memory().fits
-    host = found.fastest.memory().host_bytes / 2**30
-    assert f"{host:,.0f} GiB of host memory is for you to say" in found.disagreement
-
-
-def test_the_search_waits_until_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(disagreement_room, "search", lambda *_, **__: asked.append(True) or no_search())
-    found = advice("gpt2", "l4-24gb", seq_len=1024)
-    assert not asked
-    assert found.disagreement is None
-    assert found.fastest is None
-    assert asked == [True]
-
-
-def no_search() -> None:
-    raise ValueError("a figure is not known")
-
-
-def test_advice_is_there_at_once() -> None:
-    """405B on 1,024 GPUs in processor seconds, the best of three: others may use this machine as well."""
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        advice("llama-3.1-405b", f"128x8x{H100}", seq_len=8192, global_batch_size=2048)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 1.0
-
-
 # ------------------------------------------------------------------------------------------ properties
 
 
@@ -461,4 +377,4 @@ def test_a_wrong_peak_is_named_where_no_time_can_be_told() -> None:
     assert framework(found) == "fsdp2"
     assert "No time is told" in found.why
     assert "peak" in found.why
-    assert found.disagreement is None
+    assert len(found.alternatives) <= 2

@@ -11,10 +11,11 @@ import pytest
 from test_run_view import until
 
 import shardscope as ss
+from shardscope.memory.words import gib
 from shardscope.planner.abilities import COLUMNS, abilities
 from shardscope.planner.advice import Advice, Turn
-from shardscope.planner.advising.disagreement import Disagreement
 from shardscope_widgets import AdviceView
+from shardscope_widgets.plans.advice_choice import answer
 
 
 def words(html: str) -> str:
@@ -27,7 +28,11 @@ def plan_of(layout: ss.Layout | None = None, cluster: str = "8xh100-sxm-80gb", *
     )
 
 
-PLAN, OTHER = plan_of(recompute="selective"), plan_of(ss.Layout.zero(stage=2))
+PLAN, OTHER = plan_of(recompute="selective"), plan_of(ss.Layout.zero(stage=2), recompute="full")
+OUTDONE_BY_NONE, WORSE = (
+    plan_of(),
+    plan_of(ss.Layout.fsdp2(reshard_after_forward=False), recompute="selective"),
+)
 
 
 def advice_of(**changed: Any) -> Advice:
@@ -86,48 +91,74 @@ def test_a_click_on_what_is_no_longer_there_does_nothing(act: str) -> None:
 
 def test_where_nothing_fits_the_nearest_stand_there() -> None:
     view = AdviceView(advice_of(plan=None, why="Nothing fits. 20 GiB are missing."))
-    assert "Apply this plan" not in view.words.value
+    assert "data-act='plan'" not in view.words.value
     assert "Nothing fits. 20 GiB are missing." in words(view.words.value)
-    assert "Nearest to it" in words(view.words.value)
+    assert "Nearest plans" in words(view.words.value)
 
 
-def test_the_searchs_plan_is_applied_by_a_button() -> None:
-    applied: list[ss.Plan] = []
-    advice = advice_of(find_disagreement=lambda: Disagreement(OTHER, "23 % faster."))
-    view = AdviceView(advice, on_apply=applied.append)
-    assert until(lambda: "data-act='fastest'" in view.words.value)
-    view.words.press("fastest")
-    assert applied == [OTHER] and view.plan is OTHER
-    agreed = AdviceView(advice_of(), on_apply=applied.append)
-    assert until(lambda: not agreed.work.is_busy) and "fastest" not in agreed.words.value
-    agreed.words.press("fastest")
-    assert applied == [OTHER]
+def test_there_is_one_recommendation_and_no_word_of_a_search() -> None:
+    advice = advice_of(find_disagreement=lambda: pytest.fail("a search is another answer"))
+    view = AdviceView(advice)
+    assert view.words.value.count("data-act='plan'") == 1 and "search" not in words(view.words.value)
 
 
-def test_a_disagreement_with_the_search_is_said() -> None:
-    view = AdviceView(
-        advice_of(find_disagreement=lambda: Disagreement(OTHER, "Megatron-core is 12 % faster."))
+def test_at_most_two_alternatives_are_offered_and_none_that_the_recommendation_outdoes() -> None:
+    slower = plan_of(recompute="full", micro_batch_size=1)
+    lean = [plan_of(ss.Layout.megatron(tp=tp), recompute="full") for tp in (2, 4, 8)]
+    advice = advice_of(
+        plan=OUTDONE_BY_NONE,
+        alternatives=(
+            (WORSE, "more memory and slower."),
+            *((plan, f"{plan.layout}.") for plan in (slower, *lean)),
+        ),
     )
-    assert until(lambda: "The search disagrees. Megatron-core is 12 % faster." in words(view.words.value))
-    agreed = AdviceView(advice_of())
-    assert until(lambda: not agreed.work.is_busy) and "disagrees" not in agreed.words.value
+    view = AdviceView(advice)
+    assert view.answer is not None
+    offered = [one.plan for one in view.answer.alternatives]
+    assert len(offered) == 2 and WORSE not in offered
+    assert view.words.value.count("<li><div>") == 2
 
 
-def test_advice_is_read_while_a_search_is_still_under_way() -> None:
-    goes_on = threading.Event()
+def test_the_plan_on_screen_is_kept_where_it_outdoes_the_advised_one() -> None:
+    """No advice of 54.6 GiB and 4.24 s over a plan of 54.0 GiB and 4.13 s."""
+    better = plan_of()
+    advised = plan_of(ss.Layout.fsdp2(reshard_after_forward=False), recompute="selective")
+    assert better.memory().peak_bytes < advised.memory().peak_bytes
+    assert better.step().seconds < advised.step().seconds
+    view = AdviceView(advice_of(plan=advised))
+    view.mark(better)
+    assert "Keep the plan on screen: FSDP2" in words(view.words.value)
+    assert "data-act='plan'" not in view.words.value
+    view.words.press("plan")
+    assert view.plan is None and "means nothing here" in view.words.error
+    view.mark(plan_of(ss.Layout.ddp()))
+    assert "Start with FSDP2." in words(view.words.value) and "data-act='plan'" in view.words.value
+    assert "The plan on screen does not fit." in words(view.words.value)
 
-    def searches() -> Disagreement:
-        assert goes_on.wait(30)
-        return Disagreement(OTHER, "23 % faster.")
 
-    view = AdviceView(advice_of(find_disagreement=searches))
-    assert "Start with FSDP2." in words(view.words.value) and "disagrees" not in view.words.value
-    assert until(lambda: "setting a search beside it" in view.work.words.value)
-    newer = advice_of(why="Start with DDP.")
-    view._draw(newer)
-    goes_on.set()
-    assert until(lambda: not view.work.is_busy)
-    assert "DDP" in words(view.words.value) and "disagrees" not in view.words.value, "not of this advice"
+def test_gains_and_costs_are_compared_with_the_plan_on_screen() -> None:
+    current, advised = plan_of(recompute="full"), plan_of()
+    view = AdviceView(advice_of(plan=advised))
+    view.mark(current)
+    told = words(view.words.value)
+    more = advised.memory().peak_bytes - current.memory().peak_bytes
+    faster = current.step().seconds / advised.step().seconds - 1
+    assert more > 0 and faster > 0
+    assert f"Compared with the plan on screen: {gib(more)} GiB more, {100 * faster:.0f} % faster." in told
+
+
+def test_a_framework_that_the_team_knows_is_not_given_up_for_the_plan_on_screen() -> None:
+    advised = plan_of(ss.Layout.fsdp2(reshard_after_forward=False), recompute="selective")
+    current = plan_of()
+    assert answer(advice_of(plan=advised), current).plan is None
+    zero = plan_of(ss.Layout.zero(stage=2), micro_batch_size=2, recompute="none")
+    assert answer(advice_of(plan=zero), current, ["deepspeed"]).plan == zero
+
+
+def test_the_questions_and_the_table_are_folded_and_stay_as_they_are_when_it_is_drawn_again() -> None:
+    html = AdviceView(advice_of()).words.value
+    assert re.findall(r"<details class='ss-fold' data-key='(\w+)'>", html) == ["why", "support"]
+    assert "<summary>Why? 2 questions</summary>" in html and "<details open" not in html
 
 
 def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,21 +166,21 @@ def test_a_view_asks_by_itself_and_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def recommend(*question: Any) -> Advice:
         asked.append(question)
-        return advice_of(find_disagreement=lambda: Disagreement(OTHER, "23 % faster."))
+        return advice_of()
 
     monkeypatch.setattr(ss, "recommend", recommend)
     view, found = AdviceView(), threading.Event()
     assert view.work.button.layout.display == "none", "nothing was asked that could be asked again"
     question = PLAN.architecture, PLAN.cluster, PLAN.recipe
     view.ask(*question, familiar_with=["fsdp2"], on_found=found.set)
-    assert until(lambda: "disagrees" in view.words.value and not view.work.is_busy) and found.is_set()
+    assert until(lambda: view.advice is not None and not view.work.is_busy) and found.is_set()
     view.work.button.click()
     assert until(lambda: len(asked) == 2 and not view.work.is_busy)
     assert asked == [(*question, ["fsdp2"])] * 2 and view.work.button.layout.display == ""
 
 
 def test_the_table_is_the_layouts_own() -> None:
-    table, html = abilities(), AdviceView(advice_of()).matrix.value
+    table, html = abilities(), AdviceView(advice_of()).words.value
     body = html.partition("<tbody>")[2]
     rows = re.findall(r"<tr><th scope='row' title='[^']*'>([^<]+)</th>(.*?)</tr>", body)
     assert [unescape(title) for title, _ in rows] == [column.title for column in COLUMNS.values()]

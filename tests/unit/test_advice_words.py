@@ -45,7 +45,8 @@ def test_comparisons_are_the_same_from_both_sides(seconds: float, others: float)
     [
         (1.0, 1.18, "18 % faster"),
         (1.18, 1.0, "18 % slower"),
-        (1.0, 2.5, "2.5 times faster"),
+        (1.0, 2.5, "2.5x faster"),
+        (60.0, 1.0, "60x slower"),
         (1.0, 1.001, "no faster"),
     ],
 )

@@ -174,18 +174,13 @@ def test_a_second_launch_while_one_holds_the_gpus_is_told_whose_they_are(
 def test_fault_07_a_run_that_goes_on_is_a_click_away_from_a_new_studio(studio: Studio) -> None:
     studio.launch_panel.button.click()
     run = studio.run
-    assert run is not None and studio.living.value == "", "it is watched here"
+    assert run is not None and studio.run_view.run is run, "a run that is launched is opened"
     other = Studio()
-    assert other.living.value == "", "nobody has looked yet"
-    other.tabs.value = "Run"
-    assert f"The run <b>{run.name}</b> is starting" in other.living.value
-    other.living.press("watch:../somewhere")
-    assert other.run is None and "means nothing here" in other.living.error
-    other.living.press(f"watch:{run.name}")
-    assert other.run is not None and other.run.folder == run.folder and other.run_view.run is other.run
-    assert other.living.value == "" and other.launch_panel.button.disabled
+    other.tabs.value = "Runs"
+    assert run.name in other.runs.table.value and "data-status='starting'" in other.runs.table.value
+    other.runs.table.press("open:../somewhere")
+    assert other.run_view.run is None and "means nothing here" in other.runs.table.error
+    other.runs.table.press(re.search("open:[0-9a-f]+", other.runs.table.value)[0])  # type: ignore[index]
+    assert other.run_view.run is not None and other.run_view.run.folder == run.folder
     end(run)
-    other.tabs.value = "Memory"
-    other.tabs.value = "Run"
-    assert other.living.value == ""
     other.close()

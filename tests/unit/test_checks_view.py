@@ -1,4 +1,4 @@
-"""The list of checks without a browser: order, severity in words, numbers, and the button that mends."""
+"""The list of checks without a browser: order, severity in words, numbers, and the button of a fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import shardscope as ss
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.question import Question
 from shardscope.planner.several import Way
-from shardscope_widgets.checks.view import LOOKING, NOTHING, SIGNS, ChecksView, summary, worst_first
+from shardscope_widgets.checks.findings import SIGNS, summary, worst_first
+from shardscope_widgets.checks.view import LOOKING, NOTHING, ChecksView
 
 PLAN = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
 
@@ -62,20 +63,22 @@ def test_severity_is_said_in_words_and_shape() -> None:
 
 def test_why_number_and_change_are_told_and_nothing_is_markup() -> None:
     told = words(shown(*FOUND).list.value)
-    assert "A danger a-danger is <bad>: 12.3 %. set it to 8" in told
+    assert "A danger a-danger is <bad>: 12.3 %. Suggested fix: set it to 8" in told
     assert "<bad>" not in shown(*FOUND).list.value
 
 
-def test_only_what_a_plan_mends_has_a_button() -> None:
+def test_only_a_finding_with_a_fix_has_a_button_which_says_what_it_does() -> None:
     applied: list[ss.Plan] = []
     view = shown(*FOUND, on_apply=applied.append)
-    assert re.findall(r"data-act='([^']+)'", view.list.value) == ["a-danger"]
+    assert re.findall(r"data-act='([^']+)' aria-label='([^']+)'", view.list.value) == [
+        ("a-danger", "Apply the fix: set it to 8")
+    ]
     view.list.press("a-danger")
     assert applied == [PLAN] and view.plan is PLAN
 
 
 @pytest.mark.parametrize("act", ["a-warning", "gone", ""])
-def test_fault_44_a_click_on_what_mends_nothing_does_nothing(act: str) -> None:
+def test_fault_44_a_click_on_a_finding_without_a_fix_does_nothing(act: str) -> None:
     view = shown(*FOUND, on_apply=lambda _: pytest.fail("applied"))
     view.list.press(act)
 
@@ -103,7 +106,7 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
     applied: list[ss.Plan] = []
     view = shown(replace(finding("a-danger", "danger"), way=way), finding("a-hint", "hint"))
     view._on_apply = applied.append
-    assert "Find" in words(view.list.value) and not asked
+    assert "Find a fix" in words(view.list.value) and not asked
     view.list.press("a-danger")
     assert len(asked) == 1 and LOOKING in asked[0], "the page says so meanwhile"
     assert "Micro-batch 1 instead of 2, Recompute selectively Apply" in words(view.list.value)
@@ -117,7 +120,7 @@ def test_what_takes_long_is_looked_for_by_a_click_and_applied_by_the_next() -> N
     assert "means nothing here" in view.list.error and applied == [PLAN]
 
 
-def test_what_only_a_person_knows_is_asked_for_in_place() -> None:
+def test_what_only_the_user_knows_is_asked_for_in_place() -> None:
     cluster = replace(PLAN.cluster, host_memory_bytes=None)
     plan = replace(PLAN, cluster=cluster)
     asked = replace(
@@ -137,3 +140,23 @@ def test_what_only_a_person_knows_is_asked_for_in_place() -> None:
     unasked = shown(finding("a-hint", "hint", PLAN))
     unasked.list.answer("a-hint", "1")
     assert "means nothing here" in unasked.list.error
+
+
+def test_a_plan_and_a_task_may_have_a_finding_of_the_same_name() -> None:
+    task = object()
+    applied: list[object] = []
+    view = ChecksView(on_apply=applied.append, on_apply_task=applied.append)
+    view.show([finding("a", "danger", PLAN), replace(finding("a", "danger"), task=task)])
+    for act in re.findall(r"data-act='([^']+)'", view.list.value):
+        view.list.press(act)
+    assert applied == [PLAN, task]
+
+
+DIALECT = re.compile(r"\b(mend\w*|told|nobody|somebody|person|the card)\b", re.IGNORECASE)
+
+
+def test_the_words_around_findings_are_plain_english() -> None:
+    asked = replace(FOUND[2], question=Question(plan=PLAN, field="host_memory_bytes"))
+    slow = replace(finding("b-danger", "danger"), way=lambda: None)
+    for view in (shown(), shown(*FOUND), shown(asked, slow)):
+        assert not DIALECT.findall(view.list.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 from dataclasses import fields
 from typing import Any
@@ -284,3 +285,68 @@ def test_signatures_are_those_of_the_fields() -> None:
     assert list(signature(Recipe).parameters) == [field.name for field in fields(Recipe)]
     assert "reshard_after_forward" in signature(ss.Layout.fsdp2).parameters
     assert list(signature(Plan).parameters) == ["architecture", "cluster", "recipe", "layout"]
+
+
+# ------------------------------------------------------------------------------------ the fix as data
+
+
+def test_a_batch_that_does_not_divide_says_so_shortly_with_its_fix_as_data() -> None:
+    with pytest.raises(FieldError) as caught:
+        made(("llama-3.2-1b", "6xv100-sxm-32gb", {"global_batch_size": 64}, "fsdp2", {}))
+    assert caught.value.summary == "64 does not divide over 6 GPUs. Use 66"
+    assert caught.value.changes == {"Recipe.global_batch_size": 66}
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.summary, again.changes) == (caught.value.summary, caught.value.changes)
+
+
+@pytest.mark.parametrize(
+    ("refused", "changes"),
+    [
+        (lambda: Recipe(seq_len=0), {"Recipe.seq_len": 1}),
+        (lambda: Recipe(precision="bf61"), {"Recipe.precision": "bf16"}),  # type: ignore[arg-type]
+        (lambda: Recipe(lora_rank=8), {"Recipe.method": "lora"}),
+        (lambda: Recipe(sequence=8), {}),  # type: ignore[call-arg]
+        (lambda: ss.Layout.zero(1, offload_params="cpu"), None),
+        (lambda: Plan(ss.models["llama-3.2-1b"], ss.Cluster.parse("2xcpu"), None, None), {}),  # type: ignore[arg-type]
+        (
+            lambda: made(("llama-3.2-1b", "8xh100-sxm-80gb", {}, "megatron", {"tp": 3})),
+            {"Layout.tp": 2},
+        ),
+    ],
+)
+def test_every_fix_that_is_values_is_data(refused: Any, changes: dict[str, object] | None) -> None:
+    with pytest.raises(FieldError) as caught:
+        refused()
+    if changes is None:
+        changes = caught.value.changes
+        assert changes and all(key.startswith("Layout.") for key in changes)
+    assert caught.value.changes == changes
+
+
+def test_another_framework_is_data_too() -> None:
+    with pytest.raises(FieldError) as caught:
+        made(("llama-3.2-1b", "2xh100-sxm-80gb", {"optimizer": "paged_adamw"}, "fsdp2", {}))
+    for key, value in caught.value.changes.items():
+        assert key.partition(".")[0] in ("Recipe", "Layout"), (key, value)
+    error = FieldError("Recipe.optimizer", "paged_adamw", "adamw", "layout=Layout.ddp()")
+    assert error.changes == {"Layout": ss.Layout.ddp()}
+
+
+@settings(deadline=None, max_examples=examples(100))
+@given(asked())
+def test_the_changes_of_a_refusal_make_what_its_fix_says(what: Asked) -> None:
+    try:
+        made(what)
+    except FieldError as error:
+        _, _, recipe, framework, layout = what
+        for key, value in error.changes.items():
+            if key == "Layout":
+                framework = next(name for name in DEGREES if getattr(ss.Layout, name)() == value)
+                layout = {}
+            elif key.startswith("Recipe."):
+                recipe = recipe | {key.removeprefix("Recipe."): value}
+            else:
+                layout = layout | {key.removeprefix("Layout."): value}
+        assert with_fix(what, error)[3:] == (framework, layout) or "Layout" in error.changes
+        assert with_fix(what, error)[2] == recipe
+        assert ". Use " in error.summary

@@ -1,4 +1,4 @@
-"""The memory view's rows, toggle, pair and tiers, and the Studio's repairs: all without a browser."""
+"""The memory view's rows, modes, pins and tiers, and the changes it offers: all without a browser."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import re
 import threading
 import time
 from dataclasses import replace
+from html import escape
+from math import nan
 from typing import Any
 
 import pytest
 
 import shardscope as ss
+from shardscope.memory.words import gib
 from shardscope.planner.differences import differences
-from shardscope.planner.repairs import in_words
+from shardscope.planner.make_it_fit import make_it_fit
+from shardscope.planner.room import fits
 from shardscope.rehearsal.extent import expected_seconds
 from shardscope.runs.measured import measured_memory
 from shardscope_widgets import MemoryView, Studio
 from shardscope_widgets.kit.background_work import Takes, about
 from shardscope_widgets.memory import view as memory_view
+from shardscope_widgets.memory.repairs import cost_words
 
 GIB = 2**30
 
@@ -62,7 +67,7 @@ def test_every_tier_has_its_place_before_it_is_there() -> None:
     assert list(view.figure.layout.yaxis.categoryarray) == ["predicted", "rehearsed", "measured"]
     assert list(drawn(view)) == ["predicted"]
     assert {a.text for a in view.figure.layout.annotations} >= {
-        "not rehearsed yet",
+        "not checked yet",
         "no run of this plan yet",
     }
 
@@ -70,11 +75,11 @@ def test_every_tier_has_its_place_before_it_is_there() -> None:
 def test_a_rehearsal_stands_beside_its_own_plan_and_no_other() -> None:
     plan, other = plan_of(), plan_of(seq_len=2048)
     view = MemoryView(plan)
-    height = view.figure.layout.height
+    height, num_rows = view.figure.layout.height, len(rows_of(view))
     view.add(plan, as_tier(plan, "rehearsed"))
     assert list(drawn(view)) == ["predicted", "rehearsed"]
     assert view.figure.layout.height == height, "nothing below the chart moves"
-    assert "rehearsed" in words(view.table.value)
+    assert len(rows_of(view)) == num_rows and column(view, "rehearsed")["activations"]
     view.show(other)
     assert list(drawn(view)) == ["predicted"]
     view.show(plan)
@@ -89,9 +94,8 @@ def test_a_measurement_brings_its_error_in_words() -> None:
     view = MemoryView(plan)
     view.add(plan, measured_memory(plan, {0: {"memory": {"phases": phases}}}, []))
     assert drawn(view)["measured"]["activations"] == 2**20 / GIB
-    assert "Measured 5 MiB of tensors at the peak (forward); predicted" in words(view.caption.value)
-    # What a tier did not tell apart is a dash, not a nought.
-    assert "–" in words(view.table.value)
+    assert "Measured 5 MiB of tensors at the peak (forward); predicted" in words(view.table.value)
+    assert column(view, "measured")["optimizer"] == "–", "not measured apart, and not 0"
 
 
 def test_the_toggle_shows_one_step_on_the_same_place() -> None:
@@ -114,12 +118,16 @@ def test_stages_are_bars_and_the_worst_has_the_band() -> None:
     plan = plan_of("llama-3.1-70b", "4x8xh100-sxm-80gb", ss.Layout.megatron(tp=8, pp=4))
     view = MemoryView(plan)
     report = plan.memory()
+    assert list(drawn(view)) == ["predicted"], "the fullest stage"
+    view.mode.value = "stages"
     assert [sum(parts.values()) for parts in drawn(view).values()] == pytest.approx(
         [stage.peak_bytes / GIB for stage in report.by_stage]
     )
     row = report.worst_stage.stage
     ends = [(s.x0, s.x1) for s in view.figure.layout.shapes if s.y0 == s.y1 == row]
     assert ends == [(report.low_bytes / GIB, report.high_bytes / GIB)]
+    view.show(plan_of())
+    assert view.mode.value == "peak" and list(drawn(view)) == ["predicted"], "one stage has no such chart"
 
 
 def test_offloaded_bytes_are_bars_of_their_own() -> None:
@@ -130,46 +138,127 @@ def test_offloaded_bytes_are_bars_of_their_own() -> None:
     said = r"host memory: ([\d.]+) of 2,048 GiB on each node, ([\d.]+) GiB a rank"
     found = re.search(said, words(view.caption.value))
     assert found and float(found[1]) == pytest.approx(8 * float(found[2]), rel=0.01)
-    assert "host" not in drawn(MemoryView(plan_of()))
+    assert column(view, "predicted")["host"] == found[2]
+    assert "host" not in drawn(MemoryView(plan_of())) and "host" not in column(
+        MemoryView(plan_of()), "predicted"
+    )
 
 
-def test_a_pair_names_its_differences() -> None:
-    before, after = plan_of(), plan_of(recompute="full", micro_batch_size=2)
+def rows_of(view: Any) -> dict[str, list[str]]:
+    """Row -> text of its cells."""
+    found = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", view.table.value, re.DOTALL)
+    return {key: [words(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in found}
+
+
+def column(view: Any, title: str, after: int = 0) -> dict[str, str]:
+    """Row -> text of the first column with ``title``, or of one ``after`` it."""
+    titles = [words(head) for head in re.findall(r"<th scope='col'[^>]*>(.*?)</th>", view.table.value)]
+    index = next(index for index, head in enumerate(titles[1:]) if head.startswith(title)) + after
+    return {key: cells[index] for key, cells in rows_of(view).items()}
+
+
+def test_components_stand_in_the_order_of_their_bytes() -> None:
+    for plan in (plan_of(), plan_of(recompute="full"), plan_of(micro_batch_size=8)):
+        numbers = column(MemoryView(plan), "predicted")
+        total = float(numbers.pop("total"))
+        sizes = [float(number.replace(",", "")) for number in numbers.values()]
+        assert sizes == sorted(sizes, reverse=True) and len(sizes) == 9
+        assert sum(sizes) == pytest.approx(total, rel=0.01)
+
+
+def test_pinned_plans_are_rows_and_columns_with_differences() -> None:
+    before, after, third = plan_of(), plan_of(recompute="full", micro_batch_size=2), plan_of(seq_len=2048)
     assert [str(found) for found in differences(before, after)] == [
         "micro batch size 1 → 2",
         "recompute none → full",
     ]
-    assert differences(before, before) == []
-    view = MemoryView(before, after)
-    parts = drawn(view)
-    assert list(parts) == ["A", "B"]
-    assert sum(parts["A"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
-    assert sum(parts["B"].values()) == pytest.approx(after.memory().peak_bytes / GIB)
-    text = words(view.caption.value)
-    assert "B instead of A : micro batch size 1 → 2; recompute none → full" in text
-    side = "less" if after.memory().peak_bytes < before.memory().peak_bytes else "more"
-    assert f"GiB {side} at the peak" in text
-    assert text.startswith("A : Llama 3.1 8B on 8 × H100 SXM 80 GB with FSDP2 , full training"), (
-        "which is which"
-    )
-    view.keep.click()
-    assert list(drawn(view)) == ["predicted"]
+    view = MemoryView(after, pins=(before, third))
+    bars = drawn(view)
+    assert list(bars) == ["predicted", "pin 0", "pin 1"]
+    assert sum(bars["pin 0"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
+    assert "micro-batch 1" in view.figure.layout.yaxis.ticktext[-2].replace("<br>", " ")
+    assert "title='pinned: micro-batch 1, recompute none'" in view.table.value, "in full on hover"
+    here, there = column(view, "predicted"), column(view, "micro-batch 1")
+    for name, number in column(view, "micro-batch 1", after=1).items():
+        difference = float(number.replace("−", "-"))
+        assert difference == pytest.approx(float(here[name]) - float(there[name]), abs=0.11), name
+    view.show(before)
+    assert "this plan" in view.figure.layout.yaxis.ticktext[-2], "names follow the plan on screen"
+    assert set(column(view, "this plan", after=1).values()) == {"0"}
 
 
-def test_whose_a_rehearsal_is_stands_at_it() -> None:
-    """In the chart, in the table and beside the course: of A and of B alike."""
-    before, after = plan_of(), plan_of(recompute="full")
-    view = MemoryView(before, after)
-    for plan in (before, after):
-        view.add(plan, replace(plan.memory(), tier="rehearsed"))
-    assert list(drawn(view)) == ["A", "A rehearsed", "B", "B rehearsed"]
-    assert "GiB A A rehearsed B B rehearsed" in words(view.table.value)
-    assert sum(drawn(view)["A rehearsed"].values()) == pytest.approx(before.memory().peak_bytes / GIB)
+def test_a_plan_is_pinned_and_each_pin_is_taken_away_by_a_button() -> None:
+    one, two = plan_of(), plan_of(seq_len=2048)
+    view = MemoryView(one)
+    button = view._pins.button
+    assert button.description == "Pin for comparison"
+    button.click()
+    assert view.pins == (one,) and button.description == "Unpin"
+    view.show(two)
+    assert button.description == "Pin for comparison"
+    button.click()
+    assert view.pins == (one, two)
+    view.table.press("unpin 0")
+    assert view.pins == (two,) and list(drawn(view)) == ["predicted", "pin 0"]
+    view.table.press("unpin 7")
+    assert view.table.error and view.pins == (two,)
+    button.click()
+    assert view.pins == () and list(drawn(view)) == ["predicted"]
+
+
+def test_whoever_keeps_the_pins_for_several_views_is_asked() -> None:
+    asked: list[ss.Plan] = []
+    one, two = plan_of(), plan_of(seq_len=2048)
+    view = MemoryView(one, on_pin=asked.append)
+    view._pins.button.click()
+    assert asked == [one] and view.pins == ()
+    view.pins = (two, one, two)
+    assert view.pins == (two, one), "each once"
+    view.table.press("unpin 0")
+    assert asked == [one, two]
+
+
+def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = MemoryView(plan_of())
+    sent: list[Any] = []
+    monkeypatch.setattr(view.table, "send", sent.append)
+    for mode, kind in (("peak", "bar"), ("step", "scatter")):
+        view.mode.value = mode
+        traces = [(index, trace) for index, trace in enumerate(view.figure.data) if trace.type == kind]
+        index = next(index for index, trace in traces if trace.name == "gather buffers")
+        view.figure._receive(view.figure, {"click": {"trace": index, "point": 0, "customdata": ""}}, [])
+    assert sent == [{"open": "gather_buffers"}] * 2
+    assert "gather_buffers" in rows_of(view)
+
+
+def test_no_text_stands_on_a_grid_line() -> None:
+    view = MemoryView(plan_of())
+    for axis in (view.figure.layout[name] for name in ("xaxis", "yaxis", "xaxis2", "yaxis2")):
+        assert axis.showgrid is False
     view.mode.value = "step"
-    notes = [note.text for note in view.figure.layout.annotations]
-    assert "– – B rehearsed" in notes and "– · A" in notes
-    view.keep.click()
-    assert "– – rehearsed" in [note.text for note in view.figure.layout.annotations]
+    capacity = next(note for note in view.figure.layout.annotations if "usable" in note.text)
+    assert (capacity.xref, capacity.xanchor) == ("paper", "left"), "in the margin"
+
+
+def test_labels_of_one_step_do_not_touch() -> None:
+    view = MemoryView(plan_of(), pins=(plan_of(recompute="full"), plan_of(recompute="selective")))
+    view.mode.value = "step"
+    layout = view.figure.layout
+    pixels = layout.height - layout.margin.t - layout.margin.b
+    heights = [
+        note.y / layout.yaxis2.range[1] * pixels for note in layout.annotations if note.xref == "paper"
+    ]
+    assert len(heights) == 3
+    assert all(upper - lower > 13 for upper, lower in zip(heights, heights[1:], strict=False))
+
+
+def test_numbers_have_no_room_to_wrap_apart_from_their_unit() -> None:
+    tiny = ss.Plan(
+        ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64), ss.Layout.fsdp2()
+    )
+    view = MemoryView(tiny)
+    for note in view.figure.layout.annotations:
+        assert "<br>" not in note.text
 
 
 def test_another_framework_is_one_difference() -> None:
@@ -193,15 +282,14 @@ def test_what_follows_from_another_change_is_no_difference() -> None:
     }
 
 
-def test_the_course_of_a_kept_plan_stays_on_the_axis_and_says_what_it_is() -> None:
+def test_the_course_of_a_pinned_plan_stays_on_the_axis_and_says_what_it_is() -> None:
     small, large = plan_of(), plan_of(micro_batch_size=4)
-    view = MemoryView(large, small)
+    view = MemoryView(small, pins=(large,))
     view.mode.value = "step"
-    view.show(small)
-    line = next(trace for trace in view.figure.data if trace.name == "A")
+    line = next(trace for trace in view.figure.data if trace.visible and trace.mode == "lines+markers")
     assert max(line.y) > small.memory().usable_bytes / 2**30, "else this tests nothing"
     assert view.figure.layout.yaxis2.range[1] > max(line.y)
-    assert "– · A" in [note.text for note in view.figure.layout.annotations]
+    assert any("micro-batch" in note.text for note in view.figure.layout.annotations)
 
 
 # ------------------------------------------------------------------------------------------ repairs
@@ -212,43 +300,103 @@ def studio() -> Studio:
     return Studio()
 
 
-def test_repairs_are_there_only_while_the_plan_does_not_fit(studio: Studio) -> None:
-    assert studio.repairs.layout.display == "none" and not studio.repairs.buttons.children
-    studio.recipe.micro.value = "2"
-    assert not studio.plan.memory().fits
-    told = [button.description for button in studio.repairs.buttons.children]
-    assert told == in_words(studio.plan, studio.plan.repairs())[: len(told)] and told
-    studio.recipe.micro.value = "1"
-    assert studio.repairs.layout.display == "none"
+def offered(view: Any) -> list[str]:
+    return [button.description for button in view.repairs.buttons.children]
+
+
+def test_a_plan_that_fits_is_offered_room_at_little_cost() -> None:
+    plan = plan_of()
+    view = MemoryView(plan)
+    assert 1 <= len(offered(view)) <= 3 and view.repairs.make_it_fit.layout.display == "none"
+    for chip, repair in zip(offered(view), view.repairs._repairs, strict=True):
+        assert f"−{gib(plan.memory().peak_bytes - repair.plan.memory().peak_bytes)} GiB" in chip
+        assert re.search(r"\d %|as fast", chip)
+        assert repair.plan.layout == plan.layout
+        for field in ("method", "precision", "optimizer", "seq_len", "global_batch_size"):
+            assert getattr(repair.plan.recipe, field) == getattr(plan.recipe, field)
+        assert repair.plan.step().seconds < 1.2 * plan.step().seconds
+
+
+def test_one_button_makes_a_plan_fit_and_names_its_changes() -> None:
+    plan = plan_of("llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.megatron(tp=1, pp=1))
+    applied: list[ss.Plan] = []
+    view = MemoryView(plan, on_apply=applied.append)
+    panel = view.repairs
+    assert panel.make_it_fit.layout.display == "" and panel.make_it_fit.description == "Make it fit"
+    told = words(panel.fit_words.value)
+    fit = make_it_fit(plan)
+    assert fit is not None and all(escape(change) in panel.fit_words.value for change in fit.changes)
+    assert re.search(r"fits, [\d.]+ of 79.1 GiB", told)
+    panel.make_it_fit.click()
+    assert applied == [fit.plan] and fits(applied[0], applied[0].memory())
+    view.show(fit.plan)
+    assert panel.make_it_fit.layout.display == "none"
+
+
+def test_a_view_that_stands_alone_shows_the_plan_that_fits() -> None:
+    view = MemoryView(plan_of(micro_batch_size=2))
+    view.repairs.make_it_fit.click()
+    assert view.plan is not None and fits(view.plan, view.plan.memory())
+
+
+def test_only_changes_that_are_enough_are_offered_to_a_plan_that_does_not_fit() -> None:
+    plan = plan_of(micro_batch_size=2)
+    view = MemoryView(plan)
+    assert offered(view)
+    for repair in view.repairs._repairs:
+        assert fits(repair.plan, repair.plan.memory())
+        assert not repair.seconds_lost > 2 * plan.step().seconds
+
+
+def test_changes_of_another_plan_cannot_be_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the user pauses, the chips of the plan before stand there, and do nothing."""
+    applied: list[ss.Plan] = []
+    view = MemoryView(plan_of(), on_apply=applied.append)
+    monkeypatch.setattr(view.repairs._pause, "ask", lambda: None)
+    view.show(plan_of(seq_len=2048))
+    for chip in view.repairs.buttons.children:
+        assert chip.disabled
+        chip.click()
+    view.repairs.make_it_fit.click()
+    assert applied == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (0.03, "3 % slower"),
+        (0.4, "1.4x slower"),
+        (-0.07, "7 % faster"),
+        (0.001, "as fast"),
+        (nan, "not known"),
+    ],
+)
+def test_what_a_change_costs_in_time(lost: float, said: str) -> None:
+    assert said in cost_words(lost * 4.0, 4.0)
 
 
 SITUATIONS: list[dict[str, Any]] = [
     {"micro": "2"},
     {"micro": "4", "seq_len": "2048"},
     {"micro": "4", "seq_len": "8192", "framework": "deepspeed"},
-    {"model": "llama-3.1-70b", "framework": "megatron"},
-    {"framework": "ddp"},
+    {},
 ]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=str)
-def test_a_repair_goes_through_the_inputs_and_nothing_else_changes(
+def test_a_change_goes_through_the_inputs_and_nothing_else_changes(
     studio: Studio, situation: dict[str, Any]
 ) -> None:
-    def set_up() -> None:
-        studio.layout_picker.framework.value = situation.get("framework", "fsdp2")
-        studio.architecture.name.value = situation.get("model", "llama-3.1-8b")
-        studio.recipe.micro.value = situation.get("micro", "1")
-        studio.recipe.seq_len.value = situation.get("seq_len", "4096")
-
-    set_up()
-    before = studio.plan
-    repairs = before.repairs()[: len(studio.repairs.buttons.children)]
-    assert repairs
+    studio.layout_picker.framework.value = situation.get("framework", "fsdp2")
+    studio.recipe.micro.value = situation.get("micro", "1")
+    studio.recipe.seq_len.value = situation.get("seq_len", "4096")
+    before, panel = studio.plan, studio.memory.repairs
+    repairs = list(panel._repairs)
+    assert repairs or panel._fit
     for index, repair in enumerate(repairs):
         studio.apply(before)
         assert studio.plan == before
-        studio.repairs.buttons.children[index].click()
+        panel.buttons.children[index].click()
         assert studio.plan.degrees == repair.plan.degrees, repair.change
         assert with_rank(studio.plan.recipe) == with_rank(repair.plan.recipe), repair.change
         assert studio.plan.memory().peak_bytes == repair.plan.memory().peak_bytes, repair.change
@@ -283,16 +431,17 @@ def test_rehearsing_shows_how_far_it_is_and_then_its_row(monkeypatch: pytest.Mon
     panel = view.rehearse
     assert panel.layout.display == ""
     expected = expected_seconds(view.plan)
-    assert about(expected) == "about 40 s" and f"takes {about(expected)} on an idle" in panel.words.value
+    assert about(expected) == "about 40 s" and about(expected) in panel.button.tooltip
     panel.button.click()
     assert until(lambda: panel.progress.value == 0.5)
     assert panel.button.disabled and panel.cancel.layout.display == ""
     assert "forward" in panel.words.value
+    assert view.caption.layout.display == "none", "progress stands in the caption's place"
     goes_on.set()
     assert until(lambda: not panel.button.disabled)
-    assert "rehearsed" in drawn(view)
+    assert "rehearsed" in drawn(view) and view.caption.layout.display == ""
     view.show(plan_of(seq_len=2048))
-    assert "takes about 5 s" in panel.words.value, "as quick as the last one was here"
+    assert "about 5 s" in panel.button.tooltip, "as quick as the last one was here"
 
 
 def test_what_ends_while_an_input_moves_does_not_bring_the_old_picture_back(

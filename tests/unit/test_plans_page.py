@@ -1,4 +1,4 @@
-"""What the team runs well, the Plans tab's own input: what it asks, and whose answer then stands there."""
+"""The Plans tab: the frameworks that the team knows, its own input, and answers to another question."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def page() -> Iterator[PlansPage]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What each asking said that the team runs well."""
+    """Return the frameworks that the team knows, of each question."""
     real, told = ss.recommend, []
 
-    def recommend(arch: Any, cluster: Any, recipe: Any, familiar_with: Any = ()) -> Any:
+    def recommend(arch: Any, cluster: Any, recipe: Any, familiar_with: Any = (), **more: Any) -> Any:
         told.append(tuple(familiar_with))
-        return real(arch, cluster, recipe, familiar_with)
+        return real(arch, cluster, recipe, familiar_with, **more)
 
     monkeypatch.setattr(ss, "recommend", recommend)
     return told
@@ -59,9 +59,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Advice comes once it is let go."""
     real, goes_on = ss.recommend, threading.Event()
 
-    def recommend(*question: Any) -> Any:
+    def recommend(*question: Any, **more: Any) -> Any:
         assert goes_on.wait(30)
-        return real(*question)
+        return real(*question, **more)
 
     monkeypatch.setattr(ss, "recommend", recommend)
     yield goes_on.set
@@ -73,7 +73,7 @@ def test_each_name_that_advice_takes_is_a_toggle_and_none_is_on(page: PlansPage)
     buttons = re.findall(r"<button [^>]*title='([^']+)'>([^<]+)</button>", page.familiar.value)
     assert [title for _, title in buttons] == list(TITLES.values())
     assert all(title in tooltip for tooltip, title in buttons)
-    assert "role='group' aria-label='Your team runs well'" in page.familiar.value
+    assert "role='group' aria-label='Frameworks your team knows' data-roving" in page.familiar.value
 
 
 def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
@@ -86,7 +86,7 @@ def test_a_press_asks_at_once_and_decides_between_what_is_about_as_fast(
     after = page.advice.advice
     assert after is not None and after.plan is not None and after.plan.layout.framework == "deepspeed"
     assert asked == [(), ("deepspeed",)] and pressed(page)["deepspeed"] == "true"
-    assert not page._about.value and "ss-old" not in page.advice._dom_classes
+    assert not page.about.value and "ss-old" not in page.advice._dom_classes
 
 
 def test_any_number_may_be_on_and_the_order_of_presses_is_no_other_question(
@@ -118,32 +118,31 @@ def test_a_toggle_pressed_while_advice_is_asked_is_asked_next(
     assert page.ask.is_busy
     page.familiar.press("deepspeed")
     page.familiar.press("ddp")
-    assert not page._about.value, "it is on its way: there is nothing to press"
+    assert not page.about.value, "it is on its way: there is nothing to press"
     held()
     assert until(lambda: is_answered(page) and page._answered["advice"].familiar_with == ("ddp", "deepspeed"))
     assert asked == [(), ("ddp", "deepspeed")], "not once for each press"
-    assert "ss-old" not in page.advice._dom_classes and not page._about.value
+    assert "ss-old" not in page.advice._dom_classes and not page.about.value
     page.advice.words.press("plan")
     assert [plan.layout.framework for plan in applied] == ["deepspeed"]
 
 
-def test_the_words_say_whose_answer_it_is(page: PlansPage, held: Callable[[], None]) -> None:
+def test_an_answer_to_another_question_says_so_beside_one_button(
+    page: PlansPage, held: Callable[[], None]
+) -> None:
+    assert page.ask.button.layout.display == "none", "there is nothing to ask again"
     page.familiar.press("deepspeed")
-    assert not page._about.value, "it is on its way: there is nothing to press"
+    assert not page.about.value, "it is on its way: there is nothing to press"
+    assert page.ask.button.layout.display == "none"
     assert "ss-old" in page.advice._dom_classes, "and what is there answers another question"
     page.offer(plan_of(seq_len=2048))
-    again = "Ask again to apply one of its plans."
-    changed = f"This was found for Llama 3.1 8B on 8 GPUs, before something was changed. {again}"
-    assert page._about.value == changed
+    assert "Llama 3.1 8B on 8 GPUs, before an input changed" in page.about.value
     held()
     assert until(lambda: is_answered(page))
-    assert page._about.value == changed
-    page.familiar.press("deepspeed")
-    assert until(lambda: is_answered(page)) and not page._about.value
-    page.offer(plan_of())
-    assert page._about.value == changed
-    page.familiar.press("deepspeed")
-    assert until(lambda: is_answered(page)) and not page._about.value
+    assert "before an input changed" in page.about.value and page.ask.button.layout.display == ""
+    page.ask.button.click()
+    assert until(lambda: is_answered(page) and not page.about.value)
+    assert page.ask.button.layout.display == "none" and "ss-old" not in page.advice._dom_classes
 
 
 def test_cancel_ends_what_a_toggle_would_ask_next_too(
@@ -157,7 +156,7 @@ def test_cancel_ends_what_a_toggle_would_ask_next_too(
     assert until(lambda: not page.ask.is_busy)
     assert asked == [()] and "cancelled" in page.ask.words.value
     page.ask.button.click()
-    assert until(lambda: is_answered(page) and not page._about.value)
+    assert until(lambda: is_answered(page) and not page.about.value)
     assert asked == [(), ("deepspeed",)]
 
 
@@ -177,20 +176,20 @@ def test_where_nothing_is_answered_the_old_answer_stays_one_and_can_be_asked_aga
 ) -> None:
     goes_on = threading.Event()
 
-    def refused(*_: Any) -> Any:
+    def refused(*_: Any, **__: Any) -> Any:
         assert goes_on.wait(30)
         raise ValueError("a figure is not known")
 
     with monkeypatch.context() as patched:
         patched.setattr(ss, "recommend", refused)
         page.familiar.press("megatron")
-        assert not page._about.value
+        assert not page.about.value
         goes_on.set()
         assert until(lambda: "a figure is not known" in page.ask.words.value and not page.ask.is_busy)
-    assert "Ask again to apply one of its plans." in page._about.value
+    assert page.about.value and page.ask.button.layout.display == ""
     assert "ss-old" in page.advice._dom_classes
     page.ask.button.click()
-    assert until(lambda: is_answered(page) and not page._about.value)
+    assert until(lambda: is_answered(page) and not page.about.value)
 
 
 def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +202,11 @@ def test_a_toggle_is_the_advices_alone(page: PlansPage, monkeypatch: pytest.Monk
     assert page.familiar.layout.display == "none", "a search asks for every layout"
     page.familiar.press("ddp")
     assert until(lambda: is_answered(page))
-    assert "ss-old" not in page.ranking._dom_classes and not page._about.value
+    assert "ss-old" not in page.ranking._dom_classes and not page.about.value
     assert not page.ranking.table.frozen and len(searched) == 1
     page.mode.value = "advice"
     assert page.familiar.layout.display == "" and pressed(page)["ddp"] == "true"
-    assert not page._about.value
+    assert not page.about.value
 
 
 def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, ...]]) -> None:
@@ -220,8 +219,22 @@ def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, .
     assert studio.plan is plan
     assert until(lambda: is_answered(studio.plans))
     studio.recipe.seq_len.value = "2048"
-    assert "before something was changed" in studio.plans._about.value
+    assert "before an input changed" in studio.plans.about.value
     studio.plans.ask.button.click()
     assert until(lambda: is_answered(studio.plans))
-    assert asked == [(), ("deepspeed",), ("deepspeed",)] and not studio.plans._about.value
+    assert asked == [(), ("deepspeed",), ("deepspeed",)] and not studio.plans.about.value
     studio.close()
+
+
+def test_the_advice_follows_the_plan_on_screen_and_there_is_one_answer(page: PlansPage) -> None:
+    """The plan on screen is kept if it is the advised one; else a button applies that."""
+    advised = page.advice.advice.plan  # type: ignore[union-attr]
+    assert advised is not None
+    page.offer(advised)
+    assert page.advice.answer is not None and page.advice.answer.plan is None
+    assert "Keep the plan on screen" in page.advice.words.value
+    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    assert page.advice.answer.plan == advised
+    assert "Keep the plan on screen" not in page.advice.words.value
+    assert page.advice.words.value.count("data-act='plan'") == 1
+    assert not page.about.value, "the question is the same: nothing has to be asked again"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from html import escape, unescape
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope_widgets import RankingView, Studio
 from shardscope_widgets.kit.numbers import short
+from shardscope_widgets.kit.theme import COMPONENT_COLOURS, PART_COLOURS, RANK_COLOURS
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY
 from shardscope_widgets.plans.ranking_rows import GRID, marks, ordered, signs
@@ -104,6 +107,140 @@ def test_a_chart_of_many_plans_stays_small_and_keeps_their_outline() -> None:
     assert time.perf_counter() - started < 5
     assert len(kept) <= 2 * GRID[0] * GRID[1]
     assert rows[0] in kept
+
+
+# ------------------------------------------------------------- plans that cannot be run, in the chart
+
+SHORT_OF_HOST = replace(GPUS, host_memory_bytes=60 * GIB)
+
+
+class Mark(NamedTuple):
+    """A mark of the chart, as a user sees it."""
+
+    row: int
+    gib: float
+    symbol: str
+    tooltip: str
+
+
+def marks_of(view: RankingView) -> list[Mark]:
+    assert view.figure is not None
+    return [
+        Mark(*mark)
+        for trace in view.figure.data
+        if trace.customdata is not None
+        for mark in zip(trace.customdata, trace.x, trace.marker.symbol, trace.text, strict=True)
+    ]
+
+
+def crosses_of(view: RankingView) -> set[tuple[float, float]]:
+    assert view.figure is not None
+    trace = next(one for one in view.figure.data if one.name == "cannot be launched here")
+    return set(zip(trace.x, trace.y, strict=True))
+
+
+def test_plans_left_of_the_memory_line_that_lack_host_memory_are_hollow_and_say_so() -> None:
+    ranking = ss.search(MODEL, SHORT_OF_HOST, RECIPE)
+    usable = ranking.cluster.usable_bytes_per_gpu / GIB
+    found = marks_of(RankingView(ranking))
+    lacking = [mark for mark in found if mark.gib <= usable and not ranking.feasible[mark.row]]
+    assert lacking
+    for mark in found:
+        if not ranking.feasible[mark.row]:
+            assert mark.symbol.endswith("-open") and "Does not fit" in mark.tooltip
+            assert ("host memory" in mark.tooltip) or mark.gib > usable
+        else:
+            assert "Does not fit" not in mark.tooltip
+
+
+def test_plans_that_cannot_be_launched_are_hollow_with_a_cross_and_say_why(found: Any) -> None:
+    view = RankingView(found)
+    kinds = set()
+    for mark in marks_of(view):
+        refusal, fits = why_not_trained(found.plan(mark.row)), bool(found.feasible[mark.row])
+        kinds.add((fits, refusal is None))
+        assert mark.symbol.endswith("-open") == (not fits or refusal is not None)
+        place = found.peak_bytes[mark.row] / GIB, found.tokens_per_second_per_gpu[mark.row]
+        assert (place in crosses_of(view)) >= (fits and refusal is not None)
+        assert ("Cannot be launched here" in mark.tooltip) == (refusal is not None)
+    assert kinds >= {(True, True), (True, False), (False, True)}
+
+
+def test_plans_that_need_host_memory_of_unknown_size_are_not_shown_as_if_they_fit() -> None:
+    ranking = ss.search(MODEL, ss.Cluster.parse("8xa10-24gb"), ss.Recipe(seq_len=1024))
+    unknown = [mark for mark in marks_of(RankingView(ranking)) if not ranking.is_room_known[mark.row]]
+    assert unknown
+    assert all(mark.symbol.endswith("-open") for mark in unknown)
+    assert all("not known" in mark.tooltip for mark in unknown if ranking.feasible[mark.row])
+
+
+def test_a_tooltip_says_the_layout_its_memory_and_its_rate(found: Any) -> None:
+    for mark in marks_of(RankingView(found))[::97]:
+        plan, told = found.plan(mark.row), words(mark.tooltip)
+        assert layout_words(plan.layout) in told
+        assert f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}" in told
+        assert f"{gib(plan.memory().peak_bytes)} GiB" in told
+        assert f"{short(plan.step().tokens_per_second_per_gpu)} tokens/s per GPU" in told
+        assert max(map(len, mark.tooltip.split("<br>"))) < 60, "a chart of 390 pixels has room for it"
+
+
+def test_a_click_on_a_mark_applies_its_plan_and_marks_it_in_the_table(found: Any) -> None:
+    applied: list[ss.Plan] = []
+    view = showing_all(found, on_apply=applied.append)
+    index, trace = next(
+        (index, trace) for index, trace in enumerate(view.figure.data) if len(trace.customdata or ())
+    )
+    row = trace.customdata[3]
+    click(view, index, 3, row)
+    assert applied == [found.plan(row)] and view.plan == found.plan(row)
+    assert marked(view) == [found.peak_bytes[row] / GIB]
+    view.freeze(True)
+    click(view, index, 3, row)
+    assert len(applied) == 1, "what looks as if it cannot be pressed cannot"
+
+
+@pytest.mark.parametrize("customdata", [None, "x", -1, 10**9, [1], {}])
+def test_fault_44_a_click_on_a_mark_that_has_gone_does_nothing(found: Any, customdata: object) -> None:
+    view = showing_all(found, on_apply=lambda _: pytest.fail("applied"))
+    click(view, 0, 0, customdata)
+
+
+def click(view: RankingView, trace: int, point: int, customdata: object) -> None:
+    """As the browser reports it."""
+    content = {"click": {"trace": trace, "point": point, "customdata": customdata}}
+    view.figure._handle_custom_msg(content, [])  # type: ignore[union-attr]
+
+
+def test_frameworks_have_colours_of_their_own_that_can_be_told_apart() -> None:
+    """From each other and from the nine components, also under deuteranopia (Machado et al. 2009)."""
+    own = [sign.colour for sign in signs().values()]
+    assert not set(own) & {*COMPONENT_COLOURS.values(), *RANK_COLOURS, *PART_COLOURS.values()}
+    for seen in (lambda rgb: rgb, deuteranopic):
+        for one, other in itertools.combinations(own, 2):
+            assert distance(one, other, seen) > 0.12, (one, other)
+    for one, other in itertools.product(own, COMPONENT_COLOURS.values()):
+        assert distance(one, other, lambda rgb: rgb) > 0.1, (one, other)
+
+
+def deuteranopic(rgb: Any) -> Any:
+    matrix = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    return np.clip(np.array(matrix) @ rgb, 0, 1)
+
+
+def distance(one: str, other: str, seen: Callable[[Any], Any]) -> float:
+    """In OKLab, where 0.02 is just visible."""
+    return float(np.linalg.norm(oklab(seen(linear(one))) - oklab(seen(linear(other)))))
+
+
+def linear(colour: str) -> Any:
+    channels = np.array([int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+def oklab(rgb: Any) -> Any:
+    cones = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+    axes = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+    return np.array(axes) @ np.cbrt(np.array(cones) @ rgb)
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -233,7 +370,7 @@ def test_a_row_says_that_launch_does_not_train_it_and_why() -> None:
     view = showing_all(found)
     refused = [why_not_trained(found.plan(row)) for row in rows_of(view)]
     assert None in refused and any(refused)
-    assert view.table.value.count("· no Launch</span>") == sum(why is not None for why in refused)
+    assert view.table.value.count("cannot be launched here</span>") == sum(why is not None for why in refused)
     assert escape(next(filter(None, refused)), quote=True) in view.table.value
 
 
@@ -358,8 +495,8 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     page.offer(plan_of(seq_len=2048))
     assert len(asked) == 1 and "ss-old" in page.ranking._dom_classes
     assert not marked(page.ranking), "another question's plan has no place in this chart"
-    assert "Llama 3.1 8B on 8 GPUs, before something was changed" in page._about.value
-    assert "Search again to apply one" in page._about.value
+    assert "Llama 3.1 8B on 8 GPUs, before an input changed" in page.about.value
+    assert page.search.button.layout.display == "", "and one button asks again"
     act = f"apply:{found.order[0]}"
     page.ranking.table.press(act)
     assert not applied and page.ranking.room.disabled, "what looks as if it cannot be pressed cannot"
@@ -367,7 +504,8 @@ def test_the_first_look_asks_and_an_input_does_not(found: Any, monkeypatch: pyte
     assert until(lambda: len(asked) == 2 and not page.search.is_busy)
     assert asked[-1].seq_len == 2048 and "ss-old" not in page.ranking._dom_classes
     page.ranking.table.press(act)
-    assert len(applied) == 1 and not page.ranking.room.disabled and not page._about.value
+    assert len(applied) == 1 and not page.ranking.room.disabled and not page.about.value
+    assert page.search.button.layout.display == "none", "there is nothing to ask again"
 
 
 def test_what_a_search_refuses_is_read_where_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from planning import plans
 import shardscope as ss
 from shardscope.planner.changes import ladders
 from shardscope.planner.differences import differences
-from shardscope.planner.repairs import in_words
+from shardscope.planner.repairs import find_steps, in_words
 from shardscope.planner.room import fits
 
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")
@@ -86,9 +86,11 @@ def test_the_smallest_step_that_is_enough_is_told() -> None:
     assert not doubled.memory().fits
 
 
-def test_where_nothing_is_enough_the_best_are_told_and_say_so() -> None:
+def test_where_no_single_change_is_enough_none_is_offered() -> None:
+    """The ones on the way to a combination are for the combination."""
     plan = plan_of("llama-3.1-405b", micro_batch_size=8)
-    found = plan.repairs()
+    assert plan.repairs() == []
+    found = find_steps(plan)
     assert 0 < len(found) <= 6
     assert not any(repair.plan.memory().fits for repair in found)
     won = [repair.bytes_won for repair in found]
@@ -173,14 +175,30 @@ def test_every_change_is_a_plan_one_step_away(plan: ss.Plan) -> None:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
-def test_repairs_of_any_plan_are_all_enough_or_none_is(plan: ss.Plan) -> None:
+def test_repairs_of_any_plan_are_all_enough_and_none_is_much_slower(plan: ss.Plan) -> None:
     found = plan.repairs()
     if fits(plan, plan.memory()):
-        assert found == []
-    enough = {fits(repair.plan, repair.plan.memory()) for repair in found}
-    assert len(enough) <= 1
+        assert found == [] == find_steps(plan)
+    assert all(fits(repair.plan, repair.plan.memory()) for repair in found)
     assert all(repair.bytes_won > 0 for repair in found)
+    for repair in found:
+        if not math.isnan(repair.seconds_lost):
+            assert repair.plan.step().seconds <= 3 * plan.step().seconds * (1 + 1e-9)
     assert all(": saves " in words for words in in_words(plan, found))
+    enough = {fits(step.plan, step.plan.memory()) for step in find_steps(plan)}
+    assert len(enough) <= 1
+
+
+def test_a_change_that_is_enough_and_sixty_times_as_slow_is_not_offered() -> None:
+    plan = plan_of(
+        "llama-3.1-405b", "8x8xh100-sxm-80gb", ss.Layout.fsdp2(offload="cpu"), global_batch_size=64
+    )
+    slow = [step for step in find_steps(plan) if step.plan.step().seconds > 3 * plan.step().seconds]
+    assert slow and all(fits(step.plan, step.plan.memory()) for step in slow)
+    assert not {step.change for step in slow} & {repair.change for repair in plan.repairs()}
+    (words,) = in_words(plan, slow[-1:])
+    ratio = slow[-1].plan.step().seconds / plan.step().seconds
+    assert f"about {ratio:.{0 if ratio > 10 else 1}f}x slower" in words
 
 
 # ------------------------------------------------------------------------------ what a change costs
@@ -188,5 +206,6 @@ def test_repairs_of_any_plan_are_all_enough_or_none_is(plan: ss.Plan) -> None:
 
 def test_what_is_not_known_is_no_number() -> None:
     plan = plan_of("llama-3.1-8b", "2xcpu")
-    assert all(math.isnan(repair.seconds_lost) for repair in plan.repairs())
-    assert "time unknown" in in_words(plan, plan.repairs())[0]
+    steps = find_steps(plan)
+    assert steps and all(math.isnan(step.seconds_lost) for step in steps)
+    assert "time unknown" in in_words(plan, steps)[0]

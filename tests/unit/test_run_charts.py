@@ -267,3 +267,48 @@ def test_an_odd_first_number_leaves_its_chart_for_the_next(value: Any) -> None:
     assert titles(view) == ["step time, ms"]
     (line,) = view.figure.widget.data
     assert [y for y in line.y if y == y] == [200.0, 300.0]
+
+
+def test_a_slow_first_step_stays_inside_of_its_plot_and_is_read_on_hover() -> None:
+    records = [trained(step, step_seconds=9.0 if step == 0 else 0.25) for step in range(40)]
+    view = shown(engine_run(records))
+    slot = view.figure._slots["step_seconds"]
+    line = next(
+        trace for trace in view.figure.widget.data if trace.yaxis == f"y{slot + 1}" and trace.name == "rank 0"
+    )
+    top = view.figure.widget.layout[f"yaxis{slot + 1}"].range[1]
+    assert top < 1000 and max(line.y) < top, "the axis suits the other steps, and no line leaves it"
+    assert line.customdata[0] == 9000 and "customdata" in line.hovertemplate
+
+
+def test_no_text_stands_in_a_plot() -> None:
+    view = shown(engine_run([trained(step) for step in range(3)]))
+    layout = view.figure.widget.layout
+    tops = {round(layout[name].domain[1], 6) for name in dir_of_axes(layout, "yaxis")}
+    for note in layout.annotations:
+        assert note.yref == "paper" and round(note.y, 6) in tops and note.yanchor == "bottom", note.text
+
+
+def dir_of_axes(layout: Any, kind: str) -> list[str]:
+    return [name for name in layout if name.startswith(kind) and layout[name].visible]
+
+
+def names_of_figures(view: RunView) -> list[str]:
+    return re.findall(r"<span>([^<]*)</span>", view.facts.value)
+
+
+def test_figures_and_rows_are_there_before_their_numbers_and_nothing_moves() -> None:
+    run = engine_run([])
+    view = RunView(run)  # type: ignore[arg-type]
+    assert until(lambda: len(names_of_figures(view)) == 5)
+    rows = view.table.value.count("<th scope='row'>")
+    run.records += [trained(step, rank) for step in range(12) for rank in (0, 1)]
+    assert until(lambda: "2.500" in view.facts.value)
+    assert len(names_of_figures(view)) == 5 and view.table.value.count("<th scope='row'>") == rows
+    run.status = "finished"
+
+
+def test_charts_without_a_point_go_when_the_run_has_ended() -> None:
+    view = shown(engine_run([]))
+    assert view._figure_place.layout.display == "none"
+    assert shown(engine_run([trained(0)]))._figure_place.layout.display == ""

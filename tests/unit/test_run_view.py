@@ -115,7 +115,7 @@ def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: 
     run = FakeRun([record(loss=1.0)])
     view = RunView(run, on_end=ended.append)
     assert until(lambda: view.status == "running")
-    monkeypatch.setattr(view, "_say_numbers", lambda *_: 1 / 0)
+    monkeypatch.setattr(view, "_show_numbers", lambda *_: 1 / 0)
     run.records.append(record(step=1, loss=1.0))
     run.status = "finished"
     assert until(lambda: ended == [run])

@@ -1,4 +1,4 @@
-"""A script of one's own in the Checks tab: read, mended by clicks in a copy, never written itself."""
+"""The user's own script in the Checks tab: findings with file, line, reason and what to write; no changes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from tests.needs import needs
-from tests.unit.test_fsdp1_mended import CONFIG, NEW_CONFIG
+from tests.unit.test_fsdp1_mended import CONFIG
 
 import shardscope as ss
 from shardscope_widgets import Studio
 from shardscope_widgets.checks.own_code import imports_behind
 from shardscope_widgets.checks.script import ScriptChecks
+
+LOADER = "from torch.utils.data import DataLoader\nfor b in DataLoader(data):\n    b.backward()\n"
 
 
 @pytest.fixture
@@ -21,92 +23,34 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def press_all(view: ScriptChecks) -> None:
-    """Every button, the last first, as often as there is one."""
-    while buttons := [one for one in view.checks.findings if one.source]:
-        last = buttons[-1]
-        view.checks.list.press(f"{last.name}:{last.line}")
-        assert not view.checks.list.error
+def reading(name: object, **given: object) -> ScriptChecks:
+    view = ScriptChecks(**given)  # type: ignore[arg-type]
+    view.path.value = str(name)
+    return view
 
 
-def test_clicks_mend_a_copy_and_leave_the_file(config: Path) -> None:
-    view = ScriptChecks()
-    view.path.value = str(config)
-    assert view.checks.list.value.count("<button") == 4
-    assert not view.changed.value
-    press_all(view)
-    assert (config.parent / "accelerate.mended.yaml").read_text() == NEW_CONFIG
+def test_each_finding_names_file_line_reason_and_what_to_write(config: Path) -> None:
+    view = reading(config)
+    assert len(view.findings) > 3
+    for one in view.findings:
+        assert f"accelerate.yaml, line {one.line}" in view.list.value
+    assert view.list.value.count("Suggested fix:") == len(view.findings)
+
+
+def test_nothing_can_be_pressed_and_nothing_is_written(config: Path) -> None:
+    view = reading(config)
+    assert "<button" not in view.list.value and "data-act" not in view.list.value
     assert config.read_text() == CONFIG
-    assert "Nothing to mend: no check has anything against this file." in view.checks.list.value
-    assert "<span class='ss-removed'>-  fsdp_use_orig_params: true</span>" in view.changed.value
-    assert "<span class='ss-added'>+  fsdp_reshard_after_forward: false</span>" in view.changed.value
+    assert [one.name for one in config.parent.iterdir()] == ["accelerate.yaml"]
 
 
-def test_another_copy_is_not_overwritten(config: Path) -> None:
-    (config.parent / "accelerate.mended.yaml").write_text("mine")
-    view = ScriptChecks()
-    view.path.value = str(config)
-    press_all(view)
-    assert (config.parent / "accelerate.mended.yaml").read_text() == "mine"
-    assert (config.parent / "accelerate.mended-2.yaml").read_text() == NEW_CONFIG
-
-
-def test_a_strategy_in_the_script_leaves_the_plan(config: Path) -> None:
-    studio = Studio()
-    studio.tabs.value = "Checks"
-    studio.script.path.value = str(config)
-    plan = studio.plan
-    (found,) = [one for one in studio.script.checks.findings if one.name == "fsdp1-shard-grad-op"]
-    studio.script.checks.list.press(f"{found.name}:{found.line}")
-    assert studio.plan is plan
-    assert "fsdp_reshard_after_forward: false" in (config.parent / "accelerate.mended.yaml").read_text()
-    assert found.name not in [one.name for one in studio.script.checks.findings]
-
-
-def test_a_copy_that_somebody_changed_is_not_overwritten(config: Path) -> None:
-    view = ScriptChecks()
-    view.path.value = str(config)
-    first, second = (config.parent / f"accelerate.mended{end}.yaml" for end in ("", "-2"))
-    view.checks.list.press("fsdp1:3")
-    first.write_text("mine")
-    press_all(view)
-    assert first.read_text() == "mine"
-    assert second.read_text() == NEW_CONFIG
-
-
-def test_a_link_is_not_written_through(config: Path) -> None:
-    (config.parent / "accelerate.mended.yaml").symlink_to(config.parent / "elsewhere")
-    view = ScriptChecks()
-    view.path.value = str(config)
-    press_all(view)
-    assert not (config.parent / "elsewhere").exists()
-    assert (config.parent / "accelerate.mended-2.yaml").read_text() == NEW_CONFIG
-
-
-def test_the_copy_is_beside_the_file_wherever_the_notebook_goes(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(config.parent)
-    view = ScriptChecks()
-    view.path.value = config.name
-    monkeypatch.chdir("/")
-    press_all(view)
-    assert (config.parent / "accelerate.mended.yaml").read_text() == NEW_CONFIG
-
-
-def test_two_loaders_of_one_line_have_a_button_each(tmp_path: Path) -> None:
+def test_two_findings_of_one_line_are_both_listed(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
         "import torch.distributed as dist\nfrom torch.utils.data import DataLoader\n"
         "dist.init_process_group()\na, b = DataLoader(x, shuffle=True), DataLoader(y, shuffle=on)\n"
     )
-    view = ScriptChecks()
-    view.path.value = str(file)
-    assert view.checks.list.value.count("data-act='ranks-read-the-same-data:4'") == 1
-    view.checks.list.press("ranks-read-the-same-data:4:1")
-    mended = (tmp_path / "train.mended.py").read_text()
-    assert "DataLoader(x, sampler=DistributedSampler(x, shuffle=True))" in mended
-    assert "DataLoader(y, sampler=DistributedSampler(y, shuffle=on))" in mended
+    assert reading(file).list.value.count("train.py, line 4") == 2
 
 
 @pytest.mark.parametrize(
@@ -114,32 +58,21 @@ def test_two_loaders_of_one_line_have_a_button_each(tmp_path: Path) -> None:
 )
 def test_what_could_not_be_read_is_not_called_good(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    view = ScriptChecks()
-    view.path.value = str(tmp_path / name)
-    assert "Nothing was checked" in view.checks.list.value
+    assert "Nothing was checked" in reading(tmp_path / name).list.value
 
 
-def test_a_byte_order_mark_stays(config: Path) -> None:
-    config.write_text("\ufeff" + CONFIG)
-    view = ScriptChecks()
-    view.path.value = str(config)
-    press_all(view)
-    assert (config.parent / "accelerate.mended.yaml").read_text() == "\ufeff" + NEW_CONFIG
-    assert not (config.parent / "accelerate.mended-2.yaml").exists()
-
-
-def test_findings_are_against_the_plan_on_the_bench(tmp_path: Path) -> None:
+def test_findings_are_for_the_plan_on_screen(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
-    file.write_text("from torch.utils.data import DataLoader\nfor b in DataLoader(data):\n    b.backward()\n")
+    file.write_text(LOADER)
     studio = Studio()
     studio.tabs.value = "Checks"
     studio.script.path.value = str(file)
-    assert "all 8 ranks" in studio.script.checks.list.value
+    assert "all 8 ranks" in studio.script.list.value
     studio.cluster.fill(ss.Cluster.parse("4xh100-sxm-80gb"))
-    assert "all 4 ranks" in studio.script.checks.list.value
+    assert "all 4 ranks" in studio.script.list.value
 
 
-def test_a_file_that_cannot_be_read_is_told_with_the_nearest(config: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported_with_the_nearest_name(config: Path) -> None:
     view = ScriptChecks()
     for name, words in {
         str(config.with_name("acelerate.yaml")): f"No such file or directory. Nearest: {config}.",
@@ -148,50 +81,24 @@ def test_a_file_that_cannot_be_read_is_told_with_the_nearest(config: Path) -> No
         "~nobody-of-this-name/train.py": "cannot be read",
     }.items():
         view.path.value = name
-        assert words in view.words.value
-        assert view.checks.layout.display == "none"
+        assert words in view.error.value and not view.list.value
     config.write_bytes(b"\xff")
     view.path.value = str(config)
-    assert "is no text" in view.words.value
+    assert "not a text file" in view.error.value
     config.write_bytes(b"#" * 2**21)
     view.path.value = ""
-    assert not view.words.value
+    assert not view.error.value
     view.path.value = str(config)
-    assert "more than 1 MiB" in view.words.value
+    assert "more than 1 MiB" in view.error.value
 
 
-def test_a_folder_that_takes_no_copy_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = ScriptChecks()
-    view.path.value = str(config)
-
-    def refuse(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    view.checks.list.press("fsdp1:3")
-    assert "can be written: Read-only file system" in view.words.value
-    assert not view.changed.value
-    assert "fsdp1" in [one.name for one in view.checks.findings]
-
-
-def test_what_no_click_can_mend_is_noted_in_the_copy(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text("from torch.distributed.fsdp import fully_shard\nmodel = build()\nfully_shard(model)\n")
-    view = ScriptChecks()
-    view.path.value = str(file)
-    assert ">Note</button>" in view.checks.list.value and ">Apply<" not in view.checks.list.value
-    view.checks.list.press("whole-model-as-one-unit:3")
-    assert not view.checks.list.error
-    assert (tmp_path / "train.mended.py").read_text().splitlines()[2:] == [
-        "# TODO: fully_shard(layer) for each decoder layer, then fully_shard(model) "
-        "(shardscope: whole-model-as-one-unit)",
-        "fully_shard(model)",
-    ]
-    # It is found as before, and cannot be noted twice.
-    assert [one.line for one in view.checks.findings] == [4]
-    assert "<button" not in view.checks.list.value
-    view.checks.list.press("whole-model-as-one-unit:4")
-    assert (tmp_path / "train.mended.py").read_text().count("TODO") == 1
+def test_a_name_from_a_file_is_never_markup(tmp_path: Path) -> None:
+    file = tmp_path / "<b>train.py"
+    file.write_text(LOADER)
+    view = reading(file)
+    assert view.findings and "<b>train" not in view.list.value
+    view.path.value = "<img>"
+    assert "<img>" not in view.error.value
 
 
 OLD_STEP = """def train(ctx):
@@ -204,7 +111,7 @@ OLD_STEP = """def train(ctx):
 
 
 def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
-    """What a notebook's cell would have defined."""
+    """Return the namespace of a notebook whose cell has run."""
     file = tmp_path / "cell.py"
     file.write_text(source)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -213,22 +120,17 @@ def defined(source: str, name: str, tmp_path: Path) -> dict[str, object]:
     return namespace
 
 
-def test_a_function_of_the_notebook_is_checked_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    functions = defined(OLD_STEP, "train", tmp_path)
-    plan = ss.Plan(ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=1024),
-                   ss.Layout.ddp())  # fmt: skip
-    view = ScriptChecks(plan, functions=functions)
-    view.path.value = "train"
-    assert not view.words.value
-    assert "learning-rate-against-batch" in [one.name for one in view.checks.findings]
-    press_all(view)
-    mended = (tmp_path / "train.mended.py").read_text()
-    assert "lr=0.3" not in mended and "lr=" in mended and mended.startswith("def train(ctx):")
-    compile(mended, "mended", "exec")
-    assert "%load train.mended.py" in view.changed.value and "<code>train</code>" in view.changed.value
+def test_a_function_of_the_notebook_is_checked_by_its_name(tmp_path: Path) -> None:
+    plan = ss.Plan(
+        ss.models["gpt2"],
+        ss.Cluster.parse("8xh100-sxm-80gb"),
+        ss.Recipe(seq_len=1024),
+        ss.Layout.ddp(),
+    )
+    view = reading("train", plan=plan, functions=defined(OLD_STEP, "train", tmp_path))
+    assert not view.error.value
+    assert "learning-rate-against-batch" in [one.name for one in view.findings]
+    assert "train, line 3" in view.list.value
 
 
 IMPORTED = """from collections import OrderedDict as Kept
@@ -250,48 +152,31 @@ WRAPPED = """def train(ctx):
 """
 
 
-def test_what_a_function_reads_of_the_notebook_s_imports_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_imports_of_the_notebook_that_a_function_uses_are_known(tmp_path: Path) -> None:
     needs("torch")
-    monkeypatch.chdir(tmp_path)
     functions = defined(IMPORTED + WRAPPED, "train", tmp_path)
     known = imports_behind(functions["train"])
     assert known == "\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nimport torch\n"
-    view = ScriptChecks(functions=functions)
-    view.path.value = "train"
-    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {one.name for one in view.checks.findings}
-    press_all(view)
-    mended = (tmp_path / "train.mended.py").read_text()
-    # Its own imports are where they are used: a cell may be run again without the others.
-    assert mended.splitlines()[:5] == [
-        "def train(ctx):",
-        "    model = ctx.build()",
-        "    from torch.distributed.fsdp import fully_shard",
-        "    for index, layer in enumerate(model.layers):",
-        "        model.layers[index] = fully_shard(layer)",
-    ]
-    assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)" in mended and "FSDP" not in mended
+    view = reading("train", functions=functions)
+    assert {"fsdp1", "fsdp1-clip-grad-norm"} <= {one.name for one in view.findings}
+    assert max(one.line or 0 for one in view.findings) <= len(WRAPPED.splitlines())
 
 
-def test_a_file_of_that_name_goes_before_and_what_is_neither_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_goes_before_a_function_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     functions = defined(OLD_STEP, "train", tmp_path)
-    view = ScriptChecks(functions=functions)
-    view.path.value = "trian"
-    assert "trian cannot be read" in view.words.value and "Nearest: train." in view.words.value
+    view = reading("trian", functions=functions)
+    assert "trian cannot be read" in view.error.value and "Nearest: train." in view.error.value
     functions["lost"] = eval("lambda ctx: ctx")
     view.path.value = "lost"
-    assert "whose text nobody has kept" in view.words.value
+    assert "without source text" in view.error.value
     view.path.value = "x" * 300
-    assert "cannot be read" in view.words.value
+    assert "cannot be read" in view.error.value
     (tmp_path / "train").mkdir()
     view.path.value = "train"
-    assert not view.words.value, "a folder is no script"
+    assert not view.error.value, "a folder is no script"
     (tmp_path / "train").rmdir()
     view.path.value = ""
     (tmp_path / "train").write_text("x = 1\n")
     view.path.value = "train"
-    assert "Nothing to mend" in view.checks.list.value and not view.words.value
+    assert "No findings" in view.list.value and not view.error.value

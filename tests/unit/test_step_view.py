@@ -14,10 +14,12 @@ import pytest
 import shardscope as ss
 from shardscope.timing.report import PARTS
 from shardscope_widgets import StepView
+from shardscope_widgets.kit import numbers
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.time import rows as step_rows
+from shardscope_widgets.time.rates import rates
 from shardscope_widgets.time.rows import RunSteps, shown_step
-from shardscope_widgets.time.table import figures, table
+from shardscope_widgets.time.table import part_rows, rate_table
 
 
 def plan_of(
@@ -69,7 +71,7 @@ def test_bars_are_the_report(plan: ss.Plan) -> None:
     factor = view.shown.scale.factor if view.shown else 0
     for name in PARTS:
         assert shown["predicted"][name] == pytest.approx(report.parts[name] * factor)
-        assert shown["hidden"][name] == pytest.approx(report.hidden[name] * factor)
+        assert shown["overlapped"][name] == pytest.approx(report.hidden[name] * factor)
     assert sum(shown["predicted"].values()) == pytest.approx(report.seconds * factor)
     assert "measured" not in shown and notes(view)["measured"] == "no run of this plan yet"
     assert sum(report.hidden.values()) <= view.figure.layout.xaxis.range[1] / factor
@@ -108,13 +110,12 @@ def test_parts_are_told_apart_by_colour_and_pattern_together() -> None:
 
 def test_rates_name_their_convention() -> None:
     plan = plan_of()
-    report, html = plan.step(), figures(shown_step(plan))
-    told = words(html)
+    report, told = plan.step(), words(rate_table(shown_step(plan)))
     assert report.mfu is not None
-    assert f"{100 * report.mfu:.1f} % MFU" in told
+    assert f"MFU, % {100 * report.mfu:.1f}" in told
     assert "MFU and TFLOP/s count model FLOPs: causal attention, no recomputation" in told
-    assert f"{report.tflops_per_gpu_full_attention:.0f} TFLOP/s, full attention" in told
-    assert "attention counts every key" in html and "recomputed ones included" in html
+    assert f"TFLOP/s, full attention: {report.tflops_per_gpu_full_attention:.0f}" in told
+    assert "attention counts every key" in told and "recomputed ones included" in told
 
 
 def test_a_collective_of_forward_and_backward_is_one_row() -> None:
@@ -123,7 +124,7 @@ def test_a_collective_of_forward_and_backward_is_one_row() -> None:
     kinds = {(call.part, call.collective, call.ranks, call.link) for call in report.communication}
     assert 0 < len(kinds) < len(report.communication)
     assert {(call.part, call.collective, call.ranks, call.link) for call in report.sent} == kinds
-    rows = table(shown_step(plan)).partition("What is sent")[2].partition("<tbody>")[2]
+    rows = part_rows(shown_step(plan)).partition("Communication")[2].partition("<tbody>")[2]
     assert rows.count("<tr>") == len(kinds) + len(report.staged)
 
 
@@ -137,7 +138,7 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
     plan = plan_of(layout=layout)
     shown = shown_step(plan)
     report, scale = plan.step(), shown.scale
-    parts, _, sent = table(shown).partition("What is sent")
+    parts, _, sent = part_rows(shown).partition("Communication")
     told = {}
     for row in re.findall(r"<tr>(<td>.*?)</tr>", sent):
         part, _, _, _, moved, _, exposed = re.findall(r"<td[^>]*>(.*?)</td>", row)
@@ -145,7 +146,7 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
         assert moved == "–" or f"of {moved} GiB" in report.explain(part)
     assert told.keys() >= {"gradients"}
     for part, numbers in told.items():
-        row = re.search(rf"<span>{part}</span><em>([\d.]+)</em>", parts)
+        row = re.search(rf"{part}</button></th><td>([\d.]+)</td>", parts)
         assert row and float(row[1]) == pytest.approx(sum(numbers), rel=0.02)
         assert report.parts[part] == pytest.approx(
             report.staged.get(part, 0)
@@ -155,9 +156,88 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
 
 
 def test_what_is_not_known_is_a_dash_that_says_why() -> None:
-    html = figures(shown_step(without_a_price(plan_of())))
-    assert "<b>–</b> <span>$ per M tokens" in html and "the price of H100 SXM 80 GB is not known" in html
-    assert "<b>–</b> <span>kWh per M tokens" in html and "the power limit of" in html
+    html = rate_table(shown_step(without_a_price(plan_of())))
+    for rate, why in (("$ per M tokens", "The price of"), ("kWh per M tokens", "The power limit of")):
+        cell = re.search(rf"{re.escape(rate)}</button></th><td title='([^']+)'>–", html)
+        assert cell and cell[1].startswith(why) and cell[1].endswith("H100 SXM 80 GB is not known.")
+
+
+# ------------------------------------------------------------------------- plans that do not fit, pins
+
+
+def rate_cells(html: str) -> dict[str, list[str]]:
+    """Rate -> the text that is seen in its cells."""
+    seen = re.sub(r"<span class='ss-off-screen'>.*?</span>", "", html)
+    found = re.findall(r"data-opens='([^']+)'>(.*?)</tr>", seen)
+    return {key: [words(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for key, row in found}
+
+
+def test_a_plan_that_does_not_fit_has_no_rates_and_no_price() -> None:
+    """Nobody can train at a speed, or for a price, at which the plan runs out of memory."""
+    short = plan_of(micro_batch_size=2)
+    view = StepView(short)
+    cells = rate_cells(view.figures.value)
+    seconds = next(iter(cells))
+    assert seconds.startswith("one step") and cells.pop(seconds)[0] != "–"
+    assert len(cells) == 6 and {row[0] for row in cells.values()} == {"–"}
+    assert "title='Does not fit: Needs 85.5 GiB on each GPU, which has 79.1.'" in view.figures.value
+    assert "$" not in words(view.budget_words.value) and "Does not fit" in view.budget_words.value
+    head = rates(shown_step(short))
+    assert re.findall(r"<b>(.*?)</b>", head) == ["–"] * 3 and "Does not fit" in head
+    view.show(plan_of())
+    assert "–" not in words(view.budget_words.value)
+    assert not any("–" in row[0] for row in rate_cells(view.figures.value).values())
+
+
+def test_what_was_measured_of_such_a_plan_is_told_all_the_same() -> None:
+    """It ran, whatever was predicted of it."""
+    short = plan_of(micro_batch_size=2)
+    view = StepView(short)
+    view.add(short, RunSteps(20, 2 * short.step().seconds))
+    predicted, measured = rate_cells(view.figures.value)["tokens/s"][:2]
+    assert predicted == "–" and measured == numbers.short(short.step().tokens_per_second / 2)
+
+
+def test_the_head_has_three_numbers_above_their_units() -> None:
+    report, html = plan_of().step(), rates(shown_step(plan_of()))
+    assert report.mfu is not None and report.cost_per_token is not None
+    assert re.findall(r"<b>(.*?)</b> <span>(.*?)</span>", html) == [
+        (numbers.short(report.tokens_per_second_per_gpu), "tokens/s per GPU"),
+        (f"{100 * report.mfu:.0f} %", "MFU"),
+        (numbers.dollars(1e6 * report.cost_per_token), "per M tokens"),
+    ]
+
+
+def test_pinned_plans_compare_seconds_speed_and_price() -> None:
+    here, pin = plan_of(), plan_of(recompute="full")
+    view = StepView(here, pins=(pin,))
+    factor = view.shown.scale.factor if view.shown else 0
+    assert sum(drawn(view)["pin 0"].values()) == pytest.approx(pin.step().seconds * factor)
+    cells = rate_cells(view.figures.value)
+    seconds = next(cells[key] for key in cells if key.startswith("one step"))
+    assert seconds[3].startswith("−"), "the plan on screen is quicker"
+    assert cells["tokens/s"][2] == numbers.short(pin.step().tokens_per_second)
+    assert cells["tokens/s"][3].startswith("+") and cells["$ per M tokens"][3].startswith("−$")
+    assert "recompute full" in words(view.figures.value) and "recompute full" in words(view.table.value)
+    view.figures.press("unpin 0")
+    assert view.pins == () and "pin 0" not in drawn(view)
+
+
+def test_a_click_on_a_part_opens_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = StepView(plan_of())
+    sent: list[Any] = []
+    monkeypatch.setattr(view.table, "send", sent.append)
+    click = {"trace": list(PARTS).index("attention"), "point": 0, "customdata": ""}
+    view.figure._receive(view.figure, {"click": click}, [])
+    assert sent == [{"open": "attention"}] and "data-opens='attention'" in view.table.value
+
+
+def test_every_bar_is_inside_the_plot() -> None:
+    for pins in ((), (plan_of(recompute="full", seq_len=16_384),)):
+        view = StepView(plan_of(), pins=pins)
+        longest = max(sum(parts.values()) for parts in drawn(view).values())
+        assert longest <= view.figure.layout.xaxis.range[1]
+        assert view.figure.layout.xaxis.visible is False, "no axis under the words"
 
 
 @pytest.mark.parametrize("text", ["15T", "300B", "1e9"])

@@ -427,7 +427,7 @@ def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> 
 def test_the_head_says_how_fast_and_what_it_costs(studio: Studio) -> None:
     report = studio.plan.step()
     said = words(studio.rates.value)
-    assert f"{report.tflops_per_gpu:.0f} TFLOP/s per GPU" in said
+    assert f"{100 * report.mfu:.0f} % MFU" in said
     assert f"{short(report.tokens_per_second_per_gpu)} tokens/s per GPU" in said
     studio.architecture.name.value = "llama-3.2-1b"
     assert words(studio.rates.value) != said
@@ -443,8 +443,8 @@ def test_where_no_time_is_known_the_head_says_why_on_hover(
     studio.launch_panel.offer(studio.plan, studio.plan.memory())
     studio.recipe.micro.value = "1"
     studio._draw(None)
-    assert words(studio.rates.value) == "– TFLOP/s per GPU – tokens/s per GPU – per M tokens"
-    assert studio.rates.value.count("Gpu.peak_flops is &lt;unknown&gt;. Nearest fix: ss.calibrate().") == 3
+    assert re.findall(r"<b>(.*?)</b>", studio.rates.value) == ["–"] * 3
+    assert studio.rates.value.count("title='Gpu.peak_flops is &lt;unknown&gt;. Nearest fix:") == 3
     assert "Fits: " in words(studio.headline.value), "the rest of the Studio goes on"
     studio.tabs.value = "Time"
     assert "ss.calibrate()" in studio.time.caption.value
@@ -503,7 +503,7 @@ def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
     studio._on_pause()
     assert studio.tabs.badges["Checks"][2] == "danger", "the worst counts, wherever it stands"
     studio.architecture.name.value = "llama-3.1-8b"
-    assert "Checks" not in studio.tabs.badges and "Nothing to mend" in studio.checks.list.value
+    assert "Checks" not in studio.tabs.badges and "No findings" in studio.checks.list.value
 
 
 def test_a_finding_is_mended_by_its_button(studio: Studio) -> None:
@@ -700,7 +700,7 @@ def test_the_plans_files_are_a_click_away(
     assert (folder / "plan.json").read_text() == "somebody's own"
 
     studio.architecture.name.value = "nonsense"
-    assert press() == "Mend the input marked in red first."
+    assert press() == "Fix the input marked in red first."
 
 
 def test_the_path_is_a_click_away(studio: Studio) -> None:

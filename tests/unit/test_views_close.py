@@ -30,7 +30,7 @@ def run_view() -> RunView:
 def studio() -> Studio:
     """With all but the pages that ask a question in the background."""
     made = Studio()
-    for tab in ("Time", "Checks", "Run", "Trace", "Memory"):
+    for tab in ("Time", "Checks", "Runs", "Trace", "Memory"):
         made.tabs.value = tab
     return made
 

@@ -115,6 +115,35 @@ def read_fix(refusal: FieldError) -> dict[str, Any] | None:
     return changes
 
 
+def find_changes(refusal: FieldError) -> dict[str, object]:
+    """Return what ``refusal.fix`` would change, as :attr:`FieldError.changes` has it."""
+    if refusal.field.endswith(" key"):
+        return {}  # The fix is another key, not another value.
+    owner = refusal.field.removeprefix("Layout ").rpartition(".")[0]
+    owner = "Layout" if refusal.field.startswith("Layout ") else owner
+    changes: dict[str, object] = {}
+    for name, value in (read_fix(refusal) or {}).items():
+        if name == "layout":
+            from shardscope.layout import Layout  # layout.py imports this module.
+
+            changes["Layout"] = getattr(Layout, value)()
+        else:
+            noun = owner if name in refusal.refused else _owner(name) or owner
+            changes[f"{noun}.{name}" if noun else name] = value
+    return changes
+
+
+def _owner(name: str) -> str:
+    """Return the noun whose field a fix names, of those that are refused together in a plan."""
+    from shardscope.frameworks.registry import frameworks
+    from shardscope.recipe import Recipe
+
+    if name in _fields(Recipe):
+        return "Recipe"
+    is_of_a_layout = any(name in _fields(one.layout_class) for one in frameworks.values())
+    return "Layout" if is_of_a_layout else ""
+
+
 class _Search:
     """Which changes were tried on a noun, each set of them once: fixes may lead in a circle."""
 

@@ -134,10 +134,11 @@ class Plan(JsonNoun):
         )
 
     def repairs(self) -> list[Repair]:
-        """Single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
+        """Return single changes that make the plan fit, cheapest in predicted time first: ``(change, plan,
         bytes_won, seconds_lost)`` each; empty if it fits already, in its nodes' host memory and NVMe too.
 
-        Where no single change is enough, those that win most: ``planner.room.fits`` of each says so.
+        Every one of them is enough, and its step takes at most three times as long. Where no single change
+        is, the list is empty, and :func:`shardscope.planner.make_it_fit.make_it_fit` combines several.
         """
         from shardscope.planner.repairs import repairs
 
@@ -272,12 +273,19 @@ class Plan(JsonNoun):
     def _check_batch(self) -> None:
         per_step = self.recipe.micro_batch_size * self.degrees.data_parallel
         if self.recipe.global_batch_size % per_step:
+            ranks = "data-parallel ranks"
+            if self.degrees.data_parallel == self.world_size:
+                ranks = "GPUs" if self.on_gpu else "CPU ranks"
+            size = self.recipe.micro_batch_size
+            in_parts = f" in micro-batches of {size}" if size > 1 else ""
             refuse(
                 "Recipe.global_batch_size",
                 self.recipe.global_batch_size,
                 f"a multiple of micro_batch_size x data-parallel ranks = "
                 f"{self.recipe.micro_batch_size} x {self.degrees.data_parallel} = {per_step}",
                 f"global_batch_size={max(1, round(self.recipe.global_batch_size / per_step)) * per_step}",
+                problem=f"{self.recipe.global_batch_size:,} does not divide over "
+                f"{self.degrees.data_parallel:,} {ranks}{in_parts}",
             )
 
 
@@ -306,4 +314,4 @@ def _how_to_make(noun: type, value: object) -> str:
         Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',
         Recipe: "ss.Recipe()",
         Layout: "ss.Layout.fsdp2()",
-    }[noun]
+    }.get(noun, "ss.Plan(architecture, cluster, recipe, layout)")

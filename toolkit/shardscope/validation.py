@@ -21,9 +21,11 @@ class FieldError(ValueError):
     way: tuple[str, ...] = ()
     """The keys under which the refused noun stands in the data that it was read from."""
 
-    def __init__(self, field: str, value: object, allowed: str, fix: str) -> None:
+    def __init__(self, field: str, value: object, allowed: str, fix: str, problem: str = "") -> None:
         super().__init__(f"{field} is {_shown(value)}; allowed: {allowed}. Nearest fix: {fix}.")
         self.field = field
+        self.problem = problem
+        """Why the value is refused, in the few words that fit beside an input; empty: see :attr:`allowed`."""
         self.allowed = allowed
         self.fix = fix
         self.refused = _fields_of(field)
@@ -32,7 +34,26 @@ class FieldError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the constructor with the message alone.
-        return _restored, (str(self), self.field, self.allowed, self.fix, self.refused)
+        return _restored, (str(self), self.field, self.allowed, self.fix, self.refused, self.problem)
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """The fix as data: ``{"Recipe.global_batch_size": 66}``; empty if it cannot be said as values.
+
+        Keys are the object and its field, as in :attr:`field`. Another framework is
+        ``{"Layout": Layout.fsdp2()}``.
+        """
+        from shardscope.fixes import find_changes  # fixes.py imports this module.
+
+        return find_changes(self)
+
+    @property
+    def summary(self) -> str:
+        """The refusal in few words, for its input: ``64 does not divide over 6 GPUs. Use 66``."""
+        changes = self.changes
+        value = changes.get(self.field)
+        use = f"{value}" if len(changes) == 1 and isinstance(value, int | float | str) else self.fix
+        return f"{self.problem or f'Allowed: {self.allowed}'}. Use {use}"
 
     @property
     def named(self) -> list[str]:
@@ -48,14 +69,17 @@ class FieldError(ValueError):
         return self._changed(f"{where}: {self}", self.fix)
 
     def _changed(self, message: str, fix: str) -> FieldError:
-        changed = _restored(message, self.field, self.allowed, fix, self.refused)
+        changed = _restored(message, self.field, self.allowed, fix, self.refused, self.problem)
         return changed.with_traceback(self.__traceback__)
 
 
-def _restored(message: str, field: str, allowed: str, fix: str, refused: list[str]) -> FieldError:
+def _restored(
+    message: str, field: str, allowed: str, fix: str, refused: list[str], problem: str = ""
+) -> FieldError:
     error = FieldError.__new__(FieldError)
     ValueError.__init__(error, message)
     error.field, error.allowed, error.fix, error.refused = field, allowed, fix, refused
+    error.problem = problem
     return error
 
 
@@ -64,9 +88,12 @@ def _fields_of(field: str) -> list[str]:
     return [re.match(r"\w*", name.rpartition(".")[2])[0] for name in names]  # type: ignore[index]
 
 
-def refuse(field: str, value: object, allowed: str, fix: str) -> NoReturn:
-    """Raise :class:`FieldError` with ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix."""
-    raise FieldError(field, value, allowed, fix)
+def refuse(field: str, value: object, allowed: str, fix: str, problem: str = "") -> NoReturn:
+    """Raise :class:`FieldError` with ``field`` ("Recipe.seq_len"), ``value``, what is allowed and the fix.
+
+    ``problem`` says in a few words what is wrong ("64 does not divide over 6 GPUs").
+    """
+    raise FieldError(field, value, allowed, fix, problem)
 
 
 def whole_number(field: str, value: object, *, low: int, high: int) -> int:

@@ -157,6 +157,16 @@ def why_not_trained(plan: Plan) -> str | None:
     return None
 
 
+def is_trained(plan: Plan) -> bool:
+    """Return whether an engine here trains ``plan``: :func:`why_not_trained` without the search for words."""
+    limits: Any = import_module(f"shardscope.frameworks.{plan.layout.framework}.limits")
+    try:
+        limits.check_plan(plan)
+    except ValueError:
+        return False
+    return True
+
+
 def engine_for(plan: Plan) -> Callable[[Any], Any]:
     """The engine class that trains ``plan``."""
     module, _, name = frameworks[plan.layout.framework].engine.partition(":")

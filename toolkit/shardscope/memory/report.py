@@ -177,6 +177,14 @@ class MemoryReport:
         return self.fits and 100 * self.peak_bytes > TIGHT_PERCENT * self.usable_bytes
 
     @property
+    def verdict(self) -> Literal["fits", "tight", "does not fit"]:
+        """Whether the GPU's memory is enough; ``tight``: it may not be, see :attr:`is_tight` and
+        :attr:`high_bytes`. Host memory and NVMe are for ``shardscope.planner.verdict``."""
+        if not self.fits:
+            return "does not fit"
+        return "tight" if self.is_tight or self.high_bytes > self.usable_bytes else "fits"
+
+    @property
     def host_bytes(self) -> int:
         """Host memory that the worst rank takes when offloading."""
         return max(stage.host_bytes for stage in self.by_stage)

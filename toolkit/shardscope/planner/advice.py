@@ -1,14 +1,14 @@
 """``ss.recommend``: the questions a good engineer asks, in order, and the plan that they lead to.
 
 Start with the simplest that fits; escalate only where a measurement, or until then a clear prediction,
-says so. What a search over all layouts finds beside that is told, not followed.
+says so. One answer: a search over all layouts replaces it only with a plan that is as simple, faster and
+leaner; what else is worth a look are at most two alternatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from html import escape
 
 from shardscope.architecture import Architecture
@@ -18,9 +18,8 @@ from shardscope.plan import Plan, check_noun
 from shardscope.planner.abilities import TITLES
 from shardscope.planner.advising import large, last, otherwise, questions, words
 from shardscope.planner.advising.bench import Bench, Tried, lacks_bf16
-from shardscope.planner.advising.disagreement import Disagreement, disagreement
 from shardscope.planner.advising.large import SPLIT
-from shardscope.planner.advising.path import Path
+from shardscope.planner.advising.path import Draft, Path
 from shardscope.recipe import Recipe
 from shardscope.validation import one_of, refuse
 
@@ -61,36 +60,14 @@ class Advice:
     path: tuple[Turn, ...]
     """The questions in the order in which they were asked."""
     alternatives: tuple[tuple[Plan, str], ...]
-    """Other plans, each with a sentence: what it gives and what it costs, or what it lacks."""
+    """At most two other plans, each with a sentence: what it gains and what it costs, or what it lacks."""
     why: str
     """The advice in a few sentences."""
-    find_disagreement: Callable[[], Disagreement | None] = field(repr=False, compare=False)
-    """Searches all layouts for :attr:`disagreement`: advice itself is there at once."""
-
-    @property
-    def disagreement(self) -> str | None:
-        """Where a search over all layouts finds a faster plan than these questions: which, and by how much.
-
-        Or where only one of them finds a plan. None where both agree, or no time can be told. Searches when
-        first asked for, which takes some seconds on thousands of GPUs.
-        """
-        return None if self._other is None else self._other.words
-
-    @property
-    def fastest(self) -> Plan | None:
-        """The plan that :attr:`disagreement` is about; None where there is none."""
-        return None if self._other is None else self._other.plan
-
-    @cached_property
-    def _other(self) -> Disagreement | None:
-        return self.find_disagreement()
 
     def __str__(self) -> str:
         parts = [self.why, "\n".join(map(str, self.path))]
-        if self.disagreement:
-            parts.append(f"Where the search disagrees: {self.disagreement}")
         if self.alternatives:
-            parts.append("\n".join(["Otherwise:", *(f" - {words}" for _, words in self.alternatives)]))
+            parts.append("\n".join(["Alternatives:", *(f" - {words}" for _, words in self.alternatives)]))
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
@@ -101,11 +78,10 @@ class Advice:
             f"<td style='text-align:left'>{escape(turn.number)}</td></tr>"
             for turn in self.path
         )
-        otherwise = "".join(f"<li>{escape(words)}</li>" for _, words in self.alternatives)
-        disagrees = f"<p>{escape(self.disagreement)}</p>" if self.disagreement else ""
+        alternatives = "".join(f"<li>{escape(words)}</li>" for _, words in self.alternatives)
         return (
             f"<p>{escape(self.why)}</p><table><thead><tr><th>question</th><th>answer</th><th>number</th></tr>"
-            f"</thead><tbody>{rows}</tbody></table>{disagrees}<ul>{otherwise}</ul>"
+            f"</thead><tbody>{rows}</tbody></table><ul>{alternatives}</ul>"
         )
 
 
@@ -114,6 +90,8 @@ def recommend(
     cluster: Cluster,
     recipe: Recipe,
     familiar_with: Iterable[str] = (),
+    *,
+    current: Plan | None = None,
 ) -> Advice:
     """Which plan to start with for this model on these GPUs, and why.
 
@@ -130,6 +108,11 @@ def recommend(
     ``accelerate``; it decides between frameworks that do the same about as fast. The recipe's micro-batch,
     recomputation and loss may give way to what fits; what is learnt stays the same.
 
+    The advised plan is never outdone: no plan that is as simple, of all that were tried and of a search over
+    all layouts, is both faster and leaner. ``current`` is the plan that the user has on screen; if it fits
+    with room and is as fast within our usual prediction error (10 %), the advice is to keep it. A ``current``
+    for another model, cluster or task is ignored.
+
     Raises ``ValueError`` for what is no noun, and for unknown names in ``familiar_with``. That nothing
     fits is no error but advice: :attr:`Advice.plan` is None, and :attr:`Advice.alternatives` says what lacks
     how much.
@@ -140,8 +123,10 @@ def recommend(
         ("recipe", recipe, Recipe),
     ):
         check_noun(name, noun, kind)
+    if current is not None:
+        check_noun("current", current, Plan)
     bench = Bench(architecture, cluster, recipe)
-    path = Path(bench, _checked_names(familiar_with))
+    path = Path(bench, _checked_names(familiar_with), _on_screen(bench, current))
     for ask in _questions(cluster):
         ask(path)
     best = path.current
@@ -151,28 +136,37 @@ def recommend(
             answer=draft.answer,
             number=draft.number,
             why=draft.why,
-            taken=draft.taken or bool(best and draft.key and draft.key == path.rung),
+            taken=draft.taken or bool(best and draft.key and _has(best, draft, path)),
             plan=None if draft.tried is None else draft.tried.plan,
         )
         for draft in path.drafts
     )
     if best is None:
-        even = otherwise.with_even_batch(bench)
-        missed = (*otherwise.misses(path), *even, *otherwise.instead(path))
         return Advice(
             plan=None,
             path=turns,
-            alternatives=missed,
+            alternatives=tuple(otherwise.where_nothing_fits(path)),
             why=_nothing_fits(path),
-            find_disagreement=lambda: disagreement(bench, None),
         )
     return Advice(
-        plan=best.plan,
-        path=turns,
-        alternatives=tuple(otherwise.others(path)),
-        why=_why(path, best),
-        find_disagreement=lambda: disagreement(bench, best),
+        plan=best.plan, path=turns, alternatives=tuple(otherwise.others(path)), why=_why(path, best)
     )
+
+
+def _on_screen(bench: Bench, current: Plan | None) -> Tried | None:
+    """Return the plan on screen if it answers the same question and fits."""
+    if current is None or (current.architecture, current.cluster) != (bench.architecture, bench.cluster):
+        return None
+    if not bench.trains_the_same(current.recipe):
+        return None
+    found = bench.tried(current.layout, current.recipe)
+    return found if isinstance(found, Tried) and found.fits else None
+
+
+def _has(best: Tried, draft: Draft, path: Path) -> bool:
+    """Whether the advised plan is the one that this question put it on, or has its layout."""
+    same = draft.tried is not None and draft.tried.plan.layout == best.plan.layout
+    return draft.key == path.rung or (path.rung in (last.ON_SCREEN, last.OUTDOES) and same)
 
 
 def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
@@ -187,6 +181,8 @@ def _questions(cluster: Cluster) -> tuple[Callable[[Path], None], ...]:
         questions.offload,
         *(of_size if several else ()),
         last.room,
+        last.on_screen,
+        last.outdone,
         last.one_script,
         last.what_the_team_knows,
     )
@@ -204,7 +200,9 @@ def _checked_names(familiar_with: Iterable[str]) -> tuple[str, ...]:
 def _why(path: Path, best: Tried) -> str:
     plan, report = best.plan, best.report
     said = [f"Start with {words.named(plan)}: the simplest plan that fits here."]
-    if path.rung == SPLIT:
+    if path.keeps_on_screen:
+        said = [f"Keep the plan on screen: {words.named(plan)}.", "It fits" + _and_is_as_fast(best)]
+    elif path.rung in (SPLIT, last.OUTDOES):
         said = [f"Start with {words.named(plan)}."]
     said.append(f"It {words.needs(best)}" + (", which is tight." if report.is_tight else "."))
     if best.timed is not None:
@@ -224,9 +222,15 @@ def _why(path: Path, best: Tried) -> str:
     if words.unsaid(best):
         said.append(words.unsaid(best))
     if (refusal := why_not_trained(plan)) is not None:
-        said.append(f"Shardscope plans and exports it; Launch does not train it: {refusal}")
+        said.append(f"Shardscope plans and exports it; it cannot be launched here: {refusal}")
     said.append("Escalate only when a measured run says so.")
     return " ".join(said)
+
+
+def _and_is_as_fast(best: Tried) -> str:
+    if best.timed is None:
+        return "."
+    return ", and no plan that the questions lead to is faster by more than our usual prediction error."
 
 
 def _nothing_fits(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -52,18 +52,30 @@ class Candidates:
         return Plan(self.table.architecture, cluster, recipe, layout)
 
 
-def candidates_of(name: str, arch: Architecture, cluster: Cluster, recipe: Recipe) -> Iterator[Candidates]:
-    """All that a framework offers.
+def candidates_of(
+    name: str,
+    arch: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    *,
+    recompute: Sequence[str] | None = None,
+    micro_batch_sizes: Sequence[int] | None = None,
+) -> Iterator[Candidates]:
+    """Yield all that a framework offers, with these kinds of recomputation and micro-batches (None: all).
 
     Raises ``ValueError`` for an architecture that it has no layers for.
     """
     framework = frameworks[name]
     grids: list[Grid] = import_module(f"shardscope.frameworks.{name}.grid").grids(arch, cluster, recipe)
     tables: dict[tuple[int, ...], list[Table]] = {}
+    if micro_batch_sizes is not None:
+        grids = _with_micro_batches(grids, micro_batch_sizes)
     runnable = _Supported(arch, cluster)
-    for recompute in supported(framework.layout_class, "recompute"):
+    for value in supported(framework.layout_class, "recompute"):
+        if recompute is not None and value not in recompute:
+            continue
         try:
-            again = _recomputing(recipe, recompute)
+            again = _recomputing(recipe, value)
         except ValueError:
             continue
         for grid in grids:
@@ -84,6 +96,16 @@ def candidates_of(name: str, arch: Architecture, cluster: Cluster, recipe: Recip
                 ]
             for table in tables[id(columns),]:
                 yield Candidates(layout=layout, recipe=again, table=table)
+
+
+def _with_micro_batches(grids: list[Grid], sizes: Sequence[int]) -> list[Grid]:
+    """Return the grids' rows of these sizes. Grids that share columns go on sharing them."""
+    columns: dict[int, Columns] = {}
+    for grid in grids:
+        if id(grid.columns) not in columns:
+            wanted = np.isin(grid.columns[MICRO_BATCH_SIZE], sizes)
+            columns[id(grid.columns)] = kept(grid.columns, wanted)
+    return [replace(grid, columns=columns[id(grid.columns)]) for grid in grids]
 
 
 def _recomputing(recipe: Recipe, recompute: Any) -> Recipe:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardscope.frameworks.registry import why_not_trained
 from shardscope.html_table import html_table
 from shardscope.memory.words import gib
 from shardscope.planner.grid import DEGREES, MICRO_BATCH_SIZE
@@ -175,10 +176,49 @@ class Ranking:
 
     def plan(self, index: int) -> Plan:
         """The plan of a row, made as a person would make it. Raises ``IndexError`` for no row."""
-        if not 0 <= index < self.num_evaluated:
-            raise IndexError(f"row {index} of {self.num_evaluated:,} plans")
+        self._check_row(index)
         place = bisect_right(self._starts, index) - 1
         return self.candidates[place].plan(self.cluster, int(index) - self._starts[place])
+
+    @property
+    def is_feasible(self) -> NDArray[np.bool_]:
+        """The same as :attr:`feasible`: whether each plan's memory is there. Whether it can be launched is
+        for :meth:`why_not_launched`, of one plan at a time."""
+        return self.feasible
+
+    def why_not(self, index: int) -> str:
+        """Return why a plan cannot run: the memory that is short, or why it cannot be launched here; or "".
+
+        ``32.0 GiB over the GPU's memory``, ``needs 1,240 GiB of host memory on each node, which has 1,000``.
+        Raises ``IndexError`` for no row.
+        """
+        self._check_row(index)
+        short = [
+            _say_lack(name, int(lack[index]), self.rooms[name])
+            for name, lack in self.lacks.items()
+            if lack[index] > 0
+        ]
+        if short:
+            return " and ".join(short)
+        refusal = self.why_not_launched(index)
+        return f"cannot be launched here: {refusal}" if refusal else ""
+
+    def why_not_launched(self, index: int) -> str:
+        """Return why no engine here runs a plan, whatever its memory; "" if one does.
+
+        Raises ``IndexError`` for no row.
+        """
+        if index not in self._launch_refusals:
+            self._launch_refusals[index] = why_not_trained(self.plan(index)) or ""
+        return self._launch_refusals[index]
+
+    @cached_property
+    def _launch_refusals(self) -> dict[int, str]:
+        return {}
+
+    def _check_row(self, index: int) -> None:
+        if not 0 <= index < self.num_evaluated:
+            raise IndexError(f"row {index} of {self.num_evaluated:,} plans")
 
     def pareto(self) -> NDArray[np.int64]:
         """Rows of feasible plans that no other outdoes in both speed and memory, the fastest first."""
@@ -259,10 +299,10 @@ class Ranking:
             return rows
         seconds = self.step_seconds[rows]
         alike = np.round(seconds / seconds.min(), 9)
-        return rows[np.lexsort((self.peak_bytes[rows], self._num_above_one(rows), alike))]
+        return rows[np.lexsort((self.peak_bytes[rows], self.num_degrees_above_one(rows), alike))]
 
-    def _num_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Degrees of some rows that are above 1; copies that only follow from the GPUs are none."""
+    def num_degrees_above_one(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many degrees of some rows are above 1, but for ``data_parallel``, which follows."""
         above = [self.column(name)[rows] > 1 for name in DEGREES if name != "data_parallel"]
         found: NDArray[np.int64] = np.sum(above, axis=0, dtype=np.int64)
         return found
@@ -271,7 +311,7 @@ class Ranking:
         """What a person has to set and understand: degrees above 1, offload and recomputation."""
         extras = [_num_extras(found) for found in self.candidates]
         beside: NDArray[np.int64] = np.array(extras, np.int64)[self.owners(rows)]
-        return self._num_above_one(rows) + beside
+        return self.num_degrees_above_one(rows) + beside
 
     @cached_property
     def _columns(self) -> dict[str, NDArray[np.int64]]:
@@ -348,6 +388,15 @@ class Ranking:
             f"<Ranking: {self.num_feasible:,} of {self.num_evaluated:,} plans fit {self.cluster}, "
             f"{self.seconds:.2f} s.{unsaid}>"
         )
+
+
+def _say_lack(name: str, num_bytes: int, room_bytes: int) -> str:
+    if name == "GPU memory":
+        return f"{gib(num_bytes)} GiB over the GPU's memory"
+    of = "on NVMe" if name == "NVMe" else f"of {name}"
+    if gib(room_bytes + num_bytes) == gib(room_bytes):  # They differ by less than what is shown.
+        return f"needs {gib(num_bytes)} GiB {of} more than the {gib(room_bytes)} GiB that each node has"
+    return f"needs {gib(room_bytes + num_bytes)} GiB {of} on each node, which has {gib(room_bytes)}"
 
 
 def _options(layout: Any) -> str:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from shardscope.plan import Plan
 
 MAX_HALF_WAY = 6
-"""Changes that are told where none is enough."""
+"""Steps that are returned where none is enough."""
+
+MAX_TIMES_SLOWER = 3.0
+"""How many times as long a step may take for a change to be offered by itself: beyond that several changes
+together, or another framework, nearly always do better (:mod:`shardscope.planner.make_it_fit`)."""
 
 
 class Repair(NamedTuple):
@@ -25,7 +29,7 @@ class Repair(NamedTuple):
     change: str
     """What is changed, in words."""
     plan: Plan
-    """The changed plan; :func:`shardscope.planner.room.fits` of it says whether this is enough."""
+    """The changed plan."""
     bytes_won: int
     """By how much the need falls where it was too much: the peak of the worst rank, or what a node needs of
     host memory or NVMe where only that is short."""
@@ -39,7 +43,7 @@ class Repairs(list[Repair]):
 
     def _repr_html_(self) -> str:
         if not self:
-            return "<p>Nothing to fix: the plan fits.</p>"
+            return "<p>No single change: the plan fits, or only several together would make it fit.</p>"
         head = ("change", "is enough", "GiB saved", "seconds more per step")
         return html_table(
             head,
@@ -62,10 +66,30 @@ class _Tried(NamedTuple):
 
 
 def repairs(plan: Plan) -> Repairs:
-    """The single changes that make ``plan`` fit, cheapest in time first; none if it fits already.
+    """Return the single changes that make ``plan`` fit, cheapest in time first; none if it fits already.
 
-    Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough is told. Where
-    no single change is enough, those that win most are told, the best first.
+    Of steps of one kind (a smaller micro-batch, one more shard) only the first that is enough. A change whose
+    step takes more than :data:`MAX_TIMES_SLOWER` times as long is not among them; one whose time is not known
+    is. Where nothing is left, ``make_it_fit`` combines changes.
+    """
+    seconds = predict_seconds(plan)
+    return Repairs(
+        step
+        for step in find_steps(plan)
+        if fits(step.plan, step.plan.memory()) and not _is_too_slow(step, seconds)
+    )
+
+
+def _is_too_slow(repair: Repair, seconds: float) -> bool:
+    """Whether a step of the changed plan takes too many times the ``seconds`` of the plan as it is."""
+    return repair.seconds_lost > (MAX_TIMES_SLOWER - 1) * seconds  # False where either is not known
+
+
+def find_steps(plan: Plan) -> list[Repair]:
+    """Return single changes of a plan that does not fit: all that are enough, at whatever cost in time.
+
+    Where no single change is enough, the ones that save most, the best first: steps on the way to a
+    combination.
     """
     report = plan.memory()
     short = shortages(plan, report)
@@ -77,11 +101,11 @@ def repairs(plan: Plan) -> Repairs:
         best = _best(ladder, short[0])
         if best is not None:
             (enough if best.is_enough else half_way).append(best)
-    seconds = _seconds(plan)
+    seconds = predict_seconds(plan)
     if not enough:
         half_way.sort(key=lambda tried: -tried.won)
-        return Repairs(_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY])
-    return Repairs(sorted((_priced(tried, seconds) for tried in enough), key=_cheapest_first))
+        return [_priced(tried, seconds) for tried in half_way[:MAX_HALF_WAY]]
+    return sorted((_priced(tried, seconds) for tried in enough), key=_cheapest_first)
 
 
 def _best(ladder: Ladder, short: Place) -> _Tried | None:
@@ -113,7 +137,7 @@ def in_words(plan: Plan, repairs: Sequence[Repair]) -> list[str]:
     report = plan.memory()
     short = shortages(plan, report)
     of = "" if not short or short[0].name == "GPU memory" else f" a node of {short[0].name}"
-    seconds = _seconds(plan)
+    seconds = predict_seconds(plan)
     return [
         f"{repair.change}: saves {gib(repair.bytes_won)} GiB{of}, "
         f"{_cost_words(repair, seconds)}{_paging_words(repair)}"
@@ -128,7 +152,7 @@ def _cost_words(repair: Repair, whole: float) -> str:
     if abs(share) < 0.005:
         return "about as fast"
     if share > 1:
-        return f"about {1 + share:.1f} times the time"
+        return f"about {1 + share:.{0 if share > 9 else 1}f}x slower"
     return f"about {abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
 
 
@@ -138,12 +162,12 @@ def _paging_words(repair: Repair) -> str:
 
 def _priced(tried: _Tried, seconds: float) -> Repair:
     """``tried`` with its time beside the ``seconds`` of the plan as it is."""
-    changed = _seconds(tried.change.plan)
+    changed = predict_seconds(tried.change.plan)
     return Repair(tried.change.words, tried.change.plan, tried.won, changed - seconds)
 
 
-def _seconds(plan: Plan) -> float:
-    """Of one step; NaN where a figure is missing."""
+def predict_seconds(plan: Plan) -> float:
+    """Return the predicted seconds of one step; NaN where a figure is missing."""
     try:
         return plan.step().seconds
     except ValueError:

@@ -93,6 +93,40 @@ def search(
         if not offered:
             refused[name] = _why_none(name, arch, cluster, recipe)
         asked += offered
+    ranking = rank(
+        arch,
+        cluster,
+        recipe,
+        asked,
+        refused=refused,
+        headroom_bytes=headroom_bytes,
+        progress=progress,
+        start=start,
+    )
+    other = None if ranking.num_feasible else _instead(recipe, cluster, is_uneven=not asked)
+    if other is None:
+        return ranking
+    # Told beside what was asked for, never in its place.
+    return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
+
+
+def rank(
+    arch: Architecture,
+    cluster: Cluster,
+    recipe: Recipe,
+    asked: list[Candidates],
+    *,
+    refused: dict[str, str] | None = None,
+    headroom_bytes: int = 0,
+    progress: Progress | None = None,
+    start: float | None = None,
+) -> Ranking:
+    """Evaluate ``asked`` and rank it; ``refused`` has the frameworks that offered nothing, and why.
+
+    ``start`` is when the search began, by ``time.perf_counter()``.
+    """
+    start = time.perf_counter() if start is None else start
+    refused = {} if refused is None else refused
     total, done = sum(one.num_plans for one in asked), 0
     found: dict[int, tuple[Needs, NDArray[np.float64]]] = {}
     for place, one in _by_table(asked):
@@ -109,7 +143,7 @@ def search(
     memory = [found[place][0] for place in sorted(found)]
     seconds = [found[place][1] for place in sorted(found)]
     told = {one.layout.framework for one in answered}
-    ranking = Ranking(
+    return Ranking(
         architecture=arch,
         cluster=cluster,
         recipe=recipe,
@@ -123,11 +157,6 @@ def search(
         candidates=tuple(answered),
         seconds=time.perf_counter() - start,
     )
-    other = None if ranking.num_feasible else _instead(recipe, cluster, is_uneven=not asked)
-    if other is None:
-        return ranking
-    # Told beside what was asked for, never in its place.
-    return replace(ranking, instead=search(arch, cluster, other, names, headroom_bytes=headroom_bytes))
 
 
 def _instead(recipe: Recipe, cluster: Cluster, is_uneven: bool) -> Recipe | None:

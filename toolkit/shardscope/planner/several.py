@@ -13,7 +13,7 @@ from shardscope.cluster import MAX_NODES
 from shardscope.frameworks.registry import frameworks as known
 from shardscope.planner.advising.words import named
 from shardscope.planner.differences import differences
-from shardscope.planner.repairs import repairs
+from shardscope.planner.repairs import MAX_TIMES_SLOWER, find_steps, predict_seconds
 from shardscope.planner.room import fits
 from shardscope.planner.search import search
 from shardscope.recipe import Method
@@ -74,19 +74,22 @@ def between(before: Plan, after: Plan) -> Way:
 def _step_by_step(plan: Plan, methods: Sequence[str]) -> tuple[Way | None, list[Way]]:
     """What is enough in the first round in which anything is, and otherwise how far the last one came."""
     ways = [Way((), plan)]
+    most = (MAX_TIMES_SLOWER - 1) * predict_seconds(plan)
     for _ in range(MOST_CHANGES):
         further = [each for way in ways for each in _further(way) if each.plan.recipe.method in methods]
-        enough = [way for way in further if _has_room(way.plan)]
+        # "not ... >": a time that is not known is no reason against a plan.
+        enough = [way for way in further if _has_room(way.plan) and not way.seconds_lost > most]
         if enough:
             return min(enough, key=partial(_cheapest_first, plan)), ways
         if not further:
             break
+        further = [way for way in further if not _has_room(way.plan)] or further
         ways = sorted(_apart(further), key=lambda way: way.plan.memory().peak_bytes)[:KEPT]
     return None, ways
 
 
 def _further(way: Way) -> Iterator[Way]:
-    for repair in repairs(way.plan):
+    for repair in find_steps(way.plan):
         yield Way((*way.changes, repair.change), repair.plan, way.seconds_lost + repair.seconds_lost)
 
 
@@ -117,13 +120,13 @@ def searched(plan: Plan, *, frameworks: Sequence[str] | None = None, headroom_by
         found = search(*nouns, frameworks, headroom_bytes=headroom_bytes).best
     except ValueError:
         return None
-    kept = _with_options_of(plan, found)
+    kept = keep_options(plan, found)
     free = kept.cluster.usable_bytes_per_gpu - kept.memory().peak_bytes
     return between(plan, kept if _has_room(kept) and free >= headroom_bytes else found)
 
 
-def _with_options_of(plan: Plan, found: Plan) -> Plan:
-    """What a search leaves as the framework has it, as ``plan`` has it."""
+def keep_options(plan: Plan, found: Plan) -> Plan:
+    """Return ``found`` with those options as ``plan`` has them that a search leaves as the framework does."""
     if type(found.layout) is not type(plan.layout):
         return found
     own = {

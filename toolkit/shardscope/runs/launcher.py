@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from shardscope.frameworks.registry import before_fork
 from shardscope.runs.environment import restore_python_path
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.packing import take_task
+from shardscope.runs.packing import take_task, unpack
 from shardscope.runs.processes import die_with_parent, free_port, is_port_taken
 from shardscope.runs.records import append_line, read_json, read_lines, write_json
 
@@ -44,7 +43,7 @@ def main(folder: RunFolder) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         write_tracebacks_plainly()
-        task, plan = pickle.loads(payload)
+        task, plan = unpack(payload)
         before_fork(plan, description["device"])
         for module in getattr(task, "preload", ()):
             importlib.import_module(module)

@@ -1,21 +1,29 @@
-"""The task crosses from the kernel to the ranks once, by cloudpickle; what cannot is named before."""
+"""The task on its way from the kernel to the ranks: pickled by cloudpickle, errors named before launch."""
 
 from __future__ import annotations
 
+import linecache
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.unpicklable import name_of, where
 
+MAX_SOURCE_CHARACTERS = 2**20
+"""Source text that goes to the ranks: a notebook's cells are far shorter, generated code may not be."""
+
 
 def pack(task: Any, plan: Any) -> bytes:
-    """``(task, plan)`` as bytes. Raises ``ValueError`` naming the object that cannot be pickled."""
+    """Return ``(task, plan)`` and the source of notebook cells as bytes.
+
+    Raises ``ValueError`` naming the object that cannot be pickled.
+    """
     import cloudpickle
 
     try:
-        return bytes(cloudpickle.dumps((task, plan)))
+        return bytes(cloudpickle.dumps((task, plan, sources_without_files())))
     except Exception as error:
         culprit = where(task) or f"{describe(task)} itself"
         raise ValueError(
@@ -24,15 +32,44 @@ def pack(task: Any, plan: Any) -> bytes:
         ) from error
 
 
+def unpack(payload: bytes) -> tuple[Any, Any]:
+    """Return ``(task, plan)``, and let this process's tracebacks show the lines of notebook cells."""
+    task, plan, sources = pickle.loads(payload)
+    for name, lines in sources.items():
+        # Without a modification time linecache never looks for a file of that name (linecache.checkcache).
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    return task, plan
+
+
+def sources_without_files() -> dict[str, list[str]]:
+    """Return the lines of code that this process compiled from no file, by the name it was compiled under.
+
+    IPython registers each cell with linecache under a name that is no file. A function that cloudpickle
+    sends keeps that name, so a rank's traceback would have line numbers and no lines. The newest come first
+    where they are many.
+    """
+    sources: dict[str, list[str]] = {}
+    left = MAX_SOURCE_CHARACTERS
+    for name, entry in reversed(list(linecache.cache.items())):
+        if len(entry) != 4 or entry[1] is not None or Path(name).exists():
+            continue  # Lazy entries (modules) and entries with a modification time have a file.
+        size, lines = sum(map(len, entry[2])), list(entry[2])
+        if size > left:
+            break
+        left -= size
+        sources[name] = lines
+    return sources
+
+
 def write_task(folder: RunFolder, payload: bytes) -> None:
-    """Write the task so that nobody but this user reads it. Raises ``OSError``."""
+    """Write the task to a file that only this user can read. Raises ``OSError``."""
     descriptor = os.open(folder.task, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(payload)
 
 
 def take_task(folder: RunFolder) -> bytes:
-    """Read the task and unlink it. Raises ``PermissionError`` if somebody else owns it or its folder."""
+    """Read the task and unlink it. Raises ``PermissionError`` if another user owns it or its folder."""
     for path in (folder.path, folder.task):
         owner = Path(path).lstat().st_uid
         if owner != os.getuid():
@@ -45,5 +82,5 @@ def take_task(folder: RunFolder) -> bytes:
 
 
 def describe(task: Any) -> str:
-    """The task's name for records and refusals: never its values, which may hold a token."""
+    """Return the task's name for records and errors: never its values, which may hold a token."""
     return name_of(task)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.memory.words import gib
+from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.repairs import in_words, repairs
 from shardscope.planner.room import shortages
 
@@ -50,6 +51,8 @@ def prevention(shortage: Shortage, plan: Plan, *, trains_the_plan: bool) -> str:
     short = [place for place in shortages(plan, report) if on_the_card or place.name != "GPU memory"]
     if short:
         told = in_words(plan, repairs(plan)[:MAX_TOLD])
+        if not told and (fit := make_it_fit(plan)) is not None:
+            told = [fit.words]
         needed, room = gib(short[0].needed_bytes), gib(short[0].room_bytes or 0)
         of = f"{room} usable GiB" if short[0].name == "GPU memory" else f"{room} GiB of {short[0].name}"
         words = f"the plan was predicted not to fit ({needed} of {of}). "

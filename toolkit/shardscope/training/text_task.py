@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.frameworks.registry import check_trained
 from shardscope.training.checkpoint_folders import checkpoint_by_name, checkpoint_in, earlier_checkpoint
+from shardscope.training.plain_text import check_is_plain_text
 from shardscope.training.resume import check_loads
 from shardscope.training.tokenizer import SHIPPED_TEXT
 from shardscope.validation import flag, real_number, refuse, whole_number
@@ -241,6 +242,7 @@ class TextTask(ABC):
         path = Path(self.text).expanduser().absolute()
         if not path.is_file():
             refuse(self._field("text"), str(self.text), "an existing text file, or None", "None")
+        check_is_plain_text(self._field("text"), path)
         object.__setattr__(self, "text", path)
 
     def _resumable(self, value: object) -> Path:

@@ -1,4 +1,4 @@
-"""Code of a person's own that is checked: a file, or a function of this notebook by its name."""
+"""The user's code that is checked: a file, or a function of this notebook by its name."""
 
 from __future__ import annotations
 
@@ -12,39 +12,32 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 MAX_BYTES = 2**20
-MARK = "\ufeff"
-"""What Windows' editors begin a file of UTF-8 with."""
+BYTE_ORDER_MARK = "\ufeff"
 SUFFIXES = (".py", ".yaml", ".yml")
 
 
 class OwnCode(NamedTuple):
-    """What was read, and beside which file a mended copy of it goes."""
+    """The text to check, and where it is from."""
 
     text: str
     file: Path
-    mark: str = ""
-    """What stands in front of the text."""
     function: str = ""
-    """The name of the function that it is; empty: it is a file's."""
+    """The name of the function; empty for a file."""
     known: str = ""
-    """Imports that go behind its text where that is checked: those of the notebook that a function reads."""
+    """Imports of the notebook that a function uses, appended to its text when that is checked."""
 
 
 def read(name: str, functions: Mapping[str, Any]) -> OwnCode:
-    """The file at the path ``name``, or where there is none the function of that name among ``functions``.
+    """Return the file at the path ``name``, or else the function of that name among ``functions``.
 
-    Line ends are as they are. Raises ``ValueError`` in words.
+    Raise ``ValueError`` with a message for the user.
     """
     file = _expanded(name)
-    # A notebook may change its folder before the click.
-    place = file.absolute()
     if not _is_file(file) and inspect.isfunction(functions.get(name)):
         function = functions[name]
         text, known = _text_of_function(name, function), imports_behind(function)
-        return OwnCode(text, place.with_name(f"{name}.py"), "", name, known)
-    text = _text_of(file, functions)
-    found = text.removeprefix(MARK)
-    return OwnCode(found, place, text[: len(text) - len(found)])
+        return OwnCode(text, file.with_name(f"{name}.py"), name, known)
+    return OwnCode(_text_of(file, functions).removeprefix(BYTE_ORDER_MARK), file)
 
 
 def _is_file(file: Path) -> bool:
@@ -55,7 +48,7 @@ def _is_file(file: Path) -> bool:
 
 
 def functions_here() -> Mapping[str, Any]:
-    """What the notebook's cells have defined; nothing outside of a notebook."""
+    """Return the names that the notebook's cells have defined; none outside a notebook."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -66,11 +59,11 @@ def _text_of_function(name: str, function: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
-        raise ValueError(f"{name} is a function whose text nobody has kept: define it in a cell.") from None
+        raise ValueError(f"{name} is a function without source text: define it in a cell.") from None
 
 
 def imports_behind(function: Any) -> str:
-    """What the function's global names stand for, as imports on lines of their own; empty: there are none."""
+    """Return the imports behind the function's global names, a line each; "" if there are none."""
     lines = []
     for name in sorted(_names_in(function.__code__)):
         value = function.__globals__.get(name)
@@ -83,19 +76,19 @@ def imports_behind(function: Any) -> str:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Names that a function reads, and those of functions inside of it."""
+    """Return the names that a function and its inner functions use."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return {*code.co_names, *(name for one in inner for name in _names_in(one))}
 
 
 def _home_of(value: Any) -> str | None:
-    """The outermost package that has a class or a function; None: it is the notebook's own, or neither."""
+    """Return the outermost package of a class or function; None for the notebook's own, or neither."""
     module = getattr(value, "__module__", None)
     if not (inspect.isclass(value) or inspect.isroutine(value)) or module in (None, "__main__", "builtins"):
         return None
     parts = str(module).split(".")
     homes = (".".join(parts[: number + 1]) for number in range(len(parts)))
-    # Not asked for: a package that imports late would begin to.
+    # Not by getattr: a package with lazy imports would import.
     return next((one for one in homes if vars(sys.modules.get(one, sys)).get(value.__name__) is value), None)
 
 
@@ -112,7 +105,7 @@ def _text_of(file: Path, functions: Mapping[str, Any]) -> str:
             data = opened.read(MAX_BYTES + 1)
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text: byte {error.start} is no UTF-8.") from None
+        raise ValueError(f"{file} is not a text file: byte {error.start} is not UTF-8.") from None
     except (OSError, ValueError) as error:
         near = _nearest(file, functions)
         hint = f" Nearest: {near}." if near else ""
@@ -124,7 +117,7 @@ def _text_of(file: Path, functions: Mapping[str, Any]) -> str:
 
 
 def _nearest(file: Path, functions: Mapping[str, Any]) -> str | None:
-    """Of the files beside it, and of the notebook's own functions."""
+    """Return the nearest name among the folder's files and the notebook's functions."""
     try:
         files = {one.name: str(one) for one in file.parent.iterdir() if one.suffix in SUFFIXES}
     except OSError:

@@ -1,9 +1,9 @@
-"""What both charts need of plotly's FigureWidget."""
+"""A plotly figure in a notebook: every view of it draws the figure as it is now."""
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,20 +11,41 @@ import anywidget
 import plotly.graph_objects as go
 import traitlets
 from ipywidgets import widget_serialization
+from plotly.offline import get_plotlyjs
+from plotly.serializers import custom_serializers
 
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.chart_svg import draw_svg
 from shardscope_widgets.kit.front_end import front_end_text
+
+ClickListener = Callable[[int, int, Any], None]
+"""Called with the trace's index, the point's index in it, and the point's ``customdata``."""
+
+PLOTLY_PROTOCOL = ("_py2js_", "_js2py_", "_widget_", "_last_")
+"""Beginnings of the names of those traits by which plotly's own front end is sent changes."""
+
+POINTS = ("x", "y", "customdata", "text")
+
+# plotly.js is no module: it looks for CommonJS first, and writes itself into the page's globals in any case, where
+# another plotly may be.
+AS_MODULE = """
+const module = {{ exports: {{}} }}, found = globalThis.Plotly;
+{script}
+if (found === undefined) delete globalThis.Plotly;
+else globalThis.Plotly = found;
+export default module.exports;
+"""
 
 
 class PlotlySource(anywidget.AnyWidget):
-    """plotly's front end, once for all charts of a kernel: 5 MB of text, packed to 1.5 of bytes."""
+    """plotly.js, once for all charts of a kernel: 5 MB of text, packed to 1.5 of bytes."""
 
     _esm = "export default {};"
     packed = traitlets.Bytes().tag(sync=True)
 
     @traitlets.default("packed")
     def _pack(self) -> bytes:
-        return gzip.compress(str(go.FigureWidget._esm).encode(), compresslevel=6, mtime=0)
+        return gzip.compress(AS_MODULE.format(script=get_plotlyjs()).encode(), compresslevel=6, mtime=0)
 
 
 @cache
@@ -32,12 +53,43 @@ def _source() -> PlotlySource:
     return controls.keep(PlotlySource())
 
 
-class Chart(go.FigureWidget):
-    """A FigureWidget without a front end of its own (``front_end/chart.js`` says why)."""
+def _current_figure(_: object, chart: Chart) -> Any:
+    """Return the figure as it is at this moment, whoever asks: a change, a new view, a page loaded anew."""
+    # Both are missing while plotly's constructor runs.
+    traces, layout = getattr(chart, "_data", []), getattr(chart, "_layout_obj", None)
+    # A trace out of sight is not drawn: its points need not be sent.
+    in_sight = [
+        {name: value for name, value in trace.items() if name not in POINTS}
+        if trace.get("visible") is False
+        else trace
+        for trace in traces
+    ]
+    figure = {"data": in_sight, "layout": layout._props if layout is not None else {}}
+    return custom_serializers["to_json"](figure, None)
 
-    _esm = front_end_text("kit/front_end", "chart.js")
+
+class Chart(go.FigureWidget):
+    """A FigureWidget with a front end of its own, which is sent the whole figure at each change.
+
+    Use it as a figure: set attributes in ``batch_update``, ``add_traces``, or give many properties to
+    :meth:`redraw`. :meth:`on_click` reports clicks on marks from any view, :meth:`to_svg` draws the figure
+    without a browser.
+    """
+
+    _esm = front_end_text("kit/front_end", "keys.js", "chart.js")
     _source = traitlets.Instance(PlotlySource).tag(sync=True, **widget_serialization)
+    _figure = traitlets.Dict(help="Traces and layout, read when they are sent.").tag(
+        sync=True, to_json=_current_figure
+    )
+    clickable = traitlets.Bool(False, help="Whether clicks are reported, and marks look so.").tag(sync=True)
+    revision = traitlets.Int(0, help="Counts what was sent; observe it to follow the figure.")
     _drawn = traitlets.List(help="Properties as redraw last set them: the layout's, then each trace's.")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._listeners: list[ClickListener] = []
+        super().__init__(*args, **kwargs)
+        self.on_msg(self._receive)
+        self._send_figure()  # ipywidgets opened it before plotly had made the figure.
 
     @traitlets.default("_source")
     def _shared_source(self) -> PlotlySource:
@@ -49,11 +101,23 @@ class Chart(go.FigureWidget):
     def _nothing_drawn(self) -> list[dict[str, Any]]:
         return [{} for _ in range(len(self.data) + 1)]
 
+    @traitlets.default("keys")
+    def _default_keys(self) -> list[str]:
+        return [name for name in self.traits(sync=True) if not name.startswith(PLOTLY_PROTOCOL)]
+
+    def _send_figure(self, *_: object, **__: object) -> None:
+        """Send the whole figure, whatever changed of it."""
+        self.send_state("_figure")
+        self.revision += 1
+
+    # Each of these sends a change to plotly's own front end (plotly/basewidget.py).
+    _send_relayout_msg = _send_restyle_msg = _send_update_msg = _send_animate_msg = _send_figure
+    _send_addTraces_msg = _send_moveTraces_msg = _send_deleteTraces_msg = _send_figure
+
     def redraw(self, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
         """Give each trace and the layout these properties, in one update.
 
-        Only what differs from the last redraw reaches plotly, which takes a tenth of a millisecond for each
-        property whether it changes or not.
+        Only what differs from the last redraw is set: plotly takes a tenth of a millisecond to check a property.
         """
         with self.batch_update():
             nodes = (self.layout, *self.data)
@@ -62,14 +126,24 @@ class Chart(go.FigureWidget):
                     if name not in drawn or drawn[name] != value:
                         node[name] = drawn[name] = value
 
+    def on_click(self, listener: ClickListener) -> None:
+        """Call ``listener(trace_index, point_index, customdata)`` when a mark is clicked in any view."""
+        self._listeners.append(listener)
+        self.clickable = True
+
+    def to_svg(self) -> str:
+        """Return the figure as it is now as one ``<svg>`` element, without a browser."""
+        return draw_svg(self._data, self._layout_obj._props)
+
+    def _receive(self, _: object, content: Any, __: object) -> None:
+        match content:
+            case {"click": {"trace": int(trace), "point": int(point), "customdata": customdata}}:
+                # A click that was sent before the figure changed may name a trace that has gone.
+                if 0 <= trace < len(self.data):
+                    for listener in self._listeners:
+                        listener(trace, point, customdata)
+
 
 def survive_reload(figure: Chart) -> Chart:
-    """Let a page that is loaded anew find the figure as it is now, not as it was made.
-
-    plotly sends every change as a message and leaves the synchronised state as it was at construction
-    (``BaseFigureWidget.__init__``), so that a reloaded page would draw an old picture. Here that state is the
-    living one itself. Nothing is sent by this: it is read only when a page asks for all state.
-    """
-    figure._trait_values["_widget_data"] = figure._data
-    figure._trait_values["_widget_layout"] = figure._layout_obj._props
+    """Return ``figure``: a chart is drawn from its own state, so that nothing is left to do."""
     return figure

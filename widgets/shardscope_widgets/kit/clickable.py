@@ -37,7 +37,7 @@ class Clickable(anywidget.AnyWidget):
     One model for a whole table: a widget for each of its buttons would cost a reloaded page its time.
     """
 
-    _esm = front_end_text("kit/front_end", "clickable.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "clickable.js")
     value = traitlets.Unicode(help="HTML. Whatever comes from outside is escaped by who writes it.").tag(
         sync=True
     )
@@ -61,6 +61,10 @@ class Clickable(anywidget.AnyWidget):
     def press(self, act: str) -> None:
         """What a person's click on the element with this ``data-act`` does."""
         self._tell(act, lambda: self._on_act(act), IgnoredError)
+
+    def open_row(self, key: str) -> None:
+        """Open the row of a :func:`~shardscope_widgets.kit.part_table.part_table` and scroll it into view."""
+        self.send({"open": key})
 
     def answer(self, act: str, typed: str) -> None:
         """What it does beside an input in which they typed something."""

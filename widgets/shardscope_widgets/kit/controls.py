@@ -64,6 +64,11 @@ def html(value: str = "", *classes: str, **traits: Any) -> widgets.HTML:
     return words
 
 
+def vertical(*children: widgets.Widget) -> widgets.VBox:
+    """Return ``children`` below one another."""
+    return widgets.VBox(list(children), layout=layout())
+
+
 def label(text: str, width: str = "auto") -> widgets.Label:
     """Plain words beside an input."""
     style = _shared(widgets.widgets.widget_string.LabelStyle)

@@ -1,4 +1,4 @@
-"""The stylesheet as a widget, which also keeps charts as wide as their container."""
+"""The stylesheet as a widget, with what a view needs of the page: keys, Tab stops and its width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sheet(anywidget.AnyWidget):
     Every view whose class list has ``ss-root`` contains one.
     """
 
-    _esm = front_end_text("kit/front_end", "sheet.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "roving.js", "sheet.js")
     _css = front_end_text("kit/front_end", "style.css")
     measures = traitlets.Bool(False, help="Whether the browser reports the view's width.").tag(sync=True)
     width = traitlets.Int(0, help="Pixels; 0 until the view was seen, and without `measures`.").tag(sync=True)
@@ -22,7 +22,12 @@ class Sheet(anywidget.AnyWidget):
     def __init__(self, *folders: str, measures: bool = False) -> None:
         """``folders``: the view folders whose ``style.css`` is added, in this order."""
         own = [front_end_text(folder, "style.css") for folder in folders]
-        super().__init__(_css="\n".join([type(self)._css, *own]), measures=measures)
+        # anywidget keeps one style element per id, the class's by default: another sheet would replace this.
+        super().__init__(
+            _css="\n".join([type(self)._css, *own]),
+            _anywidget_id=".".join(["shardscope.sheet", *folders]),
+            measures=measures,
+        )
 
     def show(self) -> None:
         """Scroll the top of the view into sight: a button far below it may have changed what is there."""

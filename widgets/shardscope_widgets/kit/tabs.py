@@ -17,7 +17,7 @@ MAX_ERROR = 400
 class Tabs(anywidget.AnyWidget):
     """``value`` is the name that is chosen; ipywidgets' own buttons have neither roles nor arrow keys."""
 
-    _esm = front_end_text("kit/front_end", "tabs.js")
+    _esm = front_end_text("kit/front_end", "keys.js", "tabs.js")
     names = traitlets.List(traitlets.Unicode()).tag(sync=True)
     value = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode(help="What the page asked for last, if it may not.").tag(sync=True)

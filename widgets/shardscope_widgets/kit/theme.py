@@ -65,7 +65,7 @@ PATTERN_CLASSES: Mapping[str, str] = MappingProxyType({"/": "ss-lines", "x": "ss
 MEASURED_COLOUR = "#b4bac2"
 """A whole that nothing divided."""
 
-FRAMEWORK_COLOURS = ("#ee6677", "#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee")
+FRAMEWORK_COLOURS = ("#bb8800", "#4455dd", "#ee1199", "#dd44ff")
 FRAMEWORK_SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "x")
 FRAMEWORK_SIGNS = ("◆", "●", "■", "▲", "✚", "✖")
 """Of the frameworks, in the order of the registry: a colour, plotly's symbol, and the same in text."""

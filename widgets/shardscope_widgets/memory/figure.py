@@ -1,33 +1,44 @@
-"""The one figure of the memory view: bars at the peak, or the course of one step, on the same place."""
+"""The chart of the memory view: bars at the peak or by stage, or the course of one step, in one place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from html import escape
+from textwrap import shorten
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
-from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS
-from shardscope_widgets.memory.rows import TIERS, Bar, Shown, bars_of, whose
+from shardscope_widgets.memory.rows import Bar, Mode, Shown, list_bars
 
 GIB = 2**30
-Mode = Literal["peak", "step"]
-BAR_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 30, 8, 24
-LEAST_PIXELS = 132
-"""Height of bars and of the course alike, so that nothing below them moves."""
-COURSE_EDGE = 0.98
-PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_EDGE))
+ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
+LEFT_PIXELS, RIGHT_PIXELS = 96, 92
+NUM_ROWS = 3
+"""Rows that are always there: the chart's least height, of bars and course alike."""
+COURSE_LABEL_PIXELS = 14
+COURSE_END = 0.98
+PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_END))
 INK = "#7f8790"
+SMALL = {"size": 12}
+HATCHED = ("fragmentation", *BESIDE_COLOURS)
 NAMES = (*COMPONENTS, *BESIDE_COLOURS)
-OTHER_COURSES = ("rehearsed", "measured", "A")
-DASHES = ("dash", "dot", "dashdot")
+MAX_PIN_COURSES = 4
+COURSES = ("rehearsed", "measured", *(f"pin {index}" for index in range(MAX_PIN_COURSES)))
+DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot", "5px 2px 2px 2px")
+DASH_SIGNS = ("– –", "···", "– ·", "— —", "— ·", "–··")
 
 
-def empty_figure() -> Chart:
-    """All traces and axes, without data; made once, redrawn by :func:`draw`."""
+def empty_figure(on_component: Callable[[str], None]) -> Chart:
+    """Return the chart with all traces and axes, without data; :func:`draw` fills it again and again.
+
+    ``on_component`` gets the name of the component whose bar or area was clicked.
+    """
     bars = [
         go.Bar(
             name=name.replace("_", " "),
@@ -35,7 +46,7 @@ def empty_figure() -> Chart:
             marker={
                 "color": {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name],
                 "line": {"width": 0},
-                "pattern": {"shape": "/" if name in BESIDE_COLOURS else "", "size": 5, "solidity": 0.25},
+                "pattern": {"shape": "/" if name in HATCHED else "", "size": 5, "solidity": 0.25},
             },
             hovertemplate="%{customdata}<extra></extra>",
         )
@@ -62,31 +73,39 @@ def empty_figure() -> Chart:
             mode="lines+markers",
             marker={"size": 5},
             line={"width": 1.5, "color": INK, "dash": dash},
-            hovertemplate=f"{name} %{{y:.3g}} GiB<extra></extra>",
+            hovertemplate="%{customdata} %{y:.3g} GiB<extra></extra>",
         )
-        for name, dash in zip(OTHER_COURSES, DASHES, strict=True)
+        for name, dash in zip(COURSES, DASHES, strict=True)
     ]
     figure = Chart([*bars, *areas, *lines], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
-    return survive_reload(figure)
+    clickable = (*NAMES, *COMPONENTS)
+
+    def press(trace: int, point: int, customdata: object) -> None:
+        if trace < len(clickable):
+            on_component(clickable[trace])
+
+    figure.on_click(press)
+    return figure
 
 
 def _layout() -> dict[str, Any]:
     return {
         "barmode": "stack",
-        "bargap": 0.3,
+        "bargap": 0.2,
         "autosize": True,
-        "margin": {"l": 84, "r": 116, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
+        "margin": {"l": LEFT_PIXELS, "r": RIGHT_PIXELS, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
+        "hovermode": "closest",
         "hoverlabel": {"align": "left"},
+        # Totals stand at the right and the capacity below its mark: an axis would only add lines under text.
         "xaxis": {
-            "ticksuffix": " GiB",
-            "showticksuffix": "last",
+            "showgrid": False,
+            "showticklabels": False,
             "zeroline": False,
             "fixedrange": True,
-            "nticks": 7,
             "anchor": "y",
         },
         "yaxis": {
@@ -97,6 +116,7 @@ def _layout() -> dict[str, Any]:
             "ticks": "outside",
             "ticklen": 6,
             "tickcolor": "rgba(0,0,0,0)",
+            "tickfont": SMALL,
         },
         "xaxis2": {
             "fixedrange": True,
@@ -105,45 +125,58 @@ def _layout() -> dict[str, Any]:
             "range": [0, 1.0],
             "tickvals": [0.17, 0.66, 0.99],
             "ticktext": ["forward", "backward", "optimizer"],
+            "tickangle": 0,
+            "tickfont": SMALL,
             "anchor": "y2",
         },
-        "yaxis2": {"fixedrange": True, "zeroline": False, "nticks": 5, "ticksuffix": " GiB"},
-        # A redraw that moves would say that something happened which did not.
+        "yaxis2": {
+            "fixedrange": True,
+            "showgrid": False,
+            "zeroline": False,
+            "nticks": 4,
+            "ticksuffix": " GiB",
+            "tickfont": SMALL,
+        },
+        # Movement between two plans would show plans that nobody asked about.
         "transition": {"duration": 0},
     }
 
 
 def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
-    """Show it: one update, in place."""
-    rows = bars_of(shown)
-    at_peak = mode == "peak"
+    """Show a plan's bars, stages or course in ``figure``, in one update."""
+    rows = list_bars(shown, mode)
+    pixels = STAGE_PIXELS if mode == "stages" else ROW_PIXELS
+    # The course is as high as the bars: nothing below them moves.
+    inner = max(ROW_PIXELS * NUM_ROWS, pixels * len(rows))
+    is_course = mode == "step"
     layout: dict[str, Any] = {
-        # Of bars and course alike: nothing below them moves.
-        "height": max(LEAST_PIXELS, BAR_PIXELS * len(rows)) + TOP_PIXELS + BOTTOM_PIXELS,
-        "xaxis.visible": at_peak,
-        "yaxis.visible": at_peak,
-        "xaxis2.visible": not at_peak,
-        "yaxis2.visible": not at_peak,
+        "height": inner + TOP_PIXELS + BOTTOM_PIXELS,
+        "xaxis.visible": not is_course,
+        "yaxis.visible": not is_course,
+        "xaxis2.visible": is_course,
+        "yaxis2.visible": is_course,
     }
-    # What is out of sight is not filled: half of a redraw's time otherwise.
-    if at_peak:
-        courses: list[dict[str, Any]] = [{"visible": False}] * (len(COMPONENTS) + len(OTHER_COURSES))
-        figure.redraw([*_bars(rows), *courses], {**layout, **_bars_layout(rows)})
+    # Traces that are not visible stay empty: filling them takes half of a redraw's time.
+    if is_course:
+        hidden: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
+        courses = _other_courses(shown)
+        layout |= _course_layout(shown, courses, inner)
+        figure.redraw([*hidden, *_areas(shown.report), *_lines(courses)], layout)
     else:
-        others = {**shown.reports, **({"A": shown.kept_reports["predicted"]} if shown.kept else {})}
-        lines = _lines(others)
-        bars: list[dict[str, Any]] = [{"visible": False}] * len(NAMES)
-        courses = [*_areas(shown.report), *lines]
-        figure.redraw([*bars, *courses], {**layout, **_course_layout(shown, lines)})
+        hidden = [{"visible": False}] * (len(COMPONENTS) + len(COURSES))
+        figure.redraw([*_bars(rows), *hidden], {**layout, **_bars_layout(rows, inner)})
+
+
+# Bars
 
 
 def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
-    """Each component's part of every bar that has any."""
+    """Return each component's part of every bar that has any."""
     filled = [row for row in rows if row.components]
     return [
         {
             "visible": True,
-            "y": [row.label for row in filled],
+            "y": [row.key for row in filled],
             "x": [row.components.get(name, 0) / GIB for row in filled],
             "customdata": [row.explain(name) for row in filled],
         }
@@ -151,74 +184,42 @@ def _bars(rows: list[Bar]) -> list[dict[str, Any]]:
     ]
 
 
-def _bars_layout(rows: list[Bar]) -> dict[str, Any]:
+def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
+    widest = _widest(rows)
+    keys = [row.key for row in rows]
+    # Rows keep their height and start at the top where there are fewer of them than the chart is high.
+    height = max(
+        1.0, inner_pixels / len(rows) / (STAGE_PIXELS if rows[0].key.startswith("stage") else ROW_PIXELS)
+    )
     return {
-        "xaxis.range": [0, _widest(rows)],
-        "yaxis.range": [len(rows) - 0.5, -0.5],
+        "xaxis.range": [0, widest],
+        "yaxis.range": [len(rows) * height - 0.5, -0.5],
         "yaxis.categoryorder": "array",
-        "yaxis.categoryarray": [row.label for row in rows],
+        "yaxis.categoryarray": keys,
+        "yaxis.tickvals": keys,
+        "yaxis.ticktext": [wrap_label(row.label) for row in rows],
         "shapes": _marks(rows),
-        "annotations": [_total(index, row) for index, row in enumerate(rows)],
+        "annotations": [
+            *(_total(row) for row in rows),
+            _capacity_label(rows[0].capacity_bytes / GIB, widest),
+        ],
     }
 
 
 def _widest(rows: list[Bar]) -> float:
-    """The end of the axis: every bar, band and capacity is on it."""
-    ends = [max(row.total * 1.02, row.band[1] * 1.01 if row.band else 0) for row in rows]
-    capacities = [row.capacity_bytes * 1.03 for row in rows if row.label not in ("host", "NVMe")]
-    shares = [min(row.capacity_bytes * 1.03, max(ends)) for row in rows if row.label in ("host", "NVMe")]
+    """Return the end of the axis in GiB: every bar, band and capacity is on it."""
+    ends = [max(row.total * 1.01, row.band[1] * 1.01 if row.band else 0) for row in rows]
+    capacities = [row.capacity_bytes * 1.01 for row in rows if row.is_on_gpu]
+    # A node's share of host memory may be far longer than every bar: its mark is then left out of sight.
+    shares = [min(row.capacity_bytes * 1.01, max(ends)) for row in rows if not row.is_on_gpu]
     return max((*ends, *capacities, *shares)) / GIB
 
 
-def _areas(report: MemoryReport) -> list[dict[str, Any]]:
-    """The prediction's components over one step."""
-    times, course = _course(report)
-    return [
-        {"visible": True, "x": times, "y": [components[name] / GIB for components in course]}
-        for name in COMPONENTS
-    ]
-
-
-def _lines(reports: Mapping[str, MemoryReport]) -> list[dict[str, Any]]:
-    """A line for whatever else there is of :data:`OTHER_COURSES`."""
-    lines = []
-    for name in OTHER_COURSES:
-        times, parts = _course(reports[name]) if name in reports else ([], [])
-        heights = [sum(components.values()) / GIB for components in parts]
-        lines.append({"visible": name in reports, "x": times, "y": heights})
-    return lines
-
-
-def _course_layout(shown: Shown, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    report = shown.report
-    capacity = report.usable_bytes / GIB
-    _, course = _course(report)
-    predicted = [sum(components.values()) / GIB for components in course]
-    highest = max(capacity, *predicted, *(height for line in lines for height in line["y"]))
-    names = [name for name, line in zip(OTHER_COURSES, lines, strict=True) if line["visible"]]
-    # Of two plans, the tiers beside the areas are those of the areas' own.
-    notes = _line_notes({name: whose("B", name) if shown.kept and name in TIERS else name for name in names})
-    return {
-        "yaxis2.range": [0, highest * 1.12],
-        "shapes": [_capacity_across(capacity), *_phase_lines()],
-        "annotations": [_course_note(capacity), _peak_note(report), *notes],
-    }
-
-
-def _course(report: MemoryReport) -> tuple[list[float], list[Any]]:
-    """Fractions of a step and components at each; a step ends as it began."""
-    moments = [m for m in report.worst_stage.moments if m.phase != "initialisation"]
-    if not moments:
-        return [], []
-    rest = next((m for m in moments if m.phase == "rest"), moments[0])
-    return [*(m.fraction for m in moments), 1.0], [*(m.components for m in moments), rest.components]
-
-
 def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
-    """At each row its capacity; on the bars that have one, the band from the least to the most."""
+    """Return each row's capacity and, at bars that have one, the band from the least to the most."""
     marks = []
     thick = {"type": "line", "xref": "x", "yref": "y", "line": {"width": 2, "color": INK}}
-    thin = {**thick, "line": {"width": 1.5, "color": INK}}
+    thin = {**thick, "line": {"width": 1, "color": INK}}
     for index, row in enumerate(rows):
         if row.capacity_bytes:
             end = row.capacity_bytes / GIB
@@ -230,6 +231,151 @@ def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
                 {**thin, "x0": at, "x1": at, "y0": index - 0.14, "y1": index + 0.14} for at in (low, high)
             ]
     return marks
+
+
+def _total(row: Bar) -> dict[str, Any]:
+    """Return the bar's bytes in the right margin or, in the place of an empty bar, why it is empty."""
+    note = {"yref": "y", "y": row.key, "showarrow": False}
+    if not row.components:
+        return {
+            **note,
+            "x": 0,
+            "xref": "x",
+            "xanchor": "left",
+            "text": row.note,
+            "font": SMALL,
+            "opacity": 0.75,
+        }
+    text = f"<b>{gib(row.total)} GiB</b>"
+    hint = "" if row.band is None else f"likely {gib(row.band[0])} to {gib(row.band[1])} GiB"
+    return {
+        **note,
+        "x": 1,
+        "xref": "paper",
+        "xanchor": "right",
+        "xshift": RIGHT_PIXELS - 4,
+        "text": text,
+        "hovertext": hint,
+        "font": {"size": 13},
+    }
+
+
+def _capacity_label(capacity: float, widest: float) -> dict[str, Any]:
+    """Return the words under the mark of the GPU's capacity."""
+    is_left = capacity < 0.5 * widest
+    return {
+        "x": capacity, "xref": "x", "xanchor": "left" if is_left else "right", "xshift": -2 if is_left else 2,
+        "y": 0, "yref": "paper", "yanchor": "top", "yshift": 1, "showarrow": False, "font": SMALL,
+        "text": f"{gib(capacity * GIB)} GiB usable", "opacity": 0.75,
+    }  # fmt: skip
+
+
+# The course of one step
+
+
+class _Course(NamedTuple):
+    """A line beside the areas."""
+
+    name: str
+    """One of :data:`COURSES`."""
+    label: str
+    title: str
+    report: MemoryReport
+
+
+def _other_courses(shown: Shown) -> list[_Course]:
+    tiers = [_Course(tier, tier, tier, shown.reports[tier]) for tier in COURSES if tier in shown.reports]
+    pins = [
+        _Course(f"pin {index}", pin.name.short, f"pinned: {pin.name.full}", pin.report)
+        for index, pin in enumerate(shown.pins[:MAX_PIN_COURSES])
+    ]
+    return [*tiers, *pins]
+
+
+def _course(report: MemoryReport) -> tuple[list[float], list[Any]]:
+    """Return fractions of a step and the components at each; a step ends as it began."""
+    moments = [m for m in report.worst_stage.moments if m.phase != "initialisation"]
+    if not moments:
+        return [], []
+    rest = next((m for m in moments if m.phase == "rest"), moments[0])
+    return [*(m.fraction for m in moments), 1.0], [*(m.components for m in moments), rest.components]
+
+
+def _heights(report: MemoryReport) -> list[float]:
+    return [sum(components.values()) / GIB for components in _course(report)[1]]
+
+
+def _areas(report: MemoryReport) -> list[dict[str, Any]]:
+    """Return the prediction's components over one step."""
+    times, course = _course(report)
+    return [
+        {"visible": True, "x": times, "y": [components[name] / GIB for components in course]}
+        for name in COMPONENTS
+    ]
+
+
+def _lines(courses: Sequence[_Course]) -> list[dict[str, Any]]:
+    lines = []
+    by_name = {course.name: course for course in courses}
+    for name in COURSES:
+        course = by_name.get(name)
+        if course is None:
+            lines.append({"visible": False, "x": [], "y": [], "customdata": []})
+        else:
+            heights = _heights(course.report)
+            titles = [escape(course.title)] * len(heights)
+            times = _course(course.report)[0]
+            lines.append({"visible": True, "x": times, "y": heights, "customdata": titles})
+    return lines
+
+
+def _course_layout(shown: Shown, courses: Sequence[_Course], inner_pixels: int) -> dict[str, Any]:
+    report = shown.report
+    capacity = report.usable_bytes / GIB
+    highest = max(capacity, *_heights(report), *(max(_heights(one.report), default=0) for one in courses))
+    # Above the highest line there is room for the peak's label.
+    top = highest * inner_pixels / (inner_pixels - 18)
+    pixels = inner_pixels / top
+    labels = [(capacity, f"{gib(capacity * GIB)} GiB usable", "")]
+    for one in courses:
+        sign = DASH_SIGNS[COURSES.index(one.name)]
+        label = shorten(one.label, LABEL_CHARACTERS, placeholder="…")
+        labels.append((max(_heights(one.report), default=0), f"{sign} {escape(label)}", one.title))
+    return {
+        "yaxis2.range": [0, top],
+        "shapes": [_capacity_across(capacity), *_phase_lines()],
+        "annotations": [_peak_label(report, pixels), *_margin_labels(labels, pixels, top)],
+    }
+
+
+def _margin_labels(
+    labels: Sequence[tuple[float, str, str]], pixels: float, top: float
+) -> list[dict[str, Any]]:
+    """Return labels in the right margin, each at its height in GiB, moved apart where they would touch."""
+    placed = []
+    ceiling = top * pixels - COURSE_LABEL_PIXELS / 2
+    for height, text, hint in sorted(labels, reverse=True):
+        at = min(height * pixels, ceiling)
+        ceiling = at - COURSE_LABEL_PIXELS
+        placed.append({
+            "x": 1, "xref": "paper", "xanchor": "left", "xshift": 4, "y": at / pixels, "yref": "y2",
+            "text": text, "hovertext": hint, "showarrow": False, "font": SMALL,
+        })  # fmt: skip
+    return placed
+
+
+def _peak_label(report: MemoryReport, pixels: float) -> dict[str, Any]:
+    """Return the peak's label at the peak: above the capacity line where it would stand on it."""
+    peak = report.worst_stage.peak
+    height, capacity = peak.total / GIB, report.usable_bytes / GIB
+    gap = (capacity - height) * pixels
+    shift = gap + 1 if 0 <= gap < 18 else 1
+    is_late = peak.fraction > 0.7
+    return {
+        "x": peak.fraction, "xref": "x2", "xanchor": "right" if is_late else "left",
+        "xshift": -4 if is_late else 4, "y": height, "yref": "y2", "yanchor": "bottom", "yshift": shift,
+        "text": f"peak {gib(peak.total)} GiB", "showarrow": False, "font": SMALL,
+    }  # fmt: skip
 
 
 def _capacity_across(capacity: float) -> dict[str, Any]:
@@ -249,48 +395,3 @@ def _phase_lines() -> list[dict[str, Any]]:
         }
         for _, start in PHASES
     ]  # fmt: skip
-
-
-def _total(index: int, row: Bar) -> dict[str, Any]:
-    """The bar's bytes at the right edge; in the place of an empty bar, why it is."""
-    note = {"yref": "y", "y": index, "showarrow": False, "xanchor": "left"}
-    if not row.components:
-        return {
-            **note,
-            "x": 0,
-            "xref": "x",
-            "xshift": 6,
-            "text": row.note,
-            "font": {"size": 12},
-            "opacity": 0.7,
-        }
-    text = f"<b>{gib(row.total)}</b> GiB"
-    return {**note, "x": 1, "xref": "paper", "xshift": 8, "text": text, "font": {"size": 13}}
-
-
-def _course_note(capacity: float) -> dict[str, Any]:
-    return {
-        "x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": capacity, "yref": "y2",
-        "text": f"{gib(capacity * GIB)} GiB usable", "showarrow": False, "font": {"size": 12},
-    }  # fmt: skip
-
-
-def _line_notes(names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What each kind of line is, from the bottom of the right edge upwards."""
-    signs = dict(zip(OTHER_COURSES, ("– –", "· · ·", "– ·"), strict=True))
-    place = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": 0, "yref": "y2"}
-    look = {"yanchor": "bottom", "showarrow": False, "font": {"size": 12}}
-    return [
-        {**place, **look, "yshift": 16 * row, "text": f"{signs[name]} {label}"}
-        for row, (name, label) in enumerate(reversed(names.items()))
-    ]
-
-
-def _peak_note(report: MemoryReport) -> dict[str, Any]:
-    peak = report.worst_stage.peak
-    late = peak.fraction > 0.7
-    return {
-        "x": peak.fraction, "xref": "x2", "xanchor": "right" if late else "left", "xshift": -6 if late else 6,
-        "y": peak.total / GIB, "yref": "y2", "yanchor": "bottom", "text": f"peak {gib(peak.total)}",
-        "showarrow": False, "font": {"size": 12},
-    }  # fmt: skip

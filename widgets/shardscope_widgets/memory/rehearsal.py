@@ -1,8 +1,10 @@
-"""The button that plays a plan with its framework's own code, how far that is, and the way to stop it."""
+"""The button that checks a plan's memory with the framework's own code, its progress and its Stop button."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
@@ -10,29 +12,37 @@ from shardscope.rehearsal.extent import expected_seconds
 from shardscope_widgets.kit.background_work import Progress, WorkPanel, about
 
 TIMEOUT_SECONDS = 600.0
+LABEL = "Check memory without GPUs"
 
 
 class RehearsePanel(WorkPanel):
-    """Rehearses one plan at a time in the background; ``on_report`` gets the plan and its report."""
+    """Rehearses one plan at a time in the background; ``on_report`` gets the plan and its report.
+
+    The panel itself is the button; :attr:`status` has the progress and the words, which the view puts into a
+    line that is there anyway.
+    """
 
     def __init__(self, on_report: Callable[[ss.Plan, MemoryReport], None]) -> None:
         self._on_report = on_report
         self._plan: ss.Plan | None = None
         self._pace = 1.0
-        """What the last rehearsal took here, of what was expected of it."""
-        super().__init__(
-            "Rehearse on fake tensors",
-            "Run the framework's own code at true sizes: no GPU and no memory are needed",
-            self._rehearse,
-        )
-        # A Plan that cannot be rehearsed has no such method: then there is nothing to offer.
+        """Seconds that the last rehearsal took here, over the seconds that were expected."""
+        super().__init__(LABEL, "", self._rehearse)
+        self.children = [self.button]
+        self.status = widgets.HBox([self.progress, self.words, self.cancel], layout=widgets.Layout())
+        self.status.add_class("ss-status-line")
+        # ss.Plan has no such method where the rehearsal's dependencies are not installed.
         self.layout.display = "" if hasattr(ss.Plan, "rehearse") else "none"
 
     def offer(self, plan: ss.Plan) -> None:
-        """Say what pressing the button would rehearse."""
+        """Let the button check ``plan``; its tooltip says how long that takes."""
         changed, self._plan = plan != self._plan, plan
+        self.button.tooltip = (
+            "Run the framework's own code at true sizes, without a GPU and without the memory: "
+            f"{about(self._expected(plan))} on an idle machine"
+        )
         if changed and not self.is_busy:
-            self.say(f"A rehearsal takes {about(self._expected(plan))} on an idle machine.")
+            self.words.value = ""
 
     def _expected(self, plan: ss.Plan) -> float:
         return expected_seconds(plan) * self._pace
@@ -47,6 +57,6 @@ class RehearsePanel(WorkPanel):
 
         def done(_: MemoryReport, seconds: float) -> str:
             self._pace = seconds / expected_seconds(plan)
-            return f"rehearsed in {seconds:.0f} s"
+            return ""  # The row that has just appeared says it.
 
         self.start(work, lambda report: self._on_report(plan, report), done, self._expected(plan))

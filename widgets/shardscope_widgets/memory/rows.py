@@ -1,36 +1,42 @@
-"""The bars of the memory chart: one for each tier, stage, kept plan, and for the host and its NVMe."""
+"""Rows of the memory chart: tiers, pinned plans, pipeline stages, host memory and NVMe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from html import escape
 from textwrap import wrap
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport, StageMemory
 from shardscope.memory.words import gib
 from shardscope.planner.room import beside_the_card
+from shardscope_widgets.kit.pins import PinName, name_pins
 
+Mode = Literal["peak", "step", "stages"]
 MAX_STAGES = 16
 TIERS = ("predicted", "rehearsed", "measured")
-WAITING = {"rehearsed": "not rehearsed yet", "measured": "no run of this plan yet"}
+WAITING = {"rehearsed": "not checked yet", "measured": "no run of this plan yet"}
+TOOLTIP_CHARACTERS = 72
 
 
 class Bar(NamedTuple):
     """One row of the chart."""
 
+    key: str
+    """Its category on the chart's axis, unique."""
     label: str
     components: Mapping[str, int]
     """Component -> bytes; empty while there is nothing to show."""
     capacity_bytes: int
-    """What is there to be filled; 0: not known."""
+    """Bytes that its memory has; 0: not known."""
     explain: Callable[[str], str] = lambda name: ""
+    """Returns a component's tooltip, as HTML."""
     band: tuple[int, int] | None = None
     """The least and the most that the peak may be."""
     note: str = ""
-    """What stands in the place of an empty bar."""
+    """Text in the place of an empty bar."""
+    is_on_gpu: bool = True
 
     @property
     def total(self) -> int:
@@ -38,23 +44,22 @@ class Bar(NamedTuple):
         return sum(self.components.values())
 
 
+class Pin(NamedTuple):
+    """A pinned plan beside the plan on screen."""
+
+    name: PinName
+    plan: ss.Plan
+    report: MemoryReport
+    """Its prediction."""
+
+
 class Shown(NamedTuple):
-    """What the view shows: a plan's reports by tier, and a plan kept beside it."""
+    """A plan, its reports by tier, and the pinned plans."""
 
     plan: ss.Plan
     reports: Mapping[str, MemoryReport]
     """Tier -> report; ``predicted`` is always there."""
-    kept: ss.Plan | None = None
-    kept_reports: Mapping[str, MemoryReport] = MappingProxyType({})
-    """The kept plan's, by tier; of none where there is no such plan."""
-
-    @property
-    def columns(self) -> dict[str, MemoryReport]:
-        """Each report under its name: its tier, and of two plans A and B whose it is."""
-        if self.kept is None:
-            return {tier: self.reports[tier] for tier in TIERS if tier in self.reports}
-        pair = (("A", self.kept_reports), ("B", self.reports))
-        return {whose(plan, tier): found[tier] for plan, found in pair for tier in TIERS if tier in found}
+    pins: tuple[Pin, ...] = ()
 
     @property
     def report(self) -> MemoryReport:
@@ -62,47 +67,53 @@ class Shown(NamedTuple):
         return self.reports["predicted"]
 
 
-def whose(plan: str, tier: str) -> str:
-    """``A`` for what is predicted of it, ``A rehearsed`` and ``A measured``."""
-    return plan if tier == "predicted" else f"{plan} {tier}"
+def pin_plans(pins: tuple[ss.Plan, ...], plan: ss.Plan) -> tuple[Pin, ...]:
+    """Return ``pins`` with their names beside ``plan`` and their predictions."""
+    named = zip(name_pins(pins, plan), pins, strict=True)
+    return tuple(Pin(name, pin, pin.memory()) for name, pin in named)
 
 
-def bars_of(shown: Shown) -> list[Bar]:
-    """Every row, from top to bottom; the GPUs' first, then the host's and the NVMe's."""
-    if shown.kept is not None:
-        rows = [_bar(label, report.worst_stage, report) for label, report in shown.columns.items()]
-    elif len(shown.report.by_stage) == 1:
-        rows = _tier_bars(shown)
-    else:
-        rows = _stage_bars(shown)
+def list_bars(shown: Shown, mode: Mode = "peak") -> list[Bar]:
+    """Return every row from top to bottom: the GPUs' first, then host memory and NVMe."""
+    rows = _stage_bars(shown) if mode == "stages" else [*_tier_bars(shown), *_pin_bars(shown)]
     return [*rows, *_offload_bars(shown)]
 
 
 def _tier_bars(shown: Shown) -> list[Bar]:
-    """The worst rank in each tier; a tier that is not there yet keeps its place."""
+    """Return the worst rank in each tier; a tier without a report keeps its place."""
     rows = []
     for tier in TIERS:
         report = shown.reports.get(tier)
-        if report is not None:
-            rows.append(_bar(tier, report.worst_stage, report))
+        if report is None:
+            rows.append(Bar(tier, tier, {}, shown.report.usable_bytes, note=WAITING[tier]))
         else:
-            rows.append(Bar(tier, {}, shown.report.usable_bytes, note=WAITING[tier]))
+            band = (report.low_bytes, report.high_bytes) if tier == "predicted" else None
+            rows.append(_bar(tier, tier, tier, report.worst_stage, report, band))
+    return rows
+
+
+def _pin_bars(shown: Shown) -> list[Bar]:
+    rows = []
+    for index, pin in enumerate(shown.pins):
+        title = f"pinned, predicted: {pin.name.full}"
+        rows.append(_bar(f"pin {index}", pin.name.short, title, pin.report.worst_stage, pin.report))
     return rows
 
 
 def _stage_bars(shown: Shown) -> list[Bar]:
+    """Return the prediction of every pipeline stage, the band at the worst one."""
+    report = shown.report
     rows = []
-    for stage in shown_stages(shown.report):
-        rows.append(_bar(f"stage {stage.stage}", stage, shown.report))
-        for tier in TIERS[1:]:
-            report = shown.reports.get(tier)
-            same = [s for s in report.by_stage if s.stage == stage.stage] if report else []
-            rows += [_bar(f"{s.stage} {tier}", s, report) for s in same if report is not None]
+    for stage in chosen_stages(report):
+        label = f"stage {stage.stage}"
+        is_worst = stage.stage == report.worst_stage.stage
+        band = (report.low_bytes, report.high_bytes) if is_worst else None
+        rows.append(_bar(label, label, f"{label}, predicted", stage, report, band))
     return rows
 
 
-def shown_stages(report: MemoryReport) -> list[StageMemory]:
-    """All stages; of many, evenly chosen ones, the first, the last and the worst among them."""
+def chosen_stages(report: MemoryReport) -> list[StageMemory]:
+    """Return all stages; of many, evenly spaced ones, the first, the last and the worst among them."""
     stages = list(report.by_stage)
     if len(stages) <= MAX_STAGES:
         return stages
@@ -111,29 +122,30 @@ def shown_stages(report: MemoryReport) -> list[StageMemory]:
     return [stages[index] for index in sorted(chosen)]
 
 
-def _bar(label: str, stage: StageMemory, report: MemoryReport) -> Bar:
+def _bar(
+    key: str,
+    label: str,
+    title: str,
+    stage: StageMemory,
+    report: MemoryReport,
+    band: tuple[int, int] | None = None,
+) -> Bar:
+    """Return the row of one stage's peak; ``title`` heads its tooltips."""
     terms = stage.peak.terms
 
     def explain(name: str) -> str:
         term = terms.get(name)  # type: ignore[call-overload]
         if term is None:
             return ""
-        lines = wrap(escape(term.explain()), 72)
-        return "<br>".join([f"<b>{name.replace('_', ' ')}: {gib(term.num_bytes)} GiB</b>", *lines])
+        heading = f"<b>{name.replace('_', ' ')}: {gib(term.num_bytes)} GiB</b>, {escape(title)}"
+        return "<br>".join([heading, *wrap(escape(term.explain()), TOOLTIP_CHARACTERS)])
 
-    is_worst = stage.stage == report.worst_stage.stage
-    band = (report.low_bytes, report.high_bytes)
-    return Bar(
-        label,
-        stage.components,
-        report.usable_bytes,
-        explain,
-        band=band if is_worst and band[0] < band[1] else None,
-    )
+    has_band = band is not None and band[0] < band[1]
+    return Bar(key, label, stage.components, report.usable_bytes, explain, band if has_band else None)
 
 
 def _offload_bars(shown: Shown) -> list[Bar]:
-    """What a rank keeps outside of its card, against its share of the node's host memory and NVMe."""
+    """Return a rank's host memory and NVMe beside its share of what the node has."""
     rows = []
     for place in beside_the_card(shown.plan, shown.report):
         label, component = ("NVMe", "nvme") if place.name == "NVMe" else ("host", "host")
@@ -141,5 +153,7 @@ def _offload_bars(shown: Shown) -> list[Bar]:
         words = f"<b>{label}: {gib(place.rank_bytes)} GiB a rank</b><br>" + (
             f"of its {gib(share)} GiB share of the node's" if share else "the node's size is not known"
         )
-        rows.append(Bar(label, {component: place.rank_bytes}, share, lambda name, words=words: words))  # type: ignore[misc]
+        explain: Callable[[str], str] = lambda name, words=words: words  # type: ignore[misc] # noqa: E731
+        sizes = {component: place.rank_bytes}
+        rows.append(Bar(label, label, sizes, share, explain, is_on_gpu=False))
     return rows

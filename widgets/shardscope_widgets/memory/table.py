@@ -1,4 +1,4 @@
-"""The memory chart in words: what moment, what line, and every component of every tier with its formula."""
+"""Text of the memory view: the line under the chart, and the table of components with their formulas."""
 
 from __future__ import annotations
 
@@ -7,125 +7,184 @@ from html import escape
 
 from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
-from shardscope.planner.differences import differences
 from shardscope.planner.room import beside_the_card
+from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed
 from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS
-from shardscope_widgets.kit.words import device_count, sentence
-from shardscope_widgets.memory.rows import Shown, shown_stages
+from shardscope_widgets.kit.words import device_count
+from shardscope_widgets.memory.rows import TIERS, Mode, Shown, chosen_stages
+
+TOTAL = "total"
+OUTSIDE = {"host memory": "host", "NVMe": "nvme"}
+"""Rows of memory outside the GPU, by the name of the place."""
+FRAGMENTATION_HATCH = "ss-lines"
 
 
-def caption(shown: Shown) -> str:
-    """One line under the chart, and one more for a pair of plans, as HTML."""
+def caption(shown: Shown, mode: Mode = "peak") -> str:
+    """Return the line under the chart: which ranks, which phase, how much is usable, the likely range."""
     plan, report = shown.plan, shown.report
-    num_stages, num_shown = len(report.by_stage), len(shown_stages(report))
-    if num_stages == 1:
-        alike = f"all {device_count(plan.cluster)} alike" if plan.world_size > 1 else "one GPU"
-    else:
-        alike = f"{num_stages} pipeline stages of {plan.world_size // plan.degrees.pp:,} ranks each"
-        alike += f", {num_shown} shown" if num_shown < num_stages else ""
     sharers = plan.cluster.gpus_per_node if plan.cluster.gpu.memory_is_shared else 1
-    line = (
-        f"{alike} · peak {_moment(report)} · line: {gib(report.usable_bytes)} GiB usable of "
-        f"{gib(plan.cluster.gpu.memory_bytes / sharers)} · likely {gib(report.low_bytes)} to "
-        f"{gib(report.high_bytes)} GiB"
-    )
-    return "<br>".join(filter(None, (_pair(shown), line, _offloaded(shown), _measured(shown))))
+    parts = [
+        _ranks(shown, mode),
+        f"peak {_phase(report)}",
+        f"{gib(report.usable_bytes)} GiB usable of {_round(plan.cluster.gpu.memory_bytes / sharers)}",
+        f"likely {_round(report.low_bytes)} to {_round(report.high_bytes)} GiB",
+        *_outside(shown),
+    ]
+    return escape(" · ".join(parts))
 
 
-def _moment(report: MemoryReport) -> str:
-    backward = "as backward starts" if report.worst_stage.peak.fraction < 0.5 else "at the end of backward"
+def _ranks(shown: Shown, mode: Mode) -> str:
+    plan, report = shown.plan, shown.report
+    num_stages = len(report.by_stage)
+    if num_stages == 1:
+        devices = device_count(plan.cluster)
+        return f"the same on all {devices}" if plan.world_size > 1 else f"on one {devices.partition(' ')[2]}"
+    ranks = f"{plan.world_size // plan.degrees.pp:,} ranks each"
+    num_shown = len(chosen_stages(report))
+    if mode == "stages" and num_shown < num_stages:
+        return f"{num_shown} of {num_stages} pipeline stages shown, {ranks}"
+    return f"the fullest of {num_stages} pipeline stages ({report.worst_stage.stage}), {ranks}"
+
+
+def _phase(report: MemoryReport) -> str:
+    early = report.worst_stage.peak.fraction < 0.5
     return {
-        "backward": backward,
+        "backward": f"at the {'start' if early else 'end'} of backward",
         "forward": "at the end of forward",
         "optimizer": "in the optimizer step",
         "rest": "between steps",
-        "initialisation": "while it is made",
+        "initialisation": "while the model is initialized",
     }[report.peak_phase]
 
 
-def _pair(shown: Shown) -> str:
-    """Which plan A is, what B changes of it, and what that does to the peak."""
-    if shown.kept is None:
-        return ""
-    which = f"<b>A</b>: {sentence(shown.kept)}"
-    changes = [str(difference) for difference in differences(shown.kept, shown.plan)]
-    if not changes:
-        return f"{which}<br><b>B is A as yet</b>: change anything to see the difference"
-    before, after = shown.kept.memory().peak_bytes, shown.report.peak_bytes
-    effect = "the same peak"
-    if before != after:
-        effect = f"{gib(abs(after - before))} GiB {'less' if after < before else 'more'} at the peak"
-    return f"{which}<br><b>B instead of A</b>: {escape('; '.join(changes))} · {effect}"
+def _round(num_bytes: float) -> str:
+    """Return GiB without decimals where these would claim more than is known: ``52``, ``7.4``, ``80.0``."""
+    value = num_bytes / 2**30
+    return gib(num_bytes) if value < 9.5 or value == round(value) else f"{value:,.0f}"
 
 
-def _offloaded(shown: Shown) -> str:
-    """What is kept outside of the card, of how much that a node has."""
+def _outside(shown: Shown) -> list[str]:
+    """Return what the plan keeps outside the GPU, and how much of it a node has."""
     parts = []
     for place in beside_the_card(shown.plan, shown.report):
         needed = gib(place.needed_bytes)
-        on = (
+        amount = (
             f"{needed} GiB on each node (how much it has is not known)"
             if place.room_bytes is None
             else f"{needed} of {gib(place.room_bytes)} GiB on each node"
         )
         each = f", {gib(place.rank_bytes)} GiB a rank" if shown.plan.cluster.gpus_per_node > 1 else ""
-        parts.append(f"{place.name}: {on}{each}")
-    return " · ".join(parts)
+        parts.append(f"{place.name}: {amount}{each}")
+    return parts
 
 
-def _measured(shown: Shown) -> str:
-    sentence = getattr(shown.reports.get("measured"), "sentence", "")
-    return escape(sentence)
+def component_table(shown: Shown) -> str:
+    """Return the table: a row for each component, most bytes first; a row opens its formula and source."""
+    columns = [_tier_column(shown, tier) for tier in TIERS]
+    for index, pin in enumerate(shown.pins):
+        columns += Column.of_pin(index, pin.name)
+    reports = [*shown.reports.values(), *(pin.report for pin in shown.pins)]
+    names = [name for name in (*COMPONENTS, "other") if any(name in one.components for one in reports)]
+    names.sort(key=lambda name: -max(shown.report.components.get(name, 0), 0))
+    rows = [_component_row(shown, name) for name in names]
+    rows += [_outside_row(shown, place_name, len(columns)) for place_name in _places(shown)]
+    rows.append(_total_row(shown))
+    stage = shown.report.worst_stage.stage
+    corner = "GiB, at the peak" + (f" of stage {stage}" if len(shown.report.by_stage) > 1 else "")
+    return part_table(corner, columns, rows)
 
 
-def table(shown: Shown) -> str:
-    """Every component with its bytes in each tier; opening a row explains it."""
-    columns = shown.columns
-    one = len(columns) == 1
-    unit = " GiB" if one else ""
-    named = [name for name in (*COMPONENTS, "other") if name in COMPONENTS or _anywhere(name, columns)]
-    rows = []
-    for name in named:
-        numbers = "".join(f"<em>{_amount(report, name, unit)}</em>" for report in columns.values())
-        if one:
-            share = 100 * shown.report.components[name] / max(1, shown.report.peak_bytes)
-            numbers += f"<em>{share:.0f} %</em>"
-        rows.append(
-            f"<details name='ss-why'><summary><i style='background:{_colour(name)}'></i>"
-            f"<span>{name.replace('_', ' ')}</span>{numbers}</summary>{_why(name, columns)}</details>"
-        )
+def _tier_column(shown: Shown, tier: str) -> Column:
+    report = shown.reports.get(tier)
+    hint = {
+        "predicted": "from formulas",
+        "rehearsed": "by the framework's own code on tensors without memory",
+        "measured": getattr(report, "sentence", ""),
+    }[tier]
+    return Column(tier, hint if report else "", is_empty=report is None)
+
+
+def _component_row(shown: Shown, name: str) -> PartRow:
+    cells = [_tier_cell(shown.reports.get(tier), name) for tier in TIERS]
+    here = shown.report.components.get(name, 0)
+    for pin in shown.pins:
+        there = pin.report.components.get(name, 0)
+        cells += [_amount(there), signed(here - there, _amount(abs(here - there)))]
+    return PartRow(name, name.replace("_", " "), cells, _why(shown, name), swatch(name))
+
+
+def _total_row(shown: Shown) -> PartRow:
     report = shown.report
-    worst = f" (stage {report.worst_stage.stage})" if len(report.by_stage) > 1 else ""
-    head = f"<h2>At the peak{worst} <span class='ss-hint'>open a row for its formula</span></h2>"
-    if one:
-        return f"{head}<div class='ss-legend'>{''.join(rows)}</div>"
-    titles = "".join(f"<em>{title}</em>" for title in columns)
-    return (
-        f"{head}<div class='ss-legend ss-tiers' style='--ss-columns:{len(columns)}'>"
-        f"<div class='ss-titles'><i></i><span>GiB</span>{titles}</div>{''.join(rows)}</div>"
-    )
+    cells = [_total_cell(shown.reports.get(tier)) for tier in TIERS]
+    for pin in shown.pins:
+        difference = report.peak_bytes - pin.report.peak_bytes
+        cells += [_amount(pin.report.peak_bytes), signed(difference, _amount(abs(difference)))]
+    words = [
+        f"The sum at the peak, {_phase(report)}. Library buffers and the allocator may take less or more: "
+        f"likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB.",
+        getattr(shown.reports.get("measured"), "sentence", ""),
+    ]
+    why = "".join(f"<p>{escape(line)}</p>" for line in words if line)
+    return PartRow(TOTAL, TOTAL, cells, why, is_total=True)
 
 
-def _anywhere(name: str, columns: Mapping[str, MemoryReport]) -> bool:
-    return any(name in report.components for report in columns.values())
+def _places(shown: Shown) -> list[str]:
+    """Return names of the memory outside the GPU that the plan or a pinned one needs."""
+    plans = [(shown.plan, shown.report), *((pin.plan, pin.report) for pin in shown.pins)]
+    needed = {place.name for plan, report in plans for place in beside_the_card(plan, report)}
+    return [name for name in OUTSIDE if name in needed]
 
 
-def _amount(report: MemoryReport, name: str, unit: str) -> str:
-    """Bytes in GiB; a dash where a tier could not tell a component apart."""
-    return f"{gib(report.components[name])}{unit}" if name in report.components else "–"
+def _outside_row(shown: Shown, place_name: str, num_columns: int) -> PartRow:
+    def rank_bytes(plan: object, report: MemoryReport) -> int:
+        places = beside_the_card(plan, report)  # type: ignore[arg-type]
+        return sum(place.rank_bytes for place in places if place.name == place_name)
+
+    here = rank_bytes(shown.plan, shown.report)
+    cells = [_amount(here), "", ""]
+    for pin in shown.pins:
+        there = rank_bytes(pin.plan, pin.report)
+        cells += [_amount(there), signed(here - there, _amount(abs(here - there)))]
+    assert len(cells) == num_columns
+    words = next((line for line in _outside(shown) if line.startswith(place_name)), "")
+    key = OUTSIDE[place_name]
+    return PartRow(key, f"{place_name}, outside the GPU", cells, f"<p>{escape(words)}</p>", swatch(key))
 
 
-def _why(name: str, columns: Mapping[str, MemoryReport]) -> str:
+def _tier_cell(report: MemoryReport | None, name: str) -> str:
+    """Return a component's GiB in a tier; a dash where the tier could not tell it apart."""
+    if report is None:
+        return ""
+    return _amount(report.components[name]) if name in report.components else NOT_REPORTED
+
+
+def _total_cell(report: MemoryReport | None) -> str:
+    return "" if report is None else _amount(report.peak_bytes)
+
+
+def _amount(num_bytes: float) -> str:
+    return gib(num_bytes) if num_bytes else "0"
+
+
+def swatch(name: str) -> str:
+    """Return the component's colour and pattern, as the chart has them."""
+    colour = {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name]
+    hatched = " ss-hatched" if name == "fragmentation" or name in BESIDE_COLOURS else ""
+    return f"<i class='ss-mark{hatched}' style='background-color:{colour}'></i>"
+
+
+def _why(shown: Shown, name: str) -> str:
+    """Return the component's formula and source in every tier that has one."""
+    reports: dict[str, MemoryReport] = {tier: shown.reports[tier] for tier in TIERS if tier in shown.reports}
+    lines = _formulas(reports, name)
+    return "".join(f"<p><b>{title}</b> {escape(formula)}</p>" for title, formula in lines)
+
+
+def _formulas(reports: Mapping[str, MemoryReport], name: str) -> list[tuple[str, str]]:
     lines = []
-    for title, report in columns.items():
+    for title, report in reports.items():
         if name not in report.components and name not in COMPONENTS:
             continue
         words = report.explain(name)
-        why = words.partition(" = ")[2] or words.partition(": ")[2]
-        heading = f"<b>{title}</b> " if len(columns) > 1 else ""
-        lines.append(f"<p>{heading}{escape(why)}</p>")
-    return "".join(lines)
-
-
-def _colour(name: str) -> str:
-    return {**COMPONENT_COLOURS, **BESIDE_COLOURS}[name]
+        lines.append((title, words.partition(" = ")[2] or words.partition(": ")[2] or words))
+    return lines

@@ -1,74 +1,94 @@
-"""Where every byte goes: bars against what the card has, one step's course, and a table that explains."""
+"""The memory view: bars of every tier and pinned plan, the course of one step, and a table that explains."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.memory.report import MemoryReport
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.pins import Pins
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.memory.figure import draw, empty_figure
 from shardscope_widgets.memory.rehearsal import RehearsePanel
-from shardscope_widgets.memory.rows import Shown
-from shardscope_widgets.memory.table import caption, table
+from shardscope_widgets.memory.repairs import RepairsPanel
+from shardscope_widgets.memory.rows import Shown, pin_plans
+from shardscope_widgets.memory.table import caption, component_table
 
 MAX_REMEMBERED = 32
-"""Reports of rehearsals and runs that come back when their plan does."""
+"""Reports of rehearsals and runs that are shown again when their plan is."""
+MODES = [("At the peak", "peak"), ("Over one step", "step")]
+STAGES = ("By stage", "stages")
 
 
 class MemoryView(View):
-    """A plan's memory in every tier that there is, redrawn in place when ``show`` gets another plan.
+    """A plan's memory in every tier, redrawn in place when :meth:`show` gets another plan.
 
-    ``MemoryView(plan, other_plan)`` puts two plans side by side: A, and B, with the differences named.
+    ``on_pin`` gets the plan whose pin button was pressed, and sets :attr:`pins`; None: the view keeps its own
+    pins. ``on_apply`` gets a plan with more room; None: the view shows that plan itself.
     """
 
-    def __init__(self, plan: ss.Plan | None = None, other_plan: ss.Plan | None = None) -> None:
+    def __init__(
+        self,
+        plan: ss.Plan | None = None,
+        *,
+        pins: Sequence[ss.Plan] = (),
+        on_pin: Callable[[ss.Plan], None] | None = None,
+        on_apply: Callable[[ss.Plan], None] | None = None,
+    ) -> None:
         self.report: MemoryReport | None = None
         self.plan: ss.Plan | None = None
-        self._kept: ss.Plan | None = None
         self._remembered: list[tuple[ss.Plan, MemoryReport]] = []
-        # A rehearsal or a run ends in a thread of its own, while a person may move an input: who draws last
-        # draws what is the case then.
+        # A rehearsal or a run ends in its own thread while the user may change an input: the lock lets the
+        # one that draws last draw the present state.
         self._lock = threading.RLock()
-        self.mode = controls.segments([("at the peak", "peak"), ("over one step", "step")], "Memory")
+        self._pins = Pins(self._draw, on_pin)
+        self.mode = controls.segments(MODES, "Memory")
         self.mode.observe(self._draw, "value")
-        self.keep = controls.button(
-            "Keep as A", "ss-ghost", "ss-small", tooltip="Keep this plan to compare others with it"
-        )
-        self.keep.on_click(self._keep_or_let_go)
         self.rehearse = RehearsePanel(on_report=self.add)
-        bar = widgets.HBox([self.mode, self.keep, self.rehearse], layout=controls.layout())
+        actions = widgets.HBox([self.rehearse, self._pins.button], layout=controls.layout())
+        actions.add_class("ss-actions")
+        bar = widgets.HBox([self.mode, actions], layout=controls.layout())
         bar.add_class("ss-toolbar")
-        self.figure = empty_figure()
-        self.caption = controls.html("", "ss-hint")
-        self.table = controls.html()
-        super().__init__([Sheet("memory"), bar, self.rehearse.words, self.figure, self.caption, self.table])
+        self.table = Clickable(self._pins.press)
+        self.figure = empty_figure(self.table.open_row)
+        self.caption = controls.html("", "ss-hint", layout=widgets.Layout())
+        # Progress takes the caption's place while there is some: nothing below moves.
+        line = widgets.Box([self.caption, self.rehearse.status], layout=controls.layout())
+        line.add_class("ss-caption")
+        self.rehearse.button.observe(self._show_progress, "disabled")
+        self.repairs = RepairsPanel(on_apply or self.show)
+        super().__init__([Sheet("memory"), bar, self.figure, line, self.table, self.repairs])
         self.add_class("ss-root")
         self.add_class("ss-memory")
-        if plan is not None and other_plan is not None:
-            self.show(other_plan)
-            self.compare(plan)
-        elif plan is not None:
+        self.pins = tuple(pins)
+        if plan is not None:
             self.show(plan)
 
+    @property
+    def pins(self) -> tuple[ss.Plan, ...]:
+        """The pinned plans: further rows of the chart, further columns of the table."""
+        return self._pins.plans
+
+    @pins.setter
+    def pins(self, plans: Sequence[ss.Plan]) -> None:
+        self._pins.plans = tuple(plans)
+
     def show(self, plan: ss.Plan, report: MemoryReport | None = None) -> None:
-        """Draw a plan's memory; ``report`` saves asking the plan again."""
+        """Draw a plan's memory; ``report`` is its prediction, where that is known already."""
         report = report or plan.memory()
         with self._lock:
             self.plan, self.report = plan, report
+            self._pins.offer(plan)
             self.rehearse.offer(plan)
+            self._offer_modes(len(report.by_stage) > 1)
             self._draw()
-
-    def compare(self, kept: ss.Plan | None) -> None:
-        """Keep a plan as A beside what is shown (B); None lets go of it."""
-        with self._lock:
-            self._kept = kept
-            self.keep.description = "Keep as A" if kept is None else "Let go of A"
-            self._draw()
+        self.repairs.offer_soon(plan, report)
 
     def add(self, plan: ss.Plan, report: MemoryReport) -> None:
         """Remember a rehearsed or measured report; it is shown whenever its plan is."""
@@ -83,21 +103,23 @@ class MemoryView(View):
 
     @property
     def shown(self) -> Shown | None:
-        """What is drawn: the plan, its reports by tier, and the plan kept as A."""
-        if self.plan is None or self.report is None:
+        """The plan on screen, its reports by tier, and the pinned plans."""
+        plan = self.plan
+        if plan is None or self.report is None:
             return None
-        plan, kept = self.plan, self._kept
-        reports = {"predicted": self.report, **self._seen(plan)}
-        if kept is None:
-            return Shown(plan, reports)
-        return Shown(plan, reports, kept, {"predicted": kept.memory(), **self._seen(kept)})
+        known = {report.tier: report for other, report in self._remembered if other == plan}
+        return Shown(plan, {"predicted": self.report, **known}, pin_plans(self.pins, plan))
 
-    def _seen(self, plan: ss.Plan) -> dict[str, MemoryReport]:
-        """What was rehearsed and measured of a plan, by tier."""
-        return {report.tier: report for known, report in self._remembered if known == plan}
+    def _offer_modes(self, has_stages: bool) -> None:
+        modes = [*MODES, STAGES] if has_stages else MODES
+        if len(self.mode.options) != len(modes):
+            chosen = self.mode.value
+            self.mode.options = modes
+            self.mode.tooltips = [f"Memory: {words}" for words, _ in modes]
+            self.mode.value = chosen if chosen in dict(modes).values() else "peak"
 
-    def _keep_or_let_go(self, _: object) -> None:
-        self.compare(self.plan if self._kept is None else None)
+    def _show_progress(self, change: object) -> None:
+        self.caption.layout.display = "none" if self.rehearse.is_busy else ""
 
     def _draw(self, change: object = None) -> None:
         with self._lock:
@@ -105,5 +127,5 @@ class MemoryView(View):
             if shown is None:
                 return
             draw(self.figure, shown, self.mode.value)
-            self.caption.value = caption(shown)
-            self.table.value = table(shown)
+            self.caption.value = caption(shown, self.mode.value)
+            self.table.value = component_table(shown)

@@ -11,6 +11,7 @@ import shardscope as ss
 from shardscope.catalog import model_names
 from shardscope.validation import FieldError
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
@@ -31,14 +32,22 @@ class ArchitecturePicker(Picker):
             tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a config.json",
         )
         self.hint = controls.html("", "ss-hint")
+        self.weights_folder: Path | None = None
+        """The chosen folder, if it holds weights to begin from."""
         self._taken: dict[str, ss.Architecture] = {}
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")
         self.read()
 
+    @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """See :class:`Picker`."""
+        return {"model": self.name, "name": self.name}
+
     def make(self) -> ss.Architecture:
-        """The architecture that the text names."""
+        """Return the architecture that the text names."""
         text = self.name.value.strip()
+        self.weights_folder = None
         # "meta-llama/Llama-3.1-8B" may be a folder here as well, and then is what is in there.
         if text in ss.models and not ("/" in text and _exists(text)):
             return ss.models[text]
@@ -47,14 +56,18 @@ class ArchitecturePicker(Picker):
         if SIZE.fullmatch(text):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only what lies on this machine: any other hub id would make the kernel wait for the network.
-        if text and _exists(text):
-            return ss.Architecture.from_hf(Path(text))
+        path = Path(text).expanduser() if text and _exists(text) else None
+        if path is not None:
+            found = ss.Architecture.from_hf(path)
+            self.weights_folder = path.resolve() if path.is_dir() and _has_weights(path) else None
+            return found
         raise FieldError(
             "model",
             text,
             "a name of the catalogue or the Hub's name for one of its models, a size such as 7b, or the path "
             "of a config.json that exists",
             model_names().nearest(text) if text else "7b",
+            f"{text[:60]!r} is not in the catalogue, and no file or folder of that name is here",
         )
 
     def take(self, architecture: ss.Architecture) -> None:
@@ -71,16 +84,23 @@ class ArchitecturePicker(Picker):
             mixture = (
                 f" · {experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else ""
             )
+            self.answer = f"{short(arch.num_parameters)}, {arch.num_hidden_layers} layers"
+            kept = " · weights to fine-tune" if self.weights_folder else ""
             self.hint.value = (
                 f"{arch.num_parameters:,} parameters · {arch.num_hidden_layers} layers · "
                 f"{arch.hidden_size:,} wide · "
-                f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}"
+                f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}{kept}"
             )
 
 
+def _has_weights(folder: Path) -> bool:
+    """Return whether ``folder`` has weights as the Hub stores them."""
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
 def _exists(text: str) -> bool:
-    """Whether ``text`` is a path of something; what cannot be a path at all is none."""
+    """Return whether ``text`` is the path of a file or folder that exists."""
     try:
-        return Path(text).exists()
-    except (OSError, ValueError):
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
         return False

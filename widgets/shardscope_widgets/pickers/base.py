@@ -1,8 +1,9 @@
-"""What all pickers share: labelled rows, an error slot at each, and the last valid value kept."""
+"""What pickers share: labelled rows, an error message with its fix at each, and the last valid value kept."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
 from math import nan
@@ -12,56 +13,88 @@ import ipywidgets as widgets
 import traitlets
 
 from shardscope.cluster import MAX_BYTES
-from shardscope.validation import refuse
+from shardscope.validation import FieldError, refuse
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
-LABEL_WIDTH = "84px"
+LABEL_WIDTH = "76px"
 THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 
 
 class Row(widgets.HBox):
-    """One labelled input (or a few side by side) and, under it, what is wrong with it."""
+    """One labelled input (or a few side by side) and, under it, an error message with its fix."""
 
     def __init__(self, label: str, *inputs: widgets.Widget) -> None:
         self.name = controls.label(label, LABEL_WIDTH)
         self.message = ""
-        """What is wrong; empty: nothing."""
-        self._error: widgets.HTML | None = None
+        """The error message; empty: no error."""
+        self._error: Clickable | None = None
+        self._fix: Callable[[], None] | None = None
         super().__init__([self.name, *inputs])
         self.add_class("ss-row")
 
-    def show_error(self, message: str) -> None:
-        """Put ``message`` under the input; an empty one takes it away."""
+    def show_error(
+        self, message: str, *, short: str = "", fix: str = "", on_fix: Callable[[], None] | None = None
+    ) -> None:
+        """Show ``message`` under the input, as ``short`` if that is given; an empty one takes it away.
+
+        ``fix`` is the label of a button that calls ``on_fix``.
+        """
         self.message = message
+        self._fix = on_fix
         if self._error is None:
             if not message:
                 return
-            # Not before: most rows never have one, and a page that is loaded anew has less to get.
-            self._error = controls.html("", "ss-error")
+            # Not made before: most rows never have an error, and a reloaded page then has less to fetch.
+            self._error = Clickable(self._press, "ss-error")
             self.children = (*self.children, self._error)
-        self._error.value = f"<span role='alert'>{escape(message)}</span>" if message else ""
+        button = f" <button type='button' class='ss-act' data-act='fix'>{escape(fix)}</button>" if fix else ""
+        whole = escape(message, quote=True)
+        self._error.value = (
+            f"<span role='alert' title='{whole}'>{escape(short or message)}</span>{button}" if message else ""
+        )
         (self._error.remove_class if message else self._error.add_class)("ss-off")
+
+    def _press(self, act: str) -> None:
+        if act != "fix" or self._fix is None:
+            raise IgnoredError(act)
+        self._fix()
 
 
 class Picker(widgets.VBox):
-    """Rows that make one noun. ``value`` changes only when all rows are valid together."""
+    """Rows that make one object. ``value`` changes only when all rows are valid together."""
 
-    value = traitlets.Any(help="The noun, last valid one while an input is wrong.")
-    is_wrong = traitlets.Bool(False, help="Whether a message stands at an input.")
-    heading = ""
+    value = traitlets.Any(help="The object; the last valid one while an input is wrong.")
+    is_wrong = traitlets.Bool(False, help="Whether an error message is shown at an input.")
+    answer = traitlets.Unicode("", help="The value in a few words, for the line of a folded question.")
 
     def __init__(self, rows: dict[str, Row], hint: widgets.Widget | None = None) -> None:
         self.rows = rows
+        self.on_fix: Callable[[Mapping[str, object]], None] = self._fix_own
+        """Called with the changes of a fix, by object and field; by default only own fields are set."""
         self._own_error = False
-        heading = controls.html(f"<h3>{self.heading}</h3>")
-        # A row may answer for several fields; it stands on the screen once.
+        # A row may be that of several fields; it is shown once.
         unique = list(dict.fromkeys(rows.values()))
-        super().__init__([heading, *unique, *([hint] if hint else [])], layout=controls.layout())
+        super().__init__([*unique, *([hint] if hint else [])], layout=controls.layout())
         self.add_class("ss-group")
 
     def make(self) -> Any:
-        """The noun that the inputs describe. Raises ``ValueError``."""
+        """Return the object that the inputs describe. Raises ``ValueError``."""
         raise TypeError(f"{type(self).__name__} does not say what it makes")
+
+    @property
+    def boxes(self) -> Mapping[str, widgets.Widget]:
+        """Field -> the input that has its value."""
+        return {}
+
+    def set_fields(self, values: Mapping[str, object]) -> None:
+        """Set inputs by field; a field without an input is left alone. The last one set reads them all."""
+        for field, value in values.items():
+            box = self.boxes.get(field)
+            if box is not None:
+                box.value = (
+                    str(value) if isinstance(box, widgets.Text) else NOTHING if value is None else value
+                )
 
     def read(self, change: object = None) -> None:
         """Take the inputs over, or show what is wrong with them and keep the last valid value."""
@@ -76,13 +109,16 @@ class Picker(widgets.VBox):
         self.value = value
 
     def show_plan_error(self, error: Exception) -> None:
-        """Put what is wrong with the whole plan at the input that it names."""
+        """Show an error of the whole plan at the input that it names."""
         self._show(error)
 
     def clear_plan_errors(self) -> None:
-        """Take away what was wrong with the plan; what is wrong with an input stays until that is mended."""
+        """Take errors of the plan away; an error of an input stays until that is changed."""
         if not self._own_error:
             self._clear()
+
+    def _fix_own(self, changes: Mapping[str, object]) -> None:
+        self.set_fields({field.rpartition(".")[2]: value for field, value in changes.items()})
 
     def _show(self, error: Exception) -> None:
         # "Layout.tp x pp" names several fields: the first that has an input gets the message.
@@ -91,12 +127,34 @@ class Picker(widgets.VBox):
         row = rows[0] if rows else next(iter(self.rows.values()))
         self._clear()
         self.is_wrong = True
-        row.show_error(str(error.args[0] if isinstance(error, KeyError) else error))
+        message = str(error.args[0] if isinstance(error, KeyError) else error)
+        changes = error.changes if isinstance(error, FieldError) else {}
+        if not changes:
+            row.show_error(message)
+            return
+        row.show_error(
+            message,
+            short=f"{error.problem or f'Allowed: {error.allowed}'}.",
+            fix=_fix_label(changes),
+            on_fix=lambda: self.on_fix(changes),
+        )
 
     def _clear(self) -> None:
         self.is_wrong = False
         for row in dict.fromkeys(self.rows.values()):
             row.show_error("")
+
+
+def _fix_label(changes: Mapping[str, object]) -> str:
+    """Return ``Use 66``, or for several changes ``Use tp 2, pp 4``."""
+    if len(changes) == 1:
+        (value,) = changes.values()
+        return f"Use {getattr(value, 'description', value)}"
+    parts = [
+        f"{name.rpartition('.')[2].replace('_', ' ')} {getattr(value, 'description', value)}"
+        for name, value in changes.items()
+    ]
+    return f"Use {', '.join(parts)}"
 
 
 class Nothing:

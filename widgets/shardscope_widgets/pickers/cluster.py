@@ -90,6 +90,11 @@ class ClusterPicker(Picker):
         self.read()
 
     @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """See :class:`Picker`."""
+        return {"gpu": self.type, "gpus_per_node": self.count, "num_nodes": self.nodes, **self._node}
+
+    @property
     def _node(self) -> dict[str, widgets.Text]:
         """What each node has, by field."""
         return {
@@ -122,6 +127,7 @@ class ClusterPicker(Picker):
         cluster = self.value
         if cluster is None:
             return
+        self.answer = _answer(cluster)
         if cluster.gpu.name == "cpu":
             self.hint.value = (
                 f"{device_count(cluster)} share {cluster.gpu.memory_bytes / 2**30:.1f} GiB of this host"
@@ -134,7 +140,21 @@ class ClusterPicker(Picker):
             words += (
                 f" · {title(across.name)}: {across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
             )
+        if cluster.host_memory_bytes is None:
+            words += (
+                "<br>Host memory of such a node is not known: type it in, or offloading cannot be judged."
+            )
         self.hint.value = words
+
+
+def _answer(cluster: ss.Cluster) -> str:
+    """Return ``8 × H100 80 GB, NVLink 4``; of several nodes ``64 × H100 80 GB, 8 nodes``."""
+    if cluster.gpu.name == "cpu":
+        return device_count(cluster)
+    name = title(cluster.gpu.name).replace(" SXM", "").replace(" PCIe", "")
+    if cluster.num_nodes > 1:
+        return f"{cluster.num_gpus:,} × {name}, {cluster.num_nodes:,} nodes"
+    return f"{cluster.num_gpus} × {name}, {title(cluster.intra_node_link.name)}"
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from html import escape
 from typing import Any
@@ -11,6 +11,7 @@ import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
+from shardscope.planner.first_layout import first_layout
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import NOTHING, Picker, Row
 
@@ -62,11 +63,25 @@ class LayoutPicker(Picker):
         self._situation: tuple[ss.Architecture, ss.Cluster, ss.Recipe] | None = None
         self._offering = False
         self._taken: ss.Layout | None = None
+        self._first: dict[str, tuple[ss.Architecture, ss.Cluster]] = {}
+        """Framework -> the model and cluster for which its first degrees were chosen."""
         self.hint = controls.html("", "ss-hint")
         self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
-        self.framework.observe(self.read, "value")
+        self.framework.observe(self._choose_framework, "value")
         self.read()
+
+    @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """See :class:`Picker`."""
+        return {"framework": self.framework, **self._controls[self.framework.value]}
+
+    def set_fields(self, values: Mapping[str, object]) -> None:
+        """Set degrees and options of the chosen framework, as one change."""
+        known = {field.name for field in fields(self._layouts[self.framework.value])}
+        wanted = {name: value for name, value in values.items() if name in known}
+        if wanted:
+            self.take(replace(self._layouts[self.framework.value], **wanted))
 
     def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
         """Restrict choices to what can run here; one that no longer can falls back to the nearest."""
@@ -95,11 +110,21 @@ class LayoutPicker(Picker):
         finally:
             self._offering = False
         self._layouts[name] = layout
+        if self._situation is not None:
+            self._first[name] = self._situation[:2]
         self._taken = layout
         try:
             self.read()
         finally:
             self._taken = None
+
+    def _choose_framework(self, change: object = None) -> None:
+        """Start with degrees that suit the model and the cluster, once for each of these."""
+        name, situation = self.framework.value, self._situation
+        if not self._offering and situation is not None and self._first.get(name) != situation[:2]:
+            self.take(first_layout(name, *situation))
+            return
+        self.read()
 
     def make(self) -> ss.Layout:
         """The layout that the inputs describe, fallen back to what can run."""
@@ -137,7 +162,7 @@ class LayoutPicker(Picker):
         name = self.framework.value
         self._make_rows(name)
         self.rows = {"framework": self._framework_row, **self._rows[name]}
-        rows = [self.children[0], self._framework_row, *self._rows[name].values(), *self._below]
+        rows = [self._framework_row, *self._rows[name].values(), *self._below]
         if list(self.children) != rows:
             self.children = rows
         if self._situation is None:
@@ -171,6 +196,7 @@ class LayoutPicker(Picker):
                     control.value = NOTHING if current is None else current
                 self._rows[layout.framework][field].layout.display = "" if len(values) > 1 else "none"
             self.hint.value = _hint(layout, *self._situation)
+            self.answer = _answer(layout, *self._situation)
         finally:
             self._offering = False
 
@@ -227,3 +253,12 @@ def _hint(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster,
     words = " × ".join(parts) + f" = {cluster.num_gpus:,} ranks" if parts else "one rank"
     also = [f"{name.replace('_', ' ')} {getattr(layout, name)}" for name in _unshown(layout)]
     return f"{words}<br>Also: {escape(', '.join(also))}" if also else words
+
+
+def _answer(layout: ss.Layout, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> str:
+    """Return ``FSDP2, shard 8`` or ``Megatron-core, tp 8, pp 4``."""
+    degrees = layout.degrees(architecture, cluster, recipe)
+    is_split = max(degrees.tp, degrees.pp, degrees.cp) > 1
+    names = ("tp", "pp", "cp", "ep") if is_split else ("shard", "replicate")
+    parts = [f"{name} {getattr(degrees, name)}" for name in names if getattr(degrees, name, 1) > 1]
+    return ", ".join([layout.title, *parts])

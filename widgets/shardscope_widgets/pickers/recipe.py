@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from html import escape
 
@@ -69,6 +70,31 @@ class RecipePicker(Picker):
             *self.advanced.inputs,
         ):
             control.observe(self.read, "value")
+        self.read()
+
+    @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """See :class:`Picker`."""
+        return {
+            "method": self.method,
+            "lora_rank": self.lora_rank,
+            "precision": self.precision,
+            "seq_len": self.seq_len,
+            "micro_batch_size": self.micro,
+            "global_batch_size": self.global_batch,
+            "recompute": self.recompute,
+            **self.advanced.boxes,
+        }
+
+    def set_fields(self, values: Mapping[str, object]) -> None:
+        """Set inputs by field, and fields without an input beside them, as one change."""
+        self._taking = True
+        try:
+            super().set_fields(values)
+            hidden = {name: value for name, value in values.items() if name not in self.boxes}
+            self._base = replace(self._base, **hidden)
+        finally:
+            self._taking = False
         self.read()
 
     def take(self, recipe: ss.Recipe) -> None:
@@ -161,3 +187,10 @@ class RecipePicker(Picker):
         super().read(change)
         if self.value is not None:
             self._say_unshown()
+            self.answer = _answer(self.value)
+
+
+def _answer(recipe: ss.Recipe) -> str:
+    """Return ``full, bf16-mixed, 4,096 tokens``."""
+    method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}[recipe.method]
+    return f"{method}, {recipe.precision}, {recipe.seq_len:,} tokens"

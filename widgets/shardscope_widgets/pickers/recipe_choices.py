@@ -96,12 +96,17 @@ class Advanced:
             "Every", self.interval, controls.label("layers, 1: all of them")
         )
         self.rows["dropout"] = Row("Dropout", self.dropout)
-        self.button = controls.button("Advanced", "ss-link", icon="chevron-right")
+        self.button = controls.button("More options", "ss-link", icon="chevron-right")
         self.is_open = False
         self._meaningless: set[str] = set()
         self.button.on_click(lambda _: self.open(not self.is_open))
         self.take(recipe)
         self.open(False)
+
+    @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """Field -> its input."""
+        return {**self.dropdowns, "recompute_interval": self.interval, "dropout": self.dropout}
 
     @property
     def inputs(self) -> list[widgets.Widget]:

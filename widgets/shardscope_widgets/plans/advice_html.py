@@ -1,4 +1,4 @@
-"""Advice in words and lines: the path through the questions, what else there is, what frameworks support."""
+"""The advice as HTML: recommendation, alternatives, the questions behind them, and a table of abilities."""
 
 from __future__ import annotations
 
@@ -6,41 +6,49 @@ from html import escape
 
 from shardscope.planner.abilities import COLUMNS, Abilities
 from shardscope.planner.advice import Advice, Turn
+from shardscope_widgets.plans.advice_choice import Alternative, Answer
 
 
-def advised(advice: Advice) -> str:
-    """The plan to start with and a button that applies it, or that nothing fits."""
-    first, _, rest = advice.why.partition(". ")
-    why = f"<p><b>{escape(first)}{'.' if rest else ''}</b> {escape(rest)}</p>"
-    if advice.plan is None:
-        return f"<div class='ss-advised'>{why}</div>"
-    button = "<button type='button' class='ss-act ss-first' data-act='plan'>Apply this plan</button>"
-    return f"<div class='ss-advised'>{why}{button}</div>"
+def recommendation(answer: Answer) -> str:
+    """Return the recommended plan in one sentence, its figures, and the button that applies it."""
+    button = ""
+    if answer.plan is not None:
+        label = escape(f"Apply {answer.plan.layout.description}", quote=True)
+        button = (
+            "<button type='button' class='ss-act ss-first' data-act='plan'"
+            f" aria-label='{label}'>Apply</button>"
+        )
+    lines = f"<p><b>{escape(answer.sentence)}</b></p>"
+    if answer.figures:
+        lines += f"<p class='ss-number'>{escape(answer.figures)}</p>"
+    if answer.change:
+        lines += f"<p class='ss-number'>{escape(answer.change)}</p>"
+    return f"<div class='ss-advised'><div>{lines}</div>{button}</div>"
 
 
-def disagrees(advice: Advice) -> str:
-    """Where a search finds another plan: which, by how much, and a button. Searches when first asked."""
-    if not advice.disagreement:
+def alternatives(found: tuple[Alternative, ...], *, nothing_fits: bool) -> str:
+    """Return the alternatives, each with what it gains and costs, or lacks, and a button that applies it."""
+    if not found:
         return ""
-    return (
-        f"<div class='ss-note'><b>The search disagrees.</b> {escape(advice.disagreement)} "
-        f"{_other(advice)}</div>"
+    rows = "".join(
+        f"<li><div>{escape(one.words)}</div><button type='button' class='ss-act' data-act='{one.index}'"
+        f" aria-label='{escape(f'Apply {one.plan.layout.description}', quote=True)}'>Apply</button></li>"
+        for one in found
     )
+    title = "Nearest plans" if nothing_fits else "Alternatives"
+    return f"<h2>{title}</h2><ul class='ss-offers'>{rows}</ul>"
 
 
-def _other(advice: Advice) -> str:
-    """A button that applies the search's plan."""
-    if advice.fastest is None:
-        return ""
-    label = escape(f"Apply the search's plan: {advice.fastest.layout.description}", quote=True)
-    return f"<button type='button' class='ss-act' data-act='fastest' aria-label='{label}'>Apply it</button>"
-
-
-def path(advice: Advice) -> str:
-    """Every question in order; those whose answer the plan does not have are pale."""
+def path(advice: Advice, answer: Answer) -> str:
+    """Return the questions in order, folded; those whose answer the plan does not have are pale."""
     steps = "".join(_turn(turn) for turn in advice.path)
-    hint = "<span class='ss-hint'>filled: the plan has it; hollow and pale: it does not</span>"
-    return f"<h2>The questions on the way {hint}</h2><ol class='ss-path'>{steps}</ol>"
+    number = len(advice.path)
+    why = f"<p>{escape(answer.why)}</p>" if answer.why else ""
+    return (
+        "<details class='ss-fold' data-key='why'>"
+        f"<summary>Why? {number} question{'s' * (number != 1)}</summary>"
+        f"{why}<ol class='ss-path'>{steps}</ol></details>"
+    )
 
 
 def _turn(turn: Turn) -> str:
@@ -53,21 +61,8 @@ def _turn(turn: Turn) -> str:
     )
 
 
-def otherwise(advice: Advice) -> str:
-    """Other plans, each with what it gives and costs, or lacks, and a button that applies it."""
-    if not advice.alternatives:
-        return ""
-    rows = "".join(
-        f"<li><div>{escape(words)}</div><button type='button' class='ss-act' data-act='{index}'"
-        f" aria-label='{escape(f'Apply {plan.layout.description}', quote=True)}'>Apply</button></li>"
-        for index, (plan, words) in enumerate(advice.alternatives)
-    )
-    title = "Otherwise" if advice.plan is not None else "Nearest to it"
-    return f"<h2>{title}</h2><ul class='ss-offers'>{rows}</ul>"
-
-
 def matrix(table: Abilities) -> str:
-    """Abilities down, frameworks across; what asks for an ability stands behind its mark, on hover."""
+    """Return the abilities of each framework as a folded table, whose tooltips name the options."""
     head = "".join(f"<th scope='col'>{escape(title)}</th>" for title in table.titles.values())
     rows = "".join(
         f"<tr><th scope='row' title='{escape(column.words, quote=True)}'>{escape(column.title)}</th>"
@@ -77,10 +72,10 @@ def matrix(table: Abilities) -> str:
     )
     ways = "".join(f"<td>{escape(words)}</td>" for words in table.ergonomics.values())
     return (
-        "<h2>What each supports <span class='ss-hint'>hover a mark for what asks for it</span></h2>"
-        "<div class='ss-scroll' tabindex='0'><table class='ss-table ss-matrix'><thead><tr><td></td>"
-        f"{head}</tr></thead><tbody>{rows}<tr class='ss-ways'><th scope='row'>in use</th>{ways}</tr></tbody>"
-        "</table></div>"
+        "<details class='ss-fold' data-key='support'><summary>What each framework supports</summary>"
+        "<div class='ss-scroll' tabindex='0' role='region' aria-label='What each framework supports'>"
+        f"<table class='ss-table ss-matrix'><thead><tr><td></td>{head}</tr></thead><tbody>{rows}"
+        f"<tr class='ss-ways'><th scope='row'>in use</th>{ways}</tr></tbody></table></div></details>"
     )
 
 

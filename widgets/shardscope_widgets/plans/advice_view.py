@@ -1,33 +1,27 @@
-"""Which plan to start with, and the questions on the way to it: ``ss.recommend`` as a person reads it."""
+"""The view of ``ss.recommend``: one plan to start with, at most two alternatives, the questions behind."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import traitlets
 
 import shardscope as ss
 from shardscope.planner.abilities import abilities
 from shardscope.planner.advice import Advice
-from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.background_work import Progress, WorkPanel
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.plans.advice_html import advised, disagrees, matrix, otherwise, path
-
-
-def _with_a_search(advice: Advice, progress: Progress) -> Advice:
-    """The same advice, once it knows what a search over all layouts says."""
-    progress("setting a search beside it", 0.5)
-    _ = advice.disagreement  # Kept by it: drawing asks again.
-    progress("drawing", 1.0)
-    return advice
+from shardscope_widgets.plans.advice_choice import Answer, answer
+from shardscope_widgets.plans.advice_html import alternatives, matrix, path, recommendation
 
 
 class AdviceView(View):
-    """The path that advice took, with the numbers at each turn, and what each framework supports.
+    """One recommendation and its alternatives; the questions and what each framework supports are folded.
 
     :meth:`ask` asks in the background; ``AdviceView(advice)`` shows what ``ss.recommend`` returned.
     A button applies a plan: ``on_apply`` gets it, and :attr:`plan` has it.
@@ -42,17 +36,19 @@ class AdviceView(View):
         on_apply: Callable[[ss.Plan], None] | None = None,
         work: WorkPanel | None = None,
     ) -> None:
-        """``work`` is where the questions show how far they are, if that is not above the advice."""
+        """``work``: the panel that shows the progress of the questions; by default one above the advice."""
         self.advice: Advice | None = None
+        self.answer: Answer | None = None
+        self._on_screen: ss.Plan | None = None
+        self._familiar_with: tuple[str, ...] = ()
         self._on_apply = on_apply
         self._ask_again: Callable[[], None] | None = None
-        self.work = work or WorkPanel("Ask again", "Ask the same once more", self._press)
+        self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press)
         own = [] if work else [self.work, self.work.words]
         if own:
             self.work.offer(False)  # Until there is a question.
         self.words = Clickable(self._act)
-        self.matrix = controls.html()
-        super().__init__([Sheet("plans"), *own, self.words, self.matrix])
+        super().__init__([Sheet("plans"), *own, self.words])
         for name in ("ss-root", "ss-view", "ss-advice"):
             self.add_class(name)
         if advice is not None:
@@ -65,46 +61,61 @@ class AdviceView(View):
         recipe: ss.Recipe,
         familiar_with: Iterable[str] = (),
         *,
+        current: ss.Plan | None = None,
         on_found: Callable[[], None] | None = None,
     ) -> None:
-        """Ask ``ss.recommend`` in the background and show what it advises; then call ``on_found``.
+        """Call ``ss.recommend`` in the background, show its advice, then call ``on_found``.
 
-        Returns at once. Does nothing while it is asked already. What ``ss.recommend`` raises is read beside
-        the button.
+        ``current``: the plan on screen, which the advice has to outdo. Return at once. Do nothing while a
+        question is under way. An error of ``ss.recommend`` is shown beside the button.
         """
 
         def work(progress: Progress) -> Advice:
             progress("asking", 0.0)
-            advice = ss.recommend(arch, cluster, recipe, familiar_with)
-            self._draw(advice)
+            more: dict[str, Any] = {"current": current} if _takes_current(ss.recommend) else {}
+            advice = ss.recommend(arch, cluster, recipe, familiar_with, **more)
+            progress("drawing", 1.0)  # Raises if Cancel was pressed meanwhile.
+            return advice
+
+        def found(advice: Advice) -> None:
+            self._on_screen, self._familiar_with = current, tuple(familiar_with)
+            self.show(advice)
             if on_found is not None:
                 on_found()
-            return _with_a_search(advice, progress)
 
-        self._ask_again = partial(self.ask, arch, cluster, recipe, familiar_with, on_found=on_found)
+        self._ask_again = partial(
+            self.ask, arch, cluster, recipe, familiar_with, current=current, on_found=on_found
+        )
         self.work.offer(True)
-        self.work.start(work, self._draw_all, lambda _, seconds: "")
+        self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, advice: Advice) -> None:
-        """Draw advice at once, and in the background set a search beside it, which takes seconds."""
-        self._draw(advice)
-        self.work.start(partial(_with_a_search, advice), self._draw_all, lambda _, seconds: "")
-
-    def _draw_all(self, advice: Advice) -> None:
-        if advice is self.advice:
-            self._draw(advice, disagrees(advice))
-
-    def _draw(self, advice: Advice, beside: str = "") -> None:
-        """``beside`` is what a search says; the table of what frameworks support is the same for all."""
+        """Draw advice."""
         self.advice = advice
-        self.words.value = advised(advice) + beside + path(advice) + otherwise(advice)
-        if not self.matrix.value:
-            self.matrix.value = matrix(abilities())
+        self._draw()
+
+    def mark(self, plan: ss.Plan | None) -> None:
+        """Draw the advice for another plan on screen; None: there is none."""
+        if plan != self._on_screen:
+            self._on_screen = plan
+            if self.advice is not None:
+                self._draw()
 
     def freeze(self, frozen: bool) -> None:
-        """Let nothing be pressed, and look so: what is shown is no answer to what is asked now."""
+        """Disable the buttons while the advice is not for the plan on screen."""
         self.words.frozen = frozen
         (self.add_class if frozen else self.remove_class)("ss-old")
+
+    def _draw(self) -> None:
+        advice = self.advice
+        assert advice is not None
+        self.answer = answer(advice, self._on_screen, self._familiar_with)
+        self.words.value = (
+            recommendation(self.answer)
+            + alternatives(self.answer.alternatives, nothing_fits=advice.plan is None)
+            + path(advice, self.answer)
+            + _support()
+        )
 
     def _press(self) -> None:
         if self._ask_again is not None:
@@ -119,13 +130,18 @@ class AdviceView(View):
             self._on_apply(plan)
 
     def _plan_of(self, act: str) -> ss.Plan | None:
-        advice = self.advice
-        if advice is None:
+        """Return the plan of a button. A click may arrive after other advice was drawn: None then."""
+        if self.answer is None:
             return None
         if act == "plan":
-            return advice.plan
-        if act == "fastest":
-            return advice.fastest
-        # A click may come late: after it was sent, other advice may have been drawn.
-        index = int(act) if act.isdigit() else len(advice.alternatives)
-        return advice.alternatives[index][0] if index < len(advice.alternatives) else None
+            return self.answer.plan
+        return next((one.plan for one in self.answer.alternatives if str(one.index) == act), None)
+
+
+@cache
+def _support() -> str:
+    return matrix(abilities())
+
+
+def _takes_current(recommend: Callable[..., Advice]) -> bool:
+    return "current" in inspect.signature(recommend).parameters

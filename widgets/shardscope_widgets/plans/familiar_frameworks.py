@@ -1,4 +1,4 @@
-"""What a team already runs well, for advice to know: a toggle for each, any number of them on."""
+"""Toggles for the frameworks that the team knows, an input of the advice: any number of them on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from shardscope.frameworks.registry import frameworks
 from shardscope.planner.abilities import TITLES
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
-LABEL = "Your team runs well"
+LABEL = "Frameworks your team knows"
 
 
 class FamiliarToggles(Clickable):
     """:attr:`names` are on, and are what ``ss.recommend`` takes as ``familiar_with``.
 
-    Buttons in HTML, for ipywidgets' own do not tell a screen reader which of them are on.
+    The group is one Tab stop, with arrow keys inside (``data-roving``). The buttons are HTML: ipywidgets'
+    own toggle buttons have no ``aria-pressed``.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        """``on_change`` is called after each press."""
+        """``on_change``: called after each press."""
         self.names: tuple[str, ...] = ()
         self._on_change = on_change
         super().__init__(self._toggle)
@@ -28,7 +29,7 @@ class FamiliarToggles(Clickable):
     def _toggle(self, name: str) -> None:
         if name not in TITLES:
             raise IgnoredError(name)
-        # In one order, however they were pressed: the question is the same.
+        # The order of presses makes no other question.
         self.names = tuple(each for each in TITLES if (each in self.names) != (each == name))
         self._write()
         self._on_change()
@@ -37,16 +38,16 @@ class FamiliarToggles(Clickable):
         toggles = "".join(_toggle(name, title, name in self.names) for name, title in TITLES.items())
         self.value = (
             f"<div class='ss-toggles'><span aria-hidden='true'>{LABEL}</span>"
-            f"<div role='group' aria-label='{LABEL}'>{toggles}</div></div>"
+            f"<div role='group' aria-label='{LABEL}' data-roving>{toggles}</div></div>"
         )
 
 
 def _toggle(name: str, title: str, is_on: bool) -> str:
-    # Accelerate trains nothing itself, and so is never what is advised.
+    # Accelerate starts other frameworks and is itself never advised.
     words = (
-        f"{title} is advised where it does the same about as fast as another framework"
+        f"Prefer {title} where another framework would be about as fast"
         if name in frameworks
-        else f"Advice says whether {title} starts its plan, and through what"
+        else f"Say whether {title} can start the recommended plan"
     )
     return (
         f"<button type='button' class='ss-act' data-act='{name}' aria-pressed='{str(is_on).lower()}'"

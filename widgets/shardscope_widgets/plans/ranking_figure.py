@@ -1,98 +1,155 @@
-"""The one figure of the ranking view: every plan that was evaluated, speed against memory."""
+"""The chart of a search: every plan by its peak memory and its rate, with what keeps it from running."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from html import escape
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope.memory.words import gib
+from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.plans.ranking_rows import marks, signs
+from shardscope_widgets.plans.ranking_table import layout_words
+from shardscope_widgets.plans.standing import Kind, Standing, standing
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
 
 GIB = 2**30
-PIXELS = 300
+PIXELS = 272
 SHOWN_OVER_CAPACITY = 1.5
-"""How far beyond the card's memory plans are drawn: those that need ten cards' say nothing."""
+"""Plans up to this multiple of a GPU's memory are drawn: those that need ten GPUs' say nothing."""
 INK = "#7f8790"
+TOOLTIP_CHARACTERS = 46
+"""A line of a tooltip: as long as a chart of 390 pixels has room for."""
+RING_PIXELS: Mapping[Kind, float] = {
+    "fits": 0.0,
+    "may not fit": 1.6,
+    "does not fit": 1.6,
+    "cannot be launched here": 1.0,
+}
 
 
 def empty_figure() -> Chart:
-    """A trace for each framework, the front, and the plan that is chosen; without data."""
+    """Return a chart without data: a trace for each framework, crosses, the front, and the plan on screen."""
     traces: list[Any] = [
         go.Scatter(
             name=sign.title,
             mode="markers",
-            marker={"symbol": sign.symbol, "color": sign.colour, "size": 6, "opacity": 0.75},
-            hovertemplate=f"{sign.title}: %{{x:.3g}} GiB, %{{y:,.3~s}} tokens/s per GPU<extra></extra>",
+            marker={"symbol": [], "color": sign.colour, "size": 7, "opacity": 0.8},
+            hovertemplate="%{text}<extra></extra>",
         )
         for sign in signs().values()
     ]
+    # Not a symbol of its own: plotly crosses circles, squares and diamonds, and no triangles.
+    crosses = go.Scatter(
+        name="cannot be launched here",
+        mode="markers",
+        marker={"symbol": "x-thin", "size": 4, "line": {"width": 1, "color": INK}},
+        hoverinfo="skip",
+    )
     front = go.Scatter(
         name="front",
         mode="lines",
         line={"width": 1.5, "color": INK, "shape": "hv"},
-        hovertemplate="front: %{y:,.3~s} tokens/s per GPU need %{x:.3g} GiB<extra></extra>",
+        hoverinfo="skip",
     )
-    chosen = go.Scatter(
+    on_screen = go.Scatter(
         name="this plan",
-        mode="markers",
-        marker={"symbol": "circle-open", "size": 15, "line": {"width": 2, "color": INK}, "color": INK},
-        hovertemplate="this plan: %{x:.3g} GiB, %{y:,.3~s} tokens/s per GPU<extra></extra>",
+        mode="markers+text",
+        marker={"symbol": "circle-open", "size": 16, "line": {"width": 2, "color": INK}, "color": INK},
+        textfont={"size": 12},
+        hoverinfo="skip",
+        cliponaxis=False,
     )
-    figure = Chart([*traces, front, chosen], layout=_layout())
+    figure = Chart([*traces, crosses, front, on_screen], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
-    return survive_reload(figure)
+    return figure
 
 
 def _layout() -> dict[str, Any]:
+    # Without grid lines: labels stand at marks and at the memory line, and no line crosses them.
+    axis = {"zeroline": False, "fixedrange": True, "showgrid": False, "ticks": "outside", "ticklen": 4}
+    line = {"showline": True, "linecolor": INK, "tickcolor": INK, "linewidth": 1}
     return {
         "autosize": True,
         "height": PIXELS,
-        "margin": {"l": 56, "r": 16, "t": 24, "b": 40},
+        "margin": {"l": 52, "r": 16, "t": 24, "b": 44},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
-        "hoverlabel": {"align": "left"},
+        "hoverlabel": {"align": "left", "font": {"size": 12}, "namelength": -1},
         "hovermode": "closest",
         "xaxis": {
+            **axis,
+            **line,
             "title": {"text": "peak memory of a GPU, GiB", "font": {"size": 12}, "standoff": 6},
-            "zeroline": False,
-            "fixedrange": True,
             "nticks": 8,
         },
-        "yaxis": {"zeroline": False, "fixedrange": True, "nticks": 6, "tickformat": "~s"},
+        "yaxis": {**axis, **line, "nticks": 6, "tickformat": "~s"},
         "transition": {"duration": 0},
     }
 
 
+def on_plan_click(figure: Chart, callback: Callable[[int], None]) -> None:
+    """Call ``callback`` with the row of the plan whose mark is clicked."""
+
+    def clicked(trace_index: int, point_index: int, customdata: object) -> None:
+        if isinstance(customdata, int):
+            callback(customdata)
+
+    figure.on_click(clicked)
+
+
 def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
-    """Mark the plan that is applied, by its peak bytes and a GPU's tokens a second; None: no mark."""
-    place = {"x": [chosen[0] / GIB], "y": [chosen[1]]} if chosen else {"x": [], "y": []}
+    """Mark the plan on screen, given as peak bytes and tokens per second per GPU; None removes the mark."""
+    place: dict[str, Any] = {"x": [], "y": [], "text": []}
+    if chosen is not None:
+        x = chosen[0] / GIB
+        # Beside the ring, on the side that has room.
+        range_ = figure.layout.xaxis.range or (0.0, 2 * x)
+        side = "left" if x > (range_[0] + range_[1]) / 2 else "right"
+        place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": f"middle {side}"}
     figure.redraw([*({} for _ in figure.data[:-1]), place], {})
 
 
 def draw(figure: Chart, ranking: Ranking) -> int:
-    """Show every plan in its place; how many marks that took."""
+    """Draw a mark for every place that holds a plan. Return the number of marks."""
     memory = ranking.peak_bytes.astype(float)
     speed = ranking.tokens_per_second_per_gpu
     capacity = float(ranking.cluster.usable_bytes_per_gpu)
     near = np.flatnonzero((memory <= SHOWN_OVER_CAPACITY * capacity) & np.isfinite(speed))
-    names = ranking.framework
+    # Of the plans in one place, one that fits is shown.
+    fits = ranking.is_feasible & ranking.is_room_known
+    near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
-    shown = marks(ranking, near, (0.0, widest), (0.0, highest))
+    # Plans that fit are drawn last, over the others.
+    shown = marks(ranking, near, (0.0, widest), (0.0, highest))[::-1]
+    found = {int(index): standing(ranking, int(index)) for index in shown}
+    names = ranking.framework
     traces: list[dict[str, Any]] = []
-    for name in signs():
+    for name, sign in signs().items():
         own = shown[names[shown] == name]
-        traces.append({"x": (memory[own] / GIB).tolist(), "y": speed[own].tolist()})
+        kinds = [found[int(index)].kind for index in own]
+        traces.append({
+            "x": (memory[own] / GIB).tolist(),
+            "y": speed[own].tolist(),
+            "customdata": own.tolist(),
+            "text": [_tooltip(ranking, int(index), found[int(index)]) for index in own],
+            "marker.symbol": [sign.symbol if kind == "fits" else f"{sign.symbol}-open" for kind in kinds],
+            "marker.line.width": [RING_PIXELS[kind] for kind in kinds],
+        })  # fmt: skip
+    crossed = np.array([i for i in shown if found[int(i)].kind == "cannot be launched here"], np.int64)
+    traces.append({"x": (memory[crossed] / GIB).tolist(), "y": speed[crossed].tolist()})
     front = ranking.pareto()[::-1]
     traces.append({"x": (memory[front] / GIB).tolist(), "y": speed[front].tolist()})
-    traces.append({"x": [], "y": []})
-    line = {"width": 2, "color": INK}
+    traces.append({"x": [], "y": [], "text": []})
     end = capacity / GIB
     figure.redraw(
         traces,
@@ -101,12 +158,12 @@ def draw(figure: Chart, ranking: Ranking) -> int:
             "yaxis.range": [0, highest],
             "shapes": [
                 {"type": "line", "xref": "x", "yref": "paper", "x0": end, "x1": end, "y0": 0, "y1": 1,
-                 "line": line},
+                 "line": {"width": 2, "color": INK}},
             ],
             "annotations": [
                 {"x": end, "xref": "x", "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False,
                  "text": f"{end:.3g} GiB usable", "font": {"size": 12}},
-                {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -50, "y": 1, "yref": "paper",
+                {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -46, "y": 1, "yref": "paper",
                  "yanchor": "bottom", "showarrow": False, "text": "tokens/s per GPU", "font": {"size": 12}},
             ],
         },
@@ -114,21 +171,45 @@ def draw(figure: Chart, ranking: Ranking) -> int:
     return len(shown)
 
 
-def key(ranking: Ranking) -> str:
-    """What each mark is, as HTML."""
-    there = set(np.unique(ranking.framework).tolist())
-    parts = [
-        f"<span><b style='color:{sign.colour}'>{sign.text}</b> {sign.title}</span>"
-        for name, sign in signs().items()
-        if name in there
+def _tooltip(ranking: Ranking, index: int, found: Standing) -> str:
+    """Return the tooltip of a mark: layout, memory, rate, and why the plan cannot be run."""
+    plan = ranking.plan(index)
+    rate = short(float(ranking.tokens_per_second_per_gpu[index]))
+    lines = [
+        *_wrapped(layout_words(plan.layout), bold=True),
+        f"micro-batch {plan.recipe.micro_batch_size}, recompute {plan.recipe.recompute}",
+        f"{gib(int(ranking.peak_bytes[index]))} GiB, {rate} tokens/s per GPU",
     ]
-    return f"<div class='ss-key'>{''.join(parts)}<span>— fastest with this much memory</span></div>"
+    for reason in found.reasons:
+        lines += _wrapped(reason)
+    return "<br>".join([*lines, "Click to apply"])
+
+
+def _wrapped(text: str, *, bold: bool = False) -> list[str]:
+    lines = [escape(line, quote=False) for line in wrap(text, TOOLTIP_CHARACTERS)]
+    return [f"<b>{line}</b>" for line in lines] if bold else lines
+
+
+def key(ranking: Ranking) -> str:
+    """Return the meaning of each mark, as HTML."""
+    drawn = set(np.unique(ranking.framework).tolist())
+    parts = [
+        f"<span><b class='ss-sign' style='color:{sign.colour}'>{sign.text}</b> {sign.title}</span>"
+        for name, sign in signs().items()
+        if name in drawn
+    ]
+    parts += [
+        "<span><b>○</b> does not fit</span>",
+        "<span><b>⊗</b> cannot be launched here</span>",
+        "<span><b>—</b> fastest with this much memory</span>",
+    ]
+    return f"<div class='ss-key'>{''.join(parts)}</div>"
 
 
 def counted(ranking: Ranking, num_marks: int) -> str:
-    """``12,032 plans evaluated in 0.41 s, 3,204 fit``, and what the chart leaves out of them."""
+    """Return ``12,032 plans evaluated in 0.41 s, 3,204 fit``, and how many points the chart shows of them."""
     num, fits = ranking.num_evaluated, ranking.num_feasible
     words = f"{num:,} plans evaluated in {ranking.seconds:.2f} s, {fits:,} fit"
     if num_marks < num:
-        words += f"; {num_marks:,} marks stand for those that need up to {SHOWN_OVER_CAPACITY:g} cards"
+        words += f"; {num_marks:,} points shown, up to {SHOWN_OVER_CAPACITY:g} times a GPU's memory"
     return words

@@ -1,4 +1,4 @@
-"""A search's results as rows that are sorted and paged, and as marks that a chart can carry."""
+"""Rows of a search: their order, and the marks that a chart has room for."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ASCENDING: dict[str, bool] = {
     "cost_per_token": True,
     "framework": True,
 }
-"""Columns that sort where they are known, and which end a first click brings to the top: the better one."""
-GRID = (72, 44)
-"""Places that a chart of usual width can tell apart, across and upwards: two plans in one are one mark."""
+"""Sortable columns, and whether a first click sorts upwards: the better end comes first."""
+GRID = (52, 28)
+"""Cells of the chart, across and upwards: two plans of a framework in one cell are one mark."""
 
 Indices = npt.NDArray[np.int64]
 
 
 class Sign(NamedTuple):
-    """How a framework looks in chart and table: never by its colour alone."""
+    """The look of a framework in chart and table: a colour and a shape."""
 
     title: str
     colour: str
@@ -39,7 +39,7 @@ class Sign(NamedTuple):
 
 
 def signs() -> dict[str, Sign]:
-    """Framework's name -> its sign, in the order of the registry."""
+    """Return framework's name -> its sign, in the order of the registry."""
     return {
         name: Sign(
             framework.title,
@@ -52,14 +52,14 @@ def signs() -> dict[str, Sign]:
 
 
 def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
-    """Feasible rows by a column, equals in the ranking's order; None: in the ranking's order."""
+    """Return feasible rows sorted by a column, ties in the ranking's order; None: in the ranking's order."""
     rows = ranking.order
-    # Of a cluster without a price no cost is known.
+    # A cluster without a price has no costs.
     if column is None or getattr(ranking, column) is None:
         return rows
     values = np.asarray(getattr(ranking, column))[rows]
     if not ascending:
-        # Stable in both directions: a reversed stable sort would turn equals around.
+        # Stable in both directions: a reversed stable sort would reverse ties.
         _, codes = np.unique(values, return_inverse=True)
         values = -codes
     return rows[np.argsort(values, kind="stable")]
@@ -68,7 +68,7 @@ def ordered(ranking: Ranking, column: str | None, ascending: bool) -> Indices:
 def marks(
     ranking: Ranking, rows: Indices, x_range: tuple[float, float], y_range: tuple[float, float]
 ) -> Indices:
-    """The first of ``rows`` in each place that a chart can tell apart, for each framework."""
+    """Return the first of ``rows`` in each cell of the chart, for each framework."""
     memory = np.asarray(ranking.peak_bytes, dtype=float)[rows]
     speed = np.asarray(ranking.tokens_per_second_per_gpu, dtype=float)[rows]
     _, codes = np.unique(np.asarray(ranking.framework)[rows], return_inverse=True)
@@ -85,12 +85,16 @@ def _place(values: npt.NDArray[np.float64], bounds: tuple[float, float], number:
 
 
 def is_row(ranking: Ranking, index: int, plan: ss.Plan, peak_bytes: int) -> bool:
-    """Whether a row is ``plan``, whose peak is ``peak_bytes``, however its open fields are written."""
-    other = ranking.plan(index)
+    """Return whether a row is ``plan``, whose peak is ``peak_bytes``."""
+    return peak_bytes == int(ranking.peak_bytes[index]) and is_same(ranking.plan(index), plan)
+
+
+def is_same(one: ss.Plan, other: ss.Plan) -> bool:
+    """Return whether two plans of one model and cluster do the same, however their defaults are written."""
     return (
-        peak_bytes == int(ranking.peak_bytes[index])
-        and other.layout.framework == plan.layout.framework
-        and other.degrees == plan.degrees
-        and other.recipe.micro_batch_size == plan.recipe.micro_batch_size
-        and other.recipe.recompute == plan.recipe.recompute
+        one.layout.framework == other.layout.framework
+        and one.degrees == other.degrees
+        and one.recipe.micro_batch_size == other.recipe.micro_batch_size
+        and one.recipe.recompute == other.recipe.recompute
+        and one.memory().peak_bytes == other.memory().peak_bytes
     )

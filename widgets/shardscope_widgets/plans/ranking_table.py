@@ -1,4 +1,4 @@
-"""The best plans of a search as rows that are sorted, paged and pressed."""
+"""The table of a search: the best plans as rows that are sorted, paged and pressed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import shardscope as ss
-from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope.planner.misses import instead_words
 from shardscope_widgets.kit.numbers import Scale, dollars, short
 from shardscope_widgets.pickers.layout import LABELS, WORDS
 from shardscope_widgets.plans.ranking_rows import Indices, is_row, signs
+from shardscope_widgets.plans.standing import why_not_launched, why_unknown
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
@@ -29,7 +29,7 @@ HEADINGS = {
 
 
 Chosen = tuple[ss.Plan, int]
-"""The plan that is applied, and its peak bytes."""
+"""The plan on screen, and its peak bytes."""
 
 
 def page_of(
@@ -40,7 +40,7 @@ def page_of(
     ascending: bool,
     chosen: Chosen | None,
 ) -> str:
-    """Twelve rows from ``first`` on, with headings that sort and rows that apply."""
+    """Return twelve rows from ``first`` on, with headings that sort and rows that apply."""
     shown = order[first : first + ROWS_ON_A_PAGE]
     steps = np.asarray(ranking.step_seconds, dtype=float)
     scale = Scale.of(float(steps[order[0]]))
@@ -54,8 +54,9 @@ def page_of(
     head += _heading("cost_per_token", cost, column, ascending) if known else f"<th>{cost}</th>"
     rows = "".join(_row(ranking, int(index), scale, chosen) for index in shown)
     return (
-        f"<div class='ss-scroll'><table class='ss-table ss-ranked'><thead><tr>{head}"
-        f"</tr></thead><tbody>{rows}</tbody></table></div>{_pager(first, len(order))}"
+        "<div class='ss-scroll' tabindex='0' role='region' aria-label='Plans'>"
+        f"<table class='ss-table ss-ranked'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>{_pager(first, len(order))}"
     )
 
 
@@ -78,13 +79,20 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
     current = chosen is not None and is_row(ranking, index, *chosen)
     kind = " class='ss-current'" if current else ""
     name = escape(layout_words(plan.layout))
-    note = "<span>· this plan</span>" if current else ""
-    if (refusal := why_not_trained(plan)) is not None:
-        note += f"<span class='ss-hint' title='{escape(refusal, quote=True)}'>· no Launch</span>"
+    notes = ["this plan"] if current else []
+    notes += [
+        f"<span title='{escape(reason, quote=True)}'>{words}</span>"
+        for words, reason in (
+            ("may not fit", why_unknown(ranking, index)),
+            ("cannot be launched here", why_not_launched(ranking, index)),
+        )
+        if reason
+    ]
+    note = f"<div class='ss-hint'>{', '.join(notes)}</div>" if notes else ""
     mark = f"<span class='ss-sign' style='color:{sign.colour}'>{sign.text}</span>"
     return (
         f"<tr data-act='apply:{index}'{kind}><td><div class='ss-plan'>{mark}"
-        f"<button type='button' data-act='apply:{index}'>{name}</button>{note}</div></td>"
+        f"<button type='button' data-act='apply:{index}'>{name}</button></div>{note}</td>"
         f"<td>{plan.recipe.micro_batch_size}</td>"
         f"<td class='ss-text'>{escape(str(plan.recipe.recompute))}</td><td>{short(rate)}</td>"
         f"<td>{scale.show(float(ranking.step_seconds[index]))}</td><td>{gib(int(ranking.peak_bytes[index]))}</td>"
@@ -93,15 +101,15 @@ def _row(ranking: Ranking, index: int, scale: Scale, chosen: Chosen | None) -> s
 
 
 def layout_words(layout: ss.Layout) -> str:
-    """``Megatron-core tp 4 pp 4, sequence whole``: the framework and what differs from its plainest."""
+    """Return ``Megatron-core tp 4 pp 4, sequence whole``: the framework and its non-default options."""
     plain = type(layout)()
     numbers, switches = [], []
     for name, values in layout.choices.items():
         value = getattr(layout, name)
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        # A number that has no value for "none", as ZeRO's stage, is always worth telling.
-        told = is_number and values is not None and None not in values
-        if value is None or (value == getattr(plain, name) and not told):
+        # A number without a value for "none", like ZeRO's stage, is always shown.
+        is_shown = is_number and values is not None and None not in values
+        if value is None or (value == getattr(plain, name) and not is_shown):
             continue
         if is_number:
             numbers.append(f"{name} {value}")
@@ -111,7 +119,7 @@ def layout_words(layout: ss.Layout) -> str:
 
 
 def plain_sequence(layout: ss.Layout) -> bool:
-    """What sequence parallelism is where nobody said: on with tensor parallelism."""
+    """Return the default of sequence parallelism: on with tensor parallelism."""
     return bool(replace(layout, sequence_parallel=None).splits_sequence)  # type: ignore[call-arg]
 
 
@@ -129,22 +137,26 @@ def _pager(first: int, number: int) -> str:
 
 
 def misses(ranking: Ranking) -> str:
-    """Where nothing fits: the nearest misses, and what each lacks."""
+    """Return the nearest misses, and what each lacks, for a search in which nothing fits."""
     rows = "".join(
         f"<li><div>{escape(miss.words)}</div><button type='button' class='ss-act'"
-        f" data-act='apply:{miss.index}'>Apply</button></li>"
+        f" data-act='apply:{miss.index}' aria-label='{escape(f'Apply {miss.words}', quote=True)}'>"
+        "Apply</button></li>"
         for miss in ranking.misses
     )
     if ranking.instead is not None:
         applied = ranking.instead.num_feasible > 0
-        button = "<button type='button' class='ss-act' data-act='instead'>Apply</button>" if applied else ""
-        rows += f"<li><div>{escape(instead_words(ranking.instead))}</div>{button}</li>"
-    head = "<h2>Nothing fits <span class='ss-hint'>these come nearest</span></h2>"
+        label = escape(f"Apply: {instead_words(ranking.instead)}", quote=True)
+        button = (
+            f"<button type='button' class='ss-act' data-act='instead' aria-label='{label}'>Apply</button>"
+        )
+        rows += f"<li><div>{escape(instead_words(ranking.instead))}</div>{button if applied else ''}</li>"
+    head = "<h2>Nothing fits <span class='ss-hint'>the nearest plans</span></h2>"
     return f"{head}<ul class='ss-offers'>{rows}</ul>"
 
 
 def refusals(ranking: Ranking) -> str:
-    """Frameworks that have no part in the chart, and plans that are last in the table, and why."""
+    """Return why frameworks are absent from the chart and why plans come last in the table."""
     titles = signs()
     rows = f"<div>{escape(ranking.unsaid)}</div>" if ranking.unsaid else ""
     rows += "".join(

@@ -1,4 +1,4 @@
-"""What a search found: every plan in one chart, the best of them in a table whose rows apply."""
+"""The results of a search: every plan in one chart, the best of them in a table; both apply plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
-from shardscope_widgets.plans.ranking_figure import counted, draw, empty_figure, key, ring
+from shardscope_widgets.plans.ranking_figure import counted, draw, empty_figure, key, on_plan_click, ring
 from shardscope_widgets.plans.ranking_rows import ASCENDING, Indices, ordered
 from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, misses, page_of, refusals
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class RankingView(View):
-    """The plans of a search. A press on a row applies it: ``on_apply`` gets it, and :attr:`plan` has it.
+    """The plans of a search. A press on a row or mark applies it: ``on_apply`` gets it, :attr:`plan` has it.
 
-    :meth:`search` asks in the background, with a bar and a way to cancel; ``RankingView(ranking)`` shows what
-    ``ss.search`` returned.
+    :meth:`search` searches in the background, with a bar and a way to cancel; ``RankingView(ranking)`` shows
+    what ``ss.search`` returned.
     """
 
     plan = traitlets.Any(allow_none=True, default_value=None, help="The plan that was applied last.")
@@ -42,14 +42,14 @@ class RankingView(View):
         on_apply: Callable[[ss.Plan], None] | None = None,
         work: WorkPanel | None = None,
     ) -> None:
-        """``work`` is where a search shows how far it is, if that is not above the chart."""
+        """``work``: the panel that shows the progress of a search; by default one above the chart."""
         self.ranking: Ranking | None = None
         self._on_apply = on_apply
         self._current: tuple[ss.Plan, int] | None = None
-        # A search ends in a thread of its own, while a person may sort what is there.
+        # A search ends in a thread of its own, while the user may sort the rows.
         self._lock = threading.RLock()
         self._column: str | None = None
-        """None: as the ranking has them."""
+        """None: the ranking's own order."""
         self._ascending, self._first = True, 0
         self._order: Indices | None = None
         self._ask_again: Callable[[], None] | None = None
@@ -59,15 +59,15 @@ class RankingView(View):
         if own:
             self.work.offer(False)  # Until there is a question.
         self._place = widgets.VBox(layout=controls.layout())
-        self.caption = controls.html("", "ss-hint")
+        self.key, self.caption = controls.html(), controls.html("", "ss-hint")
         spare = 100 - TIGHT_PERCENT
-        self.room = controls.segments([(f"with {spare} % to spare", spare), ("all that fit", 0)], "Memory")
+        self.room = controls.segments([(f"{spare} % to spare", spare), ("All that fit", 0)], "Memory")
         self.room.observe(self._sort, "value")
         # Nothing to choose from until a search has ended.
-        self._bar = widgets.HBox([self.room], layout=widgets.Layout(display="none"))
+        self._bar = widgets.HBox([self.room, self.caption], layout=widgets.Layout(display="none"))
         self._bar.add_class("ss-toolbar")
         self.table = Clickable(self._act)
-        super().__init__([Sheet("plans"), *own, self._place, self.caption, self._bar, self.table])
+        super().__init__([Sheet("plans"), *own, self.key, self._place, self._bar, self.table])
         for name in ("ss-root", "ss-view", "ss-ranking"):
             self.add_class(name)
         if ranking is not None:
@@ -82,10 +82,10 @@ class RankingView(View):
         *,
         on_found: Callable[[], None] | None = None,
     ) -> None:
-        """Do ``ss.search`` in the background and show what it finds; then call ``on_found``.
+        """Call ``ss.search`` in the background, show its ranking, then call ``on_found``.
 
-        Returns at once. Does nothing while a search is under way. What ``ss.search`` raises is read beside
-        the button.
+        Return at once. Do nothing while a search is under way. An error of ``ss.search`` is shown beside the
+        button.
         """
 
         def work(progress: Progress) -> Ranking:
@@ -101,26 +101,27 @@ class RankingView(View):
         self.work.start(work, found, lambda _, seconds: "")
 
     def show(self, ranking: Ranking) -> None:
-        """Draw what a search found, the best first."""
+        """Draw a ranking, the best first."""
         with self._lock:
             self.ranking = ranking
             self._column, self._ascending, self._first = None, True, 0
             self._order = self._ordered(ranking)
             if self.figure is None:
                 self.figure = empty_figure()
+                on_plan_click(self.figure, lambda index: self.table.press(f"apply:{index}"))
                 self._place.children = [self.figure]
                 self._bar.layout.display = ""
             num_marks = draw(self.figure, ranking)
-            self.caption.value = f"{key(ranking)}{counted(ranking, num_marks)}"
+            self.key.value, self.caption.value = key(ranking), counted(ranking, num_marks)
             self._mark_again()
 
     def freeze(self, frozen: bool) -> None:
-        """Let nothing be pressed, and look so: what is shown is no answer to what is asked now."""
+        """Disable everything while the plans are not for the plan on screen."""
         self.table.frozen = self.room.disabled = frozen
         (self.add_class if frozen else self.remove_class)("ss-old")
 
     def mark(self, plan: ss.Plan | None) -> None:
-        """Say which plan is applied: its row and its place in the chart are marked. None: none of these."""
+        """Mark the row and the place of the plan on screen. None removes the mark."""
         with self._lock:
             before = self._current and self._current[0]
             if plan != before:
@@ -133,7 +134,7 @@ class RankingView(View):
             self._write()
 
     def _chosen(self) -> tuple[float, float] | None:
-        """Peak bytes and tokens a second of the plan that is applied; None where its time is not known."""
+        """Return peak bytes and tokens per second per GPU of the plan on screen; None without a time."""
         if self._current is None:
             return None
         plan, peak_bytes = self._current
@@ -160,7 +161,7 @@ class RankingView(View):
                 self._write()
 
     def _ordered(self, ranking: Ranking) -> Indices:
-        """The rows to show: of those that leave enough free; where none does, of all that fit."""
+        """Return the rows that leave enough memory free, or all that fit if none does."""
         least = ranking.cluster.usable_bytes_per_gpu * self.room.value // 100
         rows = ordered(ranking, self._column, self._ascending)
         roomy = rows[ranking.headroom_bytes[rows] >= least]

@@ -1,7 +1,7 @@
-"""What a terminal would show, as HTML: words are escaped, colours become classes, all else is left out.
+"""Terminal output as HTML: text is escaped, colours become classes, other escape sequences are dropped.
 
-Written here, for what there is does not fit: ansi2html and rich write colours that one of two themes cannot
-be read in, nbconvert's filter comes with half of Jupyter, and each would be one more package to install.
+No package is used for it: ansi2html and rich write fixed colours that are unreadable in the light or the dark
+theme, and nbconvert's filter needs most of Jupyter.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from shardscope.runs.log_search import ANSI, as_shown
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 GREY = "grey"
-"""Bright black; all other bright colours are shown as the plain ones, which are made for their theme."""
+"""Bright black; other bright colours are shown as the plain ones, which are chosen for each theme."""
 FLAGS = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse", 9: "strike"}
 ENDED_FLAGS = {22: ("bold", "dim"), 23: ("italic",), 24: ("underline",), 27: ("inverse",), 29: ("strike",)}
 SGR = re.compile(r"\x1b\[([0-9;:]*)m")
-"""Select Graphic Rendition, ECMA-48 8.3.117; the only escape that is heeded."""
+"""Select Graphic Rendition, ECMA-48 8.3.117; the only escape sequence that is interpreted."""
 OTHER_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 MAX_CODES = 32
-"""Of one escape; a longer one is no colour."""
+"""Codes of one escape sequence; a longer one is no colour."""
 
 
 def to_html(text: str) -> str:
-    """``text`` as HTML without a single attribute that it chose: classes ``ss-t-...`` of a fixed set."""
+    """Return ``text`` as HTML whose only attributes are classes ``ss-t-...`` of a fixed set."""
     state = _State()
     parts: list[str] = []
     for line in text.split("\n"):
@@ -41,7 +41,7 @@ def to_html(text: str) -> str:
 
 
 class _State:
-    """What is switched on just now."""
+    """The current style."""
 
     def __init__(self) -> None:
         self.flags: set[str] = set()
@@ -49,7 +49,7 @@ class _State:
         self.ground: str | None = None
 
     def html(self, text: str) -> str:
-        """``text`` as it is to look now."""
+        """Return ``text`` in the current style."""
         clean = escape(OTHER_CONTROLS.sub("", text))
         classes = [f"ss-t-{name}" for name in sorted(self.flags)]
         classes += [f"ss-t-{self.ink}"] if self.ink else []
@@ -57,7 +57,7 @@ class _State:
         return f"<span class='{' '.join(classes)}'>{clean}</span>" if clean and classes else clean
 
     def take(self, parameters: str) -> None:
-        """Obey one escape; codes that are unknown are passed over."""
+        """Apply one escape sequence; unknown codes are skipped."""
         codes = [int(code[:3] or 0) for code in re.split("[;:]", parameters)[:MAX_CODES]]
         while codes:
             code = codes.pop(0)
@@ -83,7 +83,7 @@ def _named(code: int, plain: int, bright: int) -> str | None:
 
 
 def _extended(codes: list[int]) -> str | None:
-    """The nearest colour to what follows 38 or 48: ``5;n`` of 256, or ``2;red;green;blue``."""
+    """Return the nearest colour to the codes after 38 or 48: ``5;n`` of 256, or ``2;red;green;blue``."""
     kind = codes.pop(0) if codes else 0
     if kind == 2 and len(codes) >= 3:
         return _nearest(*(codes.pop(0) for _ in range(3)))

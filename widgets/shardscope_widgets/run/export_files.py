@@ -1,4 +1,4 @@
-"""The files of an export as a list: what each is for, and the command that starts it, ready to be copied."""
+"""The files of an export as a list: what each one is for, and the command that starts it, to copy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shardscope.export.files import Exported
 
 
 def listed(files: Sequence[Exported], folder: Path) -> str:
-    """The list as HTML, what can be started as it is first; ``folder`` is where they lie, as it was named."""
-    rows = "".join(_row(file, folder) for file in sorted(files, key=_place))
+    """Return the list as HTML, files that start without further values first; ``folder`` holds them."""
+    rows = "".join(_row(file, folder) for file in sorted(files, key=_start_order))
     return (
         f"<div class='ss-files'><div class='ss-hint'>{len(files)} files in "
         f"<code>{escape(str(folder))}</code></div><ul>{rows}</ul></div>"
     )
 
 
-def _place(file: Exported) -> tuple[bool, int]:
+def _start_order(file: Exported) -> tuple[bool, int]:
     return not file.start, len(file.asks)
 
 
@@ -30,7 +30,7 @@ def _row(file: Exported, folder: Path) -> str:
 def _command(file: Exported, folder: Path) -> str:
     if not file.start:
         return ""
-    # Copied whole: a terminal may stand anywhere.
+    # Copied with its folder: a terminal may be in any.
     whole = escape(f"cd {quote(str(folder.absolute()))} && {file.start}", quote=True)
     told = escape(f"Copy the command that starts {file.name}", quote=True)
     asked = [f"{'<...>' if name.isdigit() else name}: {words}" for name, words in file.asks]

@@ -1,4 +1,4 @@
-"""The button that writes the plan as files: configurations, commands, a script that needs no Shardscope."""
+"""The button that exports the plan: configurations, commands, and a script that needs no Shardscope."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.run.export_files import listed
 
 FOLDER = "exports"
-"""Beside the notebook, as ``runs`` is."""
+"""Folder of all exports, beside the notebook like ``runs``."""
 TOOLTIP = (
-    f"Into {FOLDER}/ beside this notebook: files of Accelerate, DeepSpeed, transformers, Megatron-LM, "
+    f"Write to {FOLDER}/ beside this notebook: files for Accelerate, DeepSpeed, transformers, Megatron-LM, "
     "torchrun and Slurm, and a script that trains without Shardscope"
 )
 
 
 class ExportPanel(WorkPanel):
-    """Offers ``plan.export`` for the plan that was shown last; lists its files, and how they are started."""
+    """Exports the plan that was offered last, and lists the files with the commands that start them."""
 
     def __init__(self) -> None:
         self._plan: ss.Plan | None = None
         self.is_blocked = False
-        """While an input is wrong: nobody asked for the last plan's files."""
+        """Whether an input is wrong: the files would be of an earlier plan."""
         super().__init__("Write files to train it elsewhere", TOOLTIP, self._export, Clickable(_press))
 
     def offer(self, plan: ss.Plan) -> None:
-        """Write ``plan`` when the button is pressed; the list of another plan's files goes."""
+        """Export ``plan`` when the button is pressed; remove the list of an earlier plan's files."""
         self._plan = plan
         if not self.is_busy:
             self.say("")
@@ -38,7 +38,7 @@ class ExportPanel(WorkPanel):
     def _export(self) -> None:
         plan = self._plan
         if plan is None or self.is_blocked:
-            self.say("Mend the input marked in red first.")
+            self.say("Fix the input marked in red first.")
             return
         folder = Path(FOLDER) / folder_name(plan)
 
@@ -54,11 +54,11 @@ class ExportPanel(WorkPanel):
 
 
 def _press(act: str) -> None:
-    raise IgnoredError(act)  # What is pressed there is copied by the page itself.
+    raise IgnoredError(act)  # The page itself copies a command.
 
 
 def folder_name(plan: ss.Plan) -> str:
-    """``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``: every plan has a folder of its own."""
+    """Return ``llama-3.1-8b-fsdp2-8xh100-sxm-80gb-1f0c2a``: a folder name that only this plan has."""
     whole = f"{plan.architecture.name}-{plan.layout.framework}-{plan.cluster}"
     name = re.sub(r"[^a-z0-9.]+", "-", whole.lower()).strip("-.")[:100]
     return f"{name}-{sha256(plan.to_json().encode()).hexdigest()[:6]}"

@@ -1,4 +1,4 @@
-"""The one figure of the run view: a chart of each metric, a line of each rank, extended as records arrive."""
+"""The figure of the run view: a chart per metric and a line per rank, extended as records arrive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import isfinite, nan
 from typing import Any
+
+import numpy as np
 
 from shardscope.runs.expected import Expected
 from shardscope_widgets.kit.chart import Chart, survive_reload
@@ -24,39 +26,48 @@ from shardscope_widgets.run.panels import (
 )
 
 MAX_LINES = 8
-"""Ranks that get a line of their own."""
+"""Ranks with a line of their own."""
 FIRST_STEPS = 40.0
 FIRST_MINUTES = 1 / 6
 FEW_POINTS = 10
-"""Up to so many are marked: a line of one point cannot be seen."""
+"""Lines of up to so many points have markers: a line of one point could not be seen."""
 ROOM = 1.15
-"""Above the highest, for it is not to run through the title."""
+"""Height of an axis in parts of its highest value."""
+CEILING = 0.98
+"""Height, in parts of its axis, at which a chart with outliers draws them: inside of the plot."""
 
 
 class RunFigure:
-    """A FigureWidget whose charts appear as metrics do; it is never rebuilt, only drawn anew."""
+    """A FigureWidget whose charts appear with their metrics; it is updated and never rebuilt."""
 
     def __init__(self) -> None:
         self.widget = _empty_figure()
         self.panels: list[Panel] = []
         self._metrics: dict[str, None] = {}
-        """In the order in which they came."""
+        """Metrics in the order in which they came."""
         self._settled: set[str] = set()
-        """Those that had a number that is finite: nothing about their charts is open."""
+        """Metrics that had a finite value, which gave their charts a unit."""
         self._slots: dict[str, int] = {}
         self._units: dict[str, tuple[str, float]] = {}
-        """Metric -> its unit and what its numbers are divided by, once its size is known."""
+        """Metric -> its unit and the divisor of its values, once its magnitude is known."""
         self._traces: dict[tuple[int, int], int] = {}
-        """(slot, rank) -> which trace of the figure; those of earlier runs are used again."""
+        """(slot, rank) -> index of its trace; traces of earlier runs are used again."""
         self._lines: dict[tuple[int, int], Line] = {}
+        self._ceilings: dict[int, float] = {}
+        """Slot -> the height at which values above its axis are drawn."""
         self._expected: Expected | None = None
         self._num_ranks = 0
         self._width = 0
         self._end = self._most_steps = FIRST_STEPS
 
     @property
+    def has_lines(self) -> bool:
+        """Whether any chart has a point."""
+        return bool(self._lines)
+
+    @property
     def charts(self) -> dict[Panel, tuple[str, float]]:
-        """Each chart with its unit, and what its numbers are divided by."""
+        """Each chart with its unit and the divisor of its values."""
         return {panel: self._units.get(panel.metric, ("", 1.0)) for panel in self.panels}
 
     def start(
@@ -66,12 +77,13 @@ class RunFigure:
         total_steps: int | None = None,
         metrics: Iterable[str] = (),
     ) -> None:
-        """Empty all charts and show those of ``metrics``; the others come with their first number.
+        """Empty all charts and show those of ``metrics``; others appear with their first value.
 
-        The axis of steps grows by doubling, up to ``total_steps`` where that is known: it seldom moves.
+        The axis of steps grows by doubling, up to ``total_steps`` where that is known: it moves rarely.
         """
         self._num_ranks = min(num_ranks, MAX_LINES)
         self._metrics, self._slots, self._units, self._lines = {}, {}, {}, {}
+        self._ceilings = {}
         self._settled = set()
         self._expected = expected
         self._most_steps = max(total_steps - 1.0, 1.0) if total_steps else float("inf")
@@ -83,7 +95,7 @@ class RunFigure:
             self._fit_axes()
 
     def expect(self, expected: Expected | None) -> None:
-        """Show other predictions: those of a task of one's own are known once its model is."""
+        """Show these predictions: those of a user's function are known once its model is."""
         if expected == self._expected:
             return
         self._expected = expected
@@ -99,7 +111,7 @@ class RunFigure:
                 self._place()
 
     def extend(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add records that were not there yet, and draw the lines that grew."""
+        """Add new records, and draw the lines that they extend."""
         drawn = [record for record in records if self._has_place(record)]
         if not drawn:
             return
@@ -108,7 +120,7 @@ class RunFigure:
         self._add(drawn, "step", numbers_in(drawn))
 
     def show_cards(self, records: Sequence[Mapping[str, Any]], began: float) -> None:
-        """Draw what the driver said of the cards, all of it anew; ``began`` in seconds since the epoch."""
+        """Draw all GPU samples again; ``began`` is the time of the first, in seconds since the epoch."""
         drawn = [
             {**record, "minute": max(0.0, record["time"] - began) / 60}
             for record in records
@@ -139,7 +151,7 @@ class RunFigure:
                         key = (self._slots[panel.metric], record["rank"])
                         grown[key] = line = self._lines.setdefault(key, Line())
                         line.add(record[by], value / self._units[panel.metric][1])
-            self._draw(grown)
+            self._draw({**grown, **self._clipped_anew()})
             self._fit_axes()
 
     def _is_new(self, metric: str) -> bool:
@@ -147,7 +159,7 @@ class RunFigure:
         return known and metric not in self._settled
 
     def _show_panels(self, metrics: Iterable[str], found: Mapping[str, float]) -> None:
-        """Give each metric a chart, and a unit by its prediction or by the first number ``found``."""
+        """Give each metric a chart, and a unit that suits its prediction or its first value in ``found``."""
         for metric in metrics:
             if len(self._metrics) < MAX_NAMES:
                 self._metrics[metric] = None
@@ -173,12 +185,31 @@ class RunFigure:
             self._traces |= {key: first + number for number, key in enumerate(missing)}
         for key, line in grown.items():
             trace = self.widget.data[self._traces[key]]
-            trace.x, trace.y = line.arrays()
+            x, y = line.arrays()
+            trace.x, trace.y = x, np.minimum(y, self._ceilings.get(key[0], np.inf))
+            # Hovering shows what was logged, also of an outlier that is drawn at the ceiling.
+            trace.customdata = y
             trace.mode = "lines+markers" if len(line.x) <= FEW_POINTS else "lines"
             trace.visible = True
 
+    def _clipped_anew(self) -> dict[tuple[int, int], Line]:
+        """Return the lines whose ceiling has changed: they are drawn again as a whole.
+
+        plotly clips a line that leaves its axis at the border of the plot, where it runs into the title.
+        """
+        changed = {}
+        for panel in self.panels:
+            if not panel.is_bounded:
+                continue
+            slot = self._slots[panel.metric]
+            ceiling = CEILING * self._top(panel)
+            if self._ceilings.get(slot) != ceiling:
+                self._ceilings[slot] = ceiling
+                changed |= {key: line for key, line in self._lines.items() if key[0] == slot}
+        return changed
+
     def _place(self) -> None:
-        """Put every chart where it stands, with its title and its prediction."""
+        """Place every chart, with its title above it and its prediction as a level."""
         arranged = grid(len(self.panels), self._width)
         layout = self.widget.layout
         notes, levels = [], []
@@ -192,7 +223,7 @@ class RunFigure:
             notes.append(_title(f"{panel.title}, {unit}" if unit else panel.title, place))
             if (level := self._level(panel)) is not None:
                 levels.append(_level(slot, level))
-                notes.append(_level_words(slot, level))
+                notes.append(_level_words(level, place))
         for slot in range(SLOTS):
             for axis in _axes(layout, slot):
                 axis.visible = slot in self._slots.values()
@@ -203,12 +234,19 @@ class RunFigure:
         predicted = self._predicted(panel)
         return predicted / self._units[panel.metric][1] if predicted else None
 
+    def _top(self, panel: Panel) -> float:
+        """Return the upper end of the axis of a chart that begins at zero."""
+        slot = self._slots[panel.metric]
+        lines = [line for (other, _), line in self._lines.items() if other == slot]
+        tops = (line.usual_top() if panel.is_bounded else line.top() for line in lines)
+        return ROOM * max(self._level(panel) or 0.0, *tops, 0.0) or 1.0
+
     def _fit_axes(self) -> None:
         for panel in self.panels:
             slot = self._slots[panel.metric]
             xaxis, yaxis = _axes(self.widget.layout, slot)
             lines = [line for (other, _), line in self._lines.items() if other == slot]
-            # Else the numbers of the run before stay until the first of this one.
+            # Without lines plotly would keep the tick labels of the run before.
             yaxis.showticklabels = bool(lines)
             if panel.by == "step":
                 xaxis.range = [0, self._end]
@@ -217,8 +255,7 @@ class RunFigure:
             if panel.is_percent:
                 yaxis.range = [0, 105]
             elif panel.from_zero:
-                tops = (line.usual_top() if panel.is_bounded else line.top() for line in lines)
-                yaxis.range = [0, ROOM * max(self._level(panel) or 0.0, *tops, 0.0) or 1.0]
+                yaxis.range = [0, self._top(panel)]
 
     def _make_room(self, step: float) -> None:
         while step > self._end:
@@ -248,7 +285,7 @@ def _trace(slot: int, rank: int) -> dict[str, Any]:
             "width": 1.5,
             "dash": RANK_DASHES[rank % len(RANK_DASHES)],
         },
-        "hovertemplate": f"rank {rank}, at %{{x:,.7~r}}: %{{y:.4g}}<extra></extra>",
+        "hovertemplate": f"rank {rank}, at %{{x:,.7~r}}: %{{customdata:.4g}}<extra></extra>",
     }
 
 
@@ -277,7 +314,7 @@ def _empty_figure() -> Chart:
         "margin": {"l": 40, "r": 10, "t": 0, "b": 0},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        # As in the stylesheet: words that were measured in another font stand elsewhere.
+        # As in the stylesheet: plotly places text by the width that it measures in this font.
         "font": {"family": "var(--jp-ui-font-family, system-ui, sans-serif)", "size": 11},
         "showlegend": False,
         "transition": {"duration": 0},
@@ -317,16 +354,17 @@ def _level(slot: int, height: float) -> dict[str, Any]:
     }
 
 
-def _level_words(slot: int, height: float) -> dict[str, Any]:
-    number = str(slot + 1) if slot else ""
+def _level_words(height: float, place: Place) -> dict[str, Any]:
+    """The prediction's number, in the line of the title: in the plot it would stand on lines of the grid."""
     return {
         "text": f"predicted {short(height)}",
-        "x": 1,
-        "y": height,
-        "xref": f"x{number} domain",
-        "yref": f"y{number}",
+        "x": place.x[1],
+        "y": place.y[1],
+        "xref": "paper",
+        "yref": "paper",
         "xanchor": "right",
         "yanchor": "bottom",
+        "yshift": 4,
         "showarrow": False,
         "font": {"size": 10},
     }

@@ -1,4 +1,4 @@
-"""What each card has free now and who is on it; without cards the host's memory. It looks when asked to."""
+"""Free memory of each GPU and the processes on it, or of the host without GPUs; read on request."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 
 FIRST_LOOK_SECONDS = 0.5
-"""After the view was made: what a person sees first is drawn by then."""
+"""Delay after the view was created: the Studio is drawn by then."""
 
 
 class FreePlaces(Clickable):
-    """The part without a stylesheet, for views that have one."""
+    """The list without a stylesheet, for views that have one."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: self.ask(), "ss-free")
         self._thread: threading.Thread | None = None
-        self.value = _html([], "looking")
+        self.value = _html([], "reading")
 
     def look(self) -> None:
-        """Ask and show, in this thread: a driver may take a second."""
+        """Query the drivers and show the answer, in this thread: it may take a second."""
         try:
             self.value = _html(free_now(), time.strftime("%H:%M:%S"))
-        except OSError as error:  # ./runs cannot be read
+        except OSError as error:  # ./runs cannot be read.
             self.value = _html([], str(error))
 
     def ask(self) -> None:
-        """Look in the background, unless somebody does already."""
+        """Query in the background, unless a query is under way."""
         if self.comm is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self.look, daemon=True, name="shardscope-free")
@@ -41,7 +41,7 @@ class FreePlaces(Clickable):
 
 
 class FreeView(View):
-    """Shows what is free on this machine now; a button looks again."""
+    """Shows the free memory of this machine; a button reads it again."""
 
     def __init__(self) -> None:
         self.places = FreePlaces()
@@ -51,7 +51,7 @@ class FreeView(View):
 
 
 def first_look(places: FreePlaces) -> Later:
-    """A look that waits until a Studio is drawn."""
+    """Schedule the first query for when the Studio is drawn."""
     later = Later(places.ask, FIRST_LOOK_SECONDS)
     later.ask()
     return later
@@ -61,8 +61,8 @@ def _html(places: list[FreeNow], when: str) -> str:
     rows = "".join(_row(place) for place in places)
     return (
         f"<div class='ss-free-head'><span>Free now <span class='ss-hint'>{escape(when)}</span></span>"
-        "<button class='ss-again' type='button' data-act='look' aria-label='Look again at what is free'>"
-        f"look again</button></div>{rows}"
+        "<button class='ss-again' type='button' data-act='look' aria-label='Read the free memory again'>"
+        f"refresh</button></div>{rows}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The points of one line, thinned as they become many, without losing what stands out."""
+"""The points of one line, thinned when there are many, with its outliers kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 MAX_POINTS = 400
 """Points of a line; a longer one is thinned to about half of them. A panel is 250 pixels wide."""
 FIRST_STEPS = 3
-"""A run's first steps allocate what later ones reuse: they are no measure of an axis."""
+"""Steps that an axis ignores: the first ones allocate what later ones reuse, and are slower."""
 SHARE = 0.98
-"""Of the other points an axis shows so many; what is still higher leaves it at the top."""
+"""Share of the other points that are within the axis; higher ones are drawn at its top."""
 
 
 class Line:
@@ -23,30 +23,30 @@ class Line:
         self.y: list[float] = []
 
     def add(self, x: float, y: float) -> None:
-        """One point more; odd numbers stay as gaps."""
+        """Add a point; NaN and infinities become gaps."""
         self.x.append(x)
         self.y.append(y if isfinite(y) else float("nan"))
         if len(self.x) > MAX_POINTS:
             self.x, self.y = thinned(self.x, self.y)
 
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Its points as plotly sends them quickly: seven digits, whole steps up to ten million among them."""
+        """Return x and y as float32: exact for whole steps up to ten million, and half the size to send."""
         with np.errstate(over="ignore"):
             return np.array(self.x, dtype=np.float32), np.array(self.y, dtype=np.float32)
 
     def top(self) -> float:
-        """The highest value; 0 without points."""
+        """Return the highest value; 0 without points."""
         return float(np.nanmax([0.0, *self.y]))
 
     def usual_top(self) -> float:
-        """The highest value but for a few that stand far out; 0 without points."""
+        """Return the highest value without outliers; 0 without points."""
         values = np.array(self.y[FIRST_STEPS:] if len(self.y) > 2 * FIRST_STEPS else self.y)
         values = values[np.isfinite(values)]
         return float(np.quantile(values, SHARE)) if values.size else 0.0
 
 
 def thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
-    """About half of the points: both ends, and of every four between the lowest and the highest.
+    """Return about half of the points: both ends, and the lowest and highest of every four between.
 
     A spike of one step stays, however long the run; every second point would lose half of them.
     """

@@ -1,4 +1,4 @@
-"""What each rank of a run printed: the end of its log in colour, or the lines that have some words."""
+"""The logs of a run: the end of one rank's in colour, or the lines that match a search."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -19,19 +20,22 @@ from shardscope_widgets.run import ansi
 from shardscope_widgets.run.log_pane import LogPane
 
 LOG_BYTES = 16 * 1024
-"""Shown of a log's end, however long it is."""
+"""Bytes of a log's end that are shown, however long it is."""
 SHORTEST_SEARCH = 2
 PROFILER_TALK = re.compile(r"^USDT:.*\n?", re.MULTILINE)
-"""What torch's profiler prints of itself; no setting silences that but with its errors."""
+"""Lines that torch's profiler prints; no setting silences these without also silencing its errors."""
 
 
 class RunLog(widgets.VBox):
-    """Whose log, a search, and the lines. ``refresh`` reads what is new; it may be asked from any thread."""
+    """Choice of a log, a search, and the lines. ``refresh`` reads what is new and may run in any thread."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._folder: RunFolder | None = None
         self._seen: object = None
         self._search: LogSearch | None = None
+        self._is_chosen = False
+        """Whether the user has chosen a log of this run."""
+        self._is_setting = False
         self.whose = controls.dropdown(
             options=[("rank 0", 0)], tooltip="Whose log", layout=controls.fixed("116px")
         )
@@ -47,18 +51,36 @@ class RunLog(widgets.VBox):
         super().__init__([head, self.pane], layout=controls.layout())
         for control in (self.whose, self.words):
             control.observe(lambda _: on_change(), "value")
+        self.whose.observe(self._choose, "value")
 
     def start(self, run: ss.Run) -> None:
-        """Show logs of ``run`` from now on, that of rank 0 first."""
+        """Show the logs of ``run`` from now on, the one of rank 0 first."""
         self._folder = RunFolder(run.folder)
         self._seen, self._search = None, None
         ranks = [(f"rank {rank}", rank) for rank in range(run.world_size)]
-        # What fails before there are ranks is said in one of these two.
-        self.whose.options = [*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")]
+        # What fails before there are ranks is logged in one of these two.
+        self._set(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")])
+        self._is_chosen = False
         self.words.value = ""
 
+    def prefer(self, whose: int | str) -> None:
+        """Show this rank's log, or "launcher"; a log that the user has chosen stays."""
+        if not self._is_chosen and whose in [value for _, value in self.whose.options]:
+            self._set(value=whose)
+
+    def _set(self, **traits: Any) -> None:
+        self._is_setting = True
+        try:
+            for name, value in traits.items():
+                setattr(self.whose, name, value)
+        finally:
+            self._is_setting = False
+
+    def _choose(self, change: object) -> None:
+        self._is_chosen |= not self._is_setting
+
     def refresh(self, has_ended: bool) -> bool:
-        """Show what is new; whether a search has still to read more."""
+        """Show what is new. Return whether a search has more to read."""
         if self._folder is None:
             return False
         path, wanted = self._path(self._folder), self.words.value.strip()
@@ -83,13 +105,13 @@ class RunLog(widgets.VBox):
             size, changed = stat.st_size, stat.st_mtime_ns
         except OSError:
             size, changed = 0, 0
-        # Secrets are masked in place: the file is as long as before.
+        # The supervisor masks secrets in place: the length of the file does not change.
         seen = (path, size, changed, has_ended)
         if seen == self._seen:
             return
         self._seen = seen
         text = redact(read_tail_text(path, LOG_BYTES))
-        if size > LOG_BYTES:  # The first line is rarely whole.
+        if size > LOG_BYTES:  # The first line is most likely cut.
             text = text.partition("\n")[2] or text
         lines = ansi.to_html(PROFILER_TALK.sub("", text))
         nothing = "nothing printed" if has_ended else "nothing printed yet"
@@ -123,7 +145,7 @@ class RunLog(widgets.VBox):
 
 
 def marked(line: str, words: str) -> str:
-    """``line`` as HTML, with ``words`` marked where they stand in it."""
+    """Return ``line`` as HTML with ``words`` marked in it."""
     parts, end = [], 0
     for found in re.finditer(re.escape(words), line, re.IGNORECASE):
         parts.append(f"{escape(line[end : found.start()])}<mark>{escape(found[0])}</mark>")

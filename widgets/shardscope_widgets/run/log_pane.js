@@ -1,7 +1,7 @@
-// The lines of a log that keeps growing. It follows the end as long as the reader is there; who has scrolled up, or
-// marks words, keeps what is in sight, and a button says that there is more.
+// The lines of a log that grows. The pane follows the end while the reader is there. A reader who has scrolled up or
+// selects text keeps the lines in sight, and a button offers the new ones.
 
-/** Near enough to the end to be there. */
+/** Distance that still counts as the end. */
 const SLACK_PIXELS = 24;
 
 function render({ model, el }) {
@@ -11,8 +11,6 @@ function render({ model, el }) {
   pane.className = "ss-log";
   pane.tabIndex = 0;
   pane.setAttribute("role", "region");
-  // The keys scroll here; JupyterLab would move through the notebook's cells, or delete one.
-  pane.dataset.lmSuppressShortcuts = "true";
   follow.type = "button";
   follow.className = "ss-act ss-follow";
   follow.textContent = "New lines: follow the log";
@@ -47,6 +45,8 @@ function render({ model, el }) {
 
   const ended = new AbortController();
   const { signal } = ended;
+  // The keys scroll here; JupyterLab would move through the notebook's cells, or delete one.
+  guardKeysAlone(el, signal);
   pane.addEventListener("scroll", () => {
     following = isAtEnd();
     if (following && !isMarking()) draw(false);
@@ -58,7 +58,7 @@ function render({ model, el }) {
     toEnd();
     pane.focus();
   }, { signal });
-  // Behind a tab it has no height, and forgets where it was.
+  // Behind a tab the pane has no height and loses its scroll position.
   const observer = new ResizeObserver(() => following && toEnd());
   observer.observe(pane);
   const onChange = () => draw(false);

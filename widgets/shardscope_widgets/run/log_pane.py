@@ -1,4 +1,4 @@
-"""Lines of a log in the browser: they follow the end, or stay where a reader is."""
+"""The lines of a log in the browser: it follows the end, or keeps the position of a reader."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from shardscope_widgets.kit.front_end import front_end_text
 
 
 class LogPane(anywidget.AnyWidget):
-    """Lines that keep their place while more arrive; the browser decides when it shows them."""
+    """Lines that keep their position while more arrive; the browser decides when it shows them."""
 
-    _esm = front_end_text("run", "log_pane.js")
-    value = traitlets.Unicode(help="HTML; what ranks printed is escaped.").tag(sync=True)
-    key = traitlets.Unicode(help="Of what it shows lines; another key is shown at once.").tag(sync=True)
-    name = traitlets.Unicode("log", help="What it is, for those who cannot see it.").tag(sync=True)
+    _esm = front_end_text("kit/front_end", "keys.js") + front_end_text("run", "log_pane.js")
+    value = traitlets.Unicode(help="HTML; the output of ranks is escaped in it.").tag(sync=True)
+    key = traitlets.Unicode(help="Identifies log and search; lines of another key are shown at once.").tag(
+        sync=True
+    )
+    name = traitlets.Unicode("log", help="Name for screen readers.").tag(sync=True)

@@ -1,4 +1,4 @@
-"""What the tensors of each rank of a run were, beside what was predicted: read again only when it changed."""
+"""Measured memory of each rank by component beside the prediction, read again when it has changed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RunMemory:
         self._engine: object = None
 
     def start(self, run: ss.Run) -> None:
-        """Forget the run before."""
+        """Forget the previous run."""
         self._seen, self._engine = None, None
         self.html.value = ""
 
     def refresh(self, run: ss.Run, latest: Mapping[int, Mapping[str, Any]]) -> object:
-        """Show what ranks have recorded by now; what the engine of rank 0 recorded of itself."""
+        """Show what ranks have recorded so far. Return what the engine of rank 0 recorded of itself."""
         folder = RunFolder(run.folder)
         peaks = {rank: record.get("peak_memory_bytes") for rank, record in latest.items()}
         seen = ([_changed(folder, rank) for rank in range(run.world_size)], peaks)
@@ -43,7 +43,7 @@ class RunMemory:
         ]
         known = [rank for rank, record in records.items() if "memory" in record]
         by_rank = memory_by_rank({rank: records[rank] for rank in known}, logged)
-        # A total alone is in the table above; on CPU ranks it counts other tensors than the prediction.
+        # A total without components is in the table of last values; CPU ranks count other tensors in it.
         by_rank = {rank: memory for rank, memory in by_rank.items() if set(memory.components) != {"other"}}
         expected = run.expected() if by_rank else None
         if expected is None:

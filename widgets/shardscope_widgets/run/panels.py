@@ -20,16 +20,16 @@ class Panel:
     """What its horizontal axis counts: "step" or "minute"."""
     from_zero: bool = False
     is_bounded: bool = False
-    """Whether a few values that stand far out leave the axis at the top: the first steps' time, say."""
+    """Whether a few outliers, such as the first steps' time, are drawn at the top of the axis."""
 
     is_percent: bool = False
     exponents: str = "SI"
-    """How its axis writes large and small numbers, as plotly calls it: 12k, or 3e-4."""
+    """plotly's ``exponentformat`` of its axis: 12k, or 3e-4."""
     decimals: int | None = None
-    """Of its numbers in words; None: three significant digits."""
+    """Of its numbers in tables; None: three significant digits."""
 
     def show(self, value: Any, scale: float) -> str:
-        """``value`` as people read it; a dash for whatever else a task may have logged."""
+        """Return ``value`` divided by ``scale`` as text; a dash for anything but a number."""
         if not is_number(value):
             return "–"
         if not isfinite(value):
@@ -41,7 +41,7 @@ class Panel:
         return ("-" if value < 0 else "") + words
 
     def unit(self, typical: float) -> tuple[str, float]:
-        """The unit in which its numbers read well, beside the title, and what they are divided by."""
+        """Return the unit that suits a value of this magnitude, and the divisor of its values."""
         if self.metric.endswith("_bytes"):
             unit = Unit.of(typical)
             return unit.name, float(unit.num_bytes)
@@ -59,27 +59,27 @@ TRAINING = (
     Panel(metric="grad_norm", title="gradient norm"),
     Panel(metric="learning_rate", title="learning rate", exponents="e"),
 )
-"""What every task that trains the plan logs."""
+"""Metrics that every task logs that trains the plan."""
 CARDS = (
     Panel(metric="utilisation_percent", title="GPU busy, %", by="minute", is_percent=True, decimals=0),
     Panel(metric="temperature_celsius", title="GPU temperature, °C", by="minute", from_zero=True, decimals=0),
     Panel(metric="power_watts", title="GPU power, W", by="minute", from_zero=True, decimals=0),
 )
-"""What NVML says of cards."""
+"""Metrics that NVML reports of GPUs."""
 MAX_OWN = 3
-"""Charts of metrics that a task of one's own names as it likes; the first of them, as they come."""
+"""Charts of metrics that a user's function names as it likes, in the order in which they came."""
 MAX_NAMES = 64
-"""Metrics that are looked at; a task that names a new one in every step has no more."""
+"""Metrics that are read at most, of a task that names a new one in every step."""
 SLOTS = len(TRAINING) + len(CARDS) + MAX_OWN
 NOT_DRAWN = frozenset({
     *("step", "rank", "time", "memory_bytes", "rss_bytes", "tokens_per_second_all_ranks"),
 })  # fmt: skip
-"""Logged beside what is drawn, which says the same or more."""
+"""Metrics that are not drawn, because a chart shows the same or more."""
 _KNOWN = {panel.metric: panel for panel in (*TRAINING, *CARDS)}
 
 
 def panels_of(metrics: Collection[str]) -> list[Panel]:
-    """The charts of these metrics, the known ones first and always in the same order."""
+    """Return the charts of these metrics, the known ones first and always in the same order."""
     own = [
         Panel(metric=name, title=name, exponents="e")
         for name in metrics
@@ -90,7 +90,7 @@ def panels_of(metrics: Collection[str]) -> list[Panel]:
 
 
 def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Every metric of ``records`` that is a number, with its first value that is finite, if there is one."""
+    """Return every metric of ``records`` that is a number, with its first finite value if there is one."""
     found: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
@@ -100,23 +100,23 @@ def numbers_in(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be drawn: no bool, nor text."""
+    """Whether ``value`` can be drawn: a number and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 CELL_PIXELS = 178
-"""Of a chart with its title and its axis."""
+"""Height of a chart with its title and its axis."""
 TITLE_PIXELS = 24
 AXIS_PIXELS = 36
 GAP_PIXELS = 52
-"""Between charts side by side: the numbers of an axis."""
+"""Between charts side by side, for the tick labels of an axis."""
 MARGIN_PIXELS = 50
 ASSUMED_WIDTH = 836
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one chart stands, in parts of the picture."""
+    """Position of one chart, in parts of the figure."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -124,7 +124,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """All charts of one picture."""
+    """Positions of all charts of one figure."""
 
     places: tuple[Place, ...]
     height: int
@@ -132,9 +132,9 @@ class Grid:
 
 
 def grid(num_panels: int, width: int) -> Grid:
-    """``num_panels`` charts in a picture of ``width`` pixels: one, two or three side by side."""
+    """Place ``num_panels`` charts in a figure of ``width`` pixels: one, two or three side by side."""
     width = width or ASSUMED_WIDTH
-    most = 1 if width < 440 else 2 if width < 680 else 3
+    most = 1 if width < 480 else 2 if width < 720 else 3
     columns = 2 if num_panels == 4 and most > 1 else min(most, max(1, num_panels))
     rows = max(1, -(-num_panels // columns))
     inner = max(100, width - MARGIN_PIXELS)

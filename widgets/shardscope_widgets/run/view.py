@@ -1,4 +1,4 @@
-"""One run while it happens and afterwards: status, progress, charts, memory, logs, and the way to stop it."""
+"""The view of one run, living or ended: status, progress, charts, logs, memory, and how to stop it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import ipywidgets as widgets
 import traitlets
 
 import shardscope as ss
+from shardscope.runs.causes import first_failure
 from shardscope.runs.expected import Expected
+from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.follow import Follow
 from shardscope.runs.pace import Pace
 from shardscope.runs.stopping import Button
@@ -27,21 +29,25 @@ from shardscope_widgets.run.memory import RunMemory
 from shardscope_widgets.run.panels import MAX_NAMES, TRAINING, is_number
 
 POLL_SECONDS = 0.25
-CARD_SECONDS = 1.0
-"""Cards, and what engines recorded, are looked at so often."""
+GPU_SECONDS = 1.0
+"""Between two reads of what changes slowly: GPU samples, and the records of engines."""
 READ_SECONDS = 0.15
-"""What a run has logged already is read for so long before it is drawn, and then read on."""
+"""Time for reading the metrics of a long run before the first drawing; the rest is read afterwards."""
 SHARE_OF_KERNEL = 0.1
-"""Of a processor's time that a view may take for drawing: charts of many ranks are drawn less often."""
-MOST_SECONDS = 2.0
-"""Between two drawings, whatever one takes."""
+"""Share of a core that a view may use for drawing: charts of many ranks are drawn less often."""
+MAX_PAUSE_SECONDS = 2.0
+"""Between two drawings, however long one takes."""
 SAVES = "Finish the step, save a checkpoint, end this run"
-LOOKS = "Ask the task, which looks at ctx.should_stop, to end by itself; what it saves is its own code's"
-ENDED = ("finished", "stopped", "failed", "lost")
+LOOKS = "Ask the task, which checks ctx.should_stop, to end by itself; what it saves is up to its own code"
+NO_RUN = "No run is shown. A run that is launched or opened appears here."
+PLACEHOLDER = "–"
 
 
 class RunView(View):
-    """Shows ``run`` live, at most four times a second, from its folder alone: any number may watch."""
+    """Show ``run`` live, at most four times a second, from its folder alone; any number of views may.
+
+    ``on_end(run)`` is called once the run has ended and all that it logged is drawn.
+    """
 
     status = traitlets.Unicode("", help="The run's status as last shown.").tag(sync=False)
     num_steps = traitlets.Int(0, help="Steps that rank 0 has logged.").tag(sync=False)
@@ -51,15 +57,15 @@ class RunView(View):
         self._on_end = on_end
         self._lock = threading.RLock()
         self._is_watching = False
-        """Whether some thread is going to look once more."""
+        """Whether a thread is going to refresh the view once more."""
         self._follow: Follow | None = None
         self._pace = Pace()
         self._expected: Expected | None = None
         self._latest: dict[int, dict[str, Any]] = {}
-        self._said: tuple[str, str] = ("", "")
-        self._stop_asked = False
-        self._looked = 0.0
-        self._card_time = 0.0
+        self._shown_status: tuple[str, str] = ("", "")
+        self._stop_requested = False
+        self._sampled = 0.0
+        self._gpu_time = 0.0
         self._sheet = Sheet("run", measures=True)
         self._sheet.observe(lambda _: self._fit(), "width")
         self.head = controls.html()
@@ -74,42 +80,45 @@ class RunView(View):
         self.stop_button.on_click(lambda _: self._press("Stop"))
         self.progress = controls.html()
         self.facts = controls.html()
-        # Made with the first run: a FigureWidget sends 5 MB of front end, which planning alone does not need.
+        # Created with the first run: a FigureWidget sends 5 MB of front end, which planning does not need.
         self.figure: RunFigure | None = None
-        self._figure_place = widgets.VBox(layout=controls.layout())
+        self._figure_place = widgets.VBox(layout=widgets.Layout())
         self.memory = RunMemory()
-        self.what = controls.html()
-        self.error = controls.html()
+        self.engine = controls.html()
+        self.error = controls.html("", "ss-run-error")
         self.logs = RunLog(on_change=self._wake)
+        self.logs.add_class("ss-run-log")
         self.table = controls.html()
         buttons = widgets.HBox([self.save_button, self.stop_button], layout=controls.layout(flex="0 0 auto"))
         top = widgets.HBox([self.head, buttons], layout=controls.layout())
         top.add_class("ss-run-top")
-        charts = [self.progress, self.facts, self._figure_place, self.table]
-        self._of_a_run = widgets.VBox(
-            [*charts, self.memory.html, self.what, self.logs], layout=widgets.Layout(display="none")
+        # The log comes before what is only known after some steps: nothing moves it.
+        parts = [self.error, self.facts, self._figure_place, self.table]
+        self._body = widgets.VBox(
+            [*parts, self.logs, self.memory.html, self.engine],
+            layout=widgets.Layout(display="none"),
+            tabbable=True,
         )
-        super().__init__([self._sheet, top, self.error, self._of_a_run])
+        self._body.add_class("ss-run-body")
+        super().__init__([self._sheet, top, self.progress, self._body])
         self.add_class("ss-root")
         self.add_class("ss-run")
         if run is not None:
             self.show(run)
         else:
-            self.head.value = (
-                "<span class='ss-hint'>No run yet: one that is started shows itself here.</span>"
-            )
+            self.head.value = f"<span class='ss-hint'>{NO_RUN}</span>"
 
     def show(self, run: ss.Run) -> None:
-        """Watch ``run`` from now on."""
+        """Show ``run`` from now on."""
         with self._lock:
             self.run = run
             self._follow = run.follow()
             self._pace = Pace()
             self._expected = run.expected()
             self._latest = {}
-            self._said = ("", "")
-            self._stop_asked = False
-            self._looked = self._card_time = 0.0
+            self._shown_status = ("", "")
+            self._stop_requested = False
+            self._sampled = self._gpu_time = 0.0
             self.num_steps = 0
             if self.figure is None:
                 self.figure = RunFigure()
@@ -119,49 +128,56 @@ class RunView(View):
             self.figure.start(run.world_size, self._expected, run.num_steps, trained)
             self.memory.start(run)
             self.logs.start(run)
-            self._of_a_run.layout.display = ""
+            self._figure_place.layout.display = ""
+            self._body.layout.display = ""
+            self._body.remove_class("ss-run-failed")
             self._offer_saving(run)
-            for part in (self.error, self.what, self.table, self.progress, self.facts):
+            # At once: until its thread has read the folder, the view would name the run before.
+            self.head.value = run_words.status_words(run, run.status)
+            for part in (self.error, self.engine, self.table, self.progress, self.facts):
                 part.value = ""
             self._watch_from_now()
 
     def close(self) -> None:
-        """Close the view. The run goes on, and other views of it too."""
-        with self._lock:  # Not while its thread draws.
+        """Close the view. The run and other views of it go on."""
+        with self._lock:  # Not while the view's thread draws.
             self.run = None
             super().close()
 
     def refresh(self) -> bool:
-        """Read what is new in the run's folder and draw it; whether there is more to read."""
+        """Read what is new in the run's folder and draw it. Return whether there is more to read."""
         with self._lock:
             run, follow = self.run, self._follow
             if run is None or follow is None:
                 return False
-            # Stop and status first: whatever a task logs, a run can be seen and stopped.
+            # Buttons and status first: whatever a task logs, the run can be seen and stopped.
             status = run.status
-            has_ended = status in ENDED
-            self.stop_button.disabled = has_ended or self._stop_asked
+            has_ended = status in FINAL
+            self.stop_button.disabled = has_ended or self._stop_requested
             self.save_button.disabled = status not in ("starting", "running")
+            for button in (self.stop_button, self.save_button):
+                (button.add_class if has_ended else button.remove_class)("ss-off")
             self.status = status
+            self._show_status(run, status)
             more = self.logs.refresh(has_ended)
-            self._say_status(run, status)
             new = _read(follow)
-            self._look_beside(run, has_ended)
+            self._read_slow_parts(run, has_ended)
             if new or has_ended:
-                self._take(new)
-            self._say_numbers(run, has_ended)
+                self._add(new)
+            self._show_numbers(run, has_ended)
             return more or follow.is_behind
 
     def _offer_saving(self, run: ss.Run) -> None:
-        """Of a task of one's own it is known only once its ranks have looked whether a stop was asked."""
+        """Show "Save and stop" if the task checks for it; a user's function has to be seen to do so first."""
         self.save_button.tooltip = SAVES if run.trains_the_plan else LOOKS
         self.save_button.layout.display = "" if run.looks_for_stop else "none"
 
-    def _take(self, new: list[dict[str, Any]]) -> None:
+    def _add(self, new: list[dict[str, Any]]) -> None:
+        """Add new records to the numbers and the charts."""
         self._pace.add(new)
         for record in new:
             if isinstance(rank := record.get("rank"), int):
-                # A line may have only some of the metrics: the others keep their last.
+                # A line may have some of the metrics only: the others keep their last value.
                 last = self._latest.setdefault(rank, {})
                 last.update(
                     {name: value for name, value in record.items() if name in last or len(last) < MAX_NAMES}
@@ -170,25 +186,24 @@ class RunView(View):
         if self.figure is not None:
             self.figure.extend(new)
 
-    def _look_beside(self, run: ss.Run, has_ended: bool) -> None:
-        """What changes slowly: the cards, and what engines really made."""
+    def _read_slow_parts(self, run: ss.Run, has_ended: bool) -> None:
+        """Read what changes slowly: GPU samples, and what the engines recorded of themselves."""
         now = time.monotonic()
-        if now - self._looked < CARD_SECONDS and not has_ended:
+        if now - self._sampled < GPU_SECONDS and not has_ended:
             return
-        self._looked = now
-        cards = run.cards()
-        for record in cards[-run.world_size :]:
+        self._sampled = now
+        samples = run.cards()
+        for record in samples[-run.world_size :]:
             self._latest.setdefault(record["rank"], {}).update(_answers(record))
-        if self._expected is None:  # Of a task of one's own it is known once its model is.
+        if self._expected is None:  # Of a user's function it is known once its model is.
             self._expected = run.expected()
         if self.figure is not None:
             self.figure.expect(self._expected)
-            if cards and cards[-1]["time"] != self._card_time:
-                self._card_time = cards[-1]["time"]
-                self.figure.show_cards(cards, cards[0]["time"])
+            if samples and samples[-1]["time"] != self._gpu_time:
+                self._gpu_time = samples[-1]["time"]
+                self.figure.show_cards(samples, samples[0]["time"])
         self._offer_saving(run)
-        engine = self.memory.refresh(run, self._latest)
-        self.what.value = _what_it_was(engine)
+        self.engine.value = _engine_words(self.memory.refresh(run, self._latest))
 
     def _watch_from_now(self) -> None:
         self._is_watching = True
@@ -197,32 +212,32 @@ class RunView(View):
         ).start()
 
     def _watch(self, run: ss.Run) -> None:
-        """Runs in a thread of its own: cells may block the kernel's main thread at any time."""
+        """Refresh until the end, in a thread: cells may block the kernel's main thread at any time."""
         ended, more = False, False
         try:
             while self.run is run and (more or not ended):
                 started, busy = time.monotonic(), time.thread_time()
-                # Asked before the refresh: what was written up to the end is then drawn by it.
-                ended = run.status in ENDED
+                # Read before the refresh, which then draws all that was written up to the end.
+                ended = run.status in FINAL
                 try:
                     more = self.refresh()
-                except Exception as error:  # the folder may vanish under way: the view says so and lives on
+                except Exception as error:  # The folder may vanish: the view says so and goes on.
                     more = False
                     self.error.value = _alert(f"This view cannot show the run: {error}")
                 if not ended:
-                    pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MOST_SECONDS)
+                    pause = min((time.thread_time() - busy) / SHARE_OF_KERNEL, MAX_PAUSE_SECONDS)
                     time.sleep(max(0.02, max(POLL_SECONDS, pause) - (time.monotonic() - started)))
         finally:
             with self._lock:
                 self._is_watching = False
             if self.run is run:
-                # What was asked of a log since the last look; telling of the end may take long.
+                # A search may have been typed since the last refresh; on_end may take long.
                 self._wake()
                 if self._on_end is not None:
                     self._on_end(run)
 
     def _wake(self) -> None:
-        """Something else of a log is asked for: a thread that still watches sees that by itself."""
+        """Refresh because another log or search was chosen; a thread that still watches does so itself."""
         with self._lock:
             if self.run is None or self._is_watching:
                 return
@@ -230,13 +245,17 @@ class RunView(View):
             threading.Thread(target=self._search_on, daemon=True, name="shardscope-run-log").start()
 
     def _search_on(self) -> None:
+        """Refresh until a search has read the whole log, of a run that has ended."""
         more = True
         while more:
             started = time.monotonic()
             with self._lock:
-                # Who asks while this looks waits, and then starts a thread anew if this was the last look.
+                # A caller of _wake waits meanwhile, and starts another thread if this was the last refresh.
+                more = False
                 try:
                     more = self.run is not None and self.refresh()
+                except Exception as error:  # The folder may be gone by now.
+                    self.error.value = _alert(f"This view cannot show the run: {error}")
                 finally:
                     self._is_watching = more
             if more:
@@ -250,61 +269,85 @@ class RunView(View):
     def _press(self, button: Button) -> None:
         if self.run is None:
             return
-        # After one that saves first, a plain one is still possible: saving may take long.
-        self._stop_asked |= button == "Stop"
+        # After "Save and stop", "Stop" is still possible: saving may take long.
+        self._stop_requested |= button == "Stop"
         self.save_button.disabled = True
-        self.stop_button.disabled = self._stop_asked
+        self.stop_button.disabled = self._stop_requested
         try:
             self.run.press(button)
         except OSError as error:
-            self._stop_asked = False
+            self._stop_requested = False
             self.error.value = _alert(str(error))
 
-    def _say_status(self, run: ss.Run, status: str) -> None:
-        said = (status, run.reason)
-        if said == self._said:
+    def _show_status(self, run: ss.Run, status: str) -> None:
+        """Write status, reason and plan; of a failed run its error, and the log of the rank that failed."""
+        current = (status, run.reason)
+        if current == self._shown_status:
             return
-        self._said = said
+        self._shown_status = current
         self.head.value = run_words.status_words(run, status)
         note = f"<div class='ss-note'>{escape(run.note)}</div>" if run.note else ""
         failure = run.error if status == "failed" else None
         self.error.value = note + (
-            f"<pre class='ss-log ss-error' role='alert'>{escape(failure)}</pre>" if failure else ""
+            "<pre class='ss-log ss-error' role='alert' tabindex='0' aria-label='error of the run'>"
+            f"{escape(failure)}</pre>"
+            if failure
+            else ""
         )
+        if status == "failed":
+            self._body.add_class("ss-run-failed")
+            first = first_failure(RunFolder(run.folder), run.world_size)
+            if first is not None:
+                self.logs.prefer("launcher" if first.rank is None else first.rank)
 
-    def _say_numbers(self, run: ss.Run, has_ended: bool) -> None:
+    def _show_numbers(self, run: ss.Run, has_ended: bool) -> None:
+        """Write progress, figures and the table of last values; a dash stands where a number is to come."""
         slowest = self._pace.slowest
         last = self._pace.last_step
         done = 0 if last is None else last + 1
         total = run.num_steps
         _put(self.progress, run_words.progress(done, total) if total else "")
         own = self._latest.get(0, {})
+        # The entries of a task that trains the plan are known before its first step: none moves another.
+        is_known = run.trains_the_plan
         entries = []
-        if last is not None:
+        if last is not None or is_known:
             goal = f" of {total:,}" if total else ""
             noun = "step" if (total or done) == 1 else "steps"
-            entries.append((f"{done:,}{goal}", noun, "Up to the last that any rank has logged"))
-        if is_number(own.get("loss")):
-            entries.append((f"{own['loss']:.3f}", "loss", "Of rank 0, in the last step"))
-        for name, words in (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "of rank 0")):
-            if is_number(own.get(name)):
-                entries.append((short(own[name]), f"tokens/s, {words}", "In the last step"))
-                break
+            entries.append((f"{done:,}{goal}", noun, "Steps up to the last one that any rank has logged"))
+        if is_number(own.get("loss")) or is_known:
+            loss = f"{own['loss']:.3f}" if is_number(own.get("loss")) else PLACEHOLDER
+            entries.append((loss, "loss", "Of rank 0, in the last step"))
+        names = (("tokens_per_second_all_ranks", "all ranks"), ("tokens_per_second", "of rank 0"))
+        pace = next(((own[name], words) for name, words in names if is_number(own.get(name))), None)
+        if pace is not None:
+            entries.append((short(pace[0]), f"tokens/s, {pace[1]}", "In the last step"))
+        elif is_known:
+            entries.append((PLACEHOLDER, "tokens/s, all ranks", "In the last step"))
         left = self._pace.seconds_left(total, time.time()) if total and not has_ended else None
         if left is not None:
             why = "The steps that are left, at the pace of the last ones"
             entries.append((f"about {run_words.seconds_words(left)}", "to go", why))
         elif has_ended and (took := _took(run)) is not None:
             entries.append((run_words.seconds_words(took), "in all", "From its launch to its end"))
+        elif is_known and not has_ended:
+            entries.append((PLACEHOLDER, "to go", "Known after some steps"))
         if slowest is not None:
             entries.append(run_words.slowest_words(slowest))
+        elif is_known and run.world_size > 1:
+            entries.append((PLACEHOLDER, "slowest rank", "Known after some steps"))
         _put(self.facts, run_words.facts(entries))
         charts = self.figure.charts if self.figure is not None else {}
-        _put(self.table, run_words.latest_table(self._latest, charts, self._expected, slowest))
+        # Rows of dashes until the first numbers, so that what stands below does not move.
+        waits = is_known and not has_ended and not self._latest
+        latest = {rank: {} for rank in range(run.world_size)} if waits else self._latest
+        _put(self.table, run_words.latest_table(latest, charts, self._expected, slowest))
+        is_empty = has_ended and self.figure is not None and not self.figure.has_lines
+        self._figure_place.layout.display = "none" if is_empty else ""
 
 
 def _read(follow: Follow) -> list[dict[str, Any]]:
-    """What is new; of a long run that is opened late as much as can be read in a moment."""
+    """Return what is new; of a long run that is opened late, as much as can be read in a moment."""
     began = time.monotonic()
     new = follow.read()
     while follow.is_behind and time.monotonic() - began < READ_SECONDS:
@@ -313,7 +356,7 @@ def _read(follow: Follow) -> list[dict[str, Any]]:
 
 
 def _put(place: widgets.HTML, words: str) -> None:
-    """Only what changed: a browser that writes the same anew loses what is marked in it."""
+    """Write only what changed: writing the same again would lose the user's selection in it."""
     if place.value != words:
         place.value = words
 
@@ -327,10 +370,10 @@ def _took(run: ss.Run) -> float | None:
     return times[-1] - times[0] if len(times) > 1 else None
 
 
-def _what_it_was(engine: object) -> str:
-    """One sentence on what the engine of rank 0 really made."""
+def _engine_words(engine: object) -> str:
+    """Return one sentence on what the engine of rank 0 built."""
     words = engine.get("sentence") if isinstance(engine, dict) else None
-    return f"<div class='ss-hint'>What it really was: {escape(str(words))}</div>" if words else ""
+    return f"<div class='ss-hint'>As built: {escape(str(words))}</div>" if words else ""
 
 
 def _alert(message: str) -> str:

@@ -1,7 +1,8 @@
-"""The run view in words: how it stands, how far it is, who is slowest; charts and memory as tables."""
+"""The text of the run view: status, progress, numbers, the slowest rank; charts and memory as tables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -16,25 +17,64 @@ from shardscope_widgets.kit.words import sentence
 from shardscope_widgets.run.figure import MAX_LINES
 from shardscope_widgets.run.panels import Panel, is_number
 
-STATUS_CLASSES = {"failed": "ss-lacks", "lost": "ss-lacks", "finished": "ss-fits"}
+STATUS_SIGNS = {
+    "starting": "◌",
+    "running": "●",
+    "stopping": "◐",
+    "finished": "✓",
+    "stopped": "■",
+    "failed": "✕",
+    "lost": "✕",
+    "damaged": "✕",
+    "unknown": "?",
+}
+"""A shape for each status: colour alone would not tell them apart."""
+STATUS_CLASSES = {
+    "starting": "ss-living",
+    "running": "ss-living",
+    "stopping": "ss-living",
+    "finished": "ss-fits",
+    "failed": "ss-lacks",
+    "lost": "ss-lacks",
+    "damaged": "ss-lacks",
+}
 SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
 
 
-def status_words(run: ss.Run, status: str) -> str:
-    """What it is doing and why, and what is trained."""
-    try:
-        plan = f"<br>{sentence(run.plan)}"
-    except ValueError:
-        plan = ""
+def status_sign(status: str, reason: str = "") -> str:
+    """Return shape and word of a status as HTML, with ``reason`` as its tooltip.
+
+    The status comes from a file of the run folder: one that no run has is shown as "unknown".
+    """
+    known = status if status in STATUS_SIGNS else "unknown"
+    tooltip = f" title='{escape(reason, quote=True)}'" if reason else ""
     return (
-        f"<b class='ss-status {STATUS_CLASSES.get(status, '')}' data-status='{status}'>{status}</b> "
-        f"<span class='ss-hint'>{escape(run.name)} · {escape(run.reason)}</span>"
-        f"<span class='ss-hint'>{plan}</span>"
+        f"<b class='ss-status {STATUS_CLASSES.get(known, '')}' data-status='{known}'{tooltip}>"
+        f"<span class='ss-shape' aria-hidden='true'>{STATUS_SIGNS[known]}</span> {known}</b>"
     )
 
 
+def status_words(run: ss.Run, status: str) -> str:
+    """Return three lines of fixed height: status and name, the reason, the plan that is trained."""
+    try:
+        plan = sentence(run.plan)
+    except Exception:  # A plan of another version, or a damaged one: the run is shown without it.
+        plan = ""
+    name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
+    return (
+        f"<div class='ss-clipped'>{status_sign(status)} <span class='ss-run-name'>{name}</span></div>"
+        f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
+        f"<div class='ss-hint ss-clipped' title='{_text(plan)}'>{plan or '&nbsp;'}</div>"
+    )
+
+
+def _text(html: str) -> str:
+    """Return the text of markup that Shardscope wrote, for a tooltip."""
+    return re.sub(r"<[^>]*>", "", html).replace("'", "&#x27;")
+
+
 def progress(done: int, total: int) -> str:
-    """A bar that screen readers read as well."""
+    """Return a progress bar, with the numbers for screen readers and as a tooltip."""
     share = min(1.0, done / total)
     words = f"{done:,} of {total:,} steps"
     return (
@@ -45,7 +85,7 @@ def progress(done: int, total: int) -> str:
 
 
 def facts(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Numbers with what they are, and on hover what they count: (number, name, why)."""
+    """Return figures with their names, and what each one counts as a tooltip: (figure, name, tooltip)."""
     cells = "".join(
         f"<div title='{escape(why, quote=True)}'><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
         for value, name, why in entries
@@ -54,7 +94,7 @@ def facts(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """``45 s``, ``12 minutes``, ``3.4 hours``, ``2.1 days``: nobody plans an evening by the second."""
+    """``45 s``, ``12 minutes``, ``3.4 hours``, ``2.1 days``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -65,12 +105,12 @@ def seconds_words(seconds: float) -> str:
 
 
 def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
-    """Who is slowest and by how much, or that nobody is, as an entry of :func:`facts`."""
+    """Return the slowest rank and by how much it is slower, or that none is, as an entry of :func:`facts`."""
     ranks = f"{slowest.num_ranks:,} ranks"
     if slowest.is_even:
         why = (
             "The medians of the last steps differ by less than 2 %. Ranks that exchange gradients wait for "
-            "each other in every step: whom the others wait for, a trace shows."
+            "each other in every step; a trace shows which rank the others wait for."
         )
         return "even", f"{ranks}' pace, within 2\u00a0%", why
     typical = Scale.of(slowest.seconds)
@@ -80,7 +120,7 @@ def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
         return (
             f"rank {slowest.rank}",
             f"slowest of {ranks}: {by}",
-            f"{step}; it has logged none of the others' last.",
+            f"{step}; it has not logged the last steps of the others.",
         )
     by = f"by {100 * slowest.excess:.0f} %"
     return (
@@ -91,7 +131,7 @@ def slowest_words(slowest: Slowest) -> tuple[str, str, str]:
 
 
 def swatch(rank: int) -> str:
-    """The rank's line as the charts have it: its colour and its dashes."""
+    """Return a sample of the rank's line in the charts: its colour and its dashes."""
     if rank >= MAX_LINES:
         return "<i class='ss-line-swatch'></i>"
     dashes = SVG_DASHES[RANK_DASHES[rank % len(RANK_DASHES)]]
@@ -107,7 +147,7 @@ def latest_table(
     expected: Expected | None,
     slowest: Slowest | None,
 ) -> str:
-    """The last numbers of each rank, a column for each chart, in its unit; below them what was predicted."""
+    """Return the last values of each rank, a column per chart in its unit; the last row is the prediction."""
     if not latest:
         return ""
     panels, units = list(charts), list(charts.values())
@@ -130,7 +170,9 @@ def latest_table(
     )
     more = len(ranks) - len(shown)
     left_out = (
-        f"<div class='ss-hint'>and {more:,} more ranks, which count for the slowest</div>" if more else ""
+        f"<div class='ss-hint'>and {more:,} more ranks; the slowest rank is chosen from all of them</div>"
+        if more
+        else ""
     )
     return (
         "<div class='ss-scroll' tabindex='0' role='group' aria-label='last numbers of each rank'>"
@@ -159,13 +201,17 @@ def _predicted_row(
 def _predicted_words(expected: Expected | None) -> str:
     if expected is None:
         return ""
-    step = f"Step time and tokens/s: {expected.step_from}." if expected.step_seconds else ""
+    step = (
+        f"Step time and tokens/s: {expected.step_from}."
+        if expected.step_seconds and expected.step_from
+        else ""
+    )
     words = f"Predicted when it was launched. Memory: {expected.memory_of}. {step}"
     return f"<div class='ss-hint'>{escape(words.strip())}</div>"
 
 
 def memory_table(by_rank: Mapping[int, RankMemory], predicted: Mapping[str, int] | None, words: str) -> str:
-    """What the tensors of each rank were at its peak, as bars on the prediction's scale and in numbers."""
+    """Return the tensors of each rank at its peak, as bars on the scale of the prediction and as numbers."""
     if not by_rank:
         return ""
     rows: list[tuple[str, Mapping[str, int]]] = [("predicted", predicted)] if predicted else []

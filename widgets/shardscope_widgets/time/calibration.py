@@ -1,4 +1,4 @@
-"""The button that measures this machine, so that its own curves stand behind what is predicted for it."""
+"""The button that measures this machine, so that predictions for it use its own curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardscope_widgets.kit.background_work import Progress, WorkPanel
 
 
 class CalibratePanel(WorkPanel):
-    """Offers ``ss.calibrate()`` for plans on this machine's own GPUs; ``on_done`` is called after it."""
+    """Offers ``ss.calibrate()`` for plans on this machine's own GPUs; ``on_done`` is called afterwards."""
 
     def __init__(self, machine: ss.Cluster, on_done: Callable[[], None]) -> None:
         self._machine = machine

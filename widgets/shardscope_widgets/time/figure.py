@@ -1,7 +1,8 @@
-"""The one figure of the step view: what a step waits for, what is hidden beneath it, what runs measured."""
+"""The chart of the time view: a step's parts, what is overlapped, what runs measured, and pinned plans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from textwrap import wrap
 from typing import Any
@@ -9,19 +10,24 @@ from typing import Any
 import plotly.graph_objects as go
 
 from shardscope.timing.report import PARTS, StepReport, seconds_words
-from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import Scale
+from shardscope_widgets.kit.pins import wrap_label
 from shardscope_widgets.kit.theme import MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import ShownStep
 
-ROWS = ("predicted", "hidden", "measured")
-ROW_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 40, 8, 24
-HIDDEN_OPACITY = 0.55
-INK = "#7f8790"
+ROWS = ("predicted", "overlapped", "measured")
+ROW_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 2, 4
+LEFT_PIXELS, RIGHT_PIXELS = 96, 112
+OVERLAPPED_OPACITY = 0.55
+SMALL = {"size": 12}
 
 
-def empty_figure() -> Chart:
-    """All traces and axes, without data; made once, redrawn by :func:`draw`."""
+def empty_figure(on_part: Callable[[str], None]) -> Chart:
+    """Return the chart with all traces and axes, without data; :func:`draw` fills it again and again.
+
+    ``on_part`` gets the name of the part whose bar was clicked.
+    """
     bars = [
         go.Bar(
             name=name.replace("_", " "),
@@ -29,7 +35,6 @@ def empty_figure() -> Chart:
             marker={
                 "color": PART_COLOURS[name],
                 "line": {"width": 0},
-                "opacity": [1.0, HIDDEN_OPACITY],
                 "pattern": {
                     "shape": PART_PATTERNS.get(name, ""),
                     "size": 6,
@@ -50,116 +55,140 @@ def empty_figure() -> Chart:
     )
     figure = Chart([*bars, measured], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
-    return survive_reload(figure)
+
+    def press(trace: int, point: int, customdata: object) -> None:
+        if trace < len(PARTS):
+            on_part(PARTS[trace])
+
+    figure.on_click(press)
+    return figure
 
 
 def _layout() -> dict[str, Any]:
     return {
         "barmode": "stack",
-        "bargap": 0.34,
+        "bargap": 0.2,
         "autosize": True,
         "height": ROW_PIXELS * len(ROWS) + TOP_PIXELS + BOTTOM_PIXELS,
-        "margin": {"l": 84, "r": 116, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
+        "margin": {"l": LEFT_PIXELS, "r": RIGHT_PIXELS, "t": TOP_PIXELS, "b": BOTTOM_PIXELS},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
+        "hovermode": "closest",
         "hoverlabel": {"align": "left"},
-        "xaxis": {
-            "zeroline": False,
-            "fixedrange": True,
-            "tickformat": ",~r",
-            "showticksuffix": "last",
-            "nticks": 4,
-            "tickangle": 0,
-        },
+        # Sums stand at the right: an axis would only add lines under text.
+        "xaxis": {"visible": False, "fixedrange": True},
         "yaxis": {
             "fixedrange": True,
             "showgrid": False,
             "zeroline": False,
             "type": "category",
-            "categoryorder": "array",
-            "categoryarray": list(ROWS),
-            "range": [len(ROWS) - 0.5, -0.5],
             "ticks": "outside",
             "ticklen": 6,
             "tickcolor": "rgba(0,0,0,0)",
+            "tickfont": SMALL,
         },
         "transition": {"duration": 0},
     }
 
 
 def draw(figure: Chart, shown: ShownStep) -> None:
-    """Show it: one update, in place."""
+    """Show a plan's step in ``figure``, in one update."""
     scale, report, measured = shown.scale, shown.report, shown.measured
-    bars: list[dict[str, Any]] = [
-        {"y": [], "x": [], "customdata": []} if report is None else _bar(report, name, scale)
-        for name in PARTS
-    ]
+    pinned = [(f"pin {index}", pin) for index, pin in enumerate(shown.pins)]
+    bars = [_part_bars(shown, name) for name in PARTS]
     bars.append(
         {
             "y": ["measured"] if measured else [],
             "x": [measured.seconds * scale.factor] if measured else [],
-            "customdata": [_measured_words(shown)] if measured else [],
+            "customdata": [_measured_tooltip(shown)] if measured else [],
         }
     )
-    longest = max(
-        report.seconds if report else 0.0,
-        sum(report.hidden.values()) if report else 0.0,
-        measured.seconds if measured else 0.0,
-    )
+    lengths = [
+        *([report.seconds, sum(report.hidden.values())] if report else []),
+        *([measured.seconds] if measured else []),
+        *(pin.step.report.seconds for _, pin in pinned if pin.step.report),
+    ]
+    keys = [*ROWS, *(key for key, _ in pinned)]
+    labels = [*ROWS, *(wrap_label(pin.name.short) for _, pin in pinned)]
     figure.redraw(
         bars,
         {
-            "xaxis.range": [0, 1.02 * longest * scale.factor or 1.0],
-            "xaxis.ticksuffix": f" {scale.unit}",
-            # An axis without a bar would show numbers that mean nothing.
-            "xaxis.visible": longest > 0,
+            "height": ROW_PIXELS * len(keys) + TOP_PIXELS + BOTTOM_PIXELS,
+            "xaxis.range": [0, 1.01 * max(lengths, default=0.0) * scale.factor or 1.0],
+            "yaxis.range": [len(keys) - 0.5, -0.5],
+            "yaxis.categoryorder": "array",
+            "yaxis.categoryarray": keys,
+            "yaxis.tickvals": keys,
+            "yaxis.ticktext": labels,
             "annotations": _notes(shown),
         },
     )
 
 
-def _bar(report: StepReport, name: Any, scale: Scale) -> dict[str, Any]:
-    """One part of the predicted row and, as far as arithmetic covers it, of the hidden one."""
-    spoken = name.replace("_", " ") + report.explain(name).removeprefix(name)
-    words = "<br>".join(wrap(escape(spoken), 72, break_on_hyphens=False))
+def _part_bars(shown: ShownStep, name: Any) -> dict[str, Any]:
+    """Return one part of the predicted row, of the overlapped one, and of every pinned plan's."""
+    scale = shown.scale
+    bars: list[tuple[str, float, str, float]] = []
+    if shown.report is not None:
+        words = _part_tooltip(shown.report, name)
+        bars.append(("predicted", shown.report.parts[name], words, 1.0))
+        bars.append(("overlapped", shown.report.hidden[name], words, OVERLAPPED_OPACITY))
+    for index, pin in enumerate(shown.pins):
+        if pin.step.report is not None:
+            words = f"<b>{escape(pin.name.full)}</b><br>{_part_tooltip(pin.step.report, name)}"
+            bars.append((f"pin {index}", pin.step.report.parts[name], words, 1.0))
     return {
-        "y": ["predicted", "hidden"],
-        "x": [report.parts[name] * scale.factor, report.hidden[name] * scale.factor],
-        "customdata": [words, words],
+        "y": [key for key, *_ in bars],
+        "x": [seconds * scale.factor for _, seconds, *_ in bars],
+        "customdata": [words for *_, words, _ in bars],
+        "marker.opacity": [opacity for *_, opacity in bars],
     }
 
 
+def _part_tooltip(report: StepReport, name: Any) -> str:
+    spoken = name.replace("_", " ") + report.explain(name).removeprefix(name)
+    return "<br>".join(wrap(escape(spoken), 72, break_on_hyphens=False))
+
+
 def _notes(shown: ShownStep) -> list[dict[str, Any]]:
-    """Each row's sum at the right edge; in the place of an empty row, why it is."""
+    """Return each row's sum in the right margin or, in the place of an empty row, why it is empty."""
     report, measured = shown.report, shown.measured
-    hidden = sum(report.hidden.values()) if report else 0.0
-    notes = []
-    for row, seconds, why in (
-        ("predicted", report.seconds if report else 0.0, "not known: the words below say why"),
-        ("hidden", hidden, "nothing is sent beneath arithmetic" if report else ""),
+    overlapped = sum(report.hidden.values()) if report else 0.0
+    rows = [
+        ("predicted", report.seconds if report else 0.0, "not known: the line below says why"),
+        ("overlapped", overlapped, "no communication is overlapped with arithmetic" if report else ""),
         ("measured", measured.seconds if measured else 0.0, "no run of this plan yet"),
-    ):
-        place = {"y": row, "showarrow": False, "xanchor": "left"}
+    ]
+    for index, pin in enumerate(shown.pins):
+        seconds = pin.step.report.seconds if pin.step.report else 0.0
+        rows.append((f"pin {index}", seconds, "not known"))
+    notes = []
+    for key, seconds, why in rows:
+        place = {"y": key, "yref": "y", "showarrow": False}
         if not seconds:
-            notes.append(
-                {**place, "x": 0, "xref": "x", "xshift": 6, "text": why, "font": {"size": 12}, "opacity": 0.7}
-            )
+            empty = {"x": 0, "xref": "x", "xanchor": "left", "text": why, "font": SMALL, "opacity": 0.75}
+            notes.append({**place, **empty})
             continue
-        text = f"{shown.scale.show(seconds)} {shown.scale.unit}"
-        text = text if row == "hidden" else f"<b>{text.partition(' ')[0]}</b> {shown.scale.unit}"
-        if row == "measured" and report:
-            text += f" {_beside(seconds, report.seconds)}"
-        notes.append({**place, "x": 1, "xref": "paper", "xshift": 8, "text": text, "font": {"size": 13}})
+        text = _sum_words(shown.scale, seconds, is_part=key == "overlapped")
+        if report and key == "measured":
+            text += f" {_off_by(seconds, report.seconds)}"
+        right = {"x": 1, "xref": "paper", "xanchor": "right", "xshift": RIGHT_PIXELS - 4, "text": text}
+        notes.append({**place, **right, "font": {"size": 13}})
     return notes
 
 
-def _beside(measured: float, predicted: float) -> str:
-    """What was measured beside what was predicted: ``+6 %``."""
+def _sum_words(scale: Scale, seconds: float, is_part: bool) -> str:
+    text = f"{scale.show(seconds)} {scale.unit}"
+    return text if is_part else f"<b>{text}</b>"
+
+
+def _off_by(measured: float, predicted: float) -> str:
+    """Return how far the measured step is from the predicted one: ``+6 %``."""
     return f"{100 * (measured / predicted - 1):+.0f} %".replace("-", "−")
 
 
-def _measured_words(shown: ShownStep) -> str:
+def _measured_tooltip(shown: ShownStep) -> str:
     measured = shown.measured
     if measured is None:
         return ""

@@ -1,37 +1,36 @@
-"""The right side of the Studio's head: how fast a plan is and what it costs, or why that is not known."""
+"""Head numbers of the Studio: how fast a plan is and what it costs, or why that is not known."""
 
 from __future__ import annotations
 
 from html import escape
 
-from shardscope_widgets.kit.numbers import dollars, short, three
-from shardscope_widgets.kit.words import title
+from shardscope_widgets.kit.numbers import dollars, short
 from shardscope_widgets.time.rows import ShownStep
-from shardscope_widgets.time.table import MODEL_FLOPS
+from shardscope_widgets.time.table import MODEL_FLOPS, price_words
 
 DASH = "–"
+UNITS = ("tokens/s per GPU", "MFU", "per M tokens")
 
 
 def rates(shown: ShownStep) -> str:
-    """Three numbers as HTML; a dash says on hover why there is none."""
-    report = shown.report
-    if report is None:
-        why = shown.refusal
-        numbers = [(DASH, unit, why) for unit in ("TFLOP/s per GPU", "tokens/s per GPU", "per M tokens")]
+    """Return three numbers as HTML, each above its unit; a dash says why there is no number."""
+    report, reason = shown.report, shown.step.why_no_rates
+    if report is None or reason:
+        numbers = [(DASH, unit, reason) for unit in UNITS]
     else:
-        cost, gpu = report.cost_per_token, shown.plan.cluster.gpu
-        price = (
-            f"the price of {title(gpu.name)} is not known"
-            if cost is None
-            else f"${gpu.price_per_hour_usd or 0:,.2f} an hour for each GPU, read on {gpu.price_date}"
-        )
+        cost, mfu = report.cost_per_token, report.mfu
+        share = DASH if mfu is None else f"{100 * mfu:.0f} %"
+        why_mfu = "the GPU's peak in this precision is not known" if mfu is None else MODEL_FLOPS
         numbers = [
-            (three(report.tflops_per_gpu), "TFLOP/s per GPU", MODEL_FLOPS),
-            (short(report.tokens_per_second_per_gpu), "tokens/s per GPU", "predicted"),
-            (DASH if cost is None else dollars(1e6 * cost), "per M tokens", price),
+            (short(report.tokens_per_second_per_gpu), UNITS[0], "predicted"),
+            (share, UNITS[1], why_mfu),
+            (DASH if cost is None else dollars(1e6 * cost), UNITS[2], price_words(shown)),
         ]
-    cells = "".join(
-        f"<span title='{escape(why, quote=True)}'><b>{value}</b> {unit}</span>"
-        for value, unit, why in numbers
-    )
-    return f"<div class='ss-rates'>{cells}</div>"
+    return f"<div class='ss-rates'>{''.join(_cell(*number) for number in numbers)}</div>"
+
+
+def _cell(value: str, unit: str, why: str) -> str:
+    hint = escape(why, quote=True)
+    # A dash alone says nothing to a screen reader.
+    reason = f"<span class='ss-off-screen'> {escape(why)}</span>" if value == DASH else ""
+    return f"<span title='{hint}'><b>{escape(value)}</b> <span>{unit}</span>{reason}</span>"

@@ -1,59 +1,102 @@
-"""What the step view shows: a plan's predicted step, or why there is none, and steps that were measured."""
+"""Steps on screen: a plan's predicted step, or why there is none, measured steps, and pinned plans."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import shardscope as ss
+from shardscope.planner.verdict import assess
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.measured_step import latest_lines
 from shardscope.timing.calibration_runs import median_step, residual
 from shardscope.timing.report import StepReport
 from shardscope_widgets.kit.numbers import Scale
+from shardscope_widgets.kit.pins import PinName, name_pins
 
 
 class RunSteps(NamedTuple):
     """The steps of one run."""
 
     num_steps: int
-    """How many the median is of: without the first, which are no example of the others."""
+    """Number of steps behind the median: the first steps of a run are slower and not counted."""
     seconds: float
     """The median step."""
 
     @classmethod
     def of(cls, run: ss.Run) -> RunSteps | None:
-        """Of what ``run`` logged last; None where that is too little."""
-        found = median_step(latest_lines(RunFolder(run.folder), run.world_size))
-        return None if found is None else cls(*found)
+        """Return the steps that ``run`` logged last; None where these are too few."""
+        median = median_step(latest_lines(RunFolder(run.folder), run.world_size))
+        return None if median is None else cls(*median)
 
 
-class ShownStep(NamedTuple):
-    """One plan's step in every tier that there is."""
+class PlanStep(NamedTuple):
+    """The step of one plan."""
 
-    plan: ss.Plan
     report: StepReport | None
     """The prediction; None: there is none, and :attr:`refusal` says why."""
     refusal: str = ""
+    lacks: str = ""
+    """Why the plan does not fit; empty: it does. Such a plan has no tokens/s and no price."""
+
+    @classmethod
+    def of(cls, plan: ss.Plan) -> PlanStep:
+        """Predict the step of ``plan``; an error becomes its words."""
+        verdict = assess(plan)
+        lacks = f"Does not fit: {verdict.reason}" if verdict.state == "does not fit" else ""
+        try:
+            return cls(plan.step(), lacks=lacks)
+        except ValueError as error:
+            return cls(None, str(error), lacks)
+
+    @property
+    def why_no_rates(self) -> str:
+        """Return why there are no rates and prices; empty: there are."""
+        return self.lacks or self.refusal
+
+
+class PinStep(NamedTuple):
+    """A pinned plan beside the plan on screen."""
+
+    name: PinName
+    step: PlanStep
+
+
+class ShownStep(NamedTuple):
+    """One plan's step, predicted and measured, and the pinned plans."""
+
+    plan: ss.Plan
+    step: PlanStep
     measured: RunSteps | None = None
+    pins: tuple[PinStep, ...] = ()
+
+    @property
+    def report(self) -> StepReport | None:
+        """The prediction; None: there is none."""
+        return self.step.report
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no prediction."""
+        return self.step.refusal
 
     @property
     def scale(self) -> Scale:
-        """The unit of every time that is shown."""
+        """The unit of every time on screen."""
         known = [self.report.seconds] if self.report else []
         known += [self.measured.seconds] if self.measured else []
         return Scale.of(max(known, default=1.0))
 
 
-def shown_step(plan: ss.Plan, measured: RunSteps | None = None) -> ShownStep:
-    """Ask ``plan`` for its step; what it refuses to tell becomes words."""
-    try:
-        return ShownStep(plan, plan.step(), measured=measured)
-    except ValueError as error:
-        return ShownStep(plan, None, str(error), measured)
+def shown_step(plan: ss.Plan, measured: RunSteps | None = None, pins: Sequence[ss.Plan] = ()) -> ShownStep:
+    """Return the step of ``plan``, predicted and as far as ``measured``, beside those of the ``pins``."""
+    names = name_pins(pins, plan)
+    pinned = tuple(PinStep(name, PlanStep.of(pin)) for name, pin in zip(names, pins, strict=True))
+    return ShownStep(plan, PlanStep.of(plan), measured, pinned)
 
 
 def residual_words(plan: ss.Plan) -> str:
-    """How far finished runs of this machine were from such predictions; empty where there are none."""
+    """Return how far finished runs on this machine were from such predictions; empty where there are none."""
     try:
         found = residual(plan)
     except ValueError as damaged:

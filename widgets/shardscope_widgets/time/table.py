@@ -1,16 +1,19 @@
-"""The step chart in words: rates with their conventions, every part with its formula, every collective."""
+"""Text of the time view: rates with their conventions, every part with its formula, every collective."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from html import escape
+from typing import NamedTuple
 
 from shardscope.memory.words import gib
 from shardscope.timing.report import PARTS, StepReport
 from shardscope_widgets.kit.numbers import Scale, dollars, short, three
+from shardscope_widgets.kit.part_table import NOT_REPORTED, Column, PartRow, part_table, signed
 from shardscope_widgets.kit.theme import PART_COLOURS, PART_PATTERNS, PATTERN_CLASSES
 from shardscope_widgets.kit.words import device_count, title
-from shardscope_widgets.time.rows import ShownStep, residual_words
+from shardscope_widgets.time.rows import PlanStep, ShownStep, residual_words
 
 MODEL_FLOPS = "model FLOPs: causal attention, no recomputation"
 FULL_ATTENTION = "model FLOPs where attention counts every key, as Megatron's and PaLM's papers do"
@@ -19,7 +22,7 @@ KWH_JOULES = 3.6e6
 
 
 def caption(shown: ShownStep) -> str:
-    """Under the chart: which stage, which constants; or why there is no prediction."""
+    """Return the line under the chart: tokens, GPUs, the constants; or why there is no prediction."""
     report = shown.report
     if report is None:
         return f"<span class='ss-error' role='alert'>{escape(shown.refusal)}</span>"
@@ -31,106 +34,174 @@ def caption(shown: ShownStep) -> str:
     return " · ".join(escape(each) for each in (whole, report.calibration, residual_words(plan)) if each)
 
 
-def figures(shown: ShownStep) -> str:
-    """Rates and prices: each says on hover what it counts; a dash says why there is no number."""
+class Rate(NamedTuple):
+    """One number that follows from a step's seconds."""
+
+    name: str
+    words: Callable[[float], str]
+    of: Callable[[StepReport], float | None]
+    why: str
+    unknown: str = ""
+    """Why it may be unknown."""
+
+
+def _rates(shown: ShownStep) -> list[Rate]:
     report = shown.report
-    if report is None:
-        return ""
-    peak = None if report.peak_flops is None else report.peak_flops / 1e12
+    peak = None if report is None or report.peak_flops is None else report.peak_flops / 1e12
     against = "" if peak is None else f", of the datasheet's {three(peak)} TFLOP/s"
-    gpu = shown.plan.cluster.gpu
-    no_price = f"the price of {title(gpu.name)} is not known"
-    no_watts = f"the power limit of {title(gpu.name)} is not known"
-    cost, joules, mfu = report.cost_per_token, report.joules_per_token, report.mfu
-    return _grid(
-        [
-            ("tokens/s", short(report.tokens_per_second), "all GPUs together"),
-            ("tokens/s per GPU", short(report.tokens_per_second_per_gpu), "of one GPU"),
-            (
-                "$ per M tokens",
-                _or(cost, lambda c: dollars(1e6 * c)),
-                _or_words(cost, _price(shown), no_price),
-            ),
-            (
-                "kWh per M tokens",
-                _or(joules, lambda j: three(1e6 * j / KWH_JOULES)),
-                _or_words(joules, "the GPUs at their power limit", no_watts),
-            ),
-            ("TFLOP/s per GPU", three(report.tflops_per_gpu), MODEL_FLOPS),
-            (
-                "MFU",
-                _or(mfu, lambda share: f"{three(100 * share)} %"),
-                _or_words(mfu, MODEL_FLOPS + against, "the GPU's peak in this precision is not known"),
-            ),
-            ("TFLOP/s, full attention", three(report.tflops_per_gpu_full_attention), FULL_ATTENTION),
-            ("TFLOP/s, hardware", three(report.hardware_tflops_per_gpu), HARDWARE),
-        ]
-    ) + (
-        f"<div class='ss-hint'>MFU and TFLOP/s count {MODEL_FLOPS}{against} "
-        "(Chowdhery et al. 2022, appendix B).</div>"
-    )
+    gpu = title(shown.plan.cluster.gpu.name)
+    convention = f"MFU and TFLOP/s count {MODEL_FLOPS}{against} (Chowdhery et al. 2022, appendix B)."
+    others = ""
+    if report is not None:
+        others = (
+            f" TFLOP/s, full attention: {three(report.tflops_per_gpu_full_attention)}, {FULL_ATTENTION}."
+            f" TFLOP/s, hardware: {three(report.hardware_tflops_per_gpu)}, {HARDWARE}."
+        )
+    return [
+        Rate("tokens/s", short, lambda r: r.tokens_per_second, "All GPUs together."),
+        Rate("tokens/s per GPU", short, lambda r: r.tokens_per_second_per_gpu, "Of one GPU."),
+        Rate(
+            "MFU, %",
+            three,
+            lambda r: None if r.mfu is None else 100 * r.mfu,
+            convention,
+            "The GPU's peak in this precision is not known.",
+        ),
+        Rate("TFLOP/s per GPU", three, lambda r: r.tflops_per_gpu, convention + others),
+        Rate(
+            "$ per M tokens",
+            dollars,
+            lambda r: None if r.cost_per_token is None else 1e6 * r.cost_per_token,
+            price_words(shown) + ".",
+            f"The price of {gpu} is not known.",
+        ),
+        Rate(
+            "kWh per M tokens",
+            three,
+            lambda r: None if r.joules_per_token is None else 1e6 * r.joules_per_token / KWH_JOULES,
+            "The GPUs at their power limit.",
+            f"The power limit of {gpu} is not known.",
+        ),
+    ]
 
 
-def _price(shown: ShownStep) -> str:
+def price_words(shown: ShownStep) -> str:
+    """Return the price behind dollars, or that it is not known."""
     gpu = shown.plan.cluster.gpu
     if gpu.price_per_hour_usd is None:
-        return ""
+        return f"the price of {title(gpu.name)} is not known"
     return f"${gpu.price_per_hour_usd:,.2f} an hour for each GPU, read on {gpu.price_date}"
 
 
-def _or(value: float | None, words: Callable[[float], str]) -> str:
-    return "–" if value is None else words(value)
+def rate_table(shown: ShownStep) -> str:
+    """Return seconds, rates and prices: predicted, measured and of each pinned plan with the difference.
+
+    A plan that does not fit has none: a dash, and the reason in the opened row.
+    """
+    if shown.report is None and shown.measured is None and not shown.pins:
+        return ""
+    columns = [
+        Column("predicted", shown.step.why_no_rates),
+        Column("measured", is_empty=shown.measured is None),
+    ]
+    for index, pin in enumerate(shown.pins):
+        columns += Column.of_pin(index, pin.name)
+    # Seconds of a plan that does not fit are kept: the chart shows what they would go to.
+    seconds = Rate(f"one step, {shown.scale.unit}", shown.scale.show, lambda r: r.seconds, _step_words(shown))
+    rows = [_rate_row(shown, seconds, even_if_it_lacks=True)]
+    rows += [_rate_row(shown, rate) for rate in _rates(shown)]
+    return part_table("rates and prices", columns, rows)
 
 
-def _or_words(value: float | None, known: str, unknown: str) -> str:
-    return unknown if value is None else known
+def _step_words(shown: ShownStep) -> str:
+    words = "The sum of the parts below."
+    if shown.step.lacks:
+        words = f"{shown.step.lacks} Its seconds are those of a GPU with enough memory."
+    if shown.measured:
+        words += f" Measured: the median of {shown.measured.num_steps:,} steps."
+    return words
 
 
-def _grid(entries: Iterable[tuple[str, str, str]]) -> str:
-    cells = "".join(
-        f"<div title='{escape(why, quote=True)}'><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
-        for name, value, why in entries
-    )
-    return f"<div class='ss-figures'>{cells}</div>"
+def _rate_row(shown: ShownStep, rate: Rate, even_if_it_lacks: bool = False) -> PartRow:
+    def value(step: PlanStep) -> float | None:
+        if step.report is None or (step.lacks and not even_if_it_lacks):
+            return None
+        return rate.of(step.report)
+
+    def cell(step: PlanStep) -> str | tuple[str, str]:
+        amount = value(step)
+        return rate.words(amount) if amount is not None else (NOT_REPORTED, step.why_no_rates or rate.unknown)
+
+    here = value(shown.step)
+    cells = [cell(shown.step), _measured_cell(shown, rate)]
+    for pin in shown.pins:
+        there = value(pin.step)
+        cells.append(cell(pin.step))
+        if here is None or there is None:
+            cells.append("")
+        else:
+            cells.append(signed(here - there, rate.words(abs(here - there))))
+    why = rate.why if here is not None else shown.step.why_no_rates or rate.unknown
+    return PartRow(rate.name, rate.name, cells, f"<p>{escape(why)}</p>")
 
 
-def table(shown: ShownStep) -> str:
-    """Every part with its time, share and what is hidden of it; opening a row explains it."""
+def _words_or_dash(value: float | None, rate: Rate) -> str:
+    return NOT_REPORTED if value is None else rate.words(value)
+
+
+def _measured_cell(shown: ShownStep, rate: Rate) -> str:
+    """Return what the rate is at the measured seconds: a run that ended did fit."""
+    measured, report = shown.measured, shown.report
+    if measured is None:
+        return ""
+    if report is None:
+        return rate.words(measured.seconds) if rate.words == shown.scale.show else NOT_REPORTED
+    # All seconds of the report are in its parts: scaled, they sum to the measured step.
+    factor = measured.seconds / report.seconds
+    scaled = replace(report, parts={name: seconds * factor for name, seconds in report.parts.items()})
+    return _words_or_dash(rate.of(scaled), rate)
+
+
+def part_rows(shown: ShownStep) -> str:
+    """Return the table of parts: exposed seconds, their share, what is overlapped, and the pinned plans'."""
     report = shown.report
     if report is None:
         return ""
     scale = shown.scale
-    busy = [name for name in PARTS if report.parts[name] or report.hidden[name]]
+    pinned = [pin for pin in shown.pins if pin.step.report is not None]
+    reports = [report, *(pin.step.report for pin in pinned if pin.step.report is not None)]
+    busy = [name for name in PARTS if any(one.parts[name] or one.hidden[name] for one in reports)]
+    busy.sort(key=lambda name: -report.parts[name])
     idle = [name.replace("_", " ") for name in PARTS if name not in busy]
-    rows = "".join(_row(report, name, scale) for name in busy)
+    columns = [
+        Column("exposed", "the step waits for it"),
+        Column("share", "of the step"),
+        Column("overlapped", "with arithmetic: the step does not wait for it"),
+    ]
+    for pin in pinned:
+        number, difference = Column.of_pin(shown.pins.index(pin), pin.name)
+        columns += [number._replace(unpin=None), difference]
+    rows = []
+    for name in busy:
+        here = report.parts[name]
+        cells = [scale.show(here), f"{100 * here / report.seconds:.0f} %", scale.show(report.hidden[name])]
+        for one in reports[1:]:
+            there = one.parts[name]
+            cells += [scale.show(there), signed(here - there, scale.show(abs(here - there)))]
+        why = report.explain(name).partition(" = ")[2] or "no time in this plan"
+        rows.append(PartRow(name, name.replace("_", " "), cells, f"<p>{escape(why)}</p>", swatch(name)))
     nothing = f"<div class='ss-hint'>No time goes to {', '.join(idle)}.</div>" if idle else ""
-    return (
-        "<h2>One step <span class='ss-hint'>open a row for its formula</span></h2>"
-        "<div class='ss-legend ss-tiers' style='--ss-columns:3'>"
-        f"<div class='ss-titles'><i></i><span>{scale.unit}</span><em>exposed</em><em>share</em>"
-        f"<em>hidden</em></div>{rows}</div>{nothing}{_collectives(report, scale)}"
-    )
-
-
-def _row(report: StepReport, name: str, scale: Scale) -> str:
-    exposed, hidden = report.parts[name], report.hidden[name]
-    why = report.explain(name).partition(" = ")[2]
-    numbers = f"<em>{scale.show(exposed)}</em><em>{100 * exposed / report.seconds:.0f} %</em>"
-    numbers += f"<em>{scale.show(hidden)}</em>"
-    return (
-        f"<details name='ss-step-why'><summary>{swatch(name)}<span>{name.replace('_', ' ')}</span>"
-        f"{numbers}</summary><p>{escape(why)}</p></details>"
-    )
+    return f"{part_table(f'{scale.unit}, of one step', columns, rows)}{nothing}{_collectives(report, scale)}"
 
 
 def swatch(name: str) -> str:
-    """The part's colour and pattern, as the chart has them."""
+    """Return the part's colour and pattern, as the chart has them."""
     pattern = PATTERN_CLASSES.get(PART_PATTERNS.get(name, ""), "")
-    return f"<i class='{pattern}' style='background-color:{PART_COLOURS[name]}'></i>"
+    return f"<i class='ss-mark {pattern}' style='background-color:{PART_COLOURS[name]}'></i>"
 
 
 def _collectives(report: StepReport, scale: Scale) -> str:
-    """What is sent, over which link, and how much of it the step waits for; and the copies made for it."""
+    """Return the table of collectives: bytes, link, seconds, exposed seconds, with their staging copies."""
     if not report.sent:
         return ""
     rows = [
@@ -147,8 +218,8 @@ def _collectives(report: StepReport, scale: Scale) -> str:
         last = max(index for index, call in enumerate(report.sent) if call.part == part)
         rows[last] += copied
     return (
-        "<h2>What is sent <span class='ss-hint'>in one step, by one rank, with the copies made for it; "
-        "what is exposed adds up to the parts above</span></h2>"
+        "<h2>Communication <span class='ss-hint'>of one rank in one step, with its staging copies; "
+        "exposed times add up to the parts above</span></h2>"
         "<div class='ss-scroll' tabindex='0'><table class='ss-table'><thead><tr><th>for</th>"
         "<th class='ss-text'>collective</th><th>ranks</th><th class='ss-text'>over</th><th>GiB</th>"
         f"<th>takes, {scale.unit}</th><th>exposed, {scale.unit}</th></tr></thead>"

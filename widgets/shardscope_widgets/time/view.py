@@ -1,31 +1,37 @@
-"""Where every millisecond goes: what a step waits for, what is hidden, what runs measured, what it costs."""
+"""The time view: parts of a step, what is overlapped, what runs measured, rates, prices and pinned plans."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
+
+import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.timing.report import StepReport
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.kit.numbers import dollars, duration, short, typed_tokens
+from shardscope_widgets.kit.pins import Pins
 from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.view import View
 from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.time.calibration import CalibratePanel
 from shardscope_widgets.time.figure import draw, empty_figure
 from shardscope_widgets.time.rows import RunSteps, ShownStep, shown_step
-from shardscope_widgets.time.table import caption, figures, table
+from shardscope_widgets.time.table import caption, part_rows, rate_table
 
 MAX_REMEMBERED = 32
 """Measured steps that come back when their plan does."""
 
 
 class StepView(View):
-    """A plan's step, predicted and measured, redrawn in place when ``show`` gets another plan.
+    """A plan's step, predicted and measured, redrawn in place when :meth:`show` gets another plan.
 
     Where the plan is for ``machine`` (None: this one), a button measures that and calls ``on_calibrate``.
+    ``on_pin`` gets the plan whose pin button was pressed, and sets :attr:`pins`; None: the view keeps its own
+    pins.
     """
 
     def __init__(
@@ -33,49 +39,72 @@ class StepView(View):
         plan: ss.Plan | None = None,
         *,
         machine: ss.Cluster | None = None,
+        pins: Sequence[ss.Plan] = (),
         on_calibrate: Callable[[], None] = lambda: None,
+        on_pin: Callable[[ss.Plan], None] | None = None,
     ) -> None:
         self._on_calibrate = on_calibrate
         self.shown: ShownStep | None = None
         self._measured: list[tuple[ss.Plan, RunSteps]] = []
-        # A run or a calibration ends in a thread of its own, while a person may move an input.
+        # A run or a calibration ends in its own thread while the user may change an input.
         self._lock = threading.RLock()
-        self.figure = empty_figure()
-        self.caption = controls.html("", "ss-hint")
-        self.figures = controls.html()
+        self._pins = Pins(self._draw, on_pin)
+        self.calibrate = CalibratePanel(machine or ss.Cluster.detect(), self._calibrated)
+        actions = widgets.HBox([self._pins.button], layout=controls.layout())
+        actions.add_class("ss-actions")
+        bar = widgets.HBox([self.calibrate, self.calibrate.words, actions], layout=controls.layout())
+        bar.add_class("ss-toolbar")
+        self.table = Clickable(self._pins.press)
+        self.figure = empty_figure(self.table.open_row)
+        self.caption = controls.html("", "ss-hint", "ss-caption")
+        self.figures = Clickable(self._pins.press)
         self.budget = controls.text("15B", "Tokens to train on, as 15T, 300B or 1.5e12", "72px")
         self.budget.observe(self._show_budget, "value")
         self.budget_words = controls.html("", "ss-budget")
         self.budget_row = Row("For tokens", self.budget, self.budget_words)
-        self.table = controls.html()
-        self.calibrate = CalibratePanel(machine or ss.Cluster.detect(), self._calibrated)
-        measuring = [self.calibrate, self.calibrate.words]
-        parts = [self.figure, self.caption, *measuring, self.figures, self.budget_row, self.table]
-        super().__init__([Sheet("pickers", "time"), *parts])
+        parts = [bar, self.figure, self.caption, self.figures, self.budget_row, self.table]
+        super().__init__([Sheet("pickers", "memory", "time"), *parts])
         for name in ("ss-root", "ss-view", "ss-step"):
             self.add_class(name)
+        self.pins = tuple(pins)
         if plan is not None:
             self.show(plan)
 
     @property
+    def pins(self) -> tuple[ss.Plan, ...]:
+        """The pinned plans: further rows of the chart, further columns of the tables."""
+        return self._pins.plans
+
+    @pins.setter
+    def pins(self, plans: Sequence[ss.Plan]) -> None:
+        self._pins.plans = tuple(plans)
+
+    @property
     def report(self) -> StepReport | None:
-        """The prediction that is shown; None while there is none."""
+        """The prediction on screen; None while there is none."""
         return self.shown.report if self.shown else None
 
-    def show(self, plan: ss.Plan) -> None:
-        """Draw a plan's step; where it cannot be predicted, say why."""
+    def show(self, plan: ss.Plan, report: StepReport | None = None) -> None:
+        """Draw a plan's step; where it cannot be predicted, say why. ``report``: its prediction, if known."""
         with self._lock:
             self.calibrate.offer(plan)
+            self._pins.offer(plan)
             measured = next((step for known, step in self._measured if known == plan), None)
-            self.shown = shown_step(plan, measured)
+            self.shown = shown_step(plan, measured, self.pins)
+            if report is not None:
+                self.shown = self.shown._replace(step=self.shown.step._replace(report=report))
             draw(self.figure, self.shown)
             self.caption.value = caption(self.shown)
-            self.figures.value = figures(self.shown)
-            self.table.value = table(self.shown)
+            self.figures.value = rate_table(self.shown)
+            self.table.value = part_rows(self.shown)
             self._show_budget()
 
+    def _draw(self) -> None:
+        if self.shown is not None:
+            self.show(self.shown.plan)
+
     def add(self, plan: ss.Plan, measured: RunSteps) -> None:
-        """Remember steps that a run of ``plan`` measured; they are shown whenever that plan is."""
+        """Remember the measured steps of a run of ``plan``; they are shown whenever that plan is."""
         with self._lock:
             others = [(known, step) for known, step in self._measured if known != plan]
             self._measured = [*others, (plan, measured)][-MAX_REMEMBERED:]
@@ -89,11 +118,15 @@ class StepView(View):
         self._on_calibrate()
 
     def _show_budget(self, change: object = None) -> None:
-        """Days, price and energy of the tokens that are typed; what is no number is said at the input."""
+        """Show days and price of the tokens typed; an error stands at the input."""
         report = self.report
         self.budget_row.layout.display = "none" if report is None else ""
         self.budget_row.show_error("")
-        if report is None:
+        if report is None or self.shown is None:
+            return
+        if self.shown.step.lacks:
+            hint = escape(self.shown.step.lacks, quote=True)
+            self.budget_words.value = f"<span title='{hint}'>– <span class='ss-hint'>{hint}</span></span>"
             return
         try:
             num_tokens = typed_tokens(self.budget.value)

@@ -104,6 +104,8 @@ class Bench:
         self.architecture, self.cluster, self.recipe = architecture, cluster, recipe
         self._outcomes: dict[Layout, Outcome] = {}
         self._with_room: dict[tuple[Layout, Recipe], Tried] = {}
+        self.fitting: dict[tuple[Layout, Recipe], Tried] = {}
+        """Every plan so far that fits."""
 
     def tried(self, layout: Layout, recipe: Recipe) -> Tried | str:
         """The plan of a layout, or why there is none."""
@@ -111,9 +113,18 @@ class Bench:
             with as_it_is():
                 plan = Plan(self.architecture, self.cluster, recipe, layout)
                 report = plan.memory()
-                return Tried(plan=plan, report=report, short=tuple(shortages(plan, report)))
+                found = Tried(plan=plan, report=report, short=tuple(shortages(plan, report)))
         except ValueError as refusal:
             return str(refusal)
+        if found.fits:
+            self.fitting.setdefault((plan.layout, recipe), found)
+        return found
+
+    def trains_the_same(self, recipe: Recipe) -> bool:
+        """Whether ``recipe`` differs from the wanted one only in what leaves the loss curve as it is."""
+        eased = ("micro_batch_size", "recompute", "recompute_interval", "loss")
+        own = {name: getattr(recipe, name) for name in eased}
+        return replace(self.recipe, **own) == recipe
 
     def outcome(self, layout: Layout) -> Outcome:
         """The layout as wanted, or else with what eases it."""

@@ -1,4 +1,4 @@
-"""The last questions: room that is left, one script for several frameworks, what the team knows."""
+"""The last questions: room that is left, the plan on screen, one script, and what the team knows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 
 from shardscope.frameworks.accelerate.carried import CARRIED, TITLE
 from shardscope.frameworks.accelerate.plugins import why_not_started
-from shardscope.frameworks.registry import frameworks
+from shardscope.frameworks.registry import frameworks, is_trained
+from shardscope.memory.words import gib
 from shardscope.planner.advising import words
-from shardscope.planner.advising.bench import WORTH_A_SETTING
+from shardscope.planner.advising.alternatives import find_better
+from shardscope.planner.advising.bench import PAYS, WORTH_A_SETTING
 from shardscope.planner.advising.path import figures
+from shardscope.planner.advising.simplicity import outdoes
+from shardscope.planner.verdict import assess
 
 if TYPE_CHECKING:
+    from shardscope.planner.advising.bench import Tried
     from shardscope.planner.advising.path import Path
 
 
@@ -46,6 +51,84 @@ def room(path: Path) -> None:
     answer = f"{yes}: {words.eased(larger, current.plan.recipe)}, {gained}."
     path.told("", question, answer, f"{used:.0f} % of it is used, {then:.0f} % then", why, larger, taken=True)
     path.take(path.rung, larger)
+
+
+ON_SCREEN, OUTDOES = "on_screen", "outdoes"
+"""Keys of the turns that put another plan in the place of the one that the questions led to."""
+
+
+def on_screen(path: Path) -> None:
+    """Whether the plan that the user has already does as well: then there is no reason to change it."""
+    mine, current = path.on_screen, path.current
+    if mine is None:
+        return
+    question = "Does the plan on screen do as well?"
+    why = (
+        "A predicted difference that is no larger than our usual prediction error is no reason to change a "
+        "plan that fits with room."
+    )
+    if current is None or mine.plan == current.plan:
+        path.keeps_on_screen = True
+        path.take(ON_SCREEN, mine)
+        path.told(ON_SCREEN, question, "Yes.", figures(mine), why, mine, taken=True)
+        return
+    beside = path.beside(mine, current)
+    if outdoes(mine, current, path.bench.recipe, path.familiar) or _is_as_good(path, mine, current):
+        path.keeps_on_screen = True
+        path.take(ON_SCREEN, mine)
+        answer = f"Yes: {path.name(mine)}, {beside}."
+        path.told(ON_SCREEN, question, answer, figures(mine), why, mine, taken=True)
+    else:
+        path.told("", question, f"No: {path.name(mine)}, {beside}.", figures(mine), why, mine)
+
+
+def _is_as_good(path: Path, mine: Tried, current: Tried) -> bool:
+    """Whether it fits with room, is as fast as predictions can tell, and as familiar and ready to launch."""
+    if mine.seconds is None or current.seconds is None or assess(mine.plan).state != "fits":
+        return False
+    knows = mine.plan.layout.framework in path.familiar or current.plan.layout.framework not in path.familiar
+    runs = is_trained(mine.plan) or not is_trained(current.plan)
+    return knows and runs and mine.seconds <= PAYS * current.seconds
+
+
+def outdone(path: Path) -> None:
+    """Whether a plan as simple, of those tried here or of a search, is faster and needs less memory."""
+    first = path.current
+    while path.current is not None:
+        better = _better(path, path.current)
+        if better is None:
+            break
+        path.take(OUTDOES, better)
+    current = path.current
+    if current is None or first is None or current is first:
+        return
+    path.keeps_on_screen = False
+    less = gib(first.report.peak_bytes - current.report.peak_bytes)
+    path.told(
+        OUTDOES,
+        "Is a plan that is as simple faster, and needs less memory?",
+        f"Yes: {path.name(current)}, {path.beside(current, first)}, with {less} GiB less.",
+        figures(current),
+        "A search over all layouts is set beside the questions; of two plans as simple as each other the "
+        "slower one that needs more memory is never advised.",
+        current,
+        taken=True,
+    )
+
+
+def _better(path: Path, current: Tried) -> Tried | None:
+    bench, familiar = path.bench, path.familiar
+    tried = [*bench.fitting.values(), *([path.on_screen] if path.on_screen else [])]
+    found = [
+        one
+        for one in tried
+        if bench.trains_the_same(one.plan.recipe)
+        and outdoes(one, current, bench.recipe, familiar)
+        and (one is path.on_screen or is_trained(one.plan) or not is_trained(current.plan))
+    ]
+    if found:
+        return min(found, key=lambda one: one.seconds or 0.0)
+    return None if path.ranking is None else find_better(bench, path.ranking, current, familiar)
 
 
 def one_script(path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
+from shardscope.planner.advising.alternatives import MAX_ALTERNATIVES, find_alternatives
 from shardscope.planner.advising.bench import (
     Bench,
     Tried,
@@ -19,67 +20,50 @@ from shardscope.planner.advising.bench import (
 from shardscope.planner.advising.large import SPLIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardscope.cluster import Cluster
     from shardscope.layout import Layout
     from shardscope.plan import Plan
     from shardscope.planner.advising.path import Path
     from shardscope.recipe import Method
 
-MAX_OTHERS = 6
 MAX_NODES = 1024
-GIVES = {
-    "whole": "nothing to set up, and every rank holds everything",
-    "gathered_once": "weights stay whole for a step, so less is gathered",
-    "sharded": "least memory without offload, for a gather of every layer",
-    "split": "layers or sequences split inside a node as well",
-    "host": "state in host memory, for a slower step",
-    "nvme": "state on drives, for the slowest step",
-    SPLIT: "layers split in a node, pipeline across, in Megatron-core's own modules",
-}
-"""What a rung gives and costs."""
 
 
 def others(path: Path) -> list[tuple[Plan, str]]:
-    """Other plans that fit on these GPUs, beside the advised one; where that offloads, what would not."""
-    advised = path.current
+    """Return at most two other plans, each with what it gains and costs beside the advised one."""
+    advised, bench = path.current, path.bench
     if advised is None:
         return []
-    found: list[tuple[Tried, str]] = []
-    for key, outcome in path.seen.items():
-        if outcome.best is None or outcome.best.plan.layout == advised.plan.layout:
-            continue
-        found.append((outcome.best, GIVES[key]))
-    found += [(tried, "the same in another framework") for tried in _same_elsewhere(path)]
-    told = [
-        (tried.plan, f"{words.named(tried.plan, path.bench.recipe)}: {gives}; {_beside(tried, advised)}.")
-        for tried, gives in found[:MAX_OTHERS]
-    ]
-    told += _told_if(_half(path.bench, advised), path.bench, "In fp16, which these cards have")
-    told += with_even_batch(path.bench)
+    told = _told_if(_half(bench, advised), bench, "In fp16, which these GPUs have")
+    told += with_even_batch(bench)
+    found: list[tuple[Plan, str]] = []
+    if path.ranking is not None:
+        found = find_alternatives(bench, path.ranking, advised, path.familiar)
     if offloads(advised.plan.layout):
-        told += instead(path)
-    elif advised.report.is_tight and advised.plan.recipe.has_adapters:
-        told += _told_if(_adapters(path.bench), path.bench, "If a base in 4 bits is enough")
-    return told
+        without = instead(path)
+        told += [*without[:1], *found[:1], *without[1:], *found[1:]]
+    else:
+        if advised.report.is_tight and advised.plan.recipe.has_adapters:
+            told += _told_if(_adapters(bench), bench, "If a base in 4 bits is enough")
+        told += found
+    return told[:MAX_ALTERNATIVES]
 
 
-def _same_elsewhere(path: Path) -> Iterator[Tried]:
-    """The rung of the plan in other frameworks, with the plan's recipe."""
-    rung = {"gathered_once": rungs.gathered_once, "sharded": rungs.sharded}.get(path.rung)
-    advised = path.current
-    if rung is None or advised is None:
-        return
-    for layout in rung(path.bench.cluster).layouts:
-        if layout.framework != advised.plan.layout.framework:
-            found = path.bench.tried(layout, advised.plan.recipe)
-            if isinstance(found, Tried) and found.fits:
-                yield found
+def where_nothing_fits(path: Path) -> list[tuple[Plan, str]]:
+    """Return at most two plans for a question without an answer.
 
-
-def _beside(tried: Tried, advised: Tried) -> str:
-    return f"{words.needs(tried)}, {words.compared(tried, advised)}"
+    First with another batch, then what a search finds that may fit, what fits as another task or on more
+    nodes, and last the nearest misses.
+    """
+    told = with_even_batch(path.bench)
+    if path.ranking is not None and path.ranking.num_feasible:
+        best = path.ranking.best
+        tried = path.bench.tried(best.layout, best.recipe)
+        if isinstance(tried, Tried):
+            may = f"Of {path.ranking.num_evaluated:,} plans of a search one that may fit"
+            told += _told_if(tried, path.bench, may, words.unsaid(tried))
+    told += instead(path)
+    return [*told, *misses(path)][:MAX_ALTERNATIVES]
 
 
 def misses(path: Path) -> list[tuple[Plan, str]]:
@@ -96,7 +80,10 @@ def misses(path: Path) -> list[tuple[Plan, str]]:
 
 
 def instead(path: Path) -> list[tuple[Plan, str]]:
-    """What would do without offload: the optimizer's state in fewer bits, adapters, more nodes."""
+    """Return what would do without offload: the optimizer's state in fewer bits, adapters, more nodes.
+
+    With one GPU more nodes come last, with several they come first.
+    """
     bench = path.bench
     told = _told_if(_eight_bit(bench), bench, "If the optimizer's state may be in 8 bits")
     told += _told_if(_half_moments(path), bench, "If its moments may be in bf16, as DeepSeek-V3's were")
@@ -107,14 +94,18 @@ def instead(path: Path) -> list[tuple[Plan, str]]:
     more = _more_nodes(bench, path.current)
     nodes = 0 if more is None else more.plan.cluster.num_nodes
     instead_of = f"With {nodes} nodes instead of {bench.cluster.num_nodes}, and state on the GPUs"
-    return told + _told_if(more, bench, instead_of)
+    larger = _told_if(more, bench, instead_of)
+    return told + larger if bench.cluster.num_gpus == 1 else larger + told
 
 
-def _told_if(found: Tried | None, bench: Bench, words_before: str) -> list[tuple[Plan, str]]:
+def _told_if(
+    found: Tried | None, bench: Bench, words_before: str, words_after: str = ""
+) -> list[tuple[Plan, str]]:
     if found is None:
         return []
     figures = f"{words.needs(found)}, {words.pace(found.timed)}"
-    return [(found.plan, f"{words_before}: {words.named(found.plan, bench.recipe)}; {figures}.")]
+    sentence = f"{words_before}: {words.named(found.plan, bench.recipe)}; {figures}. {words_after}"
+    return [(found.plan, sentence.strip())]
 
 
 def _half(bench: Bench, advised: Tried) -> Tried | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardscope.planner.advising import rungs, words
+from shardscope.planner.advising.alternatives import search_beside
 from shardscope.planner.advising.bench import PAYS, SAFE, Bench, Outcome, Tried, is_faster
+from shardscope.planner.advising.simplicity import outdoes
 
 if TYPE_CHECKING:
     from shardscope.planner.advising.rungs import Rung
+    from shardscope.planner.ranking import Ranking
 
 
 @dataclass(kw_only=True)
@@ -30,14 +34,22 @@ class Draft:
 class Path:
     """What was asked so far, and :attr:`current`, the plan that it has led to."""
 
-    def __init__(self, bench: Bench, familiar: Iterable[str]) -> None:
+    def __init__(self, bench: Bench, familiar: Iterable[str], on_screen: Tried | None = None) -> None:
         self.bench, self.familiar = bench, tuple(familiar)
+        self.on_screen = on_screen
+        """The plan that the user has already, if it is one for this question and fits."""
+        self.keeps_on_screen = False
         self.drafts: list[Draft] = []
         self.current: Tried | None = None
         self.rung = ""
         """Which question :attr:`current` answers."""
         self.seen: dict[str, Outcome] = {}
         """What each rung came to."""
+
+    @cached_property
+    def ranking(self) -> Ranking | None:
+        """All plans of a search for the same question; None where a figure is not known."""
+        return search_beside(self.bench)
 
     @property
     def is_settled(self) -> bool:
@@ -71,6 +83,9 @@ class Path:
             answer = f"Yes: {how}, with activations on the GPU, and {beside}."
             self.take(key, best)
         elif is_faster(best, current):
+            self.take(key, best)
+        elif outdoes(best, current, self.bench.recipe, self.familiar):
+            answer = f"Yes: {how}, {beside}, with less memory and no more to set."
             self.take(key, best)
         elif _is_roomier(best, current):
             answer = f"Yes: {how}, {beside}, and it needs clearly less memory."

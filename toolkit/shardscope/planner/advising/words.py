@@ -114,7 +114,7 @@ def pace(report: StepReport | None) -> str:
 
 
 def compared(tried: Tried, other: Tried) -> str:
-    """``18 % faster``, ``2.3 times slower`` or ``no faster``: of a step beside another."""
+    """``18 % faster``, ``2.3x slower`` or ``no faster``: of a step beside another."""
     if not tried.seconds or not other.seconds:
         return "no time known"
     return shares(tried.seconds, other.seconds)
@@ -127,7 +127,9 @@ def shares(seconds: float, others: float) -> str:
     if ratio < 1.005:
         return "no faster"
     word = "faster" if fast else "slower"
-    return f"{ratio - 1:.0%} {word}".replace("%", " %") if ratio < 2 else f"{ratio:.1f} times {word}"
+    if ratio < 2:
+        return f"{ratio - 1:.0%} {word}".replace("%", " %")
+    return f"{ratio:.{0 if ratio > 10 else 1}f}x {word}"
 
 
 def eased(tried: Tried, wanted: Recipe) -> str:

@@ -1,6 +1,11 @@
-// All charts of a kernel share one copy of plotly. Each FigureWidget would bring 5 MB of its own otherwise: a page
-// that is loaded anew must get every model within two seconds, or JupyterLab says "model not found".
-/** plotly's own anywidget module, loaded once. @param {{get: Function, widget_manager: any}} model */
+// A chart draws the model's whole state, in every view, whenever that changes or the view comes to have a size. Nothing
+// is sent as a change of what was there before: a view that was made late, moved, hidden or shown twice has missed
+// nothing. (plotly's own FigureWidget sends changes; a view that misses one shows another plan from then on.)
+//
+// All charts of a kernel share one copy of plotly: a page that is loaded anew must get every model within two seconds,
+// or JupyterLab says "model not found".
+
+/** plotly.js, loaded once. @param {{get: Function, widget_manager: any}} model */
 function plotly(model) {
   const id = String(model.get("_source")).replace("IPY_MODEL_", "");
   const key = Symbol.for(`shardscope.plotly.${id}`);
@@ -17,75 +22,119 @@ async function load(manager, id) {
   const text = await new Response(unpacked).arrayBuffer();
   const url = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
   try {
-    return await import(/* webpackIgnore: true */ url);
+    return (await import(/* webpackIgnore: true */ url)).default;
   } finally {
     URL.revokeObjectURL(url);
   }
 }
 
-// What the kernel tells a figure comes as changes of these, each of which the next one overwrites.
-const TOLD = [
-  "addTraces",
-  "deleteTraces",
-  "moveTraces",
-  "restyle",
-  "relayout",
-  "update",
-  "animate",
-  "removeLayoutProps",
-  "removeTraceProps",
-].map((name) => `_py2js_${name}`);
+const FRAME_MS = 1000 / 60;
+const ARRAYS = {
+  int8: Int8Array, uint8: Uint8Array, int16: Int16Array, uint16: Uint16Array, int32: Int32Array, uint32: Uint32Array,
+  float32: Float32Array, float64: Float64Array,
+};
 
-/** `model` as plotly shall see it, and a way to tell plotly afterwards what it was too late for. */
-function remembering(model) {
-  const missed = [];
-  const listeners = new Map();
-  const notes = TOLD.map((name) => {
-    const note = () => missed.push([name, model.get(name)]);
-    model.on(`change:${name}`, note);
-    return () => model.off(`change:${name}`, note);
-  });
-  let told = null;
-  const seen = new Proxy(model, {
-    get(target, key) {
-      if (key === "get") return (name) => (told && told[0] === name ? told[1] : target.get(name));
-      if (key === "on") {
-        return (event, listener, ...rest) => {
-          listeners.set(event, [...(listeners.get(event) ?? []), listener]);
-          return target.on(event, listener, ...rest);
-        };
-      }
-      const value = target[key];
-      return typeof value === "function" ? value.bind(target) : value;
-    },
-  });
-  const catchUp = () => {
-    for (const stop of notes) stop();
-    for (told of missed) for (const listener of listeners.get(`change:${told[0]}`) ?? []) listener();
-    told = null;
-  };
-  return { seen, catchUp };
+/** A copy of `value` that a view may change, with the kernel's arrays as typed arrays. @param {any} value */
+function unpack(value) {
+  if (Array.isArray(value)) return value.map(unpack);
+  if (value === null || typeof value !== "object") return value;
+  if (value.buffer instanceof DataView) {
+    const { buffer, byteOffset, byteLength } = value.buffer;
+    return new ARRAYS[value.dtype](buffer.slice(byteOffset, byteOffset + byteLength));
+  }
+  return Object.fromEntries(Object.entries(value).map(([name, each]) => [name, unpack(each)]));
 }
 
-export default () => {
-  let ready = null;
-  return {
-    // Not awaited: anywidget gives up a model that takes two seconds, and JupyterLab then shows the one that was
-    // saved with the notebook, which no kernel tells anything.
-    initialize(context) {
-      const { seen, catchUp } = remembering(context.model);
-      ready = plotly(context.model).then(async (module) => {
-        const widget = await module.default();
-        // At once: what came between the two would be told twice.
-        const begun = widget.initialize({ ...context, model: seen });
-        catchUp();
-        await begun;
-        return widget;
-      });
-      ready.catch(() => {}); // whoever renders says it
-    },
-    async render(context) {
-      return (await ready).render(context);
-    },
+/** Call `listener` when the page's theme changes: JupyterLab's, VS Code's, or the system's.
+ * @param {() => void} listener @param {AbortSignal} signal */
+function onTheme(listener, signal) {
+  const attributes = ["data-jp-theme-light", "data-jp-theme-name", "data-vscode-theme-id"];
+  const observer = new MutationObserver(listener);
+  observer.observe(document.body, { attributes: true, attributeFilter: attributes });
+  signal.addEventListener("abort", () => observer.disconnect());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", listener, { signal });
+}
+
+/** Send clicks on marks to the kernel, and show by the pointer what can be clicked. */
+function reportClicks(place, el, model) {
+  place.on("plotly_click", ({ points: [mark] }) => {
+    if (!mark || !model.get("clickable")) return;
+    model.send({ click: { trace: mark.curveNumber, point: mark.pointIndex, customdata: mark.customdata ?? null } });
+  });
+  const point = (is) => () => el.classList.toggle("ss-at-mark", is && model.get("clickable"));
+  place.on("plotly_hover", point(true));
+  place.on("plotly_unhover", point(false));
+}
+
+function render({ model, el }) {
+  const ended = new AbortController();
+  const { signal } = ended;
+  const place = document.createElement("div");
+  el.classList.add("ss-chart");
+  el.append(place);
+  let Plotly = null;
+  let frame = 0;
+  let drawnAt = 0;
+  let drawn = { figure: null, width: 0 };
+
+  // The model's state replaces itself as a whole: the same object is the same picture.
+  const isDrawn = () => drawn.figure === model.get("_figure") && drawn.width === el.clientWidth;
+  function draw() {
+    cancelAnimationFrame(frame);
+    frame = 0;
+    const width = el.clientWidth;
+    // Without a place there is nothing to draw into: the observer of sizes comes back.
+    if (signal.aborted || !Plotly || !width || !el.isConnected || isDrawn()) return;
+    const isFirst = drawn.figure === null;
+    drawnAt = performance.now();
+    drawn = { figure: model.get("_figure"), width };
+    const { data = [], layout = {} } = unpack(drawn.figure);
+    // What a reader zoomed into stays while lines grow; a range that the kernel changes wins.
+    const shown = { uirevision: "kept", ...layout, width, autosize: false };
+    Plotly.react(place, data, shown, { ...model.get("_config"), responsive: false });
+    if (isFirst) reportClicks(place, el, model);
+  }
+  // One drawing a frame: the first at once, the last of many in the next frame.
+  const ask = () => {
+    if (performance.now() - drawnAt > FRAME_MS) draw();
+    else frame ||= requestAnimationFrame(draw);
   };
+  const askAnew = () => {
+    drawn.width = 0;
+    ask();
+  };
+
+  // Before the first picture, so that what is below does not move when it comes.
+  const { height } = model.get("_figure")?.layout ?? {};
+  if (height) place.style.minHeight = `${height}px`;
+  // At once: in a later frame the picture of before would be seen first.
+  const observer = new ResizeObserver(() => isDrawn() || draw());
+  observer.observe(el);
+  guardKeysAlone(el, signal);
+  onTheme(askAnew, signal);
+  model.on("change:_figure change:_config", ask);
+  plotly(model).then(
+    (loaded) => {
+      Plotly = loaded;
+      place.style.minHeight = "";
+      draw();
+    },
+    (error) => {
+      place.textContent = `The chart cannot be drawn: ${error.message ?? error}`;
+    },
+  );
+  return () => {
+    ended.abort();
+    cancelAnimationFrame(frame);
+    observer.disconnect();
+    model.off("change:_figure change:_config", ask);
+    Plotly?.purge(place);
+  };
+}
+
+export default {
+  // Not awaited: anywidget gives up a model that takes two seconds, and JupyterLab then shows the one that was saved
+  // with the notebook, which no kernel tells anything. Whoever renders says what went wrong.
+  initialize: ({ model }) => void plotly(model).catch(() => {}),
+  render,
 };

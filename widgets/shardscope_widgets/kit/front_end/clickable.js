@@ -7,14 +7,27 @@ function write(el, html, error, frozen) {
   const focused = el.contains(document.activeElement) ? place(document.activeElement) : undefined;
   const typed = new Map([...el.querySelectorAll("input[data-answer]")].map((box) => [box.dataset.answer, box.value]));
   const open = new Set([...el.querySelectorAll("details[open][data-key]")].map((row) => row.dataset.key));
+  const opened = new Set([...el.querySelectorAll("[data-why]:not([hidden])")].map((row) => row.dataset.why));
   el.innerHTML = html;
+  for (const key of opened) openRow(el, key, true);
   el.classList.toggle("ss-frozen", frozen);
   for (const box of el.querySelectorAll("input[data-answer]")) box.value = typed.get(box.dataset.answer) ?? "";
   if (frozen) for (const each of el.querySelectorAll("button[data-act], input[data-answer]")) each.disabled = true;
   for (const row of el.querySelectorAll("details[data-key]")) row.open = open.has(row.dataset.key);
-  const pressed = [...el.querySelectorAll("[data-act], [data-answer]")].find((other) => place(other) === focused);
+  const pressed = [...el.querySelectorAll("[data-act], [data-answer], [aria-expanded]")].find((other) => place(other) === focused);
   pressed?.focus();
-  if (error) say(error, pressed?.closest(".ss-mend") ?? el);
+  if (error) say(error, pressed?.closest(".ss-fix") ?? el);
+}
+
+/** Open or close the row below the one that `key` names: its formula and its source.
+ * @param {HTMLElement} el @param {string} key @param {boolean} open */
+function openRow(el, key, open) {
+  const row = [...el.querySelectorAll("[data-opens]")].find((one) => one.dataset.opens === key);
+  if (!row) return;
+  const why = row.nextElementSibling;
+  why.hidden = !open;
+  row.querySelector("[aria-expanded]").setAttribute("aria-expanded", String(open));
+  return row;
 }
 
 /** Say below what was pressed, or else below all, what is wrong with it.
@@ -30,6 +43,7 @@ function say(error, where) {
 /** What tells an element that takes the keyboard from the others.
  * @param {HTMLElement} one */
 function place(one) {
+  if (one.hasAttribute("aria-expanded")) return `row ${one.closest("[data-opens]")?.dataset.opens}`;
   return one.dataset.answer === undefined ? one.dataset.act : `answer ${one.dataset.answer}`;
 }
 
@@ -72,6 +86,10 @@ function render({ model, el }) {
   const press = ({ target }) => {
     const copied = target.closest("[data-copy]");
     if (copied) return void copy(copied);
+    const row = target.closest("[data-opens]");
+    if (row && !target.closest("[data-act]") && String(getSelection()) === "") {
+      return void openRow(el, row.dataset.opens, row.nextElementSibling.hidden);
+    }
     if (model.get("frozen")) return;
     // A selection that ends on a row is no press.
     if (String(getSelection()) !== "" && !target.closest("button")) return;
@@ -83,11 +101,21 @@ function render({ model, el }) {
   };
   el.addEventListener("click", press, { signal: ended.signal });
   el.addEventListener("keydown", enter, { signal: ended.signal });
+  const hear = ({ open }) => {
+    const row = open && openRow(el, open, true);
+    if (!row) return;
+    row.nextElementSibling.scrollIntoView({ block: "nearest" });
+    row.scrollIntoView({ block: "nearest" });
+    row.querySelector("[aria-expanded]").focus({ preventScroll: true });
+  };
+  guardKeysAlone(el, ended.signal);
   model.on("change:value change:error change:frozen", draw);
+  model.on("msg:custom", hear);
   draw();
   return () => {
     ended.abort();
     model.off("change:value change:error change:frozen", draw);
+    model.off("msg:custom", hear);
   };
 }
 export default { render };

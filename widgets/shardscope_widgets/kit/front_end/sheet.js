@@ -1,16 +1,5 @@
 // What the views need of the page itself; each function says why.
 
-/** Let every chart in `root` take the width of its place. plotly measures it once, and afterwards only when the
- * window changes: not when JupyterLab's side bar opens, a tab is shown, or the stylesheet arrives.
- * @param {Element} root */
-function refit(root) {
-  for (const chart of root.querySelectorAll(".js-plotly-plot")) {
-    // A width that an earlier fit left behind counts as chosen, and a chosen one is never changed (Plots.resize).
-    if (chart.layout) delete chart.layout.width;
-  }
-  window.dispatchEvent(new Event("resize"));
-}
-
 /** A click into the box of models shows them all: browsers offer only what contains the words in the box, which
  * is the model that is already there. Leaving the box without a word brings that back.
  * @param {Element} root @param {AbortSignal} signal */
@@ -63,7 +52,6 @@ function render({ model, el }) {
     const now = root.clientWidth;
     if (now !== width) {
       width = now;
-      refit(root);
       clearTimeout(telling);
       if (model.get("measures") && now > 0) telling = setTimeout(tell, 150);
     }
@@ -73,13 +61,18 @@ function render({ model, el }) {
     model.set("width", width);
     model.save_changes();
   };
-  const frame = requestAnimationFrame(() => {
+  // A view may be rendered long before it is attached: under a tab, in a cell that is scrolled to later.
+  let frame = requestAnimationFrame(function find() {
     root = el.closest(".ss-root");
-    if (!root) return;
+    if (!root) {
+      frame = requestAnimationFrame(find);
+      return;
+    }
     observer.observe(root);
     offerAll(root, ended.signal);
     reportOnce(root, ended.signal);
-    setTimeout(() => refit(root), 300);
+    guardKeys(root, ended.signal);
+    rove(root, ended.signal);
   });
   const onMessage = (message) => root && message === "show" && show(root);
   model.on("msg:custom", onMessage);

@@ -55,6 +55,7 @@ function render({ model, el }) {
     event.preventDefault();
     choose(names[(there + names.length) % names.length]);
   });
+  guardKeysAlone(el, ended.signal);
   model.on("change:value change:names change:badges change:error", draw);
   draw();
   return () => {

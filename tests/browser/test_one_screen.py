@@ -1,0 +1,159 @@
+"""The Studio on one screen: sentence, questions and main button are seen together, at every size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Lab
+from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
+
+PIXELS = 640
+MOST_TAB_STOPS = 15
+SIZES = {
+    "1440x900": (1440, 900, 1),
+    "1024x768": (1024, 768, 1),
+    "390x844": (390, 844, 1),
+    "zoom_200": (720, 450, 2),
+}
+
+
+@pytest.fixture
+def open_page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[Callable[..., Any]]:
+    """Open the Studio's notebook in a window of some size."""
+    pages = []
+
+    def open_one(width: int, height: int, scale: int = 1, **options: Any) -> Any:
+        page = browser.new_page(
+            viewport={"width": width, "height": height}, device_scale_factor=scale, **options
+        )
+        pages.append(page)
+        page.set_default_timeout(60_000)
+        offline(page)
+        open_studio(page, lab)
+        return page
+
+    yield open_one
+    for page in pages:
+        page.close()
+
+
+def is_in_sight(page: Any, selector: str) -> bool:
+    """Whether the middle of the element is what a click there would hit, in the window as it is."""
+    return bool(
+        page.evaluate(
+            """selector => {
+                const element = document.querySelector(selector);
+                const box = element.getBoundingClientRect();
+                const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+                const isInside = x >= 0 && y >= 0 && x < innerWidth && y < innerHeight;
+                const hit = isInside && document.elementFromPoint(x, y);
+                return Boolean(hit) && (element.contains(hit) || hit.contains(element));
+            }""",
+            selector,
+        )
+    )
+
+
+def test_sentence_framework_and_launch_are_seen_together(open_page: Callable[..., Any]) -> None:
+    page = open_page(1440, 900)
+    page.locator(".ss-studio").scroll_into_view_if_needed()
+    assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
+    for selector in (".ss-verdict", ".ss-head button.ss-main-button", ".ss-memory .js-plotly-plot"):
+        assert is_in_sight(page, selector), f"{selector} is out of sight"
+    framework = page.locator(".ss-fold", has_text="Framework").first.locator(".ss-fold-line")
+    box = framework.bounding_box()
+    assert box["y"] + box["height"] < 900 and "FSDP2" in framework.inner_text()
+
+
+def test_the_head_keeps_its_height_and_place(open_page: Callable[..., Any]) -> None:
+    page = open_page(1440, 900)
+    head = page.locator(".ss-head")
+    before = head.bounding_box()
+    open_fold(page, "Model")
+    fill(page, "Model", "llama-3.1-405b")
+    page.wait_for_selector(".ss-verdict[data-state='does not fit']")
+    assert head.bounding_box() == before, "nothing below the head may move when the sentence changes"
+    page.locator(".ss-panel").evaluate("panel => panel.scrollTo(0, 10000)")
+    page.locator(".ss-side").evaluate("side => side.scrollTo(0, 10000)")
+    assert is_in_sight(page, ".ss-verdict") and is_in_sight(page, ".ss-head button.ss-main-button")
+    # No rate and no price of a plan that cannot run, and a way out beside the sentence.
+    assert "tokens/s" not in head.inner_text() or "–" in page.locator(".ss-rates").inner_text()
+    assert page.get_by_role("button", name="Make it fit").first.is_visible()
+
+
+def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
+    page = open_page(1024, 768)
+    page.get_by_role("button", name="Full window").click()
+    assert page.locator(".ss-studio").bounding_box() == {"x": 0, "y": 0, "width": 1024, "height": 768}
+    for tab in ("Time", "Memory"):
+        page.locator(".ss-tabs button", has_text=tab).click()
+    # Charts take the new width.
+    page.wait_for_function(
+        "() => document.querySelector('.ss-memory .main-svg').getBoundingClientRect().width > 600"
+    )
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Full window").wait_for()
+    assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
+
+
+def test_few_tab_stops_from_model_to_the_tabs(open_page: Callable[..., Any]) -> None:
+    page = open_page(1440, 900)
+    page.locator(".ss-fold", has_text="Model").first.locator(".ss-fold-line").focus()
+    stops = 0
+    while not page.evaluate("() => document.activeElement.getAttribute('role') === 'tab'"):
+        page.keyboard.press("Tab")
+        stops += 1
+        assert stops <= MOST_TAB_STOPS, "too many Tab stops between the model and the tabs"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_shows_the_head_and_nothing_sticks_out(open_page: Callable[..., Any], size: str) -> None:
+    width, height, scale = SIZES[size]
+    page = open_page(width, height, scale)
+    if width < 1200:
+        page.keyboard.press("Control+b")
+    page.locator(".ss-studio").scroll_into_view_if_needed()
+    for theme, light in (("Light", "true"), ("Dark", "false")):
+        if width >= 1000:
+            use_theme(page, f"JupyterLab {theme}", light=light)
+        page.locator(".ss-studio").scroll_into_view_if_needed()
+        page.locator(".ss-studio").screenshot(path=str(shot(f"studio_{size}_{theme.lower()}")))
+        if width < 1000:
+            break
+    assert sticking_out(page) == []
+    assert page.locator(".ss-verdict").is_visible()
+
+
+def test_high_contrast_and_colour_blindness_are_kept_as_pictures(open_page: Callable[..., Any]) -> None:
+    page = open_page(1440, 900, forced_colors="active")
+    page.locator(".ss-studio").screenshot(path=str(shot("studio_high_contrast")))
+    page.emulate_media(forced_colors="none")
+    session = page.context.new_cdp_session(page)
+    session.send("Emulation.setEmulatedVisionDeficiency", {"type": "deuteranopia"})
+    page.locator(".ss-studio").screenshot(path=str(shot("studio_deuteranopia")))
+    # The verdict is told apart by a sign, not by its colour alone.
+    assert page.locator(".ss-verdict i").inner_text().strip()
+
+
+def shot(name: str) -> Path:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    return SCREENSHOTS / f"{name}.png"
+
+
+def sticking_out(page: Any) -> list[str]:
+    """Return what sticks out of the Studio on the right, but for boxes that scroll by themselves."""
+    return page.evaluate(
+        """() => {
+            const studio = document.querySelector('.ss-studio');
+            const edge = studio.getBoundingClientRect().right + 1;
+            const scrolls = '.ss-scroll, .ss-tabs, svg, .ss-off-screen, .ss-what, .ss-verdict';
+            const isOutside = box => box.width && box.right > edge;
+            return [...studio.querySelectorAll('*')]
+                .filter(each => !each.closest(scrolls) && each.checkVisibility())
+                .filter(each => isOutside(each.getBoundingClientRect()))
+                .map(each => each.className || each.tagName);
+        }"""
+    )

@@ -1,0 +1,173 @@
+"""The Plans page in a real JupyterLab: one answer in sight, one Tab stop, marks that apply their plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opened_notebook import open_notebook, run_all_cells, write_notebook
+from served import Lab
+from test_main_job import SCREENSHOTS, use_theme
+
+NAME = "plans.ipynb"
+CELL = """
+import ipywidgets
+import shardscope as ss
+from shardscope_widgets.checks.view import ChecksView
+from shardscope_widgets.plans.page import PlansPage
+from shardscope_widgets.plans.ranking_table import layout_words
+
+applied = ipywidgets.Label("none")
+applied.add_class("applied")
+
+def apply(plan):
+    applied.value = f"{layout_words(plan.layout)} / {plan.recipe.micro_batch_size} {plan.recipe.recompute}"
+    page.offer(plan)
+
+model, gpus = ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb")
+plan = ss.Plan(model, gpus, ss.Recipe(), ss.Layout.ddp())
+page = PlansPage(on_apply=apply)
+page.offer(plan)
+large = ss.Plan(ss.models["llama-3.1-70b"], gpus, ss.Recipe(micro_batch_size=4), ss.Layout.fsdp2())
+checks = ChecksView(large)
+shown = ipywidgets.VBox([page, applied, checks])
+shown.add_class("shown")
+shown
+"""
+VISIBLE_PIXELS = 500
+"""The part of a tab of the Studio that is seen before it is scrolled."""
+WIDTHS = (728, 600, 358)
+"""Of the answers in a Studio of 1,040 and 1,024 pixels' windows, and of a phone's 390."""
+
+STICKING_OUT = """() => {
+    const root = document.querySelector('.shown');
+    const edge = root.getBoundingClientRect().right + 1;
+    return [...root.querySelectorAll('*')]
+        .filter(each => !each.closest('.ss-scroll, svg, .ss-off-screen') && each.checkVisibility())
+        .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
+        .map(each => each.className || each.tagName);
+}"""
+
+# Cells with a number that stands on several lines.
+WRAPPED_NUMBERS = r"""() => [...document.querySelectorAll('.ss-ranked td:not(:first-child)')]
+    .filter(cell => /\d/.test(cell.innerText) && cell.checkVisibility())
+    .filter(cell => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return new Set([...range.getClientRects()].map(line => Math.round(line.top))).size > 1;
+    })
+    .map(cell => cell.innerText)"""
+
+BOTTOM = """selector => {
+    const top = document.querySelector('.ss-plans').getBoundingClientRect().top;
+    const bottoms = [...document.querySelectorAll(selector)].map(one => one.getBoundingClientRect().bottom);
+    return Math.max(...bottoms) - top;
+}"""
+
+TAB_STOPS = """() => [...document.querySelectorAll('.ss-toggles [role=group] button')]
+    .filter(button => button.tabIndex === 0).map(button => button.dataset.act)"""
+
+# A hollow mark left of the memory line with nothing else within four pixels of it, and its place.
+LONE_MARK = """hollow => {
+    const marks = [...document.querySelectorAll('.ss-ranking .scatterlayer path.point')]
+        .map(mark => [mark, mark.getBoundingClientRect()])
+        .map(([mark, box]) => [mark, box.x + box.width / 2, box.y + box.height / 2]);
+    const isHollow = mark => ['fill', 'fillOpacity'].some(name =>
+        ['none', '0'].includes(getComputedStyle(mark)[name]));
+    const lone = marks.find(([mark, x, y]) => isHollow(mark) === hollow && marks.every(([other, ox, oy]) =>
+        other === mark || Math.hypot(x - ox, y - oy) > 4 || isHollow(other)));
+    return lone && [lone[1], lone[2]];
+}"""
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, browser: Any) -> Iterator[Any]:
+    write_notebook(lab, NAME, CELL)
+    page = open_notebook(lab, browser, NAME, viewport={"width": 1500, "height": 2200})
+    run_all_cells(page, 1)
+    page.locator(".ss-advised").wait_for()
+    yield page
+    page.close()
+
+
+def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -> None:
+    mode(page, "Advice")
+    assert page.locator(".ss-advised").count() == 1
+    assert page.locator(".ss-plans .ss-act.ss-first:visible").count() == 1, "one button to press first"
+    assert page.locator(".ss-plans .ss-work button:visible").count() == 0, "nothing is to be asked again"
+    for width in WIDTHS[:2]:
+        resize(page, width)
+        assert page.evaluate(BOTTOM, ".ss-advised") < VISIBLE_PIXELS / 2
+        assert page.evaluate(BOTTOM, ".ss-offers li") < VISIBLE_PIXELS
+    assert not page.locator(".ss-path").is_visible()
+    page.locator("summary", has_text=re.compile(r"Why\? \d+ questions")).click()
+    page.locator(".ss-path li.ss-taken").first.wait_for()
+    page.locator("summary", has_text="Why?").click()
+
+
+def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:
+    mode(page, "Advice")
+    group = page.get_by_role("group", name="Frameworks your team knows")
+    assert group.get_by_role("button").count() == 5
+    assert page.evaluate(TAB_STOPS) == ["ddp"]
+    group.get_by_role("button", name="DDP").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("() => document.activeElement.dataset.act") == "fsdp2"
+    assert page.evaluate(TAB_STOPS) == ["fsdp2"]
+    page.keyboard.press("Tab")
+    assert not page.evaluate("() => !!document.activeElement.closest('.ss-toggles')")
+
+
+def test_a_mark_says_what_it_is_and_a_click_applies_it(page: Any) -> None:
+    mode(page, "All layouts")
+    page.wait_for_selector(".ss-ranking .scatterlayer path.point", state="attached")
+    resize(page, WIDTHS[0])
+    for hollow, words in ((False, "GiB"), (True, "annot be launched|Does not fit")):
+        x, y = page.evaluate(LONE_MARK, hollow)
+        page.mouse.move(x, y)
+        lines = page.locator(".ss-ranking .hoverlayer tspan.line")
+        lines.first.wait_for()
+        told = " ".join(" ".join(lines.all_text_contents()).split())
+        assert re.search(words, told) and "tokens/s per GPU" in told and "micro-batch" in told
+        before = page.locator(".applied").inner_text()
+        page.mouse.click(x, y)
+        page.wait_for_function("old => document.querySelector('.applied').innerText !== old", arg=before)
+        name, _, rest = page.locator(".applied").inner_text().partition(" / ")
+        batch, _, recompute = rest.partition(" ")
+        assert name.split(",")[0] in told and f"micro-batch {batch}, recompute {recompute}" in told
+        page.wait_for_function(
+            "() => document.querySelector('.ss-ranking .textpoint')?.textContent.includes('this plan')"
+        )
+        page.mouse.move(0, 0)
+
+
+def test_nothing_scrolls_the_page_sideways_and_no_number_wraps(page: Any) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    for theme, light in (("Light", "true"), ("Dark", "false")):
+        use_theme(page, f"JupyterLab {theme}", light=light)
+        for name in ("Advice", "All layouts"):
+            mode(page, name)
+            for width in WIDTHS:
+                resize(page, width)
+                page.wait_for_function(f"({STICKING_OUT})().length === 0")
+                assert page.evaluate(WRAPPED_NUMBERS) == []
+                picture = f"plans_{name.split()[0].lower()}_{width}_{theme.lower()}.png"
+                page.locator(".shown").screenshot(path=str(SCREENSHOTS / picture))
+    table = page.locator(".ss-ranked")
+    scroller = page.locator(".ss-scroll:has(.ss-ranked)")
+    assert table.evaluate("one => one.scrollWidth") > scroller.evaluate("one => one.clientWidth")
+    assert scroller.evaluate("one => getComputedStyle(one).overflowX") == "auto"
+    scroller.focus()
+    assert page.evaluate("() => document.activeElement.matches('.ss-scroll')"), "and is scrolled by keyboard"
+
+
+def mode(page: Any, name: str) -> None:
+    page.locator(".ss-plans .ss-seg button", has_text=name).click()
+    page.locator(".ss-advised" if name == "Advice" else ".ss-ranked tbody tr").first.wait_for()
+
+
+def resize(page: Any, width: int) -> None:
+    page.evaluate("w => { document.querySelector('.shown').style.width = w + 'px'; }", width)
+    page.wait_for_timeout(600)  # A chart takes its new width a moment later.

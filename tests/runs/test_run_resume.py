@@ -1,0 +1,62 @@
+"""Resume: a run that was saved and stopped, or failed after saving, is continued to its last step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import seconds_until
+from tests.needs import needs
+
+needs("torch")
+needs("transformers")
+
+from two_ranks import tiny_plan  # noqa: E402
+
+from shardscope.runs.launch import launch  # noqa: E402
+from shardscope.runs.resume import resume_run, why_not_resumable  # noqa: E402
+from shardscope.runs.run import Run  # noqa: E402
+from shardscope.training.pretrain import Pretrain  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("bounded_time", "nothing_left")
+
+
+def steps(run: Run) -> list[int]:
+    return [line["step"] for line in run.metrics() if line["rank"] == 0]
+
+
+def test_a_saved_and_stopped_run_is_resumed_to_the_step_it_was_launched_for(tmp_path: Path) -> None:
+    plan = tiny_plan("ddp", 2, num_micro_batches=1)
+    run = launch(plan, Pretrain(num_steps=300, seed=3, learning_rate=2e-3), folder=tmp_path, name="first")
+    seconds_until(lambda: len(steps(run)) > 3)
+    assert "stop it first" in str(why_not_resumable(run))
+    run.stop(checkpoint=True)
+    assert run.wait(60) == "stopped", run.error
+    done = steps(run)
+    assert 3 < len(done) < 300
+
+    # A handle that knows nothing but the folder, as the list of runs has.
+    stopped = Run.attach(run.folder)
+    assert why_not_resumable(stopped) is None
+    again = resume_run(stopped)
+    assert again.folder.parent == tmp_path and again.folder != run.folder and again.num_steps == 300
+    assert again.wait(120) == "finished", again.error
+    assert steps(again) == list(range(len(done), 300)), "it does not continue where the first one stopped"
+    assert "steps are done" in again.logs(0)
+
+    assert "finished" in str(why_not_resumable(again))
+    with pytest.raises(ValueError, match="larger num_steps"):
+        resume_run(again)
+
+
+def fails(ctx: Any) -> None:
+    raise ValueError("on purpose")
+
+
+def test_a_function_of_the_user_cannot_be_resumed_and_the_reason_is_given(plan: Any, tmp_path: Path) -> None:
+    run = launch(plan, fails, folder=tmp_path)
+    assert run.wait(60) == "failed"
+    assert "your own code" in str(why_not_resumable(run))
+    with pytest.raises(ValueError, match="launch it again from your notebook"):
+        resume_run(run)

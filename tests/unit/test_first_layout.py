@@ -1,0 +1,75 @@
+"""The first layout of a framework: it fits where one does, and nothing is changed without need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope.frameworks.registry import frameworks
+from shardscope.planner.first_layout import NEAR, first_layout
+from shardscope.planner.verdict import assess
+
+H100 = "h100-sxm-80gb"
+
+
+def first(framework: str, model: str, cluster: str, **recipe: Any) -> ss.Plan:
+    nouns = ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe)
+    return ss.Plan(*nouns, first_layout(framework, *nouns))
+
+
+def test_405b_on_eight_nodes_with_megatron_is_split_in_nodes_and_over_them() -> None:
+    """No layout of Megatron-core fits there; its default is short by 2,946 GiB on each GPU."""
+    plan = first("megatron", "llama-3.1-405b", f"8x8x{H100}")
+    default = replace(plan, layout=ss.Layout.megatron())
+    assert (plan.degrees.tp, plan.degrees.pp) == (8, 8)
+    assert plan.memory().peak_bytes * 10 < default.memory().peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "cluster"),
+    [
+        ("megatron", "llama-3.1-70b", f"8x8x{H100}"),
+        ("fsdp2", "llama-3.1-70b", f"8x8x{H100}"),
+        ("megatron", "llama-3.1-8b", f"8x{H100}"),
+        ("megatron", "qwen3-32b", f"4x8x{H100}"),
+        ("fsdp2", "qwen3-32b", f"4x8x{H100}"),
+    ],
+)
+def test_the_first_layout_fits_with_the_recipe_as_it_is(framework: str, model: str, cluster: str) -> None:
+    plan = first(framework, model, cluster)
+    assert assess(plan).state == "fits"
+    assert plan.degrees.tp <= plan.cluster.gpus_per_node
+    assert plan.recipe == ss.Recipe()
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b"])
+def test_defaults_that_fit_and_are_about_as_fast_stay(model: str) -> None:
+    assert first("fsdp2", model, f"8x{H100}").layout == ss.Layout.fsdp2()
+    assert first("deepspeed", model, f"8x{H100}").layout == ss.Layout.zero()
+    assert first("ddp", model, f"8x{H100}").layout == ss.Layout.ddp()
+
+
+def test_a_layout_is_simple_for_its_speed() -> None:
+    plan = first("megatron", "llama-3.1-8b", f"8x{H100}")
+    found = ss.search(plan.architecture, plan.cluster, plan.recipe, ["megatron"])
+    same = found.feasible & (found.recompute == "none") & (found.column("micro_batch_size") == 1)
+    fastest = float(found.step_seconds[same].min())
+    assert plan.step().seconds <= NEAR * fastest
+    assert sum(getattr(plan.degrees, name) > 1 for name in ("tp", "pp", "cp", "vpp")) == 1
+
+
+@pytest.mark.parametrize("framework", list(frameworks))
+@pytest.mark.parametrize("cluster", ["2xcpu", "rtx-4090-24gb", f"6x{H100}", "7x8xl4-24gb"])
+def test_there_is_always_a_layout_of_that_framework(framework: str, cluster: str) -> None:
+    nouns = ss.models["llama-3.1-8b"], ss.Cluster.parse(cluster), ss.Recipe()
+    assert first_layout(framework, *nouns).framework == framework
+    with pytest.raises(ValueError, match="megatron"):
+        first_layout("megatorn", *nouns)
+
+
+def test_few_gpus_start_with_offload_where_nothing_else_does() -> None:
+    plan = first("fsdp2", "llama-3.1-8b", "rtx-4090-24gb", recompute="full", global_batch_size=4)
+    assert plan.layout == ss.Layout.fsdp2(offload="cpu") and plan.memory().fits

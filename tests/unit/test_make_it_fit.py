@@ -1,0 +1,109 @@
+"""Make it fit: the cheapest combination of changes, in the same framework where that has one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from planning import plans
+
+import shardscope as ss
+from shardscope.frameworks.registry import is_trained
+from shardscope.planner.differences import differences
+from shardscope.planner.first_layout import first_layout
+from shardscope.planner.make_it_fit import NEAR, make_it_fit
+from shardscope.planner.repairs import find_steps
+from shardscope.planner.verdict import assess
+
+H100 = "h100-sxm-80gb"
+
+
+def plan_of(model: str, cluster: str, layout: ss.Layout, **recipe: Any) -> ss.Plan:
+    return ss.Plan(ss.models[model], ss.Cluster.parse(cluster), ss.Recipe(**recipe), layout)
+
+
+def test_405b_on_eight_nodes_with_megatron_fits_with_another_framework() -> None:
+    """No layout of Megatron-core does there, and no single change is enough."""
+    for layout in (ss.Layout.megatron(), ss.Layout.megatron(tp=8, pp=8)):
+        plan = plan_of("llama-3.1-405b", f"8x8x{H100}", layout)
+        assert not plan.repairs()
+        fit = make_it_fit(plan)
+        assert fit is not None and assess(fit.plan).state == "fits"
+        assert fit.plan.layout.framework != "megatron"
+        assert (fit.plan.cluster, fit.plan.architecture) == (plan.cluster, plan.architecture)
+        assert any("instead of Megatron-core" in change for change in fit.changes)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of("llama-3.1-405b", f"16x8x{H100}", ss.Layout.megatron(), global_batch_size=512),
+        plan_of("llama-3.1-405b", f"8x8x{H100}", ss.Layout.fsdp2()),
+        plan_of("llama-3.1-70b", f"8x8x{H100}", ss.Layout.zero()),
+        plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=4, seq_len=8192),
+    ],
+    ids=lambda plan: f"{plan.architecture.name} {plan.layout.title}",
+)
+def test_the_framework_stays_where_it_has_a_plan_that_fits(plan: ss.Plan) -> None:
+    fit = make_it_fit(plan)
+    assert fit is not None and assess(fit.plan).state == "fits"
+    assert type(fit.plan.layout) is type(plan.layout)
+    assert fit.bytes_won == plan.memory().peak_bytes - fit.plan.memory().peak_bytes
+    assert fit.seconds_lost == pytest.approx(fit.plan.step().seconds - plan.step().seconds)
+    assert len(fit.changes) == len(differences(plan, fit.plan))
+    assert is_trained(fit.plan) or not is_trained(plan)
+
+
+def test_it_is_about_as_fast_as_the_fastest_and_changes_no_more_than_it_must() -> None:
+    plan = plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2(), micro_batch_size=2)
+    fit = make_it_fit(plan)
+    assert fit is not None and fit.changes == ("micro batch size 2 → 1",)
+    steps = [step for step in find_steps(plan) if assess(step.plan).state == "fits"]
+    same = [
+        step
+        for step in steps
+        if (step.plan.recipe.method, step.plan.recipe.optimizer, step.plan.recipe.precision)
+        == ("full", "adamw", "bf16-mixed")
+        and is_trained(step.plan)
+    ]
+    assert fit.plan.step().seconds <= NEAR * min(step.plan.step().seconds for step in same)
+
+
+def test_it_starts_from_a_frameworks_first_layout_as_well() -> None:
+    nouns = ss.models["llama-3.1-405b"], ss.Cluster.parse(f"16x8x{H100}"), ss.Recipe(global_batch_size=512)
+    plan = ss.Plan(*nouns, first_layout("megatron", *nouns))
+    fit = make_it_fit(plan)
+    assert fit is not None and assess(fit.plan).state == "fits"
+    assert fit.plan.layout.framework == "megatron"
+
+
+def test_more_gpus_or_adapters_come_last_and_are_named() -> None:
+    fit = make_it_fit(plan_of("llama-3.1-405b", f"8x{H100}", ss.Layout.fsdp2()))
+    assert fit is not None and assess(fit.plan).runs
+    assert any("method" in change or "GPUs" in change or "model" in change for change in fit.changes)
+
+
+def test_a_plan_that_fits_needs_nothing() -> None:
+    assert make_it_fit(plan_of("llama-3.1-8b", f"8x{H100}", ss.Layout.fsdp2())) is None
+
+
+def test_where_host_memory_is_not_known_the_plan_is_not_said_to_fit() -> None:
+    plan = plan_of("llama-3.1-8b", "rtx-4090-24gb", ss.Layout.ddp())
+    fit = make_it_fit(plan)
+    assert fit is not None and assess(fit.plan).state == "unknown"
+    known = replace(plan, cluster=replace(plan.cluster, host_memory_bytes=2**39))
+    fit = make_it_fit(known)
+    assert fit is not None and assess(fit.plan).state in ("fits", "tight")
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans())
+def test_what_it_returns_never_lacks_memory(plan: ss.Plan) -> None:
+    fit = make_it_fit(plan)
+    if assess(plan).runs:
+        assert fit is None
+    elif fit is not None:
+        assert assess(fit.plan).runs and fit.plan != plan
+        assert fit.changes and fit.words == ", ".join(fit.changes)

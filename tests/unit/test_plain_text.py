@@ -1,0 +1,58 @@
+"""Structured files are refused as text: a model would learn their braces and keys."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+import shardscope as ss
+from shardscope.validation import FieldError
+
+CHAT = {"messages": [{"role": "user", "content": "Call me Ishmael."}]}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".JSONL"])
+def test_structured_files_are_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"chat{suffix}"
+    file.write_text("anything at all")
+    with pytest.raises(FieldError, match="Finetune\\(data=") as refused:
+        ss.Pretrain(num_steps=1, text=file)
+    assert refused.value.field == "Pretrain.text" and file.name in refused.value.summary
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        json.dumps(CHAT).encode() + b"\n" + json.dumps(CHAT).encode(),
+        b"\xef\xbb\xbf\n" + json.dumps(CHAT).encode(),
+        json.dumps([CHAT, CHAT], indent=2).encode(),
+        gzip.compress(b"Call me Ishmael."),
+        b"PAR1\x00\x00PAR1",
+    ],
+    ids=["json lines", "byte-order mark", "json document", "gzip", "parquet"],
+)
+def test_structured_data_is_refused_whatever_its_name(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "chat.txt"
+    file.write_bytes(data)
+    with pytest.raises(FieldError, match="plain UTF-8 text"):
+        ss.Pretrain(num_steps=1, text=file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Call me Ishmael.",
+        "[Chapter 1]\n\nCall me Ishmael.",
+        "{curly} words\nand more",
+        "12\nwhales",
+        "",
+        "a,b\nc,d",
+    ],
+)
+def test_prose_is_text(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text(text)
+    assert ss.Pretrain(num_steps=1, text=file).text == file

@@ -1,0 +1,105 @@
+"""The verdict on a plan: whether its memory is there, on the GPUs, in the nodes' host memory and on NVMe.
+
+One answer for every view and for "Make it fit". ``MemoryReport.verdict`` is about the GPU's memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardscope.memory.overheads import TIGHT_PERCENT
+from shardscope.memory.words import gib
+from shardscope.planner.room import Place, places
+
+if TYPE_CHECKING:
+    from shardscope.memory.report import MemoryReport
+    from shardscope.plan import Plan
+
+State = Literal["fits", "tight", "does not fit", "unknown"]
+WHILE_MADE = "host memory while the model is made"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a plan fits, and why."""
+
+    state: State
+    """``tight``: it fits, but such runs may run out of memory. ``unknown``: the GPU's memory is enough, but
+    how much host memory or NVMe a node has is not known, and the plan needs some."""
+    reason: str
+    """The state in a plain sentence, with the numbers behind it."""
+    shortages: tuple[Place, ...] = ()
+    """Where there is too little memory, the GPU first."""
+    unknown: tuple[Place, ...] = ()
+    """Memory that the plan needs and whose size the cluster does not say."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing that is known speaks against a launch."""
+        return self.state != "does not fit"
+
+
+def assess(plan: Plan, report: MemoryReport | None = None) -> Verdict:
+    """Return the verdict on ``plan``, by ``report`` (None: the predicted one)."""
+    report = report or plan.memory()
+    needed = places(plan, report)
+    short = tuple(place for place in needed if place.short_bytes)
+    unknown = tuple(place for place in needed if place.room_bytes is None and place.needed_bytes)
+    unit = "CPU rank" if plan.cluster.gpu.vendor == "cpu" else "GPU"
+    if short:
+        return Verdict(
+            state="does not fit",
+            reason=f"Needs {_listed(say_shortage(place, unit) for place in short)}.",
+            shortages=short,
+            unknown=unknown,
+        )
+    is_tight = report.verdict == "tight"
+    tight = _why_tight(report, unit) if is_tight else ""
+    if unknown:
+        amounts = _listed(_amount(place, unit) for place in unknown)
+        reason = f"Needs {amounts}; how much a node has is not known."
+        return Verdict(state="unknown", reason=f"{reason} {tight}".strip(), unknown=unknown)
+    if is_tight:
+        return Verdict(state="tight", reason=tight)
+    peak = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
+    return Verdict(state="fits", reason=f"Needs {peak} on each {unit}.")
+
+
+def say_shortage(place: Place, unit: str = "GPU") -> str:
+    """Return ``1,240 GiB of host memory on each node, which has 1,000``."""
+    room = "" if place.room_bytes is None else gib(place.room_bytes)
+    needed = gib(place.needed_bytes)
+    if needed == room:  # They differ by less than what is shown.
+        return f"{gib(place.short_bytes)} GiB more than the {room} GiB that {_where(place, unit)} has"
+    return f"{_amount(place, unit)}, which has {room}"
+
+
+def _amount(place: Place, unit: str) -> str:
+    of = {"GPU memory": "", "NVMe": " on NVMe"}.get(place.name, " of host memory")
+    while_made = " while the model is made" if place.name == WHILE_MADE else ""
+    return f"{gib(place.needed_bytes)} GiB{of}{while_made} on {_where(place, unit)}"
+
+
+def _where(place: Place, unit: str) -> str:
+    return f"each {unit}" if place.name == "GPU memory" else "each node"
+
+
+def _why_tight(report: MemoryReport, unit: str) -> str:
+    usable = gib(report.usable_bytes)
+    if report.is_tight:
+        share = f"{100 * report.peak_bytes / report.usable_bytes:.0f} %"
+        return (
+            f"May run out of memory: it needs {gib(report.peak_bytes)} of {usable} GiB on each {unit} "
+            f"({share}), and some runs that need over {TIGHT_PERCENT} % do."
+        )
+    return (
+        f"May run out of memory: likely {gib(report.low_bytes)} to {gib(report.high_bytes)} GiB on each "
+        f"{unit}, which has {usable}."
+    )
+
+
+def _listed(parts: Iterable[str]) -> str:
+    words = list(parts)
+    return ", ".join(words[:-1]) + f" and {words[-1]}" if len(words) > 1 else "".join(words)

@@ -1,0 +1,143 @@
+"""Resuming a run that ended early: launch its task again from its newest complete checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.runs.records import read_json
+from shardscope.training.checkpoint_folders import (
+    POSITION_FILE,
+    checkpoint_in,
+    earlier_checkpoint,
+    newest_checkpoint,
+)
+from shardscope.validation import refuse
+
+if TYPE_CHECKING:
+    from shardscope.runs.run import Run
+    from shardscope.training.text_task import TextTask
+
+PATH_FIELDS = frozenset({"text", "weights", "resume"})
+"""Fields of tasks that ``run.json`` keeps as text and a task takes as a path."""
+
+
+def resume_run(run: Run, *, outlive_kernel: bool | None = None, force: bool = False) -> Run:
+    """Launch a run that continues ``run`` from its newest complete checkpoint, and return it.
+
+    Plan, task and the total number of steps stay the same, so the new run trains the steps that are left. It
+    gets a folder of its own beside the first one. ``outlive_kernel=None`` keeps the choice of the first
+    launch; ``force`` launches although GPU memory is short, as in :func:`shardscope.launch`.
+
+    Raises ``ValueError`` with the reason if the run cannot be resumed.
+    """
+    from shardscope.runs.launch import launch
+
+    description = read_json(RunFolder(run.folder).run_json) or {}
+    try:
+        task = _resuming_task(run, description)
+    except _CannotResumeError as error:
+        refuse("resume_run run", run.name, f"a run that can be resumed; {error.reason}", error.fix)
+    name = description.get("asked_name")
+    if outlive_kernel is None:
+        outlive_kernel = description.get("outlive_kernel") is True
+    return launch(
+        run.plan,
+        task,
+        name=name if isinstance(name, str) else None,
+        outlive_kernel=outlive_kernel,
+        folder=run.folder.parent,
+        force=force,
+    )
+
+
+def why_not_resumable(run: Run) -> str | None:
+    """Return why :func:`resume_run` would refuse ``run``, as one sentence, or None if it would launch.
+
+    Whether this machine has what the plan needs is checked at the launch only.
+    """
+    description = read_json(RunFolder(run.folder).run_json) or {}
+    try:
+        _resuming_task(run, description)
+    except _CannotResumeError as error:
+        return f"{error.reason[:1].upper()}{error.reason[1:]}: {error.fix}."
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def checkpoint_to_resume(folder: Path, description: Mapping[str, Any]) -> Path | None:
+    """Return the newest complete checkpoint of the run in ``folder``, or the one that it started from."""
+    own = newest_checkpoint(folder)
+    if own is not None:
+        return own
+    asked = description.get("asked")
+    before = asked.get("resume") if isinstance(asked, Mapping) else None
+    if before is True:
+        return earlier_checkpoint(folder)
+    return checkpoint_in(Path(before)) if isinstance(before, str) else None
+
+
+class _CannotResumeError(Exception):
+    """``reason`` is a clause without its end, ``fix`` the nearest fix."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+
+def _resuming_task(run: Run, description: Mapping[str, Any]) -> TextTask:
+    """Return the task of ``run`` with its newest checkpoint as ``resume``."""
+    if run.status not in FINAL:
+        raise _CannotResumeError(f"the run is {run.status}", "stop it first")
+    if run.status == "finished":
+        raise _CannotResumeError("the run has finished", "launch a task with resume= and a larger num_steps")
+    # Checked before the checkpoint: a function that saved nothing would not be resumable with one either.
+    kind = _task_class(description)
+    checkpoint = checkpoint_to_resume(run.folder, description)
+    if checkpoint is None:
+        raise _CannotResumeError("the run saved no complete checkpoint", "launch it again")
+    done = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
+    if run.num_steps is not None and isinstance(done, int) and done >= run.num_steps:
+        raise _CannotResumeError(
+            f"all {run.num_steps:,} steps are done", "launch a task with resume= and a larger num_steps"
+        )
+    return kind(**{**_arguments(kind, description), "resume": checkpoint})
+
+
+def _task_class(description: Mapping[str, Any]) -> type[TextTask]:
+    """Return the class of the run's task if it is one of Shardscope's, which save and load checkpoints."""
+    from shardscope.training.finetune import Finetune
+    from shardscope.training.pretrain import Pretrain
+
+    name = description.get("task")
+    for kind in (Pretrain, Finetune):
+        if name == f"{kind.__module__}.{kind.__qualname__}":
+            return kind
+    raise _CannotResumeError(
+        "the task is your own code, which a run folder does not keep", "launch it again from your notebook"
+    )
+
+
+def _arguments(kind: type[TextTask], description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constructor arguments of the task as ``run.json`` keeps them.
+
+    A field that is not kept (``asked_of`` leaves out text, and older versions had fewer fields) could have
+    had any value: resuming with its default might train something else without a word.
+    """
+    asked = description.get("asked")
+    kept = asked if isinstance(asked, Mapping) else {}
+    missing = [field.name for field in fields(kind) if field.name not in kept]
+    if missing:
+        raise _CannotResumeError(
+            f"the run folder does not keep {', '.join(missing)} of its task", "launch it again with resume="
+        )
+    return {
+        field.name: Path(kept[field.name])
+        if field.name in PATH_FIELDS and isinstance(kept[field.name], str)
+        else kept[field.name]
+        for field in fields(kind)
+    }

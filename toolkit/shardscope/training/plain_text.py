@@ -1,0 +1,77 @@
+"""The check that a text file is plain text: structured data must not be trained on as characters.
+
+A language model would learn braces, quotes and keys from a file of chats, and its loss would still fall.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardscope.validation import refuse
+
+STRUCTURED_SUFFIXES = {
+    ".jsonl": "JSON lines",
+    ".ndjson": "JSON lines",
+    ".json": "JSON",
+    ".csv": "comma-separated values",
+    ".tsv": "tab-separated values",
+    ".parquet": "Parquet",
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+    ".avro": "Avro",
+    ".xlsx": "a spreadsheet",
+    ".db": "a database",
+    ".sqlite": "a database",
+}
+BINARY_BEGINNINGS = {
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"Obj\x01": "Avro",
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"%PDF": "PDF",
+    b"SQLite format 3": "a database",
+}
+"""First bytes of formats, as their specifications have them."""
+READ_BYTES = 64 * 2**10
+ALLOWED = (
+    "a plain UTF-8 text file. Structured data is not text: datasets are read by Finetune(data=...), which a "
+    "later version has"
+)
+FIX = "write the text of its rows into a .txt file, or None for Moby-Dick"
+
+
+def check_is_plain_text(field: str, path: Path) -> None:
+    """Raise ``ValueError``, naming ``field``, if ``path`` holds structured data or a binary format."""
+    kind = STRUCTURED_SUFFIXES.get(path.suffix.lower()) or _kind_by_content(path)
+    if kind is not None:
+        refuse(field, str(path), ALLOWED, FIX, f"{path.name} is {kind}, not plain text")
+
+
+def _kind_by_content(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            data = file.read(READ_BYTES)
+    except OSError:  # Whoever reads it reports why.
+        return None
+    for beginning, kind in BINARY_BEGINNINGS.items():
+        if data.startswith(beginning):
+            return kind
+    lines = [line for line in data.decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
+    if lines and _is_record(lines[0]):
+        return "JSON lines"
+    # A JSON document over many lines: a list of records, or one object.
+    if len(lines) > 1 and lines[0].strip() in ("[", "{") and lines[1].lstrip()[:1] in '{"[':
+        return "JSON"
+    return None
+
+
+def _is_record(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict | list)
+    except ValueError:
+        return False

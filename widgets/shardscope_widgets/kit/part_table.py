@@ -1,0 +1,96 @@
+"""HTML of a table of parts: a row for each, a column for each tier and pinned plan, rows that open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from shardscope_widgets.kit.pins import UNPIN, PinName
+
+NOT_REPORTED = "–"
+
+
+class Column(NamedTuple):
+    """One column of numbers."""
+
+    title: str
+    hint: str = ""
+    """Longer words, shown on hover."""
+    unpin: int | None = None
+    """Index of the pinned plan that its heading's button unpins."""
+    is_empty: bool = False
+    """Whether it holds no numbers yet: a narrow page leaves it out."""
+
+    @classmethod
+    def of_pin(cls, index: int, name: PinName) -> tuple[Column, Column]:
+        """Return the two columns of a pinned plan: its numbers, and the plan on screen minus these."""
+        hint = f"the plan on screen minus the pinned one ({name.full})"
+        return cls(name.short, f"pinned: {name.full}", unpin=index), cls("difference", hint)
+
+
+class PartRow(NamedTuple):
+    """One row; ``why`` is HTML, shown when the row is opened."""
+
+    key: str
+    name: str
+    cells: Sequence[str | tuple[str, str]]
+    """Text of each column; or text and hint: why a number is missing, for hover and screen readers."""
+    why: str
+    mark: str = ""
+    """HTML of its swatch."""
+    is_total: bool = False
+
+
+def part_table(corner: str, columns: Sequence[Column], rows: Iterable[PartRow]) -> str:
+    """Return the table; ``corner`` names the unit of its numbers."""
+    head = "".join(_heading(column) for column in columns)
+    body = "".join(_row(row, columns) for row in rows)
+    return (
+        "<div class='ss-scroll'><table class='ss-parts' data-roving><thead><tr>"
+        f"<th scope='col'>{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _heading(column: Column) -> str:
+    hint = f" title='{escape(column.hint, quote=True)}'" if column.hint else ""
+    button = ""
+    if column.unpin is not None:
+        words = escape(f"{UNPIN} {column.title}", quote=True)
+        button = (
+            f" <button class='ss-unpin' data-act='unpin {column.unpin}' title='{words}' "
+            f"aria-label='{words}'>×</button>"
+        )
+    return f"<th scope='col'{_empty(column)}{hint}>{escape(column.title)}{button}</th>"
+
+
+def _row(row: PartRow, columns: Sequence[Column]) -> str:
+    pairs = zip(columns, row.cells, strict=True)
+    cells = "".join(_cell(column, *((cell,) if isinstance(cell, str) else cell)) for column, cell in pairs)
+    total = " ss-total" if row.is_total else ""
+    key = escape(row.key, quote=True)
+    # The button is what the keyboard and screen readers use; a click anywhere in the row does the same.
+    return (
+        f"<tr class='ss-opens{total}' data-opens='{key}'><th scope='row'>"
+        f"<button class='ss-name' aria-expanded='false'>{row.mark}{escape(row.name)}</button></th>"
+        f"{cells}</tr>"
+        f"<tr class='ss-why' data-why='{key}' hidden><td colspan='{len(columns) + 1}'>{row.why}</td></tr>"
+    )
+
+
+def _cell(column: Column, text: str, hint: str = "") -> str:
+    if not hint:
+        return f"<td{_empty(column)}>{escape(text)}</td>"
+    spoken = f"<span class='ss-off-screen'> {escape(hint)}</span>"
+    return f"<td{_empty(column)} title='{escape(hint, quote=True)}'>{escape(text)}{spoken}</td>"
+
+
+def _empty(column: Column) -> str:
+    return " class='ss-empty'" if column.is_empty else ""
+
+
+def signed(difference: float, words: str) -> str:
+    """Return ``words``, the size of a ``difference``, with its sign; ``0`` where they say nought."""
+    if not any(digit in words for digit in "123456789"):
+        return "0"
+    return f"+{words}" if difference > 0 else f"−{words}"

@@ -1,0 +1,139 @@
+"""Pinned plans: their names, and the button that pins the plan on screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from textwrap import shorten, wrap
+from typing import NamedTuple
+
+import shardscope as ss
+from shardscope.planner.differences import Difference, differences
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.clickable import IgnoredError
+from shardscope_widgets.kit.words import devices, title
+
+PIN = "Pin for comparison"
+UNPIN = "Unpin"
+SAME = "this plan"
+LABEL_CHARACTERS = 14
+"""Characters in a line of a chart row's label."""
+SHORT_FIELDS = {
+    "micro_batch_size": "micro-batch",
+    "global_batch_size": "batch",
+    "seq_len": "sequence",
+    "reshard_after_forward": "reshard",
+    "cpu_offload": "offload",
+}
+"""Shorter names of fields, where the name of the field would fill a column's heading."""
+
+
+class PinName(NamedTuple):
+    """Name of a pinned plan: how it differs from the plan on screen."""
+
+    short: str
+    """The first difference, and how many more there are: ``recompute none, +2``."""
+    full: str
+    """Every difference."""
+
+
+def name_pins(pins: Sequence[ss.Plan], plan: ss.Plan) -> tuple[PinName, ...]:
+    """Return a name for each of ``pins``, unique among them, given the ``plan`` on screen."""
+    names: list[PinName] = []
+    for pin in pins:
+        name = _name_pin(differences(plan, pin), pin)
+        taken = sum(other.short.partition(" (")[0] == name.short for other in names)
+        names.append(name._replace(short=f"{name.short} ({taken + 1})") if taken else name)
+    return tuple(names)
+
+
+def _name_pin(found: Sequence[Difference], pin: ss.Plan) -> PinName:
+    if not found:
+        return PinName(SAME, "the same as the plan on screen")
+    values = [_value_words(difference, pin) for difference in found]
+    more = f", +{len(values) - 1}" if len(values) > 1 else ""
+    return PinName(values[0] + more, ", ".join(values))
+
+
+def _value_words(difference: Difference, pin: ss.Plan) -> str:
+    """Return what the pinned plan has: ``recompute none``, ``FSDP2``, ``Llama 3.1 8B``."""
+    value = difference.after
+    if difference.field == "framework":
+        return str(value)
+    if difference.field == "model":
+        return title(str(value))
+    if difference.field == "GPUs":
+        return devices(pin.cluster)
+    field = SHORT_FIELDS.get(difference.field, difference.field.replace("_", " "))
+    if isinstance(value, bool):
+        return field if value else f"no {field}"
+    if value is None:
+        return f"{field} unset"
+    return f"{field} {value:,}" if isinstance(value, int) else f"{field} {value}"
+
+
+def wrap_label(label: str) -> str:
+    """Return a chart row's label on two lines at most, shortened with an ellipsis, as HTML."""
+    lines = wrap(label, LABEL_CHARACTERS)
+    if len(lines) > 2:
+        lines = [lines[0], shorten(" ".join(lines[1:]), LABEL_CHARACTERS, placeholder="…")]
+    cut = (line if len(line) <= LABEL_CHARACTERS else line[: LABEL_CHARACTERS - 1] + "…" for line in lines)
+    return "<br>".join(escape(line) for line in cut)
+
+
+class Pins:
+    """The pinned plans of one view, with the button that pins or unpins the plan on screen.
+
+    ``on_pin`` gets the plan to pin, or to unpin if it is pinned, and is expected to set :attr:`plans`;
+    None: this object keeps the plans itself. ``on_change`` redraws the view.
+    """
+
+    def __init__(self, on_change: Callable[[], None], on_pin: Callable[[ss.Plan], None] | None) -> None:
+        self._on_change = on_change
+        self._on_pin = on_pin or self.toggle
+        self._plans: tuple[ss.Plan, ...] = ()
+        self._plan: ss.Plan | None = None
+        self.button = controls.button(PIN, "ss-ghost", "ss-small", "ss-pin", layout=controls.layout())
+        self.button.on_click(lambda _: None if self._plan is None else self._on_pin(self._plan))
+
+    @property
+    def plans(self) -> tuple[ss.Plan, ...]:
+        """The pinned plans, in the order in which they were pinned."""
+        return self._plans
+
+    @plans.setter
+    def plans(self, plans: Sequence[ss.Plan]) -> None:
+        distinct: list[ss.Plan] = []
+        for plan in plans:
+            if plan not in distinct:
+                distinct.append(plan)
+        if tuple(distinct) != self._plans:
+            self._plans = tuple(distinct)
+            self._label_button()
+            self._on_change()
+
+    def toggle(self, plan: ss.Plan) -> None:
+        """Pin ``plan``, or unpin it if it is pinned."""
+        others = tuple(pin for pin in self._plans if pin != plan)
+        self.plans = others if plan in self._plans else (*others, plan)
+
+    def offer(self, plan: ss.Plan) -> None:
+        """Let the button pin or unpin ``plan``."""
+        self._plan = plan
+        self._label_button()
+
+    def press(self, act: str) -> None:
+        """Unpin the plan that a table's ``unpin <index>`` button names. Raises ``IgnoredError``."""
+        word, _, index = act.partition(" ")
+        if word != "unpin" or not index.isdecimal() or int(index) >= len(self._plans):
+            raise IgnoredError(act)
+        self._on_pin(self._plans[int(index)])
+
+    def _label_button(self) -> None:
+        is_pinned = self._plan in self._plans
+        self.button.description = UNPIN if is_pinned else PIN
+        self.button.tooltip = (
+            "Take this plan out of the comparison"
+            if is_pinned
+            else "Keep this plan as a row and a column to compare others with"
+        )

@@ -1,0 +1,222 @@
+"""What to do with the plan: pretrain, fine-tune the weights of a folder, or run the user's own code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope.planner.preflight.usual_rates import rate_near
+from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
+from shardscope.validation import FieldError, nearest
+from shardscope_widgets.kit import controls
+from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate
+
+Kind = Literal["pretrain", "finetune", "own"]
+WORDS: dict[Kind, str] = {
+    "pretrain": "Pretrain from random weights",
+    "finetune": "Fine-tune this folder's weights",
+    "own": "Run my script or function",
+}
+ANSWERS: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
+NO_WEIGHTS = "Adapters on random weights learn little: choose a model folder with weights, or method “full”."
+SHIPPED_TEXT = "Moby-Dick, which ships with Shardscope"
+
+
+class RunOptions(Picker):
+    """How long a run trains, how fast it learns, what it records, and whether it outlives the kernel."""
+
+    def __init__(self) -> None:
+        self.steps = controls.text(40, "Optimizer steps", "64px")
+        self.rate = controls.text("", "Peak learning rate; empty: the usual one for this model", "72px")
+        self.profile = _checkbox("Record a trace", "Profile a few steady steps on every rank", value=True)
+        self.outlive = _checkbox(
+            "Keep running if the kernel stops",
+            "Otherwise the run ends with this notebook's kernel. The Runs tab finds a run that goes on.",
+        )
+        row = Row("Steps, learning rate", self.steps, self.rate)
+        row.add_class("ss-two-lines")
+        self.has_steps = True
+        super().__init__(
+            {"num_steps": row, "learning_rate": row}, controls.vertical(self.profile, self.outlive)
+        )
+        for control in (self.steps, self.rate, self.profile, self.outlive):
+            control.observe(self.read, "value")
+        self.read()
+
+    def make(self) -> tuple[object, ...]:
+        """Return the inputs as typed; the task itself checks them."""
+        return (self.steps.value, self.rate.value, self.profile.value, self.outlive.value)
+
+    def read(self, change: object = None) -> None:
+        """Take the inputs over and renew the answer."""
+        super().read(change)
+        steps = f"{self.steps.value} steps" if self.has_steps else "its own steps"
+        parts = [
+            steps,
+            "traced" if self.profile.value else "",
+            "outlives the kernel" if self.outlive.value else "",
+        ]
+        self.answer = ", ".join(filter(None, parts))
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a training task."""
+        typed = self.rate.value.strip()
+        return {
+            "num_steps": typed_number(self.steps.value),
+            "profile": self.profile.value,
+            "learning_rate": typed_rate(typed) if typed else None,
+        }
+
+    def take(self, task: ss.Pretrain, usual_rate: float) -> None:
+        """Set the inputs to those of ``task``; the usual rate is left open."""
+        self.steps.value = str(task.num_steps)
+        self.profile.value = task.profile
+        self.rate.value = "" if task.learning_rate in (None, usual_rate) else f"{task.learning_rate:g}"
+
+
+class TaskPicker(Picker):
+    """The kind of task and what it needs: a text, or the path or name of the user's code.
+
+    :meth:`offer` says whether the model is a folder with weights: then fine-tuning is on offer, and the
+    default until the user chooses something else.
+    """
+
+    kind = traitlets.Unicode("pretrain", help="pretrain, finetune or own.")
+
+    def __init__(self, options: RunOptions, functions: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """``functions`` returns what the notebook's cells have defined."""
+        self.options = options
+        self._functions = functions or functions_here
+        self._weights: Path | None = None
+        self._was_chosen = False
+        self._offering = False
+        self.menu = controls.dropdown(options=[(WORDS["pretrain"], "pretrain")], tooltip="What to do")
+        self.text = controls.text("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
+        self.code = controls.text(
+            "", "The path of a script, or the name of a function f(ctx) in this notebook"
+        )
+        self.code.placeholder = "train.py, or a function's name"
+        self._text_row, self._code_row = Row("Text", self.text), Row("Code", self.code)
+        self.note = controls.html("", "ss-hint")
+        rows = {"kind": Row("Task", self.menu), "text": self._text_row, "code": self._code_row}
+        super().__init__({**rows, "weights": rows["kind"]}, self.note)
+        self.menu.observe(self._choose, "value")
+        for control in (self.text, self.code):
+            control.observe(self.read, "value")
+        self._offer_kinds()
+        self.read()
+
+    def offer(self, plan: ss.Plan, weights: Path | None) -> None:
+        """Say for which plan, and which folder of weights the model was read from, if from any."""
+        if weights != self._weights:
+            self._weights, self._was_chosen = weights, False
+        self._offer_kinds()
+        is_random_lora = self.kind == "pretrain" and plan.recipe.has_adapters
+        self.note.value = NO_WEIGHTS if is_random_lora else ""
+        usual = FULL_RATE if self.kind == "finetune" else rate_near(ss.Pretrain.learning_rate, plan)
+        if self.kind == "finetune" and plan.recipe.has_adapters:
+            usual = ADAPTER_RATE
+        self.options.rate.placeholder = f"{usual:g}"
+
+    @property
+    def verb(self) -> str:
+        """Return how the main button begins."""
+        verbs = {"pretrain": "Launch", "finetune": "Fine-tune", "own": "Run"}
+        return f"{verbs[self.kind]} {self.subject}".strip()
+
+    @property
+    def subject(self) -> str:
+        """Return the short name of the folder or of the code."""
+        if self.kind == "pretrain":
+            return ""
+        name = self._weights.name if self.kind == "finetune" and self._weights else Path(self.code.value).name
+        return name if len(name) <= 18 else f"{name[:17]}…"
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder whose weights are fine-tuned; None for another kind of task."""
+        return self._weights if self.kind == "finetune" else None
+
+    def task(self, plan: ss.Plan) -> Any:
+        """Return the task that the inputs describe. Raises ``ValueError`` naming the field."""
+        if self.kind == "own":
+            return self._own_code()
+        fields = self.options.fields()
+        text = self.text.value.strip()
+        if text:
+            fields["text"] = Path(text).expanduser()
+        if self.kind == "finetune":
+            return ss.Finetune(weights=self._weights, **fields)
+        if fields["learning_rate"] is None:
+            fields["learning_rate"] = rate_near(ss.Pretrain.learning_rate, plan)
+        return ss.Pretrain(**fields)
+
+    def make(self) -> tuple[str, str, str]:
+        """Return the inputs as typed; :meth:`task` checks them."""
+        return (self.kind, self.text.value, self.code.value)
+
+    def read(self, change: object = None) -> None:
+        """Take the inputs over, and show the rows that the kind has."""
+        super().read(change)
+        self._text_row.layout.display = "none" if self.kind == "own" else ""
+        self._code_row.layout.display = "" if self.kind == "own" else "none"
+        self.answer = f"{ANSWERS[self.kind]} {self.subject}".strip()
+        self.options.has_steps = self.kind != "own"
+        self.options.read()
+
+    def _offer_kinds(self) -> None:
+        kinds = [kind for kind in WORDS if kind != "finetune" or self._weights is not None]
+        wanted = self.kind if self._was_chosen and self.kind in kinds else kinds[1 if self._weights else 0]
+        if not self._was_chosen and self.kind == "own":
+            wanted = "own"
+        self._offering = True
+        try:
+            options = [(WORDS[kind], kind) for kind in kinds]
+            if list(self.menu.options) != options:
+                self.menu.options = options
+            self.menu.value = wanted
+        finally:
+            self._offering = False
+        if self.kind != wanted:
+            self.kind = wanted
+            self.read()
+
+    def _choose(self, change: dict[str, Any]) -> None:
+        if self._offering or change["new"] is None:
+            return
+        self._was_chosen = True
+        self.kind = change["new"]
+        self.read()
+
+    def _own_code(self) -> Any:
+        name = self.code.value.strip()
+        functions = {key: value for key, value in self._functions().items() if inspect.isfunction(value)}
+        if name in functions:
+            return functions[name]
+        path = Path(name).expanduser()
+        if name and path.is_file():
+            return ss.Script(path)
+        known = [key for key in functions if not key.startswith("_")]
+        fix = str(nearest(name, known)) if name and known else "train.py"
+        allowed = "the path of a script, or the name of a function f(ctx) of this notebook"
+        raise FieldError("Task.code", name, allowed, fix, "No script there, and no function of that name")
+
+
+def functions_here() -> Mapping[str, Any]:
+    """Return what the notebook's cells have defined; nothing outside of a notebook."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return {} if shell is None else shell.user_ns
+
+
+def _checkbox(words: str, why: str, *, value: bool = False) -> widgets.Checkbox:
+    return widgets.Checkbox(
+        value=value, description=words, indent=False, layout=controls.filling(), tooltip=why
+    )

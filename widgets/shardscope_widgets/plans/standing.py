@@ -1,0 +1,50 @@
+"""Whether a plan of a search can be run here, and if not, why: what chart and table say of each plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from shardscope.memory.words import gib
+
+if TYPE_CHECKING:
+    from shardscope.planner.ranking import Ranking
+
+Kind = Literal["fits", "may not fit", "does not fit", "cannot be launched here"]
+
+
+class Standing(NamedTuple):
+    """The state of one plan, and the sentences behind it (none for a plan that fits and can be launched)."""
+
+    kind: Kind
+    reasons: tuple[str, ...] = ()
+
+
+def standing(ranking: Ranking, index: int) -> Standing:
+    """Return the state of plan ``index``: memory first, then whether an engine trains it."""
+    refused = why_not_launched(ranking, index)
+    if not ranking.is_feasible[index]:
+        lacks = ranking.why_not(index)
+        return Standing("does not fit", (f"Does not fit: {lacks}.", *filter(None, [refused])))
+    unknown = why_unknown(ranking, index)
+    reasons = tuple(filter(None, [unknown, refused]))
+    if unknown:
+        return Standing("may not fit", reasons)
+    return Standing("cannot be launched here" if refused else "fits", reasons)
+
+
+def why_not_launched(ranking: Ranking, index: int) -> str:
+    """Return why no engine here trains plan ``index``, as a sentence; "" if one does."""
+    refusal = ranking.why_not_launched(index)
+    return f"Cannot be launched here: {refusal}" if refusal else ""
+
+
+def why_unknown(ranking: Ranking, index: int) -> str:
+    """Return the memory that plan ``index`` needs and whose size is not known; "" if there is none."""
+    needs = [
+        f"{gib(int(needed[index]))} GiB of {name}"
+        for name, needed in (("host memory", ranking.host_bytes), ("NVMe", ranking.nvme_bytes))
+        if name not in ranking.rooms and needed[index] > 0
+    ]
+    if not needs:
+        return ""
+    return f"May not fit: needs {' and '.join(needs)} on each node; how much a node has is not known."

@@ -1,0 +1,134 @@
+"""The main button: it says what it starts, launches it, and reports why it did not."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from html import escape
+
+import shardscope as ss
+from shardscope.memory.report import MemoryReport
+from shardscope.runs.free_memory import TooLittleFreeError
+from shardscope_widgets.kit import controls
+from shardscope_widgets.pickers.task import RunOptions, TaskPicker
+from shardscope_widgets.run.free_memory import FreePlaces, first_look
+from shardscope_widgets.run.offer import Offer, offer_for
+
+IS_BUSY = "A run is under way: see the Runs tab."
+
+
+class LaunchButton:
+    """:attr:`button` for the Studio's head, and :attr:`note` for the words about it.
+
+    ``on_launch(run, notes)`` gets the run that was started; ``on_error(words, retry)`` what prevented it, and
+    for too little free memory a function that launches in spite of that.
+    """
+
+    def __init__(
+        self,
+        machine: ss.Cluster,
+        task: TaskPicker,
+        options: RunOptions,
+        *,
+        on_launch: Callable[[ss.Run, str], None],
+        on_error: Callable[[str, Callable[[], None] | None], None],
+    ) -> None:
+        self.machine, self._task, self._options = machine, task, options
+        self._on_launch, self._on_error = on_launch, on_error
+        self._plan: ss.Plan | None = None
+        self._report: MemoryReport | None = None
+        self._busy, self._blocked = False, ""
+        self.current = Offer(label="Launch")
+        self.button = controls.button("Launch", "ss-button", "ss-main-button")
+        self.button.on_click(lambda _: self.launch())
+        self.note = controls.html("", "ss-hint")
+        self.free = FreePlaces()
+        first_look(self.free)
+
+    def offer(self, plan: ss.Plan, report: MemoryReport) -> None:
+        """Say on the button what ``plan`` would start here, once no run is under way."""
+        self._plan, self._report = plan, report
+        self.update()
+
+    def update(self) -> None:
+        """Renew the offer: the task, its inputs or what is free may have changed."""
+        if self._plan is None or self._report is None:
+            return
+        self.current = offer_for(self._plan, self.machine, self._report, self._task)
+        wrong = self._show_task_error()
+        against = self._blocked or (IS_BUSY if self._busy else "") or wrong
+        self.button.description = self.current.label
+        self.button.disabled = bool(against) or self.current.plan is None
+        words = against or self.current.note
+        self.button.tooltip = words or self.current.tooltip
+        self.note.value = escape(words)
+
+    @property
+    def task(self) -> object:
+        """The task that the button would start. Raises ``ValueError``."""
+        return self._task.task(self.current.plan or self._plan)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run that was started here has not ended yet."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, value: bool) -> None:
+        if self._busy and not value:
+            self.free.ask()
+        self._busy = value
+        self.update()
+
+    @property
+    def blocked(self) -> str:
+        """Why nothing may be started now; empty when it may."""
+        return self._blocked
+
+    @blocked.setter
+    def blocked(self, value: str) -> None:
+        self._blocked = value
+        self.update()
+
+    def launch(self, *, force: bool = False) -> None:
+        """Start what the button says; ``force`` launches although little memory is free."""
+        plan, note = self.current.plan, self.current.note
+        if plan is None or (self.button.disabled and not force):
+            return
+        self.busy = True
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run = ss.launch(
+                    plan, self._task.task(plan), outlive_kernel=self._options.outlive.value, force=force
+                )
+        except TooLittleFreeError as error:
+            self.busy = False
+            self.free.ask()
+            self._on_error(str(error), lambda: self.launch(force=True))
+            return
+        except Exception as error:  # Raised in a handler, it would be shown nowhere.
+            self.busy = False
+            self._on_error(str(error) or type(error).__name__, None)
+            return
+        tight = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+        words = " ".join(filter(None, [note, *tight]))
+        with contextlib.suppress(OSError):  # The disk is full by now: the run is under way, and is shown.
+            run.note = words
+        self._on_launch(run, words)
+
+    def _show_task_error(self) -> str:
+        """Show what is wrong with the task at its input, and return it in few words."""
+        for picker in (self._task, self._options):
+            picker.clear_plan_errors()
+        if self.current.plan is None:
+            return ""
+        try:
+            self._task.task(self.current.plan)
+        except ValueError as error:
+            field = str(getattr(error, "field", "")).rpartition(".")[2]
+            owner = self._options if field in self._options.rows else self._task
+            owner.show_plan_error(error)
+            return "Correct the input marked in red first."
+        return ""

@@ -1,0 +1,156 @@
+"""The table of runs as HTML: name and plan, status, last loss, steps, duration, start, and its buttons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from datetime import datetime
+from html import escape
+from math import isfinite
+
+from shardscope.memory.words import count
+from shardscope.runs.summaries import RunSummary
+from shardscope_widgets.kit.words import devices, title
+from shardscope_widgets.run.words import seconds_words, status_sign
+
+EMPTY = (
+    "No run in <code>runs/</code> beside this notebook yet. A run that is launched here or in another "
+    "notebook of this folder appears in this list."
+)
+HEAD = (
+    "<thead><tr><th class='ss-pick-cell'><span class='ss-off-screen'>compare</span></th>"
+    "<th class='ss-text'>Run</th><th class='ss-text'>Status</th><th>Last loss</th><th>Started</th>"
+    "<th><span class='ss-off-screen'>actions</span></th></tr></thead>"
+)
+
+
+def runs_table(
+    rows: Mapping[str, RunSummary],
+    selected: Collection[str],
+    *,
+    opens_traces: Callable[[RunSummary], bool] = lambda summary: summary.has_trace,
+) -> str:
+    """Return the table of ``rows``, by the key that their buttons send, with the ``selected`` ones ticked."""
+    if not rows:
+        return f"<div class='ss-hint ss-no-runs'>{EMPTY}</div>"
+    body = "".join(
+        _row(key, summary, is_selected=key in selected, has_trace=opens_traces(summary))
+        if summary.run is not None
+        else _damaged_row(summary)
+        for key, summary in rows.items()
+    )
+    return f"<table class='ss-table ss-runs'>{HEAD}<tbody>{body}</tbody></table>"
+
+
+def plan_words(summary: RunSummary) -> str:
+    """``Llama 3.1 8B on 8 × H100 SXM 80 GB, FSDP2 shard 8``, as text."""
+    plan = summary.plan
+    if plan is None:
+        return "its plan cannot be read"
+    method = "" if plan.recipe.method == "full" else f", {plan.recipe.method}"
+    return f"{title(plan.architecture.name)} on {devices(plan.cluster)}, {plan.layout.description}{method}"
+
+
+def when_words(created: float, now: float | None = None) -> str:
+    """``today 14:02``, ``yesterday 14:02``, ``12 Nov 14:02``, ``12 Nov 2025``; empty where not known."""
+    try:
+        then = datetime.fromtimestamp(created)
+    except (ValueError, OverflowError, OSError):
+        return ""
+    if created <= 0:
+        return ""
+    today = datetime.fromtimestamp(time.time() if now is None else now).date()
+    days = (today - then.date()).days
+    if days in (0, 1):
+        return f"{'today' if days == 0 else 'yesterday'} {then:%H:%M}"
+    return f"{then.day} {then:%b %H:%M}" if then.year == today.year else f"{then.day} {then:%b %Y}"
+
+
+def loss_words(loss: float | None) -> str:
+    """``2.345``; ``nan`` and ``inf`` as they are; a dash without a loss."""
+    if loss is None:
+        return "–"
+    return f"{loss:.3f}" if isfinite(loss) and abs(loss) < 1e4 else f"{loss:.3g}"
+
+
+def steps_words(done: int | None, total: int | None) -> str:
+    """``40 of 300 steps``, ``40 steps`` where no total is known, ``no step`` before the first one."""
+    if done is None and total is None:
+        return "no step"
+    if total is None:
+        return count(done or 0, "step")
+    return f"{done or 0:,} of {count(total, 'step')}"
+
+
+def printable(name: str) -> str:
+    """``name`` of a folder as text: bytes that are no UTF-8 cannot be sent to a page."""
+    return name.encode(errors="replace").decode()
+
+
+def _row(key: str, summary: RunSummary, *, is_selected: bool, has_trace: bool) -> str:
+    name = escape(printable(summary.name), quote=True)
+    plan = escape(plan_words(summary), quote=True)
+    before = summary.resumed_from
+    history = f" · continues {escape(printable(before), quote=True)}" if before else ""
+    ticked = "true" if is_selected else "false"
+    seconds = summary.seconds
+    cells = (
+        f"<td>{status_sign(summary.status, summary.reason)}</td>",
+        _cell("loss", loss_words(summary.loss), steps_words(summary.num_steps_done, summary.num_steps)),
+        _cell("started", when_words(summary.created), "" if seconds is None else seconds_words(seconds)),
+    )
+    return (
+        f"<tr data-act='open:{key}'{' class=ss-picked' if is_selected else ''}>"
+        f"<td class='ss-pick-cell'><button type='button' class='ss-pick' role='checkbox' "
+        f"aria-checked='{ticked}' data-act='select:{key}' aria-label='Select {name} to compare it' "
+        f"title='Select it to compare it'></button></td>"
+        f"<th scope='row'><button type='button' class='ss-open' data-act='open:{key}' "
+        f"title='{name}: open'>{name}</button>"
+        f"<div class='ss-hint ss-clipped' title='{plan}{history}'>{plan}{history}</div></th>"
+        + "".join(cells)
+        + f"<td class='ss-run-acts'><div>{_buttons(key, name, summary, has_trace)}</div></td></tr>"
+    )
+
+
+def _cell(name: str, words: str, below: str) -> str:
+    """Return a cell of two lines; its name tells the stylesheet where it stands in a narrow list."""
+    return f"<td data-label='{name}'>{escape(words)}<div class='ss-hint'>{escape(below)}</div></td>"
+
+
+def _buttons(key: str, name: str, summary: RunSummary, has_trace: bool) -> str:
+    if summary.is_living:
+        return _button(f"stop:{key}", "Stop", f"Stop {name}", "End this run now")
+    buttons = ""
+    if summary.failed_early:
+        reason = summary.why_not_resumable
+        buttons += _button(
+            f"resume:{key}",
+            "Resume",
+            f"Resume {name}",
+            "Launch a run that continues from the last checkpoint" if reason is None else reason,
+            is_off=reason is not None,
+        )
+    if has_trace:
+        buttons += _button(f"trace:{key}", "Open trace", f"Open the trace of {name}", "")
+    return buttons
+
+
+def _button(act: str, words: str, label: str, tooltip: str, *, is_off: bool = False) -> str:
+    """A button; one that is off can still be focused, so that its reason can be read without a mouse."""
+    off = " aria-disabled='true'" if is_off else ""
+    why = f"{label}: {escape(tooltip, quote=True)}" if is_off else label
+    return (
+        f"<button type='button' class='ss-act' data-act='{act}' aria-label='{why}' "
+        f"title='{escape(tooltip, quote=True)}'{off}>{words}</button>"
+    )
+
+
+def _damaged_row(summary: RunSummary) -> str:
+    name, damage = escape(printable(summary.name), quote=True), escape(printable(summary.damage), quote=True)
+    return (
+        f"<tr class='ss-damaged'><td class='ss-pick-cell'></td><th scope='row'>"
+        f"<div class='ss-open ss-clipped' title='{name}'>{name}</div>"
+        f"<div class='ss-hint ss-clipped' title='{damage}'>{damage}</div></th>"
+        f"<td>{status_sign('damaged', summary.damage)}</td><td data-label='loss'></td>"
+        f"{_cell('started', when_words(summary.created), '')}<td></td></tr>"
+    )

@@ -1,0 +1,350 @@
+"""The runs in ``./runs``: a list that opens, compares, resumes and stops them, and opens their traces."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from html import escape
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope.runs.compare import Runs
+from shardscope.runs.folder import FINAL
+from shardscope.runs.free_memory import TooLittleFreeError
+from shardscope.runs.resume import resume_run
+from shardscope.runs.summaries import RunSummaries, RunSummary
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.clickable import Clickable, IgnoredError
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.view import View
+from shardscope_widgets.run.runs_table import printable, runs_table
+from shardscope_widgets.run.view import RunView
+
+FOLDER = "runs"
+"""Where ``launch`` puts runs, relative to the notebook."""
+PAGE_ROWS = 20
+LOOK_SECONDS = 2.0
+"""Between two reads of the folder while a run in it is living and the list is shown."""
+TRACE_PIXELS = 440
+HINT = "Select two runs to compare them."
+
+
+class RunsView(View):
+    """Lists the runs in ``./runs``, living ones first, and shows one of them, or two side by side, in place.
+
+    ``on_open_trace(run)`` shows the trace of a run; without it the trace opens in this view. ``on_end(run)``
+    is called when a run that was living when it was opened has ended. ``on_resume(run)`` is called with the
+    run that Resume launched, after it is shown here.
+    """
+
+    num_runs = traitlets.Int(0, help="Runs in the folder, damaged ones included.").tag(sync=False)
+
+    def __init__(
+        self,
+        on_open_trace: Callable[[ss.Run], None] | None = None,
+        on_end: Callable[[ss.Run], None] | None = None,
+        on_resume: Callable[[ss.Run], None] | None = None,
+    ) -> None:
+        self._on_open_trace, self._on_end, self._on_resume = on_open_trace, on_end, on_resume
+        self._summaries = RunSummaries(FOLDER)
+        self._rows: dict[str, RunSummary] = {}
+        """By the key that the buttons of a row send."""
+        self._selected: list[str] = []
+        self._num_shown = PAGE_ROWS
+        self._message = ""
+        self._force: str | None = None
+        """The key of a run that could be resumed although little memory is free."""
+        self._was_living: ss.Run | None = None
+        """The opened run, if it was living then."""
+        self._lock = threading.RLock()
+        self._is_watching = False
+        # The list: a row of controls, the table in a box that scrolls, and a row that shows more.
+        self.toolbar = Clickable(self._press, "ss-runs-bar")
+        self.table = Clickable(self._press)
+        self.more = Clickable(self._press, "ss-runs-more")
+        scroll = widgets.VBox([self.table, self.more], layout=controls.layout(), tabbable=True)
+        scroll.add_class("ss-runs-scroll")
+        self._list = widgets.VBox([self.toolbar, scroll], layout=widgets.Layout())
+        # One run, two runs or a trace, under a row that leads back.
+        self.bar = Clickable(self._press, "ss-runs-bar")
+        self.run_view = RunView(on_end=self._run_ended)
+        self.comparison = controls.html("", "ss-compare", layout=widgets.Layout(display="none"))
+        self._trace_place = widgets.VBox(layout=widgets.Layout(display="none"))
+        self._page = widgets.VBox(
+            [self.bar, self.run_view, self.comparison, self._trace_place],
+            layout=widgets.Layout(display="none"),
+        )
+        super().__init__([Sheet("run"), self._list, self._page])
+        for name in ("ss-root", "ss-runs-view"):
+            self.add_class(name)
+        self.look()
+
+    # ---- what others call
+
+    def look(self) -> None:
+        """Read ``./runs`` again and show what changed; safe to call from any thread, at any time."""
+        with self._lock:
+            if self.comm is None:  # The view was closed.
+                return
+            try:
+                summaries = self._summaries.read()
+            except OSError as error:
+                self._say(f"The folder {FOLDER} cannot be read: {error}")
+                summaries = []
+            self._rows = {_key(summary.name): summary for summary in summaries}
+            self._selected = [key for key in self._selected if key in self._rows]
+            self.num_runs = len(summaries)
+            self._draw()
+            self._watch_the_living()
+
+    def open(self, run: ss.Run | None = None) -> None:
+        """Show ``run`` in place of the list.
+
+        Without a run this is ``Widget.open`` of ipywidgets, which connects the widget to its page.
+        """
+        if run is None:
+            super().open()
+            return
+        with self._lock:
+            self._was_living = run if run.status not in FINAL else None
+            self._show_page(self.run_view)
+            self.run_view.show(run)
+            self._draw_bar()
+
+    def show_list(self) -> None:
+        """Go back to the list of all runs."""
+        with self._lock:
+            self._show_page(None)
+        self.look()
+
+    def compare(self, first: ss.Run, second: ss.Run) -> None:
+        """Show two runs side by side in place of the list."""
+        try:
+            found = Runs([first, second]).compare(first, second)
+            html = found._repr_html_()
+        except Exception as error:  # Whatever the two folders hold, the list stays and says why.
+            self._say(f"The runs cannot be compared: {error}")
+            self._draw()
+            return
+        with self._lock:
+            self.comparison.value = f"<div class='ss-compared'>{html}</div>"
+            self._show_page(self.comparison)
+            names = " and ".join(f"<b>{escape(printable(run.name))}</b>" for run in (first, second))
+            self.bar.value = _back(f"<span class='ss-clipped'>Comparing {names}</span>")
+
+    # ---- drawing
+
+    def _draw(self) -> None:
+        """Write the list; unchanged parts are not sent."""
+        shown = dict(list(self._rows.items())[: self._num_shown])
+        self.table.value = runs_table(shown, self._selected)
+        left = len(self._rows) - len(shown)
+        self.more.value = (
+            f"<button type='button' class='ss-act' data-act='more'>More</button> "
+            f"<span class='ss-hint'>{len(shown)} of {len(self._rows):,} runs</span>"
+            if left > 0
+            else ""
+        )
+        both = len(self._selected) == 2
+        off = "" if both else " aria-disabled='true'"
+        force = (
+            f"<button type='button' class='ss-act' data-act='force:{self._force}'>Resume anyway</button>"
+            if self._force
+            else ""
+        )
+        words = self._message or ("" if both or not self._rows else HINT)
+        role = " role='alert' class='ss-error ss-clipped'" if self._message else " class='ss-hint ss-clipped'"
+        self.toolbar.value = (
+            f"<button type='button' class='ss-act{' ss-first' * both}' data-act='compare'{off}>"
+            "Compare</button>"
+            f"<span{role} title='{escape(words, quote=True)}'>{escape(words)}</span>{force}"
+            "<button type='button' class='ss-act ss-refresh' data-act='look' "
+            "title='Read the folder again'>Refresh</button>"
+        )
+
+    def _draw_bar(self) -> None:
+        """Write the row above an opened run: the way back, and what can be done with the run."""
+        run = self.run_view.run
+        if run is None:
+            return
+        key = _key(run.name)
+        summary = self._rows.get(key)
+        acts = ""
+        if summary is not None and summary.run is not None and summary.run.folder == run.folder:
+            if summary.failed_early:
+                reason = summary.why_not_resumable
+                why = escape(reason or "Launch a run that continues from the last checkpoint", quote=True)
+                off = "" if reason is None else " aria-disabled='true'"
+                acts += (
+                    f"<button type='button' class='ss-act' data-act='resume:{key}' title='{why}'{off}>"
+                    "Resume</button>"
+                )
+            if summary.has_trace and not summary.is_living:
+                acts += f"<button type='button' class='ss-act' data-act='trace:{key}'>Open trace</button>"
+        if self._force == key:
+            acts += f"<button type='button' class='ss-act' data-act='force:{key}'>Resume anyway</button>"
+        words = ""
+        if self._message:
+            said = escape(self._message, quote=True)
+            words = f"<span class='ss-error ss-clipped' role='alert' title='{said}'>{said}</span>"
+        self.bar.value = _back(f"{words}<span class='ss-bar-acts'>{acts}</span>")
+
+    def _show_page(self, page: widgets.Widget | None) -> None:
+        """Show the list, or one of the pages in its place."""
+        self._message, self._force = "", None
+        self._list.layout.display = "" if page is None else "none"
+        self._page.layout.display = "none" if page is None else ""
+        for each in (self.run_view, self.comparison, self._trace_place):
+            each.layout.display = "" if each is page else "none"
+        if page is not self._trace_place:
+            self._let_go_of_trace()
+
+    def _say(self, message: str, force: str | None = None) -> None:
+        self._message, self._force = message, force
+
+    @property
+    def is_list_shown(self) -> bool:
+        """Whether the list is in sight, and not one of its runs."""
+        return self._list.layout.display != "none"
+
+    # ---- what the buttons do
+
+    def _press(self, act: str) -> None:
+        kind, _, key = act.partition(":")
+        summary = self._rows.get(key)
+        run = None if summary is None else summary.run
+        if kind not in ("back", "look"):
+            self._say("")
+        match kind:
+            case "look":
+                self._say("")
+                self.look()
+            case "back":
+                self.show_list()
+            case "more":
+                self._num_shown += PAGE_ROWS
+                self._draw()
+            case "compare":
+                self._compare_selected()
+            case "select" if run is not None:
+                # The two latest: a third tick takes the first one away.
+                others = [other for other in self._selected if other != key]
+                self._selected = others if key in self._selected else [*others, key][-2:]
+                self._draw()
+            case "open" if run is not None:
+                self.open(run)
+            case "stop" if run is not None:
+                self._stop(run)
+            case "resume" | "force" if summary is not None and run is not None:
+                self._resume(key, summary, force=kind == "force")
+            case "trace" if run is not None:
+                self._open_trace(run)
+            case _:
+                raise IgnoredError(act)
+
+    def _compare_selected(self) -> None:
+        runs = [self._rows[key].run for key in self._selected]
+        if len(runs) == 2 and runs[0] is not None and runs[1] is not None:
+            self.compare(runs[0], runs[1])
+
+    def _stop(self, run: ss.Run) -> None:
+        try:
+            run.press("Stop")
+        except OSError as error:
+            self._say(str(error))
+        self.look()
+
+    def _resume(self, key: str, summary: RunSummary, *, force: bool) -> None:
+        assert summary.run is not None
+        reason = summary.why_not_resumable
+        try:
+            if reason is not None:
+                raise ValueError(reason)
+            resumed = resume_run(summary.run, force=force)
+        except TooLittleFreeError as error:
+            self._say(str(error), force=key)
+        except Exception as error:  # An exception in a handler would be shown nowhere in a notebook.
+            self._say(str(error) or type(error).__name__)
+        else:
+            self._say("")
+            self.look()
+            self.open(resumed)
+            if self._on_resume is not None:
+                self._on_resume(resumed)
+            return
+        self._draw() if self.is_list_shown else self._draw_bar()
+
+    def _open_trace(self, run: ss.Run) -> None:
+        if self._on_open_trace is not None:
+            self._on_open_trace(run)
+            return
+        from shardscope_widgets.trace import TraceView
+
+        try:
+            view = TraceView(run.trace(), height=TRACE_PIXELS)
+        except (ValueError, OSError) as error:
+            self._say(str(error))
+            self._draw() if self.is_list_shown else self._draw_bar()
+            return
+        with self._lock:
+            self._let_go_of_trace()
+            self._trace_place.children = [view]
+            self._show_page(self._trace_place)
+            name = escape(printable(run.name))
+            self.bar.value = _back(f"<span class='ss-clipped'>Trace of <b>{name}</b></span>")
+
+    def _let_go_of_trace(self) -> None:
+        before, self._trace_place.children = self._trace_place.children, []
+        for view in before:
+            view.close()
+
+    # ---- what changes by itself
+
+    def _run_ended(self, run: ss.Run) -> None:
+        """Called by the run's view, also for a run that had ended long before it was opened."""
+        self.look()
+        with self._lock:
+            was_living, self._was_living = self._was_living, None
+            is_shown = not self.is_list_shown and self.run_view.layout.display != "none"
+            if self.comm is not None and self.run_view.run is run and is_shown:
+                self._draw_bar()
+        if was_living is run and self._on_end is not None:
+            self._on_end(run)
+
+    def _watch_the_living(self) -> None:
+        """Read the folder every few seconds while a run in it is living and the list is shown."""
+        with self._lock:
+            if self._is_watching or not self._should_watch():
+                return
+            self._is_watching = True
+        threading.Thread(target=self._watch, daemon=True, name="shardscope-runs-view").start()
+
+    def _should_watch(self) -> bool:
+        living = any(summary.is_living for summary in self._rows.values())
+        return self.comm is not None and living and self.is_list_shown
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(LOOK_SECONDS)
+            with self._lock:
+                if not self._should_watch():
+                    self._is_watching = False
+                    return
+            self.look()
+
+
+def _back(rest: str) -> str:
+    return (
+        "<button type='button' class='ss-act' data-act='back'><span aria-hidden='true'>←</span> "
+        f"Back to all runs</button>{rest}"
+    )
+
+
+def _key(name: str) -> str:
+    """A name for a row that no folder name can break: these may hold quotes, or bytes that are no text."""
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:12]

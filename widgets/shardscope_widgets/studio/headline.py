@@ -1,0 +1,60 @@
+"""The Studio's headline: what is trained on what, whether it fits, and how fast it is."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+import shardscope as ss
+from shardscope.memory.report import MemoryReport
+from shardscope.memory.words import gib
+from shardscope.planner.verdict import Verdict
+from shardscope_widgets.kit.words import devices, title
+
+STATE_CLASSES = {"fits": "ss-fits", "tight": "ss-tight", "unknown": "ss-tight", "does not fit": "ss-lacks"}
+STATE_SIGNS = {"fits": "✓", "tight": "!", "unknown": "?", "does not fit": "✕"}
+"""A sign for each state, because its colour alone does not reach every reader."""
+
+FORM_FACTOR = re.compile(r" (SXM|PCIe|OAM)(?= |$)")
+"""Left out of the line, which is short; the whole name is there on hover."""
+
+
+def headline(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
+    """Return the two lines as HTML. Each is cut where it is too long, with the whole text on hover."""
+    rank = plan.recipe.adapter_rank
+    method = {"full": "full", "lora": f"LoRA rank {rank}", "qlora": f"QLoRA rank {rank}"}[plan.recipe.method]
+    model, gpus = title(plan.architecture.name), devices(plan.cluster)
+    layout = plan.layout.description
+    plain = f"{model} on {gpus} with {layout}, {method}, {plan.recipe.precision}"
+    short = FORM_FACTOR.sub("", gpus)
+    what = (
+        f"<b>{escape(model)}</b> on <b>{escape(short)}</b> with <b>{escape(layout)}</b>, "
+        f"{escape(method)}, {escape(plan.recipe.precision)}"
+    )
+    answer = verdict_line(plan, report, verdict)
+    state = STATE_CLASSES[verdict.state]
+    whole = answer if verdict.state == "fits" else verdict.reason
+    return (
+        f"<div class='ss-what' title='{escape(plain, quote=True)}'>{what}</div>"
+        f"<div class='ss-verdict {state}' data-state='{verdict.state}' title='{escape(whole, quote=True)}'>"
+        f"<i aria-hidden='true'>{STATE_SIGNS[verdict.state]}</i>{escape(answer)}</div>"
+    )
+
+
+def verdict_line(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
+    """Return ``Fits: 54.0 of 79.1 GiB on each GPU``, or what is tight, unknown or short, in one line."""
+    unit = "CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU"
+    where = f"on each {unit}" if plan.world_size > 1 else f"on the {unit}"
+    if plan.degrees.pp > 1:
+        where = f"on the fullest {unit}, stage {report.worst_stage.stage}"
+    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB {where}"
+    if verdict.state == "does not fit":
+        return f"Does not fit: {verdict.reason[:1].lower()}{verdict.reason[1:].rstrip('.')}"
+    if verdict.state == "tight":
+        return f"Tight: {room}; may run out of memory"
+    if verdict.state == "unknown":
+        names = " and ".join(
+            dict.fromkeys(place.name.removesuffix(" while the model is made") for place in verdict.unknown)
+        )
+        return f"Fits the {unit}: {room}; {names} not known"
+    return f"Fits: {room}"

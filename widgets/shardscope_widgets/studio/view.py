@@ -1,0 +1,454 @@
+"""The Studio widget: pickers make the plan, views show it, one button trains it.
+
+State flows one way: pickers -> ``studio.plan`` -> views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from html import escape
+from typing import TypeVar
+
+import ipywidgets as widgets
+import traitlets
+
+import shardscope as ss
+from shardscope.memory.report import MemoryReport
+from shardscope.planner.make_it_fit import Fit
+from shardscope.planner.preflight import Finding
+from shardscope.planner.preflight.usual_rates import rate_near
+from shardscope.planner.verdict import Verdict, assess
+from shardscope_widgets.checks.view import ChecksView, summary, worst_first
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.debounce import Later
+from shardscope_widgets.kit.fold import Fold, Folds
+from shardscope_widgets.kit.full_window import FullWindow
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.tabs import Tabs
+from shardscope_widgets.kit.view import View
+from shardscope_widgets.memory.view import MemoryView
+from shardscope_widgets.pickers import (
+    ArchitecturePicker,
+    ClusterPicker,
+    LayoutPicker,
+    RecipePicker,
+    RunOptions,
+    TaskPicker,
+)
+from shardscope_widgets.pickers.base import Picker
+from shardscope_widgets.pickers.open_plan import OpenPlan
+from shardscope_widgets.plans.page import PlansPage
+from shardscope_widgets.run.export_panel import ExportPanel
+from shardscope_widgets.run.launch_button import LaunchButton
+from shardscope_widgets.run.runs_view import RunsView
+from shardscope_widgets.studio.fit_button import FitButton
+from shardscope_widgets.studio.headline import headline
+from shardscope_widgets.studio.notice import Notice
+from shardscope_widgets.time.rates import rates
+from shardscope_widgets.time.rows import RunSteps, shown_step
+from shardscope_widgets.time.view import StepView
+from shardscope_widgets.trace import TraceView
+
+TABS = ("Memory", "Time", "Plans", "Checks", "Runs", "Trace")
+PAUSE_SECONDS = 0.25
+"""Pause of the inputs after which repairs and findings are computed: both take longer than all the rest."""
+TRACE_PIXELS = 480
+NO_TRACE = "No trace yet: a run that records one shows it here."
+Page = TypeVar("Page", bound=widgets.Widget)
+
+
+class Studio(View):
+    """Plan, launch and look inside, in one widget. ``studio.plan`` and ``studio.run`` are what it shows."""
+
+    plan = traitlets.Any(help="The last valid plan.")
+    run = traitlets.Any(allow_none=True, default_value=None, help="The run that was last started or opened.")
+    pins = traitlets.Tuple(help="Plans pinned for comparison, in the order in which they were pinned.")
+
+    def __init__(self) -> None:
+        self._planning = False
+        self._report: MemoryReport | None = None
+        self._verdict: Verdict | None = None
+        self._found: tuple[ss.Plan, list[Finding]] | None = None
+        """The plan, and the findings about it, its task and earlier runs."""
+        self._drawn: dict[str, object] = {}
+        """Tab -> the plan that its page shows."""
+        self._measured: list[tuple[ss.Plan, RunSteps]] = []
+        """Measured steps, kept until the Time view exists."""
+        self._make_questions()
+        self._make_pages()
+        self.sheet = Sheet("pickers", "memory", "time", "plans", "checks", "run", "studio")
+        body = _box(self.questions, self._main, kind="ss-body")
+        super().__init__([self.sheet, self._make_head(), self.notice, body])
+        for name in ("ss-root", "ss-studio"):
+            self.add_class(name)
+        self._observe_inputs()
+        self._pause = Later(self._on_pause, PAUSE_SECONDS)
+        self._show_page()
+        self._replan()
+
+    # ---- what it is made of
+
+    def _make_questions(self) -> None:
+        """Make the left column: one folding question for each picker."""
+        self.architecture = ArchitecturePicker()
+        self.cluster = ClusterPicker()
+        self.recipe = RecipePicker()
+        self.layout_picker = LayoutPicker()
+        self.options = RunOptions()
+        self.task = TaskPicker(self.options)
+        self.notice = Notice()
+        self.notice.add_class("ss-strip")
+        self.launch = LaunchButton(
+            self.cluster.machine, self.task, self.options, on_launch=self._watch, on_error=self._say_error
+        )
+        self.export_panel = ExportPanel()
+        self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
+        export = (self.export_panel, self.export_panel.words)
+        self.folds = {
+            "What to do": Fold("What to do", self.task),
+            "Model": Fold("Model", self.architecture, self.open_plan, is_open=True),
+            "GPUs": Fold("GPUs", self.cluster),
+            "Training": Fold("Training", self.recipe, is_open=True),
+            "Framework": Fold("Framework", self.layout_picker),
+            "Run": Fold("Run", self.options, self.launch.note, *export, self.launch.free),
+        }
+        for fold, picker in zip(self.folds.values(), self._all_pickers, strict=True):
+            fold.follow(picker)
+            picker.on_fix = self._apply_fix
+        self.questions = Folds(list(self.folds.values()))
+        self.questions.add_class("ss-side")
+
+    @property
+    def _pickers(self) -> tuple[ArchitecturePicker, ClusterPicker, RecipePicker, LayoutPicker]:
+        """The pickers that make the plan."""
+        return self.architecture, self.cluster, self.recipe, self.layout_picker
+
+    @property
+    def _all_pickers(self) -> tuple[Picker, ...]:
+        """The picker of each question, from top to bottom."""
+        return self.task, *self._pickers, self.options
+
+    def _make_pages(self) -> None:
+        """Make the tabs. Pages are filled when first shown: a reloaded page then has less to fetch."""
+        self.memory = MemoryView(on_pin=self._pin, on_apply=self.apply)
+        self.runs = RunsView(
+            on_open_trace=self._open_trace, on_end=self._run_ended, on_resume=self._watch_resumed
+        )
+        self.run_view = self.runs.run_view
+        self.tabs = Tabs(TABS)
+        self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
+        self._pages: dict[str, widgets.Box] = {
+            "Memory": widgets.VBox([self.memory]),
+            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
+            "Runs": widgets.VBox([self.runs]),
+            "Trace": self.trace_holder,
+        }
+        self._drawers: dict[str, Callable[[], None]] = {
+            "Memory": lambda: self.memory.show(self.plan, self._report),
+            "Time": lambda: self.time.show(self.plan),
+            "Plans": lambda: self.plans.offer(self.plan),
+            "Checks": lambda: self.checks.show(self.findings),
+        }
+        panel = widgets.VBox(list(self._pages.values()), layout=controls.layout())
+        panel.add_class("ss-panel")
+        self._main = widgets.VBox([self.tabs, panel], layout=controls.layout())
+        self._main.add_class("ss-main")
+
+    def _make_head(self) -> widgets.Box:
+        """Make the line that is always in sight: sentence, numbers, buttons."""
+        self.headline = controls.html("", "ss-headline")
+        self.rates = controls.html("", "ss-head-rates", layout=widgets.Layout())
+        self.fit = FitButton(on_fit=self._made_to_fit)
+        return _box(
+            self.headline, self.rates, self.fit.button, self.launch.button, FullWindow(), kind="ss-head"
+        )
+
+    def _observe_inputs(self) -> None:
+        for picker in self._pickers:
+            picker.observe(self._replan, "value")
+            picker.observe(self._show_staleness, "is_wrong")
+        for picker in (self.task, self.options):
+            picker.observe(self._recheck, "value")
+        self.tabs.observe(self._show_page, "value")
+
+    @cached_property
+    def time(self) -> StepView:
+        """The Time tab's view."""
+        view = StepView(
+            machine=self.cluster.machine, on_calibrate=self._show_rates, on_pin=self._pin, on_apply=self.apply
+        )
+        view.pins = self.pins
+        for plan, steps in self._measured:
+            view.add(plan, steps)
+        return self._put("Time", view)
+
+    @cached_property
+    def plans(self) -> PlansPage:
+        """The Plans tab's page."""
+        return self._put("Plans", PlansPage(on_apply=self.apply))
+
+    @cached_property
+    def checks(self) -> ChecksView:
+        """The Checks tab's view."""
+        return self._put("Checks", ChecksView(on_apply=self.apply, on_apply_task=self._apply_task))
+
+    def _put(self, tab: str, view: Page) -> Page:
+        self._pages[tab].children = [view]
+        return view
+
+    # ---- inputs to plan
+
+    def _replan(self, change: object = None) -> None:
+        """Make the plan that the pickers describe; while they do not make one, keep the last and say why."""
+        if self._planning:
+            return
+        self._planning = True
+        try:
+            for picker in self._pickers:
+                picker.clear_plan_errors()
+            nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
+            self.layout_picker.offer(*nouns)
+            self.recipe.offer(self.layout_picker.value)
+            plan = ss.Plan(*nouns, self.layout_picker.value)
+            # A plan that can run may still have no formulas: then there is nothing to show of it.
+            plan.memory()
+        except ValueError as error:
+            self._show_error(error)
+            return
+        except Exception as error:  # A defect of ours: raised in a handler, it would be shown nowhere.
+            self._show_error(ValueError(f"Shardscope failed at this: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._planning = False
+            self._show_staleness()
+        if plan == self.plan:
+            self._offer_launch()  # The folder of weights may be another.
+        self.plan = plan
+
+    def apply(self, plan: ss.Plan) -> None:
+        """Set the inputs to what ``plan`` trains, on what, and how: all changes go through them."""
+        self._planning = True
+        try:
+            if plan.cluster != self.plan.cluster or self.cluster.is_wrong:
+                self.cluster.fill(plan.cluster)
+            if plan.architecture != self.plan.architecture or self.architecture.is_wrong:
+                self.architecture.take(plan.architecture)
+            # What this framework has and the last one had not must be on offer before it is chosen.
+            self.recipe.offer(plan.layout)
+            self.recipe.take(plan.recipe)
+            nouns = (self.architecture.value, self.cluster.value, self.recipe.value)
+            self.layout_picker.take(plan.layout, nouns)
+        finally:
+            self._planning = False
+        self._replan()
+
+    def _apply_fix(self, changes: Mapping[str, object]) -> None:
+        """Set the inputs that a fix names, each in its own picker, as one change."""
+        owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
+        self._planning = True
+        try:
+            for name, value in changes.items():
+                owner, _, field = name.rpartition(".")
+                if name == "Layout":
+                    self.layout_picker.take(value)
+                else:
+                    self._picker_of(owner, field, owners).set_fields({field: value})
+        finally:
+            self._planning = False
+        self._replan()
+
+    def _picker_of(self, owner: str, field: str, owners: Mapping[str, Picker]) -> Picker:
+        for picker in (self.task, self.options):
+            if field in picker.rows:
+                return picker
+        return owners.get(owner, self.layout_picker)
+
+    def _open_plan(self, plan: ss.Plan) -> None:
+        before = self.plan
+        self.apply(plan)
+        self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
+
+    def _made_to_fit(self, before: ss.Plan, fit: Fit | None) -> None:
+        if fit is None:
+            words = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
+            self.notice.say(words, is_error=True)
+            return
+        self.apply(fit.plan)
+        self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self.apply(before)})
+
+    def _show_staleness(self, change: object = None) -> None:
+        """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
+        wrong = any(picker.is_wrong for picker in self._pickers)
+        (self.add_class if wrong else self.remove_class)("ss-stale")
+        self.launch.blocked = "Correct the input marked in red first." if wrong else ""
+        self.fit.button.disabled = wrong
+        self.export_panel.is_blocked = wrong
+        for page in ("plans", "checks"):
+            if page in vars(self):
+                getattr(self, page).freeze(wrong)
+
+    def _show_error(self, error: ValueError) -> None:
+        # An error that is no FieldError begins with its field as well: "Architecture.model_type is ...".
+        owner = getattr(error, "field", str(error)).partition(".")[0]
+        owners = {"Architecture": self.architecture, "Cluster": self.cluster, "Recipe": self.recipe}
+        owners.get(owner, self.layout_picker).show_plan_error(error)
+
+    # ---- plan to views
+
+    @traitlets.observe("plan")
+    def _draw(self, change: object) -> None:
+        plan, report = self.plan, self.plan.memory()
+        self._report = report
+        self._verdict = assess(plan, report)
+        self.headline.value = headline(plan, report, self._verdict)
+        self.fit.offer(plan, self._verdict)
+        # The browser draws what is in sight while the rest, which takes longer, is still computed.
+        self._draw_shown()
+        self._show_rates()
+        self._offer_launch()
+        self.export_panel.offer(plan)
+        self._pause.ask()
+
+    def _offer_launch(self) -> None:
+        self.task.offer(self.plan, self.architecture.weights_folder)
+        if self._report is not None:
+            self.launch.offer(self.plan, self._report)
+
+    def _show_rates(self) -> None:
+        lacks = self._verdict is not None and self._verdict.state == "does not fit"
+        self.rates.layout.display = "none" if lacks else ""
+        self.rates.value = rates(shown_step(self.plan))
+
+    def _draw_shown(self) -> None:
+        """Bring the page in sight up to date; all others wait until they are shown."""
+        name = self.tabs.value
+        if name in self._drawers and self._report is not None and self._drawn.get(name) is not self.plan:
+            self._drawn[name] = self.plan
+            self._drawers[name]()
+
+    def _show_page(self, change: object = None) -> None:
+        for name, page in self._pages.items():
+            page.layout.display = "" if name == self.tabs.value else "none"
+        if self.tabs.value == "Runs":
+            self.runs.look()
+        self._draw_shown()
+        self._show_staleness()
+
+    def _pin(self, plan: ss.Plan) -> None:
+        """Pin ``plan`` for comparison, or unpin it."""
+        others = tuple(pin for pin in self.pins if pin != plan)
+        self.pins = others if len(others) < len(self.pins) else (*self.pins, plan)
+
+    @traitlets.observe("pins")
+    def _show_pins(self, change: object) -> None:
+        for view in ("memory", "time"):
+            if view in vars(self):
+                getattr(self, view).pins = self.pins
+
+    # ---- checks
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings about :attr:`plan`, its task and the earlier runs."""
+        if self._found is None or self._found[0] is not self.plan:
+            try:
+                task = self.task.task(self.plan)
+            except ValueError:  # It is shown at the input, and nothing can be launched.
+                task = None
+            self._found = (self.plan, list(self.plan.findings(task, self._earlier_runs)))
+        return self._found[1]
+
+    @cached_property
+    def _earlier_runs(self) -> list[ss.Run]:
+        """The runs in this folder, read again when one of this Studio's ends."""
+        return list(ss.runs())
+
+    def _recheck(self, change: object = None) -> None:
+        """Renew findings and offer: the task or the runs changed, and not the plan."""
+        self._found = None
+        self._drawn.pop("Checks", None)
+        self.launch.update()
+        self._draw_shown()
+        self._pause.ask()
+
+    def _apply_task(self, task: ss.Pretrain) -> None:
+        self.options.take(task, rate_near(ss.Pretrain.learning_rate, self.plan))
+
+    def _on_pause(self) -> None:
+        worst = worst_first(self.findings)[0].severity if self.findings else ""
+        self.tabs.mark("Checks", len(self.findings), summary(self.findings), worst)
+        self.tabs.mark("Runs", self.runs.num_runs, f"{self.runs.num_runs} runs in this folder", "")
+
+    # ---- runs
+
+    def _watch(self, run: ss.Run, notes: str) -> None:
+        """Show a run that the button started."""
+        self.run = run
+        self.notice.say("")
+        self._show_trace(_hint("The trace appears here when the run has ended."))
+        self.runs.open(run)
+        self.tabs.value = "Runs"
+
+    def _watch_resumed(self, run: ss.Run) -> None:
+        """Treat a run that Resume launched like one that the button launched."""
+        self.launch.busy = True
+        self.run = run
+        self._show_trace(_hint("The trace appears here when the run has ended."))
+
+    def _say_error(self, words: str, retry: Callable[[], None] | None) -> None:
+        self.notice.say(words, {"Launch all the same": retry} if retry else {}, is_error=True)
+
+    def _run_ended(self, run: ss.Run) -> None:
+        self.launch.busy = False
+        self._offer_launch()
+        self._keep_measured(run)
+        vars(self).pop("_earlier_runs", None)
+        self._recheck()
+        self._show_trace_of(run)
+
+    def _keep_measured(self, run: ss.Run) -> None:
+        """Show what the run measured beside the prediction of its own plan."""
+        try:
+            plan = run.plan
+        except ValueError:
+            return
+        measured = run.memory()
+        if measured.tensor_bytes:
+            self.memory.add(plan, measured)
+        steps = RunSteps.of(run)
+        if steps is None:
+            return
+        if "time" in vars(self):
+            self.time.add(plan, steps)
+        else:
+            self._measured.append((plan, steps))
+
+    # ---- traces
+
+    def _open_trace(self, run: ss.Run) -> None:
+        self._show_trace_of(run)
+        self.tabs.value = "Trace"
+
+    def _show_trace_of(self, run: ss.Run) -> None:
+        try:
+            self._show_trace(TraceView(run.trace(), height=TRACE_PIXELS))
+        except (ValueError, OSError) as error:
+            self._show_trace(_hint(str(error)))
+
+    def _show_trace(self, view: widgets.Widget) -> None:
+        """Put ``view`` into the Trace tab and close what was there, a whole trace perhaps."""
+        before = self.trace_holder.children
+        self.trace_holder.children = [view]
+        for old in before:
+            old.close()
+
+
+def _hint(words: str) -> widgets.HTML:
+    return controls.html(escape(words), "ss-hint")
+
+
+def _box(*children: widgets.Widget, kind: str) -> widgets.Box:
+    box = widgets.Box(list(children), layout=controls.layout())
+    box.add_class(kind)
+    return box
