@@ -1,4 +1,4 @@
-"""Faults 1 to 48 in words: what goes wrong, what a person sees then, and what no test shows."""
+"""Faults 1 to 48 and 62 to 64 in words: what goes wrong, what a person sees then, and what no test shows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ROOMS = {
     33: "What the planner reads",
     38: "Traces and snapshots",
     42: "Widgets",
+    62: "Found in a browser",
 }
 """The first number of each part of the table."""
 
@@ -211,4 +212,17 @@ FAULTS = {
         "words that there is no model. Our test reads what the notebook keeps, not other people's viewers.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
+    62: Fault(
+        "A key of JupyterLab's command mode is pressed while a control, a tab, a chart or a trace has focus",
+        "The key does what it does in that control, or nothing. The cell stays as it is, no dialog opens. "
+        "Escape, Tab and Ctrl+S still reach JupyterLab.",
+    ),
+    63: Fault(
+        "A cell is moved, deleted and undone, collapsed, shown in a second view, or the page is reloaded",
+        "Every chart and table shows the plan of the sentence above it.",
+    ),
+    64: Fault(
+        "A view is attached late, opened in a hidden tab, resized, or the theme changes",
+        "The trace is drawn in the theme of the page, never black.",
+    ),
 }
