@@ -24,7 +24,7 @@ NOT_FIELDS = frozenset({
 
 
 class Catalogue(Mapping[str, Noun], Generic[Noun]):
-    """A read-only mapping of names to nouns in the file's order; ``KeyError`` names the nearest if one is near.
+    """A read-only mapping of names to nouns in the file's order; ``KeyError`` names the nearest one.
 
     A model is also found by the repository of the Hub that its config was read from, in whatever case.
     """
