@@ -10,7 +10,15 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
-from opened_notebook import KERNEL_IS_IDLE, SHOWN, STUDIO_CELLS, menu, open_notebook, run_all_cells, write_notebook
+from opened_notebook import (
+    KERNEL_IS_IDLE,
+    SHOWN,
+    STUDIO_CELLS,
+    menu,
+    open_notebook,
+    run_all_cells,
+    write_notebook,
+)
 from served import Lab
 
 NOTEBOOK = "saved.ipynb"

@@ -67,9 +67,13 @@ class OpenPlan(widgets.VBox):
         tooltip = f"Open a plan: the path of {ALLOWED}"
         self.path = controls.text("", tooltip, placeholder="plan or config file")
         self.upload = widgets.FileUpload(
-            description="Upload", multiple=False, layout=controls.fixed("88px"), tooltip="Upload a file"
+            description="",
+            icon="upload",
+            multiple=False,
+            layout=controls.fixed("34px"),
+            tooltip="Upload a file",
         )
-        self.row = Row("Open", self.path, self.upload)
+        self.row = Row("Open plan", self.path, self.upload)
         self.words = controls.html("", "ss-hint")
         super().__init__([self.row, self.words], layout=controls.layout())
         self.add_class("ss-open-plan")

@@ -86,5 +86,6 @@ def _num_options(layout: Layout) -> int:
 
 def _num_eased(recipe: Recipe, wanted: Recipe) -> int:
     """Return what differs from the wanted recipe; activations on the host count twice, for they need room."""
-    eased = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
-    return eased + (recipe.recompute == "offload" != wanted.recompute)
+    eased: int = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
+    moves_activations = recipe.recompute == "offload" and wanted.recompute != "offload"
+    return eased + moves_activations

@@ -1,4 +1,4 @@
-"""Memory that is not there: on the card, in a node's host, on its NVMe; and what nobody knows of them."""
+"""Memory that is short, or of unknown size: the GPU's, a node's host memory, its NVMe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def no_room(case: Case) -> Iterator[Finding]:
 def nearly_full(case: Case) -> Iterator[Finding]:
     """A card so full that of such runs some run out of memory, though the plan fits.
 
-    The mend is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
+    The fix is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
     """
     memory, recipe, layout = case.memory, case.plan.recipe, case.plan.layout
     if memory is None or not memory.is_tight or not case.has_room:
@@ -74,7 +74,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         name="card-nearly-full",
         severity="warning",
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
-        f"{percent(share)} of the card: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
+        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
         number=100 * share,
         change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,
@@ -137,7 +137,7 @@ def _unknown(plan: Plan, place: Place) -> Finding:
     return Finding(
         name=f"{NAMES[place.name]}-not-known",
         severity="hint" if place.name.endswith("is made") else "warning",
-        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and nobody said how much it has.",
+        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and how much it has is not known.",
         number=place.needed_bytes / 2**30,
         change=f"Say how much: Cluster.{field}",
         question=Question(plan=plan, field=field),
