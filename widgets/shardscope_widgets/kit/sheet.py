@@ -23,6 +23,8 @@ class Sheet(anywidget.AnyWidget):
         """``folders``: the view folders whose ``style.css`` is added, in this order."""
         own = [front_end_text(folder, "style.css") for folder in folders]
         super().__init__(_css="\n".join([type(self)._css, *own]), measures=measures)
+        # anywidget gives all instances of a class one <style> element, which the last of them overwrites.
+        self._anywidget_id = " ".join([self._anywidget_id, *folders])
 
     def show(self) -> None:
         """Scroll the top of the view into sight: a button far below it may have changed what is there."""
