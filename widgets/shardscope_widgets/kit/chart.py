@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from plotly.serializers import custom_serializers
 
 from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.chart_svg import draw_svg
 from shardscope_widgets.kit.front_end import front_end_text
 
 ClickListener = Callable[[int, int, Any], None]
@@ -22,6 +23,8 @@ ClickListener = Callable[[int, int, Any], None]
 
 PLOTLY_PROTOCOL = ("_py2js_", "_js2py_", "_widget_", "_last_")
 """Beginnings of the names of those traits by which plotly's own front end is sent changes."""
+
+POINTS = ("x", "y", "customdata", "text")
 
 # plotly.js is no module: it looks for CommonJS first, and writes itself into the page's globals in any case, where
 # another plotly may be.
@@ -52,8 +55,16 @@ def _source() -> PlotlySource:
 
 def _current_figure(_: object, chart: Chart) -> Any:
     """Return the figure as it is at this moment, whoever asks: a change, a new view, a page loaded anew."""
+    # Both are missing while plotly's constructor runs.
     traces, layout = getattr(chart, "_data", []), getattr(chart, "_layout_obj", None)
-    figure = {"data": traces, "layout": layout._props if layout is not None else {}}
+    # A trace out of sight is not drawn: its points need not be sent.
+    in_sight = [
+        {name: value for name, value in trace.items() if name not in POINTS}
+        if trace.get("visible") is False
+        else trace
+        for trace in traces
+    ]
+    figure = {"data": in_sight, "layout": layout._props if layout is not None else {}}
     return custom_serializers["to_json"](figure, None)
 
 
@@ -119,6 +130,10 @@ class Chart(go.FigureWidget):
         """Call ``listener(trace_index, point_index, customdata)`` when a mark is clicked in any view."""
         self._listeners.append(listener)
         self.clickable = True
+
+    def to_svg(self) -> str:
+        """Return the figure as it is now as one ``<svg>`` element, without a browser."""
+        return draw_svg(self._data, self._layout_obj._props)
 
     def _receive(self, _: object, content: Any, __: object) -> None:
         match content:

@@ -24,6 +24,11 @@ function isForThePage(event) {
  * helps only where nothing matches `:focus`. It listens while the event bubbles: stopping it here is enough.
  * @param {Element} root @param {AbortSignal} signal */
 function guardKeys(root, signal) {
+  // ipywidgets' text boxes stop every key, Ctrl+S as well, which would open the browser's dialog to save the page.
+  const letPass = (event) => {
+    if (isForThePage(event) && event.target.closest?.(".widget-text, .widget-textarea")) event.stopPropagation = () => {};
+  };
+  root.addEventListener("keydown", letPass, { capture: true, signal });
   root.addEventListener("keydown", (event) => isForThePage(event) || event.stopPropagation(), { signal });
 }
 

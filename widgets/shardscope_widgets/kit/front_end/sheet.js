@@ -61,9 +61,13 @@ function render({ model, el }) {
     model.set("width", width);
     model.save_changes();
   };
-  const frame = requestAnimationFrame(() => {
+  // A view may be rendered long before it is attached: under a tab, in a cell that is scrolled to later.
+  let frame = requestAnimationFrame(function find() {
     root = el.closest(".ss-root");
-    if (!root) return;
+    if (!root) {
+      frame = requestAnimationFrame(find);
+      return;
+    }
     observer.observe(root);
     offerAll(root, ended.signal);
     reportOnce(root, ended.signal);

@@ -1,0 +1,139 @@
+"""Keys of JupyterLab's command mode, pressed where the keyboard is in a widget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opened_notebook import KERNEL_IS_IDLE, SHOWN, open_notebook, write_notebook
+from served import Lab
+
+NOTEBOOK = "keys.ipynb"
+SOURCE = """import ipywidgets
+import shardscope as ss
+from shardscope_widgets import MemoryView, Studio
+from shardscope_widgets.kit.clickable import Clickable
+from shardscope_widgets.kit.tabs import Tabs
+from shardscope_widgets.run.log_pane import LogPane
+plan = ss.Plan(
+    ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+)
+alone = Clickable(lambda act: None)
+alone.value = "<button class='ss-act' data-act='x'>alone</button>"
+log = LogPane(value="a line")
+for name, widget in (("clickable", alone), ("tabs", Tabs(["One", "Two"])), ("log", log)):
+    widget.add_class(f"alone-{name}")
+    display(widget)
+chart = MemoryView(plan).figure
+chart.add_class("alone-chart")
+display(chart)
+studio = Studio()
+studio"""
+
+STUDIO = ".ss-studio"
+WHERE = {
+    "a select": f"{STUDIO} select >> visible=true",
+    "a tab": f"{STUDIO} [role=tab] >> nth=0",
+    "a button": f"{STUDIO} .ss-memory button.ss-ghost >> visible=true",
+    "a text box": f"{STUDIO} input[type=text] >> visible=true",
+    "a toggle": f"{STUDIO} .ss-seg button >> visible=true",
+    "a details row": f"{STUDIO} summary >> visible=true",
+    "a chart": f"{STUDIO} .js-plotly-plot",
+    "a table that stands alone": ".alone-clickable button",
+    "tabs that stand alone": ".alone-tabs [role=tab]",
+    "a log that stands alone": ".alone-log [role=region]",
+    "a chart that stands alone": ".alone-chart .js-plotly-plot",
+}
+KEYS = (
+    *"myr123456abxcvz",
+    *("d d", "0 0", "i i"),
+    *"lohjk",
+    *("Shift+M", "Shift+L", "Control+a", "Control+Enter", "Shift+Enter", "Control+Shift+ArrowUp"),
+    *("ArrowDown", "ArrowUp", "Space", "Enter"),
+)
+
+# Outputs are left out: a key may do in a widget what it is there for.
+NOTEBOOK_NOW = """() => ({
+    cells: [...document.querySelectorAll('.jp-Notebook .jp-Cell')].map(cell => [
+        cell.classList.contains('jp-CodeCell'),
+        cell.querySelector('.jp-InputPrompt')?.innerText,
+        cell.querySelector('.jp-Editor')?.innerText,
+        cell.querySelector('.jp-OutputArea') !== null,
+    ]),
+    dialogs: document.querySelectorAll('.jp-Dialog').length,
+})"""
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, browser: Any) -> Iterator[Any]:
+    """A notebook of a Studio and of widgets that stand alone, and a cell above and below."""
+    write_notebook(lab, NOTEBOOK, "above = 1", SOURCE, "below = 1")
+    page = open_notebook(lab, browser, NOTEBOOK)
+    page.locator(".jp-Notebook .cm-content").nth(1).click()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(f"{STUDIO} .barlayer path", state="attached", timeout=SHOWN)
+    page.wait_for_selector(".alone-chart .barlayer path", state="attached", timeout=SHOWN)
+    page.wait_for_function(KERNEL_IS_IDLE)
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_fault_62_keys_change_nothing_of_the_notebook(where: str, page: Any, lab: Lab) -> None:
+    kernels, before = lab.kernels(), page.evaluate(NOTEBOOK_NOW)
+    target = page.locator(WHERE[where]).first
+    if "chart" in where:
+        target.evaluate("each => { each.tabIndex = 0; }")  # As a click into it would leave the keyboard.
+    for key in KEYS:
+        target.focus()
+        for part in key.split(" "):
+            page.keyboard.press(part)
+    page.wait_for_timeout(300)  # A dialog would open, a cell go, in far less.
+    after = page.evaluate(NOTEBOOK_NOW)
+    page.keyboard.press("Escape")
+    assert after == before
+    assert lab.kernels() == kernels
+
+
+def test_fault_62_escape_save_and_tab_are_the_pages(page: Any, lab: Lab) -> None:
+    box = page.locator(WHERE["a text box"]).first
+    box.focus()
+    page.evaluate("""() => {
+        window.heard = [];
+        document.addEventListener('keydown', event => window.heard.push(event.key));
+    }""")
+    for key in ("Escape", "Control+s", "F2", "q"):
+        box.press(key)
+    assert [key for key in page.evaluate("() => window.heard") if key != "Control"] == ["Escape", "s", "F2"]
+    page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
+    assert "widget-view" in (lab.folder / NOTEBOOK).read_text(), "saved"
+    box.press("Tab")
+    assert page.evaluate("() => document.activeElement.closest('.ss-studio') !== null")
+
+
+def test_few_tab_stops_from_the_first_question_to_the_tabs(page: Any) -> None:
+    first = page.locator(f"{STUDIO} input[type=text] >> visible=true").first
+    first.focus()
+    stops = 0
+    while not page.evaluate("() => document.activeElement.matches('[role=tab]')") and stops < 60:
+        page.keyboard.press("Tab")
+        stops += 1
+        group = page.evaluate("""() => {
+            const group = document.activeElement.closest('.ss-seg, [data-roving]');
+            return group && [...group.querySelectorAll('button')].filter(each => each.tabIndex === 0).length;
+        }""")
+        assert group in (None, 1), "one stop in a group"
+    print("stops", stops)
+
+
+def test_arrow_keys_move_inside_of_a_group_and_press_nothing(page: Any) -> None:
+    group = page.locator(".ss-memory .ss-seg").first
+    buttons = group.locator("button")
+    buttons.first.focus()
+    page.keyboard.press("ArrowRight")
+    assert buttons.nth(1).evaluate("each => each === document.activeElement && each.tabIndex === 0")
+    assert "mod-active" in buttons.first.get_attribute("class")
+    page.keyboard.press("Home")
+    assert buttons.first.evaluate("each => each === document.activeElement")
+    assert buttons.nth(1).evaluate("each => each.tabIndex") == -1

@@ -1,0 +1,156 @@
+"""A chart whose cell is moved, deleted and brought back, shown twice, collapsed, reloaded or put in another theme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, run_all_cells, write_notebook
+from served import Lab
+from test_main_job import use_theme
+
+import shardscope as ss
+
+NOTEBOOK = "moved.ipynb"
+VIEW = "#the-view"
+NEXT = "#the-next-plan"
+SOURCE = f"""{VIEW}
+import itertools
+import shardscope as ss
+from shardscope_widgets import MemoryView
+plans = itertools.cycle(
+    ss.Plan(ss.models[name], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
+    for name in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
+)
+view = MemoryView(next(plans))
+view"""
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
+
+# The predicted bar of every chart in sight, as plotly has laid it out, in GiB.
+TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(each => each.checkVisibility()).map(
+    each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
+        .reduce((sum, marks) => sum + (marks[0].s || 0), 0))"""
+ALL_ARE = f"([count, total]) => {{ const all = ({TOTALS})(); window.seenTotals = all; " + (
+    "return all.length === count && all.every(each => Math.abs(each / total - 1) < 1e-6); }"
+)
+
+
+class Opened:
+    """The notebook's page, and which plan its view should show."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self._shown = 0
+
+    def cell(self, mark: str) -> Any:
+        """The cell whose code begins with ``mark``."""
+        return self.page.locator(".jp-Notebook .jp-Cell", has_text=mark).first
+
+    def select(self, mark: str) -> None:
+        """Select a cell in command mode."""
+        self.cell(mark).locator(".jp-InputPrompt").click()
+
+    def every_view_shows_the_next_plan(self, count: int = 1) -> None:
+        """Change the plan by a cell; the bar in each of ``count`` views is that plan's peak."""
+        self._shown += 1
+        self.cell(NEXT).locator(".cm-content").click()
+        self.page.keyboard.press("Control+Enter")
+        self.every_view_shows_the_plan(count)
+
+    def every_view_shows_the_plan(self, count: int = 1) -> None:
+        """The bar of each of ``count`` views is the peak of the plan that was shown last."""
+        name = MODELS[self._shown % len(MODELS)]
+        cluster = ss.Cluster.parse("8xh100-sxm-80gb")
+        plan = ss.Plan(ss.models[name], cluster, ss.Recipe(), ss.Layout.fsdp2())
+        total = plan.memory().peak_bytes / 2**30
+        try:
+            self.page.wait_for_function(ALL_ARE, arg=[count, total], timeout=20_000)
+        except Exception:
+            drawn = self.page.evaluate("() => window.seenTotals")
+            pytest.fail(f"{name} needs {total:.3f} GiB; the charts show {drawn}")
+
+
+def move(opened: Opened) -> None:
+    opened.select(VIEW)
+    opened.page.keyboard.press("Control+Shift+ArrowDown")
+    opened.page.wait_for_function(
+        "mark => document.querySelectorAll('.jp-Notebook .jp-Cell')[1].innerText.includes(mark)", arg=VIEW
+    )
+
+
+def delete_and_undo(opened: Opened) -> None:
+    opened.select(VIEW)
+    opened.page.keyboard.press("d")
+    opened.page.keyboard.press("d")
+    opened.page.wait_for_function("() => document.querySelectorAll('.jp-Notebook .jp-Cell').length === 1")
+    opened.page.keyboard.press("z")
+    opened.page.wait_for_function("() => document.querySelectorAll('.jp-Notebook .jp-Cell').length === 2")
+
+
+def show_twice(opened: Opened) -> int:
+    opened.cell(VIEW).locator(".jp-OutputArea-promptOverlay").first.click(button="right")
+    opened.page.locator(".lm-Menu-itemLabel").get_by_text("Create New View for Cell Output").click()
+    opened.page.wait_for_selector(".jp-LinkedOutputView .js-plotly-plot")
+    return 2
+
+
+def collapse_and_expand(opened: Opened) -> None:
+    opened.select(VIEW)
+    menu(opened.page, "View", "Collapse Selected Outputs")
+    opened.page.locator(".ss-memory").wait_for(state="hidden")
+    # While it is not in sight: a view that draws only what it hears of would keep the plan before.
+    opened._shown += 1
+    opened.cell(NEXT).locator(".cm-content").click()
+    opened.page.keyboard.press("Control+Enter")
+    opened.page.wait_for_function(KERNEL_IS_IDLE)
+    opened.select(VIEW)
+    menu(opened.page, "View", "Expand Selected Outputs")
+    opened.every_view_shows_the_plan()
+
+
+def reload(opened: Opened) -> None:
+    menu(opened.page, "File", "Save Notebook")
+    opened.page.wait_for_timeout(1500)
+    opened.page.reload()
+    opened.page.wait_for_selector(".js-plotly-plot .barlayer path", state="attached")
+    opened.page.wait_for_function(KERNEL_IS_IDLE)
+    opened.every_view_shows_the_plan()
+
+
+def change_theme(opened: Opened) -> None:
+    use_theme(opened.page, "JupyterLab Dark", light="false")
+    opened.every_view_shows_the_plan()
+
+
+ACTS: dict[str, Callable[[Opened], int | None]] = {
+    "moved": move,
+    "deleted and undone": delete_and_undo,
+    "collapsed and expanded": collapse_and_expand,
+    "in another theme": change_theme,
+    "reloaded with a live kernel": reload,
+    "shown twice": show_twice,
+}
+
+
+@pytest.fixture(scope="module")
+def opened(lab: Lab, browser: Any) -> Iterator[Opened]:
+    """A memory view in one cell, and a cell that gives it the next plan."""
+    write_notebook(lab, NOTEBOOK, SOURCE, f"{NEXT}\nview.show(next(plans))")
+    page = open_notebook(lab, browser, NOTEBOOK)
+    opened = Opened(page)
+    page.locator(".jp-Notebook .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_selector(".js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
+    opened.every_view_shows_the_plan()
+    opened.every_view_shows_the_next_plan()
+    yield opened
+    page.close()
+
+
+@pytest.mark.parametrize("how", ACTS)
+def test_fault_63_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
+    """One after another, as in a day's work."""
+    count = ACTS[how](opened) or 1
+    for _ in range(2):
+        opened.every_view_shows_the_next_plan(count)

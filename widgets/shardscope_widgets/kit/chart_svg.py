@@ -1,0 +1,377 @@
+"""A plotly figure as SVG, drawn in Python: bars, lines, areas and markers, as the views use them.
+
+It stands in saved notebooks, where no browser and no kernel draws: text takes the colour of its page, and nothing
+in it runs or is fetched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import numpy as np
+
+Props = Mapping[str, Any]
+
+WIDTH = 760
+DEFAULT_HEIGHT = 450
+DEFAULT_MARGIN: Props = {"l": 80, "r": 80, "t": 100, "b": 80}
+MOST_POINTS = 300
+"""Of each line and cloud: more cannot be told apart, and a notebook keeps all of them."""
+DASHES = {"dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3", "longdash": "10 5"}
+TICKS = 6
+INK = "currentColor"
+
+
+@dataclass
+class Axis:
+    """Where values of one axis stand in the picture."""
+
+    props: Props
+    start: float
+    end: float
+    """Pixels of the beginning and the end of the range."""
+    categories: list[str] = field(default_factory=list)
+    low: float = 0.0
+    high: float = 1.0
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the axis, and what is drawn on it, is shown."""
+        return self.props.get("visible", True) is not False
+
+    def at(self, value: Any) -> float:
+        """Return the pixel of ``value``: a number, or the name of a category."""
+        if isinstance(value, str):
+            value = self.categories.index(value) if value in self.categories else math.nan
+        share = (float(value) - self.low) / ((self.high - self.low) or 1.0)
+        return self.start + share * (self.end - self.start)
+
+    def fraction(self, share: float) -> float:
+        """Return the pixel at ``share`` of the axis."""
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """Yield each tick's pixel and words."""
+        if self.props.get("showticklabels") is False:
+            return
+        if self.props.get("tickvals") is not None:
+            words = self.props.get("ticktext") or self.props["tickvals"]
+            yield from ((self.at(value), str(text)) for value, text in zip(self.props["tickvals"], words))
+            return
+        if self.categories:
+            yield from ((self.at(name), name) for name in self.categories)
+            return
+        values = _round_steps(self.low, self.high, min(TICKS, self.props.get("nticks") or TICKS))
+        for number, value in enumerate(values):
+            is_last = number == len(values) - 1
+            has_suffix = self.props.get("showticksuffix") != "last" or is_last
+            suffix = self.props.get("ticksuffix") or "" if has_suffix else ""
+            yield self.at(value), _tick_words(value) + suffix
+
+
+def draw_svg(traces: Sequence[Props], layout: Props, width: int = WIDTH) -> str:
+    """Return the figure of these plotly traces and layout as one ``<svg>`` element."""
+    return _Drawing(traces, layout, width).draw()
+
+
+class _Drawing:
+    """One picture: its place, its axes, and the parts that are drawn on them."""
+
+    def __init__(self, traces: Sequence[Props], layout: Props, width: int) -> None:
+        self.traces = [trace for trace in traces if trace.get("visible", True) is True]
+        self.layout, self.width = layout, width
+        self.height = int(layout.get("height") or DEFAULT_HEIGHT)
+        margin = {**DEFAULT_MARGIN, **(layout.get("margin") or {})}
+        self.left, self.right = margin["l"], width - margin["r"]
+        self.top, self.bottom = margin["t"], self.height - margin["b"]
+        self.axes: dict[str, Axis] = {}
+        for trace in self.traces:
+            for letter in "xy":
+                self.axis(trace.get(f"{letter}axis") or letter)
+
+    def axis(self, name: str) -> Axis:
+        """Return the axis ``x``, ``y2`` or another; it is made when it is first needed."""
+        if name not in self.axes:
+            self.axes[name] = self._make_axis(name)
+        return self.axes[name]
+
+    def _make_axis(self, name: str) -> Axis:
+        letter = name[0]
+        props = self.layout.get(f"{letter}axis{name[1:]}") or {}
+        low, high = props.get("domain") or (0.0, 1.0)
+        begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
+        axis = Axis(props, begin + low * (end - begin), begin + high * (end - begin))
+        own = [trace for trace in self.traces if (trace.get(f"{letter}axis") or letter) == name]
+        values = [value for trace in own for value in _values(trace, letter)]
+        names = [value for value in values if isinstance(value, str)]
+        if names or props.get("type") == "category":
+            wanted = [str(each) for each in _listed(props.get("categoryarray"))]
+            axis.categories = list(dict.fromkeys([*wanted, *names]))
+            values = [float(number) for number in range(len(axis.categories))]
+        axis.low, axis.high = self._range(props, axis, own, values)
+        return axis
+
+    def _range(self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]) -> tuple[float, float]:
+        given = props.get("range")
+        if given is not None and None not in given:
+            return float(given[0]), float(given[1])
+        numbers = [float(value) for value in values if not isinstance(value, str) and math.isfinite(value)]
+        if axis.categories:
+            return -0.5, len(axis.categories) - 0.5
+        if not numbers:
+            return 0.0, 1.0
+        low, high = min(numbers), max(numbers)
+        if props.get("rangemode") == "tozero" or any(trace.get("type") == "bar" for trace in own):
+            low, high = min(low, 0.0), max(high, 0.0)
+        room = 0.05 * ((high - low) or abs(high) or 1.0)
+        return (low if low == 0 else low - room), high + room
+
+    def draw(self) -> str:
+        """Return the whole picture, from what lies below to what lies above."""
+        parts = [*self._grid(), *self._bars(), *self._scatters(), *self._shapes(), *self._annotations()]
+        return (
+            f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
+            "role='img' aria-label='chart' style='max-width:100%;height:auto' fill='currentColor' "
+            f"font-family='system-ui,sans-serif' font-size='12'>{''.join(parts)}</svg>"
+        )
+
+    # ------------------------------------------------------------------------------------------- axes
+
+    def _grid(self) -> Iterator[str]:
+        for name, axis in self.axes.items():
+            if not axis.is_visible:
+                continue
+            other = self.axis(axis.props.get("anchor") or ("y" if name[0] == "x" else "x") + name[1:])
+            has_grid = axis.props.get("showgrid") is not False and not axis.categories
+            edges = sorted((other.start, other.end))
+            for pixel, words in axis.ticks():
+                if not min(axis.start, axis.end) - 1 <= pixel <= max(axis.start, axis.end) + 1:
+                    continue
+                if name[0] == "x":
+                    if has_grid:
+                        yield _line(pixel, edges[0], pixel, edges[1], INK, 1, opacity=0.15)
+                    yield _text(pixel, edges[1] + 16, words, "middle", opacity=0.75)
+                else:
+                    if has_grid:
+                        yield _line(edges[0], pixel, edges[1], pixel, INK, 1, opacity=0.15)
+                    yield _text(edges[0] - 8, pixel + 4, words, "end", opacity=0.75)
+            title = (axis.props.get("title") or {}).get("text")
+            if title and name[0] == "x":
+                yield _text((axis.start + axis.end) / 2, edges[1] + 32, title, "middle", opacity=0.75)
+
+    # ------------------------------------------------------------------------------------------ traces
+
+    def _bars(self) -> Iterator[str]:
+        ends: dict[tuple[str, str, Any], float] = {}
+        gap = float(self.layout.get("bargap") or 0.2)
+        for trace in self.traces:
+            if trace.get("type") != "bar":
+                continue
+            lies = trace.get("orientation") == "h"
+            long, across = ("x", "y") if lies else ("y", "x")
+            names = trace.get(f"{long}axis") or long, trace.get(f"{across}axis") or across
+            length, place = self.axis(names[0]), self.axis(names[1])
+            if not (length.is_visible and place.is_visible):
+                continue
+            thick = (1 - gap) * abs(place.at(1.0) - place.at(0.0))
+            marker = trace.get("marker") or {}
+            for number, (at, size) in enumerate(zip(_listed(trace.get(across)), _listed(trace.get(long)))):
+                if not size or not math.isfinite(size):
+                    continue
+                key = (*names, at)
+                begin = ends.get(key, 0.0) if self.layout.get("barmode") == "stack" else 0.0
+                ends[key] = begin + size
+                middle, first, last = place.at(at), length.at(begin), length.at(begin + size)
+                yield _rectangle(
+                    (min(first, last), middle - thick / 2, abs(last - first), thick)
+                    if lies
+                    else (middle - thick / 2, min(first, last), thick, abs(last - first)),
+                    _of_point(marker.get("color"), number, INK),
+                    float(_of_point(marker.get("opacity"), number, 1.0)),
+                    str(trace.get("name") or ""),
+                )
+
+    def _scatters(self) -> Iterator[str]:
+        heights: dict[tuple[str, str], Any] = {}
+        for trace in self.traces:
+            if trace.get("type", "scatter") != "scatter":
+                continue
+            x, y = self.axis(trace.get("xaxis") or "x"), self.axis(trace.get("yaxis") or "y")
+            if not (x.is_visible and y.is_visible):
+                continue
+            points = [
+                (each_x, float(each_y))
+                for each_x, each_y in zip(_listed(trace.get("x")), _listed(trace.get("y")))
+                if each_y is not None
+            ]
+            if trace.get("stackgroup"):
+                key = (trace.get("yaxis") or "y", trace["stackgroup"])
+                below = heights.get(key, [0.0] * len(points))
+                above = [(each_x, low + each_y) for (each_x, each_y), low in zip(points, below)]
+                heights[key] = [each_y for _, each_y in above]
+                yield _area(x, y, above, below, trace.get("fillcolor") or INK, str(trace.get("name") or ""))
+                continue
+            yield from self._line_and_markers(trace, x, y, _thinned(points))
+
+    def _line_and_markers(
+        self, trace: Props, x: Axis, y: Axis, points: Sequence[tuple[Any, float]]
+    ) -> Iterator[str]:
+        mode, line, marker = trace.get("mode") or "lines", trace.get("line") or {}, trace.get("marker") or {}
+        places = [(x.at(each_x), y.at(each_y)) for each_x, each_y in points]
+        if "lines" in mode and (line.get("width") is None or line["width"]):
+            steps = "V" if line.get("shape") == "hv" else "L"
+            path, is_down = [], False
+            for across, down in places:
+                if not (math.isfinite(across) and math.isfinite(down)):
+                    is_down = False
+                    continue
+                move = f"H{across:.1f}V{down:.1f}" if steps == "V" else f"L{across:.1f} {down:.1f}"
+                path.append(move if is_down else f"M{across:.1f} {down:.1f}")
+                is_down = True
+            dash = DASHES.get(line.get("dash") or "", "")
+            yield (
+                f"<path d='{''.join(path)}' fill='none' stroke='{_colour(line.get('color'))}' "
+                f"stroke-width='{line.get('width') or 2}' stroke-dasharray='{dash}'/>"
+            )
+        if "markers" in mode:
+            outline = str(marker.get("symbol") or "").endswith("-open")
+            for number, (across, down) in enumerate(places):
+                if not (math.isfinite(across) and math.isfinite(down)):
+                    continue
+                colour = _colour(_of_point(marker.get("color"), number, INK))
+                radius = float(_of_point(marker.get("size"), number, 6)) / 2
+                paint = f"fill='none' stroke='{colour}' stroke-width='2'" if outline else f"fill='{colour}'"
+                yield f"<circle cx='{across:.1f}' cy='{down:.1f}' r='{radius:.1f}' {paint}/>"
+
+    # --------------------------------------------------------------------------- lines and words on top
+
+    def _place(self, value: Any, ref: str, letter: str) -> float:
+        """Return the pixel of a shape's or annotation's coordinate, or NaN where its axis is out of sight."""
+        if ref == "paper":
+            begin, end = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
+            return begin + float(value) * (end - begin)
+        name, _, is_domain = ref.partition(" ")
+        axis = self.axis(name)
+        if not axis.is_visible:
+            return math.nan
+        return axis.fraction(float(value)) if is_domain else axis.at(value)
+
+    def _shapes(self) -> Iterator[str]:
+        for shape in self.layout.get("shapes") or ():
+            ends = [
+                self._place(shape[f"{letter}{end}"], shape.get(f"{letter}ref") or letter, letter)
+                for end in (0, 1)
+                for letter in "xy"
+            ]
+            if shape.get("type") == "line" and all(map(math.isfinite, ends)):
+                line = shape.get("line") or {}
+                dash = DASHES.get(line.get("dash") or "", "")
+                opacity = float(shape.get("opacity") or 1)
+                yield _line(*ends, INK, float(line.get("width") or 1), dash, opacity)
+
+    def _annotations(self) -> Iterator[str]:
+        anchors = {"left": "start", "right": "end"}
+        for note in self.layout.get("annotations") or ():
+            x = self._place(note.get("x", 0), note.get("xref") or "x", "x")
+            y = self._place(note.get("y", 0), note.get("yref") or "y", "y")
+            if not (math.isfinite(x) and math.isfinite(y)) or not note.get("text"):
+                continue
+            lower = {"bottom": -3.0, "top": 12.0}.get(note.get("yanchor") or "", 4.0)
+            yield _text(
+                x + float(note.get("xshift") or 0),
+                y - float(note.get("yshift") or 0) + lower,
+                note["text"],
+                anchors.get(note.get("xanchor") or "", "middle"),
+                size=(note.get("font") or {}).get("size") or 12,
+                opacity=float(note.get("opacity") or 1),
+            )
+
+
+def _values(trace: Props, letter: str) -> list[Any]:
+    """Return what one axis must reach of a trace; bars of one place stand on each other."""
+    return [value for value in _listed(trace.get(letter)) if value is not None]
+
+
+def _listed(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
+
+
+def _of_point(values: Any, number: int, default: Any) -> Any:
+    """Return one point's own of a property that is one for all of them, or a list."""
+    if isinstance(values, list | tuple | np.ndarray):
+        return values[number] if number < len(values) else default
+    return default if values is None else values
+
+
+def _thinned(points: Sequence[tuple[Any, float]]) -> Sequence[tuple[Any, float]]:
+    if len(points) <= MOST_POINTS:
+        return points
+    return [points[round(at)] for at in np.linspace(0, len(points) - 1, MOST_POINTS)]
+
+
+def _round_steps(low: float, high: float, most: int) -> list[float]:
+    """Return at most ``most`` round numbers from ``low`` to ``high``."""
+    span = abs(high - low)
+    if not (span and math.isfinite(span)):
+        return []
+    rough = span / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(min(low, high) / step - 1e-9)
+    last = math.floor(max(low, high) / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _tick_words(value: float) -> str:
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):,.4g}{letter}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _colour(value: Any) -> str:
+    return escape(value, quote=True) if isinstance(value, str) else INK
+
+
+def _rectangle(box: tuple[float, float, float, float], colour: Any, opacity: float, name: str) -> str:
+    x, y, width, height = box
+    return (
+        f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{_colour(colour)}' "
+        f"opacity='{opacity:g}'><title>{escape(name)}</title></rect>"
+    )
+
+
+def _area(
+    x: Axis, y: Axis, above: Iterable[tuple[Any, float]], below: Sequence[float], colour: str, name: str
+) -> str:
+    top = [(x.at(across), y.at(height)) for across, height in above]
+    under = [(place[0], y.at(height)) for place, height in zip(top, below)]
+    corners = " ".join(f"{across:.1f},{down:.1f}" for across, down in [*top, *reversed(under)])
+    return f"<polygon points='{corners}' fill='{_colour(colour)}'><title>{escape(name)}</title></polygon>"
+
+
+def _line(
+    x0: float, y0: float, x1: float, y1: float, colour: str, width: float, dash: str = "", opacity: float = 1
+) -> str:
+    return (
+        f"<line x1='{x0:.1f}' y1='{y0:.1f}' x2='{x1:.1f}' y2='{y1:.1f}' stroke='{colour}' "
+        f"stroke-width='{width:g}' stroke-dasharray='{dash}' opacity='{opacity:g}'/>"
+    )
+
+
+def _text(x: float, y: float, words: str, anchor: str, *, size: float = 12, opacity: float = 1) -> str:
+    """Write plotly's words, whose only markup is kept as bold."""
+    plain = escape(re.sub(r"<br\s*/?>", " ", words).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
+    plain = re.sub(r"&lt;/?\w+[^&]*&gt;", "", plain).replace("&amp;lt;", "&lt;").replace("&amp;gt;", "&gt;")
+    bold = plain.replace("\0", "<tspan font-weight='600'>").replace("\1", "</tspan>")
+    return (
+        f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' font-size='{size:g}' opacity='{opacity:g}'>"
+        f"{bold}</text>"
+    )
