@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, run_all_cells, write_notebook
+from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
 from test_main_job import use_theme
 

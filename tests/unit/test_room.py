@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from shardscope_widgets.run.launch_panel import offer_for
 
 import shardscope as ss
 from shardscope.planner.repairs import find_steps, in_words
@@ -14,7 +15,6 @@ from shardscope.planner.room import beside_the_card, fits, places, shortages
 from shardscope.timing.paging import evicted_bytes, paged_bytes, travelling_bytes
 from shardscope_widgets import Studio
 from shardscope_widgets.kit.words import verdict
-from shardscope_widgets.run.launch_panel import offer_for
 
 GIB = 2**30
 BOTH_OFFLOADS = ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu")

@@ -17,6 +17,7 @@ import pytest
 from ipywidgets import ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
 from plotly.graph_objects import FigureWidget
+from shardscope_widgets.run.launch_panel import offer_for
 from test_run_view import until
 from tests.needs import few, skip_without
 from traitlets import TraitError
@@ -30,7 +31,6 @@ from shardscope_widgets.checks.view import summary
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.kit.words import device_count, title, verdict
 from shardscope_widgets.pickers import LayoutPicker
-from shardscope_widgets.run.launch_panel import offer_for
 from shardscope_widgets.studio import PAUSE_SECONDS
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"

@@ -56,9 +56,7 @@ def words_and_charts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
     layout = getattr(widget, "layout", None)  # A chart's is plotly's.
     if isinstance(widget, Chart):
         yield widget
-    elif not isinstance(widget, (widgets.Box, *WORDS)) or layout.display == "none":
-        return
-    elif LEFT_OUT & set(widget._dom_classes):
+    elif not isinstance(widget, (widgets.Box, *WORDS)) or layout.display == "none" or LEFT_OUT & set(widget._dom_classes):
         return
     elif not isinstance(widget, widgets.Box):
         yield widget
