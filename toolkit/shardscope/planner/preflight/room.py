@@ -74,7 +74,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         name="card-nearly-full",
         severity="warning",
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
-        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
+        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of it.",
         number=100 * share,
         change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,
