@@ -10,6 +10,7 @@ from shardscope.layout import divisors
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.words import gib
 from shardscope.planner.changes import RECIPE_WORDS
+from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.preflight.case import Case, Variant, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.question import Question
@@ -22,7 +23,6 @@ from shardscope.planner.several import (
     of_other_frameworks,
     on_more_nodes,
     searched,
-    several,
     with_a_smaller_model,
 )
 from shardscope.support import supported
@@ -74,7 +74,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         name="card-nearly-full",
         severity="warning",
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
-        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
+        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of it.",
         number=100 * share,
         change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,
@@ -119,8 +119,14 @@ def _short(case: Case, place: Place) -> Finding:
         number=place.short_bytes / 2**30,
         change=best.change if best else "No single change is enough; several may be",
         plan=best.plan if best else None,
-        way=None if best else partial(several, case.plan),
+        way=None if best else partial(_several_changes, case.plan),
     )
+
+
+def _several_changes(plan: Plan) -> Way | None:
+    """Return what the button "Make it fit" does."""
+    fit = make_it_fit(plan)
+    return None if fit is None else Way(fit.changes, fit.plan, fit.seconds_lost)
 
 
 def _enough(case: Case) -> Repair | None:
