@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,19 @@ def test_fault_62_escape_tab_and_save_still_reach_jupyterlab(lab: Lab, page: Any
                 break
             page.wait_for_timeout(100)
         assert (lab.folder / NOTEBOOK).exists(), f"Ctrl+S with the focus on {focused} saved nothing"
+
+
+def test_fault_47_the_saved_notebook_has_a_picture_of_the_trace(lab: Lab, page: Any) -> None:
+    shown_alone(page)
+    menu(page, "File", "Save Notebook")
+    page.wait_for_timeout(1500)
+    cells = json.loads((lab.folder / NOTEBOOK).read_text())["cells"]
+    (html,) = [
+        "".join(output["data"]["text/html"])
+        for output in cells[2]["outputs"]
+        if "text/html" in output.get("data", {})
+    ]
+    assert "<svg" in html and "stream 7" in html and "<table" in html and "<script" not in html
 
 
 def test_keys_are_named_only_while_they_work(page: Any) -> None:
