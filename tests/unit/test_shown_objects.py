@@ -46,6 +46,7 @@ OBJECTS = {
     "Claim": lambda: claims()[0],
     "numbers of a claim": lambda: claims()[0].numbers,
     "Trace": lambda: ss.Trace.load(TRACE),
+    "ranks of a trace": lambda: ss.Trace.load(TRACE).summary().ranks,
     "summary of a trace": lambda: ss.Trace.load(TRACE).summary(),
 }
 
