@@ -11,6 +11,7 @@ from shardscope.trace.summary import TraceSummary
 from shardscope.trace.tiles import COMMUNICATION, FIRST_HUE, MUTED, NUM_HUES, Tiler
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS
 
+FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:960px"
 WIDTH = 960
 GUTTER = 150
 ROW, THIN_ROW = 9, 4
@@ -33,7 +34,7 @@ def draw_picture(tiler: Tiler, summary: TraceSummary) -> str:
     """Return sentences, the tracks over the whole span as SVG, and the table of ranks."""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.sentences)
     svg = _draw_tracks(tiler) if len(tiler.trace) else ""
-    return f"<div><ul>{sentences}</ul>{svg}{summary.html_of_ranks()}</div>"
+    return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}{summary.html_of_ranks()}</div>"
 
 
 def _draw_tracks(tiler: Tiler) -> str:
