@@ -149,7 +149,7 @@ def opened(lab: Lab, browser: Any) -> Iterator[Opened]:
 
 
 @pytest.mark.parametrize("how", ACTS)
-def test_fault_63_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
+def test_fault_63_64_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
     """One after another, as in a day's work."""
     count = ACTS[how](opened) or 1
     for _ in range(2):

@@ -10,8 +10,17 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
-from opened_notebook import KERNEL_IS_IDLE, SHOWN, STUDIO_CELLS, menu, open_notebook, run_all_cells, write_notebook
+from opened_notebook import (
+    KERNEL_IS_IDLE,
+    SHOWN,
+    STUDIO_CELLS,
+    menu,
+    open_notebook,
+    run_all_cells,
+    write_notebook,
+)
 from served import Lab
+from test_main_job import screenshot, use_theme
 
 NOTEBOOK = "saved.ipynb"
 MODEL_NOT_FOUND = ("model not found", "Error displaying widget", "Loading widget")
@@ -65,7 +74,10 @@ def test_fault_47_a_notebook_whose_kernel_has_gone_shows_the_last_plan(lab: Lab,
     reader.wait_for_function(KERNEL_IS_IDLE)
     reader.wait_for_timeout(3000)  # The widgets' manager looks for its models until then.
     the_picture_is_seen(reader, ".jp-Notebook")
-    reader.locator(".jp-Notebook").screenshot(path="/tmp/shots/kit/no_kernel.png")
+    screenshot(reader, "saved_without_kernel_light")
+    use_theme(reader, "JupyterLab Dark", light="false")
+    screenshot(reader, "saved_without_kernel_dark")
+    use_theme(reader, "JupyterLab Light", light="true")
     # And where the cells are run again, the view is alive in its place.
     run_all_cells(reader, len(CELLS))
     reader.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
@@ -93,8 +105,11 @@ def test_fault_47_a_notebook_from_someone_else_shows_it_too(lab: Lab, browser: A
     saved["metadata"]["kernelspec"] = spec
     (lab.folder / "mailed.ipynb").write_text(json.dumps(saved))
     page = open_notebook(lab, browser, "mailed.ipynb", viewport={"width": 1400, "height": 2400})
-    page.wait_for_timeout(2000)
-    page.locator(".jp-Notebook").screenshot(path="/tmp/shots/kit/untrusted.png")
+    page.wait_for_function("() => document.querySelectorAll('.jp-Notebook img[alt=chart]').length === 2")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('img[alt=chart]')].every(each => each.naturalWidth > 300)"
+    )
+    screenshot(page, "saved_untrusted")
     text = page.locator(".jp-Notebook").inner_text()
     assert "with DDP" in text and "Does not fit: short by" in text
     assert not [words for words in MODEL_NOT_FOUND if words in text]

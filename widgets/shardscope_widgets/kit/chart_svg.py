@@ -116,7 +116,9 @@ class _Drawing:
         axis.low, axis.high = self._range(props, axis, own, values)
         return axis
 
-    def _range(self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]) -> tuple[float, float]:
+    def _range(
+        self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]
+    ) -> tuple[float, float]:
         given = props.get("range")
         if given is not None and None not in given:
             return float(given[0]), float(given[1])
@@ -136,7 +138,7 @@ class _Drawing:
         parts = [*self._grid(), *self._bars(), *self._scatters(), *self._shapes(), *self._annotations()]
         return (
             f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
-            "role='img' aria-label='chart' style='max-width:100%;height:auto' fill='currentColor' "
+            "role='img' aria-label='chart' style='max-width:100%;display:block' fill='currentColor' "
             f"font-family='system-ui,sans-serif' font-size='12'>{''.join(parts)}</svg>"
         )
 
@@ -370,7 +372,9 @@ def _text(x: float, y: float, words: str, anchor: str, *, size: float = 12, opac
     """Write plotly's words, whose only markup is kept as bold."""
     plain = escape(re.sub(r"<br\s*/?>", " ", words).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
     plain = re.sub(r"&lt;/?\w+[^&]*&gt;", "", plain).replace("&amp;lt;", "&lt;").replace("&amp;gt;", "&gt;")
-    bold = plain.replace("\0", "<tspan font-weight='600'>").replace("\1", "</tspan>")
+    is_balanced = plain.count("\0") == plain.count("\1")
+    begin, end = ("<tspan font-weight='600'>", "</tspan>") if is_balanced else ("", "")
+    bold = plain.replace("\0", begin).replace("\1", end)
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' font-size='{size:g}' opacity='{opacity:g}'>"
         f"{bold}</text>"
