@@ -1,4 +1,4 @@
-"""Faults 1 to 48, and 62 to 64, in words: what goes wrong, what a person sees then, and what no test shows."""
+"""Faults 1 to 48 and 62 to 64 in words: what goes wrong, what the user sees then, and what no test shows."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ FAULTS = {
         "A notebook is opened without a kernel",
         "A picture of each view's last state: sentence, chart and table, in JupyterLab, GitHub, nbviewer and "
         "nbconvert's exports. It is replaced by the living view when the cell is run.",
-        "GitHub's and nbviewer's pages are not ours to test; what they read is in the file. In a page that was "
-        "loaded anew, or after its cell was moved, JupyterLab updates no output: the picture stays that of "
+        "GitHub's and nbviewer's pages are not ours to test; what they read is in the file. In a page that "
+        "was loaded anew, or after its cell was moved, JupyterLab updates no output: the picture stays that of "
         "before until the cell is run again.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
@@ -219,7 +219,7 @@ FAULTS = {
         "and Ctrl+S are still JupyterLab's.",
     ),
     63: Fault(
-        "A view's cell is moved, deleted and undone, collapsed, shown twice, reloaded or put in another theme",
+        "A view's cell is moved, deleted and undone, collapsed, shown twice, reloaded or in another theme",
         "Every view's chart is that of the plan in its sentence.",
     ),
     64: Fault(

@@ -1,4 +1,4 @@
-"""A chart whose cell is moved, deleted and brought back, shown twice, collapsed, reloaded or put in another theme."""
+"""A chart whose cell is moved, deleted and undone, shown twice, collapsed, reloaded, in another theme."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, run_all_cells, write_notebook
+from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
 from test_main_job import use_theme
 
@@ -28,8 +28,8 @@ view"""
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 
 # The predicted bar of every chart in sight, as plotly has laid it out, in GiB.
-TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(each => each.checkVisibility()).map(
-    each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
+TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')]
+    .filter(each => each.checkVisibility()).map(each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
         .reduce((sum, marks) => sum + (marks[0].s || 0), 0))"""
 ALL_ARE = f"([count, total]) => {{ const all = ({TOTALS})(); window.seenTotals = all; " + (
     "return all.length === count && all.every(each => Math.abs(each / total - 1) < 1e-6); }"

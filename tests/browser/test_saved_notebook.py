@@ -1,4 +1,4 @@
-"""What a saved notebook shows where no kernel has its widgets: the sentence, the chart and the table of the end."""
+"""What a saved notebook shows where no kernel has its widgets: sentence, chart and table of the end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The static picture beside a live view in a notebook's saved output, kept up to date.
 
-A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is hidden; where
-there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is seen and JupyterLab's
-"Error displaying widget" is not. An update of the picture does not touch the output of the widget, which would be drawn
-anew (``OutputArea._setOutput`` of JupyterLab 4.6 renders a changed widget output from the start).
+A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is hidden;
+where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is seen and
+JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own output alone,
+which would be drawn anew (``OutputArea._setOutput`` of JupyterLab 4.6 renders a changed widget from the start).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAUSE_SECONDS = 1.0
 LONGEST_SECONDS = 15.0
 """Of a view that never rests, as a run's, at the latest after this."""
 
-# `:has` finds the living widget wherever a front end puts the two outputs; where it does not know `:has`, both are seen.
+# `:has` finds the living widget wherever a front end puts the two outputs. A browser without it shows both.
 HIDING = """<style>
 body:has(.ss-live-{id}) .ss-static-{id},
 body:has(.ss-live-{id}) .jp-OutputArea-child:has(.ss-static-{id}),
@@ -117,8 +117,8 @@ class SavedOutput:
                 self._follow(child)
         is_first, now = self._changed_since is None, time.monotonic()
         self._changed_since = self._changed_since or now
-        # Runs end in threads of their own; only the loop's own may start its timers. One request is enough while
-        # another waits, but each of them moves the pause.
+        # Runs change their views in threads of their own, and only the loop's own may start its timers. Each
+        # change moves the pause.
         if self._loop is not None and (is_first or now - self._changed_since < LONGEST_SECONDS):
             self._loop.call_soon_threadsafe(self._wait)
 

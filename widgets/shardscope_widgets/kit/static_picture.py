@@ -1,7 +1,7 @@
 """A view as plain HTML: its words, its charts as SVG and its tables, for readers who have no kernel.
 
-GitHub, nbviewer, nbconvert and mail show it: no script, no stylesheet of ours, nothing fetched. Looks are inline,
-colours are the page's own or readable on light and dark.
+GitHub, nbviewer, nbconvert and mail show it: no script, no stylesheet of ours, nothing fetched. Looks are
+inline, colours are the page's own or readable on light and dark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardscope_widgets.run.log_pane import LogPane
 WORDS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
 LEFT_OUT = {"ss-side", "ss-words"}
-"""Classes of boxes of questions (the sentence above the answers says what was asked) and of a button's progress."""
+"""Classes of boxes of questions, which the sentence above the answers sums up, and of a button's progress."""
 LOG_LINES = 40
 FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
