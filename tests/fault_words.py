@@ -208,9 +208,7 @@ FAULTS = {
         "A notebook is opened without a kernel",
         "A picture of each view's last state: sentence, chart and table, in JupyterLab, GitHub, nbviewer and "
         "nbconvert's exports. It is replaced by the living view when the cell is run.",
-        "GitHub's and nbviewer's pages are not ours to test; what they read is in the file. In a page that "
-        "was loaded anew, or after its cell was moved, JupyterLab updates no output: the picture stays that of "
-        "before until the cell is run again.",
+        "GitHub's and nbviewer's pages are not ours to test; what they read is in the file.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
     62: Fault(

@@ -27,9 +27,10 @@ view = MemoryView(next(plans))
 view"""
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 
-# The predicted bar of every chart in sight, as plotly has laid it out, in GiB.
+# The first bar of every chart in sight, as plotly has laid it out, in GiB.
 TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')]
-    .filter(each => each.checkVisibility()).map(each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
+    .filter(each => each.checkVisibility())
+    .map(each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
         .reduce((sum, marks) => sum + (marks[0].s || 0), 0))"""
 ALL_ARE = f"([count, total]) => {{ const all = ({TOTALS})(); window.seenTotals = all; " + (
     "return all.length === count && all.every(each => Math.abs(each / total - 1) < 1e-6); }"

@@ -1,9 +1,9 @@
 """The static picture beside a live view in a notebook's saved output, kept up to date.
 
-A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is hidden;
-where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is seen and
+A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is hidden.
+Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is seen, and
 JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own output alone,
-which would be drawn anew (``OutputArea._setOutput`` of JupyterLab 4.6 renders a changed widget from the start).
+which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.static_picture import WORDS, draw_picture
 
 if TYPE_CHECKING:
@@ -140,4 +141,9 @@ class SavedOutput:
         picture = draw_picture(view)
         if picture != self._published:
             self._published = picture
-            publish_display_data(self._bundle(), transient={"display_id": self._display_id}, update=True)
+            bundle = self._bundle()
+            publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
+            # JupyterLab has forgotten whose output that was once the page was loaded anew or the cell was moved.
+            for child in view.children:
+                if isinstance(child, Sheet):
+                    child.send({"picture": bundle["text/html"], "of": f"ss-static-{self._id}"})
