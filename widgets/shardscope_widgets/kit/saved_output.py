@@ -1,9 +1,9 @@
 """The static picture beside a live view in a notebook's saved output, kept up to date.
 
-A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is hidden.
-Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is seen, and
-JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own output alone,
-which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
+A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is
+hidden. Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is
+seen, and JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own output
+alone, which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class SavedOutput:
             self._published = picture
             bundle = self._bundle()
             publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
-            # JupyterLab has forgotten whose output that was once the page was loaded anew or the cell was moved.
+            # JupyterLab has forgotten whose output that was once the page was reloaded or the cell moved.
             for child in view.children:
                 if isinstance(child, Sheet):
                     child.send({"picture": bundle["text/html"], "of": f"ss-static-{self._id}"})
