@@ -24,6 +24,7 @@ plans = itertools.cycle(
     for name in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 )
 view = MemoryView(next(plans))
+view.figure.on_click(lambda trace, point, words: setattr(view.caption, "value", f"clicked {{trace}} {{point}}"))
 view"""
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 
@@ -155,3 +156,18 @@ def test_fault_63_64_every_view_shows_the_plan_of_its_sentence(how: str, opened:
     count = ACTS[how](opened) or 1
     for _ in range(2):
         opened.every_view_shows_the_next_plan(count)
+
+
+def test_a_click_on_a_bar_is_reported_from_every_view(opened: Opened) -> None:
+    """The view above and the second one, which is open by now."""
+    page = opened.page
+    for number in range(page.locator(".js-plotly-plot >> visible=true").count()):
+        opened.every_view_shows_the_next_plan(2)
+        chart = page.locator(".js-plotly-plot >> visible=true").nth(number)
+        bar = chart.locator(".barlayer .trace").nth(3).locator("path").first
+        box = bar.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.locator(".ss-chart.ss-at-mark").wait_for()
+        page.mouse.down()
+        page.mouse.up()
+        page.locator(".ss-memory", has_text="clicked 3 0").first.wait_for()

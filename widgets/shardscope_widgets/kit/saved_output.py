@@ -1,14 +1,15 @@
 """The static picture beside a live view in a notebook's saved output, kept up to date.
 
 A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is
-hidden. Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is
-seen, and JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own output
-alone, which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
+hidden. Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture
+is seen, and JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own
+output alone, which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,8 @@ class SavedOutput:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shell: Any = None
-        self._followed: dict[str, widgets.Widget] = {}
+        self._followed: dict[str, tuple[widgets.Widget, str]] = {}
+        """By model: what is observed, and which of its traits."""
 
     def display(self) -> None:
         """Show the live view and, for those who cannot have it, its picture."""
@@ -75,8 +77,8 @@ class SavedOutput:
         """Follow the view no longer; the last picture stays."""
         if self._timer is not None:
             self._timer.cancel()
-        for widget in self._followed.values():
-            widget.unobserve(self._changed)
+        for widget, name in self._followed.values():
+            widget.unobserve(self._changed, name)
         self._followed.clear()
         if self._shell is not None:
             self._shell.events.unregister("post_run_cell", self._publish_changes)
@@ -109,11 +111,12 @@ class SavedOutput:
             self._follow(child)
 
     def _observe(self, widget: widgets.Widget, name: str) -> None:
-        self._followed[widget.model_id] = widget
+        self._followed[widget.model_id] = (widget, name)
         widget.observe(self._changed, name)
 
     def _changed(self, change: Any) -> None:
         if change["name"] == "children":
+            self._followed = {key: it for key, it in self._followed.items() if it[0].comm is not None}
             for child in change["new"]:
                 self._follow(child)
         is_first, now = self._changed_since is None, time.monotonic()
@@ -121,7 +124,8 @@ class SavedOutput:
         # Runs change their views in threads of their own, and only the loop's own may start its timers. Each
         # change moves the pause.
         if self._loop is not None and (is_first or now - self._changed_since < LONGEST_SECONDS):
-            self._loop.call_soon_threadsafe(self._wait)
+            with contextlib.suppress(RuntimeError):  # The kernel ends.
+                self._loop.call_soon_threadsafe(self._wait)
 
     def _wait(self) -> None:
         if self._timer is not None:

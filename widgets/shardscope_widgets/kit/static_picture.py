@@ -74,7 +74,11 @@ def words_and_charts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
 def _parts(view: widgets.Widget) -> Iterator[str]:
     for widget in words_and_charts(view):
         if isinstance(widget, Chart):
-            yield _chart(widget.to_svg(), widget.layout.height)
+            try:
+                svg = widget.to_svg()
+            except Exception:  # A view is shown whatever its chart is made of; its words and table are there.
+                svg = ""
+            yield _chart(svg, widget.layout.height) if svg else ""
         elif isinstance(widget, LogPane):
             yield _end_of_log(widget.value)
         else:
