@@ -24,7 +24,9 @@ plans = itertools.cycle(
     for name in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 )
 view = MemoryView(next(plans))
-view.figure.on_click(lambda trace, point, words: setattr(view.caption, "value", f"clicked {{trace}} {{point}}"))
+def show_click(trace, point, words):
+    view.caption.value = f"clicked {{trace}} {{point}}"
+view.figure.on_click(show_click)
 view"""
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 
