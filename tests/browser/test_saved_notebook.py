@@ -1,4 +1,4 @@
-"""What a saved notebook shows where no kernel has its widgets: the sentence, the chart and the table of the end."""
+"""What a saved notebook shows where no kernel has its widgets: sentence, chart and table of the end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from opened_notebook import (
     write_notebook,
 )
 from served import Lab
+from test_main_job import screenshot, use_theme
 
 NOTEBOOK = "saved.ipynb"
 MODEL_NOT_FOUND = ("model not found", "Error displaying widget", "Loading widget")
@@ -73,7 +74,10 @@ def test_fault_47_a_notebook_whose_kernel_has_gone_shows_the_last_plan(lab: Lab,
     reader.wait_for_function(KERNEL_IS_IDLE)
     reader.wait_for_timeout(3000)  # The widgets' manager looks for its models until then.
     the_picture_is_seen(reader, ".jp-Notebook")
-    reader.locator(".jp-Notebook").screenshot(path="/tmp/shots/kit/no_kernel.png")
+    screenshot(reader, "saved_without_kernel_light")
+    use_theme(reader, "JupyterLab Dark", light="false")
+    screenshot(reader, "saved_without_kernel_dark")
+    use_theme(reader, "JupyterLab Light", light="true")
     # And where the cells are run again, the view is alive in its place.
     run_all_cells(reader, len(CELLS))
     reader.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
@@ -101,10 +105,55 @@ def test_fault_47_a_notebook_from_someone_else_shows_it_too(lab: Lab, browser: A
     saved["metadata"]["kernelspec"] = spec
     (lab.folder / "mailed.ipynb").write_text(json.dumps(saved))
     page = open_notebook(lab, browser, "mailed.ipynb", viewport={"width": 1400, "height": 2400})
-    page.wait_for_timeout(2000)
-    page.locator(".jp-Notebook").screenshot(path="/tmp/shots/kit/untrusted.png")
+    page.wait_for_function("() => document.querySelectorAll('.jp-Notebook img[alt=chart]').length === 2")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('img[alt=chart]')].every(each => each.naturalWidth > 300)"
+    )
+    screenshot(page, "saved_untrusted")
     text = page.locator(".jp-Notebook").inner_text()
     assert "with DDP" in text and "Does not fit: short by" in text
     assert not [words for words in MODEL_NOT_FOUND if words in text]
     assert page.locator("tr", has_text="optimizer").first.is_visible()
     page.close()
+
+
+def test_fault_47_the_picture_follows_a_moved_cell_and_a_page_that_was_loaded_anew(
+    lab: Lab, browser: Any
+) -> None:
+    """JupyterLab updates no output of such a cell by itself."""
+    name = "followed.ipynb"
+    change = "from dataclasses import replace\nstudio.apply(replace(studio.plan, layout=ss.Layout.{}))"
+    write_notebook(lab, name, *STUDIO_CELLS, change.format("ddp()"), change.format("zero(2)"))
+    page = open_notebook(lab, browser, name)
+    cells = page.locator(".jp-Notebook .jp-Cell")
+    cells.nth(0).locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
+    cells.nth(0).locator(".jp-InputPrompt").click()
+    page.keyboard.press("Control+Shift+ArrowDown")
+    page.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached")
+    run_and_save(page, "ddp()")
+    assert "with <b>DDP</b>" in picture_in(lab.folder / name)
+    page.reload()
+    page.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
+    page.wait_for_function(KERNEL_IS_IDLE)
+    run_and_save(page, "zero(2)")
+    assert "with <b>DDP</b>" not in picture_in(lab.folder / name)
+    assert "ZeRO" in picture_in(lab.folder / name)
+    page.close()
+
+
+def run_and_save(page: Any, words: str) -> None:
+    page.locator(".jp-Notebook .jp-Cell", has_text=words).last.locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_timeout(3000)
+    menu(page, "File", "Save Notebook")
+    page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')")
+    page.wait_for_timeout(1000)
+
+
+def picture_in(path: Path) -> str:
+    """The HTML that the notebook's file keeps of its views."""
+    cells = nbformat.read(path, as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", []) if "data" in output]
+    return "".join(output.data.get("text/html", "") for output in outputs)

@@ -1,14 +1,15 @@
 """The static picture beside a live view in a notebook's saved output, kept up to date.
 
-A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is hidden; where
-there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture is seen and JupyterLab's
-"Error displaying widget" is not. An update of the picture does not touch the output of the widget, which would be drawn
-anew (``OutputArea._setOutput`` of JupyterLab 4.6 renders a changed widget output from the start).
+A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is
+hidden. Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture
+is seen, and JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own
+output alone, which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.sheet import Sheet
 from shardscope_widgets.kit.static_picture import WORDS, draw_picture
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ PAUSE_SECONDS = 1.0
 LONGEST_SECONDS = 15.0
 """Of a view that never rests, as a run's, at the latest after this."""
 
-# `:has` finds the living widget wherever a front end puts the two outputs; where it does not know `:has`, both are seen.
+# `:has` finds the living widget wherever a front end puts the two outputs. A browser without it shows both.
 HIDING = """<style>
 body:has(.ss-live-{id}) .ss-static-{id},
 body:has(.ss-live-{id}) .jp-OutputArea-child:has(.ss-static-{id}),
@@ -46,7 +48,8 @@ class SavedOutput:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shell: Any = None
-        self._followed: dict[str, widgets.Widget] = {}
+        self._followed: dict[str, tuple[widgets.Widget, str]] = {}
+        """By model: what is observed, and which of its traits."""
 
     def display(self) -> None:
         """Show the live view and, for those who cannot have it, its picture."""
@@ -74,8 +77,8 @@ class SavedOutput:
         """Follow the view no longer; the last picture stays."""
         if self._timer is not None:
             self._timer.cancel()
-        for widget in self._followed.values():
-            widget.unobserve(self._changed)
+        for widget, name in self._followed.values():
+            widget.unobserve(self._changed, name)
         self._followed.clear()
         if self._shell is not None:
             self._shell.events.unregister("post_run_cell", self._publish_changes)
@@ -108,19 +111,21 @@ class SavedOutput:
             self._follow(child)
 
     def _observe(self, widget: widgets.Widget, name: str) -> None:
-        self._followed[widget.model_id] = widget
+        self._followed[widget.model_id] = (widget, name)
         widget.observe(self._changed, name)
 
     def _changed(self, change: Any) -> None:
         if change["name"] == "children":
+            self._followed = {key: it for key, it in self._followed.items() if it[0].comm is not None}
             for child in change["new"]:
                 self._follow(child)
         is_first, now = self._changed_since is None, time.monotonic()
         self._changed_since = self._changed_since or now
-        # Runs end in threads of their own; only the loop's own may start its timers. One request is enough while
-        # another waits, but each of them moves the pause.
+        # Runs change their views in threads of their own, and only the loop's own may start its timers. Each
+        # change moves the pause.
         if self._loop is not None and (is_first or now - self._changed_since < LONGEST_SECONDS):
-            self._loop.call_soon_threadsafe(self._wait)
+            with contextlib.suppress(RuntimeError):  # The kernel ends.
+                self._loop.call_soon_threadsafe(self._wait)
 
     def _wait(self) -> None:
         if self._timer is not None:
@@ -140,4 +145,9 @@ class SavedOutput:
         picture = draw_picture(view)
         if picture != self._published:
             self._published = picture
-            publish_display_data(self._bundle(), transient={"display_id": self._display_id}, update=True)
+            bundle = self._bundle()
+            publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
+            # JupyterLab has forgotten whose output that was once the page was reloaded or the cell moved.
+            for child in view.children:
+                if isinstance(child, Sheet):
+                    child.send({"picture": bundle["text/html"], "of": f"ss-static-{self._id}"})

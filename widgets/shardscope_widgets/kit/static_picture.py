@@ -1,11 +1,12 @@
 """A view as plain HTML: its words, its charts as SVG and its tables, for readers who have no kernel.
 
-GitHub, nbviewer, nbconvert and mail show it: no script, no stylesheet of ours, nothing fetched. Looks are inline,
-colours are the page's own or readable on light and dark.
+GitHub, nbviewer, nbconvert and mail show it: no script, no stylesheet of ours, nothing fetched. Looks are
+inline, colours are the page's own or readable on light and dark.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
 from html import escape
@@ -14,13 +15,14 @@ from html.parser import HTMLParser
 import ipywidgets as widgets
 
 from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.chart_svg import DEFAULT_HEIGHT
 from shardscope_widgets.kit.clickable import Clickable
 from shardscope_widgets.run.log_pane import LogPane
 
 WORDS = (widgets.HTML, Clickable, LogPane)
 """Widgets whose value is HTML."""
 LEFT_OUT = {"ss-side", "ss-words"}
-"""Classes of boxes of questions (the sentence above the answers says what was asked) and of a button's progress."""
+"""Classes of boxes of questions, which the sentence above the answers sums up, and of a button's progress."""
 LOG_LINES = 40
 FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
@@ -56,7 +58,11 @@ def words_and_charts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
     layout = getattr(widget, "layout", None)  # A chart's is plotly's.
     if isinstance(widget, Chart):
         yield widget
-    elif not isinstance(widget, (widgets.Box, *WORDS)) or layout.display == "none" or LEFT_OUT & set(widget._dom_classes):
+    elif (
+        not isinstance(widget, (widgets.Box, *WORDS))
+        or layout.display == "none"
+        or LEFT_OUT & set(widget._dom_classes)
+    ):
         return
     elif not isinstance(widget, widgets.Box):
         yield widget
@@ -68,13 +74,32 @@ def words_and_charts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
 def _parts(view: widgets.Widget) -> Iterator[str]:
     for widget in words_and_charts(view):
         if isinstance(widget, Chart):
-            yield widget.to_svg()
+            try:
+                svg = widget.to_svg()
+            except Exception:  # A view is shown whatever its chart is made of; its words and table are there.
+                svg = ""
+            yield _chart(svg, widget.layout.height) if svg else ""
         elif isinstance(widget, LogPane):
             yield _end_of_log(widget.value)
         else:
             words = _Rewriter(widget.value).written
             classes = " ".join(name for name in widget._dom_classes if name in CLASS_STYLES)
             yield f"<div style='{_style('div', classes)}'>{words}</div>" if words and classes else words
+
+
+def _chart(svg: str, height: int | None) -> str:
+    """Return the chart twice: as an element, and below it, cut off, as an image.
+
+    A notebook of someone else is not trusted: JupyterLab takes ``<svg>`` out of it and leaves its words
+    behind. Those have no size then, and the image comes into sight. An image cannot take the page's colour:
+    its text is grey, which is readable on light and dark.
+    """
+    alone = svg.replace("<svg ", "<svg xmlns='http://www.w3.org/2000/svg' color='#7f8790' ", 1)
+    packed = base64.b64encode(alone.encode()).decode()
+    return (
+        f"<div style='height:{height or DEFAULT_HEIGHT}px;overflow:hidden;font-size:0'>{svg}"
+        f"<img alt='chart' src='data:image/svg+xml;base64,{packed}'></div>"
+    )
 
 
 def _end_of_log(html: str) -> str:
@@ -89,13 +114,17 @@ def _style(tag: str, classes: str, own: str = "") -> str:
 
 
 class _Rewriter(HTMLParser):
-    """Writes a view's HTML again: looks inline, what can only be pressed left out, rows that open as table rows."""
+    """Writes a view's HTML again, with inline looks and without what can only be pressed.
+
+    A legend, whose rows open in a living view, becomes a table.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
         self._out: list[str] = []
         self._open: list[tuple[str, str]] = []
         """The elements that are open, with what closes each."""
+        self._in_legend = False
         self._silent = 0
         """How many open elements are left out with all that is in them."""
         self.feed(html)
@@ -134,9 +163,9 @@ class _Rewriter(HTMLParser):
         if tag == "button":
             # The words of a row's or column's button are its name; others are only there to be pressed.
             return ("", "") if {"td", "th"} & set(parents) else (None, "")
-        in_rows = "ss-legend" in getattr(self, "_row_class", ())
+        in_rows = self._in_legend
         if tag == "div" and "ss-legend" in classes.split():
-            self._row_class = ("ss-legend",)
+            self._in_legend = True
             return f"<table style='{TAG_STYLES['table']}'>", "</table>"
         if in_rows and tag == "details":
             return "", ""
@@ -168,7 +197,7 @@ class _Rewriter(HTMLParser):
             else:
                 self._out.append(end)
             if end == "</table>" and name == "div":
-                self._row_class = ()
+                self._in_legend = False
             if name == tag:
                 return
 

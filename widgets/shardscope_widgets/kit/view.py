@@ -1,4 +1,4 @@
-"""The base of all views: closing one leaves nothing behind, and a saved notebook shows what it showed last."""
+"""The base of all views: closing one leaves nothing behind, and a saved notebook shows its last state."""
 
 from __future__ import annotations
 
