@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from html import escape, unescape
@@ -71,7 +72,9 @@ def test_every_framework_has_its_own_colour_and_its_own_shape() -> None:
 def test_marks_stand_where_the_plans_are(found: Any) -> None:
     view = RankingView(found)
     assert view.figure is not None
-    shown = {trace.name: set(zip(trace.x, trace.y, strict=True)) for trace in view.figure.data}
+    shown: dict[str, set[tuple[float, float]]] = defaultdict(set)
+    for trace in view.figure.data:
+        shown[trace.name.partition(",")[0]] |= set(zip(trace.x, trace.y, strict=True))
     usable = found.cluster.usable_bytes_per_gpu
     for name, sign in signs().items():
         own = found.framework == name
@@ -126,10 +129,10 @@ class Mark(NamedTuple):
 def marks_of(view: RankingView) -> list[Mark]:
     assert view.figure is not None
     return [
-        Mark(*mark)
+        Mark(row, gib, trace.marker.symbol, tooltip)
         for trace in view.figure.data
         if trace.customdata is not None
-        for mark in zip(trace.customdata, trace.x, trace.marker.symbol, trace.text, strict=True)
+        for row, gib, tooltip in zip(trace.customdata, trace.x, trace.text, strict=True)
     ]
 
 

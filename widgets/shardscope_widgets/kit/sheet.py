@@ -22,9 +22,13 @@ class Sheet(anywidget.AnyWidget):
     def __init__(self, *folders: str, measures: bool = False) -> None:
         """``folders``: the view folders whose ``style.css`` is added, in this order."""
         own = [front_end_text(folder, "style.css") for folder in folders]
-        super().__init__(_css="\n".join([type(self)._css, *own]), measures=measures)
-        # anywidget gives all instances of a class one <style> element, which the last of them overwrites.
-        self._anywidget_id = " ".join([self._anywidget_id, *folders])
+        super().__init__(
+            _css="\n".join([type(self)._css, *own]),
+            # anywidget gives an id one <style> element, which the last widget of this id overwrites. Its
+            # default is the class, so that the sheets of two views would take each other's place.
+            _anywidget_id=" ".join([f"{type(self).__module__}.{type(self).__name__}", *folders]),
+            measures=measures,
+        )
 
     def show(self) -> None:
         """Scroll the top of the view into sight: a button far below it may have changed what is there."""
