@@ -25,6 +25,8 @@ PIXELS = 272
 SHOWN_OVER_CAPACITY = 1.5
 """Plans up to this multiple of a GPU's memory are drawn: those that need ten GPUs' say nothing."""
 INK = "#7f8790"
+LABEL_SHARE = 0.22
+"""The label of the plan on screen, with its ring, as a share of the width of a chart of 390 pixels."""
 TOOLTIP_CHARACTERS = 46
 """A line of a tooltip: as long as a chart of 390 pixels has room for."""
 
@@ -66,7 +68,13 @@ def _marks(name: str, symbol: str, sign: Sign) -> Any:
     return go.Scatter(
         name=name,
         mode="markers",
-        marker={"symbol": symbol, "color": sign.colour, "size": 7, "opacity": 0.8, "line": {"width": 1.4}},
+        marker={
+            "symbol": symbol,
+            "color": sign.colour,
+            "size": 7,
+            "opacity": 0.8,
+            "line": {"width": 1.4 if symbol.endswith("-open") else 0},
+        },
         hovertemplate="%{text}<extra></extra>",
     )
 
@@ -110,11 +118,19 @@ def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
     place: dict[str, Any] = {"x": [], "y": [], "text": []}
     if chosen is not None:
         x = chosen[0] / GIB
-        # Beside the ring, on the side that has room.
-        range_ = figure.layout.xaxis.range or (0.0, 2 * x)
-        side = "left" if x > (range_[0] + range_[1]) / 2 else "right"
-        place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": f"middle {side}"}
+        place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": _label_side(figure, x)}
     figure.redraw([*({} for _ in figure.data[:-1]), place], {})
+
+
+def _label_side(figure: Chart, x: float) -> str:
+    """Return where the label of the plan on screen has room, without crossing the memory line."""
+    _, end = figure.layout.xaxis.range or (0.0, 2 * x)
+    line = figure.layout.shapes[0].x0 if figure.layout.shapes else end
+    width = LABEL_SHARE * end
+    for side, low, high in (("right", x, x + width), ("left", x - width, x)):
+        if low >= 0 and high <= end and not low < line < high:
+            return f"middle {side}"
+    return "top center"
 
 
 def draw(figure: Chart, ranking: Ranking) -> int:
