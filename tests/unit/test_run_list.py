@@ -333,6 +333,17 @@ def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) ->
     assert view.logs.whose.value == "supervisor"
 
 
+def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
+    path = write_run("failed", "failed")
+    fail(path, 1, "ValueError: bad batch\n")
+    view = RunView(ss.Run.attach(path))
+    views.append(view)
+    assert until(lambda: view.logs.whose.value == 1)
+    view.show(ss.Run.attach(write_run("whole", number=1)))
+    assert view.logs.whose.value == 0
+    assert until(lambda: "rank 0 is up" in view.logs.pane.value)
+
+
 def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:
     write_run("yesterday")
     studio = Studio()
