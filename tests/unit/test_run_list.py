@@ -166,6 +166,24 @@ def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: li
     assert "finished" in rows(view)[0], "the list knows too"
 
 
+def test_on_end_is_called_though_another_run_is_shown_meanwhile(
+    views: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    ended: list[Any] = []
+    path = write_run("living", "running", num_done=3)
+    write_run("yesterday")
+    view = RunsView(on_end=ended.append)
+    views.append(view)
+    run = ss.Run.attach(path)
+    view.open(run)
+    view.bar.press("back")
+    press(view, "open", "yesterday")
+    append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
+    assert until(lambda: ended == [run])
+    assert until(lambda: not view._is_watching) and ended == [run]
+
+
 def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
     path = write_run("living", "running", num_done=3)
