@@ -232,6 +232,15 @@ def test_a_click_on_a_component_opens_its_row(monkeypatch: pytest.MonkeyPatch) -
     assert "gather_buffers" in rows_of(view)
 
 
+def test_only_the_chart_in_sight_takes_clicks() -> None:
+    """Of two subplots in one place, plotly gives every hover and click to the upper one."""
+    view = MemoryView(plan_of())
+    for mode, shown, hidden in (("peak", "xaxis", "xaxis2"), ("step", "xaxis2", "xaxis")):
+        view.mode.value = mode
+        assert view.figure.layout[shown].domain == (0, 1)
+        assert view.figure.layout[hidden].domain[1] < 0.01
+
+
 def test_no_text_stands_on_a_grid_line() -> None:
     view = MemoryView(plan_of())
     for axis in (view.figure.layout[name] for name in ("xaxis", "yaxis", "xaxis2", "yaxis2")):

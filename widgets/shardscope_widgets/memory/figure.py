@@ -25,6 +25,8 @@ COURSE_END = 0.98
 PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_END))
 INK = "#7f8790"
 SMALL = {"size": 12}
+EVERYWHERE, NOWHERE = (0, 1), (0, 0.001)
+"""Shares of the chart's place."""
 HATCHED = ("fragmentation", *BESIDE_COLOURS)
 NAMES = (*COMPONENTS, *BESIDE_COLOURS)
 MAX_PIN_COURSES = 4
@@ -149,7 +151,13 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
     # The course is as high as the bars: nothing below them moves.
     inner = max(ROW_PIXELS * NUM_ROWS, pixels * len(rows))
     is_course = mode == "step"
+    # Of two subplots in one place, the upper one takes every click and hover: the other gets no place.
+    bars_domain, course_domain = (NOWHERE, EVERYWHERE) if is_course else (EVERYWHERE, NOWHERE)
     layout: dict[str, Any] = {
+        "xaxis.domain": bars_domain,
+        "yaxis.domain": bars_domain,
+        "xaxis2.domain": course_domain,
+        "yaxis2.domain": course_domain,
         "height": inner + TOP_PIXELS + BOTTOM_PIXELS,
         "xaxis.visible": not is_course,
         "yaxis.visible": not is_course,
