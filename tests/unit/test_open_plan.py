@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ class Opener:
     def upload(self, name: str, content: bytes) -> ss.Plan | None:
         before = len(self.opened)
         self.box.upload.value = (
-            {"name": name, "type": "", "size": len(content), "content": content, "last_modified": None},
+            {
+                "name": name,
+                "type": "",
+                "size": len(content),
+                "content": content,
+                "last_modified": datetime(2026, 1, 1, tzinfo=UTC),
+            },
         )
         return self.opened[-1] if len(self.opened) > before else None
 
@@ -53,12 +60,45 @@ def test_every_file_that_an_export_writes_for_its_framework_is_opened(name: str,
     arch = ss.models["llama-3.1-8b"]
     plan = ss.Plan(arch, CURRENT.cluster, ss.Recipe(seq_len=2048, recompute="full"), LAYOUTS[name])
     plan.export(tmp_path)
-    files = {"fsdp2": ["accelerate.yaml"], "ddp": ["accelerate.yaml"], "megatron": ["megatron_args.txt"]}
-    wanted = files.get(name, ["accelerate.yaml", "deepspeed.json"])
+    files = {
+        "deepspeed": ["accelerate_config.yaml", "ds_config.json"],
+        "megatron": ["megatron_arguments.txt"],
+    }
+    wanted = files.get(name, ["accelerate_config.yaml"])
     for file in ("plan.json", *wanted):
         assert Opener().open(tmp_path / file) == plan, "the rest is what lies beside it"
+        if (name, file) == ("deepspeed", "accelerate_config.yaml"):
+            continue  # It names ds_config.json, which an upload of one file does not bring along.
         uploaded = Opener(plan).upload(file, (tmp_path / file).read_bytes())
         assert uploaded is not None and uploaded.layout == plan.layout, "the rest is the current plan's"
+
+
+SCRIPT = """#!/bin/bash
+# Runs the 8B model
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+TP=2
+DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE --nnodes 1 --master_port 6000)
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8
+    --seq-length 2048  # short
+)
+PARALLEL_ARGS="--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2"
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} $PARALLEL_ARGS \\
+    --micro-batch-size 1 --global-batch-size 64 --bf16
+"""
+
+
+def test_a_launch_script_of_megatron_is_opened(tmp_path: Path) -> None:
+    file = tmp_path / "train_8b.sh"
+    file.write_text(SCRIPT)
+    arch = ss.models["llama-3.1-8b"]
+    opener = Opener(ss.Plan(arch, CURRENT.cluster, ss.Recipe(), ss.Layout.fsdp2()))
+    plan = opener.open(file)
+    assert plan is not None, opener.message
+    assert (plan.layout.framework, plan.layout.tp, plan.layout.pp) == ("megatron", 2, 2)
+    assert (plan.recipe.seq_len, plan.recipe.global_batch_size) == (2048, 64)
 
 
 def test_what_is_saved_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +112,7 @@ def test_what_is_saved_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\x80\x00\xff", "text"),
+        (b"\x80\x00\xff", ""),
         (b"{", "JSON"),
         (b"[]", ""),
         (b"{}", ""),

@@ -147,9 +147,11 @@ def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
     studio: Any = Studio()
     studio.architecture.name.value = str(folder)
     studio.task.text.value = str(chat)
-    assert "chat.jsonl" in studio.task.rows["text"].message and studio.launch.button.disabled
+    row = studio.task.rows["text"]
+    assert "plain UTF-8 text" in row.message and studio.launch.button.disabled
+    assert "chat.jsonl is JSON lines" in row.children[-1].value, "few words at the input"
     studio.task.text.value = ""
-    assert not studio.task.rows["text"].message and not studio.launch.button.disabled
+    assert not row.message and not studio.launch.button.disabled
 
 
 def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,12 @@ from shardscope_widgets.run.export_panel import folder_name
 MAX_BYTES = 4 * 2**20
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
 """A key of a YAML mapping, which Megatron-LM's arguments do not have."""
+ARRAY = re.compile(r"(\w+)=\(([^)]*)\)")
+ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|\S*)", re.MULTILINE)
+VARIABLE = re.compile(r"\"?\$\{?(\w+)(?:\[[@*]\])?\}?\"?")
+TORCHRUN_SCRIPT = re.compile(r"\s\S+\.py\b")
+MAX_NESTED = 4
+"""Variables within variables that are followed."""
 NOUNS = {"architecture", "cluster", "recipe", "layout"}
 DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"}
 ALLOWED = "a plan's JSON, an accelerate YAML or JSON, a DeepSpeed JSON or Megatron-LM's arguments"
@@ -48,9 +55,40 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
         given = {}  # An export's files: what they leave out is in its own plan.json, which is read with them.
     if text.lstrip().startswith("{"):
         return _read_json(path, text, given)
-    if "--" in text and not MAPPING.search(text):
+    is_yaml = path.suffix.lower() in (".yaml", ".yml") or MAPPING.search(text) is not None
+    if path.suffix.lower() in (".sh", ".sbatch"):
+        return ss.Plan.from_megatron(read_script_arguments(text), **given)
+    if "--" in text and not is_yaml:
         return ss.Plan.from_megatron(path, **given)
     return ss.Plan.from_accelerate(path, **given)
+
+
+def read_script_arguments(text: str) -> list[str]:
+    """Return Megatron-LM's arguments in a shell script: arrays, variables and the command itself.
+
+    Variables stand for the last text that the script assigns to them. Nothing is run.
+    """
+    lines = re.sub(r"(^|\s)#[^\n]*", "", text.replace("\\\n", " "))
+    values = {name: " ".join(array.split()) for name, array in ARRAY.findall(lines)}
+    values |= {
+        name: value.strip("\"'")
+        for name, value in ASSIGNED.findall(ARRAY.sub("", lines))
+        if name not in values
+    }
+    commands = ARRAY.sub("", lines).splitlines()
+    command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
+    words = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
+    for _ in range(MAX_NESTED):
+        words = VARIABLE.sub(lambda found: values.get(found[1], ""), words)
+    if not command or "--" not in words:
+        allowed = "a script that calls pretrain_gpt.py, or another .py file, with Megatron-LM's arguments"
+        refuse(
+            "OpenPlan.path", "a shell script", allowed, "a file of the arguments alone", "No arguments in it"
+        )
+    try:
+        return shlex.split(words)
+    except ValueError as error:
+        refuse("OpenPlan.path", words[:60], "words of a shell", f"balanced quotes ({error})")
 
 
 def _read_json(path: Path, text: str, given: dict[str, Any]) -> ss.Plan:

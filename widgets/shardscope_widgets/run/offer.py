@@ -87,7 +87,7 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
         return Offer(label=label)
     if is_here:
         return _unless_refused(label, code, plan, "")
-    refused = None
+    refused = Offer(label=label, note=f"{device_count(plan.cluster)} are not on this machine.")
     for layout in _layouts_on_cpu(plan):
         moved = _moved(plan, layout)
         if moved is None or not _is_room_for(moved):
@@ -98,8 +98,8 @@ def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label:
         offer = _unless_refused(label, code, moved, _say_moved(plan, moved))
         if offer.plan is not None:
             return offer
-        refused = refused or offer
-    return refused or Offer(label=label, note=f"{device_count(plan.cluster)} are not on this machine.")
+        refused = offer
+    return refused
 
 
 def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer:
