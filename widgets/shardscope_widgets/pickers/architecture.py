@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import ipywidgets as widgets
 
 import shardscope as ss
 from shardscope.catalog import model_names
-from shardscope.validation import FieldError
+from shardscope.validation import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.pickers.base import Picker, Row
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[kmbtKMBT]")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+CLOSE = 0.8
+"""Share of characters in common from which a name counts as misspelt."""
 
 
 class ArchitecturePicker(Picker):
     """Type to search the catalogue; "7b" is a Llama-shaped model of that size; a path reads a config.json."""
-
-    heading = "Model"
 
     def __init__(self, name: str = "llama-3.1-8b") -> None:
         self.name = widgets.Combobox(
@@ -28,13 +30,17 @@ class ArchitecturePicker(Picker):
             value=name,
             options=list(ss.models),
             continuous_update=False,
-            placeholder="name, size (7b) or config.json",
-            tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a config.json",
+            placeholder="name, size (7b) or folder",
+            tooltip="Model: its name here or on the Hub, a size such as 7b, or the path of a folder or "
+            "config.json",
         )
         self.hint = controls.html("", "ss-hint")
         self.weights_folder: Path | None = None
         """The chosen folder, if it holds weights to begin from."""
         self._taken: dict[str, ss.Architecture] = {}
+        """Architectures of other views, by the text that stands for them."""
+        self._folders: dict[str, ss.Architecture] = {}
+        """Paths that were read, and what they held."""
         super().__init__({"model": Row("Model", self.name)}, self.hint)
         self.name.observe(self.read, "value")
         self.read()
@@ -57,23 +63,39 @@ class ArchitecturePicker(Picker):
             return ss.Architecture.of_size(text.replace(" ", ""))
         # Only what lies on this machine: any other hub id would make the kernel wait for the network.
         path = Path(text).expanduser() if text and _exists(text) else None
+        if path is not None and path.is_dir() and not (path / "config.json").is_file():
+            allowed = "a folder with the model's config.json, and model.safetensors to fine-tune it"
+            refuse("model", text, allowed, "the folder of a model", f"There is no config.json in {text[:60]}")
         if path is not None:
             found = ss.Architecture.from_hf(path)
+            self._folders[text] = found
             self.weights_folder = path.resolve() if path.is_dir() and _has_weights(path) else None
             return found
+        near = _near(text)
         raise FieldError(
             "model",
             text,
             "a name of the catalogue or the Hub's name for one of its models, a size such as 7b, or the path "
             "of a config.json that exists",
-            (model_names().nearest(text) or "another, for it is not in the catalogue") if text else "7b",
-            f"{text[:60]!r} is not in the catalogue, and no file or folder of that name is here",
+            near or "a size such as 7b, or the path of the model's folder",
+            f"{text[:60]!r} is not in the catalogue, and no file or folder here" if text else "No model yet",
         )
 
+    def changes_of(self, error: FieldError) -> dict[str, object]:
+        """See :class:`Picker`; a name that is spelled almost so is a fix."""
+        is_name = error.field == "model" and error.fix in ss.models
+        return {"model": error.fix} if is_name else super().changes_of(error)
+
     def take(self, architecture: ss.Architecture) -> None:
-        """Set the input to an architecture that another view made, under its own name."""
-        self._taken[architecture.name] = architecture
-        self.name.value = architecture.name
+        """Set the input to an architecture that another view has: its folder if it came from one, else its
+        name."""
+        text = next((text for text, known in self._folders.items() if known == architecture), None)
+        if text is None:
+            text = architecture.name
+            if ss.models.get(text, architecture) != architecture:
+                text = f"{text} (changed)"
+            self._taken[text] = architecture
+        self.name.value = text
 
     def read(self, change: object = None) -> None:
         """Take the text over and say what it stands for."""
@@ -91,6 +113,20 @@ class ArchitecturePicker(Picker):
                 f"{arch.hidden_size:,} wide · "
                 f"{arch.num_attention_heads}/{arch.num_key_value_heads} heads{mixture}{kept}"
             )
+
+
+def _near(text: str) -> str:
+    """Return the model of the catalogue that ``text`` misspells; empty if it is another model.
+
+    Numbers make another model: "llama-9-8b" is no misspelt "llama-3-8b".
+    """
+    if not text:
+        return ""
+    near, asked = model_names().nearest(text), text.lower().rpartition("/")[2]
+    if asked.startswith(near):
+        return near
+    is_close = SequenceMatcher(None, asked, near).ratio() >= CLOSE
+    return near if is_close and NUMBER.findall(asked) == NUMBER.findall(near) else ""
 
 
 def _has_weights(folder: Path) -> bool:

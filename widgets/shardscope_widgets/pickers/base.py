@@ -128,9 +128,12 @@ class Picker(widgets.VBox):
         self._clear()
         self.is_wrong = True
         message = str(error.args[0] if isinstance(error, KeyError) else error)
-        changes = error.changes if isinstance(error, FieldError) else {}
-        if not changes:
+        if not isinstance(error, FieldError):
             row.show_error(message)
+            return
+        changes = self.changes_of(error)
+        if not changes:
+            row.show_error(message, short=f"{error.problem}. Fix: {error.fix}." if error.problem else "")
             return
         row.show_error(
             message,
@@ -138,6 +141,17 @@ class Picker(widgets.VBox):
             fix=_fix_label(changes),
             on_fix=lambda: self.on_fix(changes),
         )
+
+    def changes_of(self, error: FieldError) -> dict[str, object]:
+        """Return the fix of ``error`` as changes that inputs can take; empty if there is no such fix."""
+        changes = error.changes
+        can_be_set = all(
+            name == "Layout"
+            or name.partition(".")[0] in ("Layout", "Recipe", "Cluster")
+            or name.rpartition(".")[2] in self.boxes
+            for name in changes
+        )
+        return changes if can_be_set else {}
 
     def _clear(self) -> None:
         self.is_wrong = False

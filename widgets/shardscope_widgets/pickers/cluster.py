@@ -12,6 +12,9 @@ from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.pickers.base import Picker, Row, typed_bytes, typed_number, typed_size
 
 GIB = 2**30
+HOST_NOT_KNOWN = (
+    "The host memory of such a node is not known. Plans that offload cannot be judged without it."
+)
 UNITS = {"host_memory_bytes": GIB, "nvme_bytes": GIB, "nvme_bandwidth_bytes_per_second": 10**9}
 """Of what is typed: bytes to a GiB, bytes a second to a GB/s."""
 
@@ -22,8 +25,6 @@ class ClusterPicker(Picker):
     What a person says of a node's host memory and NVMe takes the place of what the catalogue says of such
     nodes; left empty, nobody knows.
     """
-
-    heading = "GPUs"
 
     def __init__(self, text: str = "8xh100-sxm-80gb") -> None:
         cluster = ss.Cluster.parse(text)
@@ -37,10 +38,16 @@ class ClusterPicker(Picker):
         self.nvme = controls.text("", "NVMe space of each node, in GiB; empty: not known", "64px")
         self.speed = controls.text("", "What a node reads from its NVMe, in GB/s; empty: not known", "48px")
         self.hint = controls.html("", "ss-hint")
+        self.host_hint = controls.html(HOST_NOT_KNOWN, "ss-hint", "ss-warning")
+        self.more = controls.button("More options", "ss-link", icon="chevron-right")
+        self.more.on_click(self._show_more)
+        self._is_open = False
         self.use_machine = controls.button("Use this machine", "ss-link", tooltip=f"Here: {self.machine}")
         counts = Row("Count", self.count, controls.label("GPUs ×"), self.nodes, controls.label("nodes"))
-        host = Row("Host", self.host, controls.label("GiB of memory"))
-        nvme = Row("NVMe", self.nvme, controls.label("GiB at"), self.speed, controls.label("GB/s"))
+        self._host_row = host = Row("Host memory", self.host, controls.label("GiB a node"))
+        self._nvme_row = nvme = Row(
+            "NVMe", self.nvme, controls.label("GiB at"), self.speed, controls.label("GB/s")
+        )
         super().__init__(
             {
                 "gpu": Row("Type", self.type),
@@ -50,7 +57,10 @@ class ClusterPicker(Picker):
                 "nvme_bytes": nvme,
                 "nvme_bandwidth_bytes_per_second": nvme,
             },
-            widgets.VBox([self.hint, self.use_machine], layout=controls.layout(align_items="flex-start")),
+            widgets.VBox(
+                [self.host_hint, self.more, self.hint, self.use_machine],
+                layout=controls.layout(align_items="flex-start"),
+            ),
         )
         self._filling = False
         self._base = cluster
@@ -61,6 +71,24 @@ class ClusterPicker(Picker):
         for control in (self.count, self.nodes, self.host, self.nvme, self.speed):
             control.observe(self.read, "value")
         self.read()
+
+    def _show_more(self, _: object) -> None:
+        self._is_open = not self._is_open
+        self._fit()
+
+    def _fit(self) -> None:
+        """Show the memory beside the GPUs where it is asked for: on request, not known, or with a message."""
+        cluster = self.value
+        is_asked = cluster is not None and cluster.host_memory_bytes is None and cluster.gpu.name != "cpu"
+        self.more.icon = "chevron-down" if self._is_open else "chevron-right"
+        for row, wanted in ((self._host_row, is_asked), (self._nvme_row, False)):
+            is_shown = self._is_open or wanted or bool(row.message)
+            (row.remove_class if is_shown else row.add_class)("ss-off")
+        (self.host_hint.remove_class if is_asked else self.host_hint.add_class)("ss-off")
+
+    def _show(self, error: Exception) -> None:
+        super()._show(error)
+        self._fit()
 
     def make(self) -> ss.Cluster:
         """The cluster that the inputs describe."""
@@ -124,6 +152,7 @@ class ClusterPicker(Picker):
         if getattr(self, "_filling", False):
             return
         super().read(change)
+        self._fit()
         cluster = self.value
         if cluster is None:
             return
@@ -139,10 +168,6 @@ class ClusterPicker(Picker):
             across = cluster.inter_node_link
             words += (
                 f" · {title(across.name)}: {across.bandwidth_bytes_per_second / 1e9:,.3g} GB/s between nodes"
-            )
-        if cluster.host_memory_bytes is None:
-            words += (
-                "<br>Host memory of such a node is not known: type it in, or offloading cannot be judged."
             )
         self.hint.value = words
 

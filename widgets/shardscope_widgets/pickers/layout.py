@@ -46,8 +46,6 @@ WORDS: dict[str, dict[Any, str]] = {
 class LayoutPicker(Picker):
     """A framework and its degrees. ``offer`` says for which model, GPUs and recipe; ``below`` comes last."""
 
-    heading = "Framework"
-
     def __init__(self, layout: ss.Layout | None = None, below: widgets.Widget | None = None) -> None:
         self._layouts = {name: framework.layout_class() for name, framework in frameworks.items()}
         layout = layout or ss.Layout.fsdp2()
@@ -64,7 +62,7 @@ class LayoutPicker(Picker):
         self._offering = False
         self._taken: ss.Layout | None = None
         self._first: dict[str, tuple[ss.Architecture, ss.Cluster]] = {}
-        """Framework -> the model and cluster for which its first degrees were chosen."""
+        """Framework -> the model and cluster for which its degrees were chosen, by us or by the user."""
         self.hint = controls.html("", "ss-hint")
         self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
@@ -160,6 +158,8 @@ class LayoutPicker(Picker):
         if self._offering:
             return
         name = self.framework.value
+        if change is not None and self._situation is not None:
+            self._first[name] = self._situation[:2]  # The user has set degrees: they stay.
         self._make_rows(name)
         self.rows = {"framework": self._framework_row, **self._rows[name]}
         rows = [self._framework_row, *self._rows[name].values(), *self._below]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -14,13 +15,20 @@ from typing import Any
 import ipywidgets as widgets
 
 import shardscope as ss
-from shardscope.validation import refuse
+from shardscope.validation import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Row
+from shardscope_widgets.run.export_panel import folder_name
 
 MAX_BYTES = 4 * 2**20
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
 """A key of a YAML mapping, which Megatron-LM's arguments do not have."""
+ARRAY = re.compile(r"(\w+)=\(([^)]*)\)")
+ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(\"[^\"]*\"|'[^']*'|\S*)", re.MULTILINE)
+VARIABLE = re.compile(r"\"?\$\{?(\w+)(?:\[[@*]\])?\}?\"?")
+TORCHRUN_SCRIPT = re.compile(r"\s\S+\.py\b")
+MAX_NESTED = 4
+"""Variables within variables that are followed."""
 NOUNS = {"architecture", "cluster", "recipe", "layout"}
 DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"}
 ALLOWED = "a plan's JSON, an accelerate YAML or JSON, a DeepSpeed JSON or Megatron-LM's arguments"
@@ -31,20 +39,56 @@ def read_plan(path: Path, current: ss.Plan) -> ss.Plan:
 
     Raises ``ValueError`` for a file that cannot be read, is none of the four, or holds what cannot run.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        refuse("OpenPlan.path", str(path), ALLOWED, f"the path of such a file ({error})")
+    if not path.is_file():
+        refuse("OpenPlan.path", str(path), ALLOWED, "the path of a file", "There is no such file")
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        refuse("OpenPlan.path", str(path), f"a file of at most {MAX_BYTES >> 20} MiB", "another file")
+        allowed = f"a file of at most {MAX_BYTES >> 20} MiB"
+        refuse("OpenPlan.path", str(path), allowed, "another file", "The file is too large for a plan")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        refuse("OpenPlan.path", str(path), ALLOWED, "another file", "The file is no text")
     given = {"architecture": current.architecture, "cluster": current.cluster, "recipe": current.recipe}
+    if (path.parent / "plan.json").is_file():
+        given = {}  # An export's files: what they leave out is in its own plan.json, which is read with them.
     if text.lstrip().startswith("{"):
         return _read_json(path, text, given)
-    if "--" in text and not MAPPING.search(text):
+    is_yaml = path.suffix.lower() in (".yaml", ".yml") or MAPPING.search(text) is not None
+    if path.suffix.lower() in (".sh", ".sbatch"):
+        return ss.Plan.from_megatron(read_script_arguments(text), **given)
+    if "--" in text and not is_yaml:
         return ss.Plan.from_megatron(path, **given)
     return ss.Plan.from_accelerate(path, **given)
+
+
+def read_script_arguments(text: str) -> list[str]:
+    """Return Megatron-LM's arguments in a shell script: arrays, variables and the command itself.
+
+    Variables stand for the last text that the script assigns to them. Nothing is run.
+    """
+    lines = re.sub(r"(^|\s)#[^\n]*", "", text.replace("\\\n", " "))
+    values = {name: " ".join(array.split()) for name, array in ARRAY.findall(lines)}
+    values |= {
+        name: value.strip("\"'")
+        for name, value in ASSIGNED.findall(ARRAY.sub("", lines))
+        if name not in values
+    }
+    commands = ARRAY.sub("", lines).splitlines()
+    command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
+    words = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
+    for _ in range(MAX_NESTED):
+        words = VARIABLE.sub(lambda found: values.get(found[1], ""), words)
+    if not command or "--" not in words:
+        allowed = "a script that calls pretrain_gpt.py, or another .py file, with Megatron-LM's arguments"
+        refuse(
+            "OpenPlan.path", "a shell script", allowed, "a file of the arguments alone", "No arguments in it"
+        )
+    try:
+        return shlex.split(words)
+    except ValueError as error:
+        refuse("OpenPlan.path", words[:60], "words of a shell", f"balanced quotes ({error})")
 
 
 def _read_json(path: Path, text: str, given: dict[str, Any]) -> ss.Plan:
@@ -57,6 +101,13 @@ def _read_json(path: Path, text: str, given: dict[str, Any]) -> ss.Plan:
     if keys & DEEPSPEED_KEYS and "distributed_type" not in keys:
         return ss.Plan.from_deepspeed(path, **given)
     return ss.Plan.from_accelerate(path, **given)
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{text} cannot be read: {error}") from None
 
 
 class OpenPlan(widgets.VBox):
@@ -74,26 +125,46 @@ class OpenPlan(widgets.VBox):
             tooltip="Upload a file",
         )
         self.row = Row("Open plan", self.path, self.upload)
+        self.save = controls.button(
+            "Save plan as JSON", "ss-link", tooltip="Into a file beside this notebook, which Open reads"
+        )
         self.words = controls.html("", "ss-hint")
-        super().__init__([self.row, self.words], layout=controls.layout())
+        super().__init__([self.row, self.save, self.words], layout=controls.layout())
         self.add_class("ss-open-plan")
         self.path.observe(self._open_path, "value")
         self.upload.observe(self._open_upload, "value")
+        self.save.on_click(self._save)
 
     def _open_path(self, change: object = None) -> None:
         text = self.path.value.strip()
         if text:
-            self._open(lambda: Path(text).expanduser())
+            self._open(lambda: _expanded(text))
         else:
             self.row.show_error("")
 
     def _open_upload(self, change: object = None) -> None:
         for uploaded in self.upload.value:
+            content = uploaded["content"]
+            if len(content) > MAX_BYTES:
+                self.row.show_error(f"{uploaded['name']} has more than {MAX_BYTES >> 20} MiB: it is no plan.")
+                continue
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / (Path(uploaded["name"]).name or "plan")
-                path.write_bytes(bytes(uploaded["content"]))
+                path = Path(folder) / "uploaded" / (Path(uploaded["name"]).name or "plan")
+                path.parent.mkdir()
+                path.write_bytes(bytes(content))
                 self._open(lambda path=path: path)
         self.upload.value = ()
+
+    def _save(self, _: object) -> None:
+        plan = self._current()
+        file = Path(f"{folder_name(plan)}.json")
+        try:
+            file.write_text(plan.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            self.row.show_error(f"{file.absolute()} cannot be written: {error.strerror}.")
+            return
+        self.row.show_error("")
+        self.words.value = f"Saved as {escape(str(file))}"
 
     def _open(self, find: Callable[[], Path]) -> None:
         self.words.value = ""
@@ -101,8 +172,9 @@ class OpenPlan(widgets.VBox):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 plan = read_plan(find(), self._current())
-        except (ValueError, RuntimeError) as error:
-            self.row.show_error(str(error))
+        except (ValueError, OSError) as error:
+            short = f"{error.problem}." if isinstance(error, FieldError) and error.problem else ""
+            self.row.show_error(str(error), short=short)
             return
         self.row.show_error("")
         ignored = " ".join(str(each.message) for each in caught)

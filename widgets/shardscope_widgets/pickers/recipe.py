@@ -17,8 +17,6 @@ from shardscope_widgets.pickers.recipe_choices import Advanced, options
 class RecipePicker(Picker):
     """The training recipe, the rarer choices behind a button; what is not shown keeps its default."""
 
-    heading = "Training"
-
     def __init__(self, recipe: ss.Recipe | None = None) -> None:
         recipe = recipe or ss.Recipe()
         self._base = recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ import traitlets
 import shardscope as ss
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.training.finetune import ADAPTER_RATE, FULL_RATE
-from shardscope.validation import FieldError, nearest
+from shardscope.validation import FieldError
+from shardscope_widgets.checks.own_code import functions_here
 from shardscope_widgets.kit import controls
 from shardscope_widgets.pickers.base import Picker, Row, typed_number, typed_rate
 
@@ -24,8 +26,12 @@ WORDS: dict[Kind, str] = {
     "own": "Run my script or function",
 }
 ANSWERS: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
-NO_WEIGHTS = "Adapters on random weights learn little: choose a model folder with weights, or method “full”."
-SHIPPED_TEXT = "Moby-Dick, which ships with Shardscope"
+NO_WEIGHTS = (
+    "Adapters on random weights teach nothing: enter a folder with weights as the model, and fine-tune it."
+)
+UNUSED_WEIGHTS = "Training begins from random weights. The folder's weights are not used."
+SHIPPED_TEXT = "Moby-Dick"
+WITHOUT_TEXT = "Without a text file: Moby-Dick, which ships with Shardscope."
 
 
 class RunOptions(Picker):
@@ -41,7 +47,9 @@ class RunOptions(Picker):
         )
         row = Row("Steps, learning rate", self.steps, self.rate)
         row.add_class("ss-two-lines")
+        self._training = (row, self.profile)
         self.has_steps = True
+        """Whether the task takes steps and a rate; the user's own code has its own."""
         super().__init__(
             {"num_steps": row, "learning_rate": row}, controls.vertical(self.profile, self.outlive)
         )
@@ -56,10 +64,11 @@ class RunOptions(Picker):
     def read(self, change: object = None) -> None:
         """Take the inputs over and renew the answer."""
         super().read(change)
-        steps = f"{self.steps.value} steps" if self.has_steps else "its own steps"
+        for part in self._training:
+            (part.remove_class if self.has_steps else part.add_class)("ss-off")
         parts = [
-            steps,
-            "traced" if self.profile.value else "",
+            f"{self.steps.value} steps" if self.has_steps else "as the code says",
+            "traced" if self.profile.value and self.has_steps else "",
             "outlives the kernel" if self.outlive.value else "",
         ]
         self.answer = ", ".join(filter(None, parts))
@@ -93,8 +102,10 @@ class TaskPicker(Picker):
         """``functions`` returns what the notebook's cells have defined."""
         self.options = options
         self._functions = functions or functions_here
+        self._plan: ss.Plan | None = None
         self._weights: Path | None = None
-        self._was_chosen = False
+        self._chosen: Kind | None = None
+        """The kind that the user chose while fine-tuning was on offer, or "own" at any time."""
         self._offering = False
         self.menu = controls.dropdown(options=[(WORDS["pretrain"], "pretrain")], tooltip="What to do")
         self.text = controls.text("", "A UTF-8 text file to train on", placeholder=SHIPPED_TEXT)
@@ -105,7 +116,8 @@ class TaskPicker(Picker):
         self._text_row, self._code_row = Row("Text", self.text), Row("Code", self.code)
         self.note = controls.html("", "ss-hint")
         rows = {"kind": Row("Task", self.menu), "text": self._text_row, "code": self._code_row}
-        super().__init__({**rows, "weights": rows["kind"]}, self.note)
+        others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
+        super().__init__({**rows, **others}, self.note)
         self.menu.observe(self._choose, "value")
         for control in (self.text, self.code):
             control.observe(self.read, "value")
@@ -114,15 +126,38 @@ class TaskPicker(Picker):
 
     def offer(self, plan: ss.Plan, weights: Path | None) -> None:
         """Say for which plan, and which folder of weights the model was read from, if from any."""
-        if weights != self._weights:
-            self._weights, self._was_chosen = weights, False
+        self._plan, self._weights = plan, weights
         self._offer_kinds()
-        is_random_lora = self.kind == "pretrain" and plan.recipe.has_adapters
-        self.note.value = NO_WEIGHTS if is_random_lora else ""
-        usual = FULL_RATE if self.kind == "finetune" else rate_near(ss.Pretrain.learning_rate, plan)
-        if self.kind == "finetune" and plan.recipe.has_adapters:
-            usual = ADAPTER_RATE
+        self._say_what_trains()
+        self.show_usual_rate(plan)
+
+    def _say_what_trains(self) -> None:
+        """Say from which weights and on which text a run would train."""
+        if self.kind == "own":
+            note = "Model, data, steps and learning rate are the code's own."
+        elif self._plan is not None and self.adapts_random_weights(self._plan):
+            note = NO_WEIGHTS
+        else:
+            note = UNUSED_WEIGHTS if self.kind == "pretrain" and self._weights is not None else ""
+        has_text = self.kind == "own" or self.text.value.strip()
+        self.note.value = " ".join(filter(None, [note, "" if has_text else WITHOUT_TEXT]))
+
+    def adapts_random_weights(self, plan: ss.Plan) -> bool:
+        """Return whether adapters would be trained on random weights."""
+        return self.kind == "pretrain" and plan.recipe.has_adapters
+
+    def show_usual_rate(self, plan: ss.Plan, *, as_trial: bool = False) -> None:
+        """Show the rate that an empty input stands for, which depends on the plan that trains."""
+        usual = rate_near(ss.Pretrain.learning_rate, plan)
+        if self.kind == "finetune" and not as_trial:
+            usual = ADAPTER_RATE if plan.recipe.has_adapters else FULL_RATE
         self.options.rate.placeholder = f"{usual:g}"
+
+    @property
+    def missing(self) -> str:
+        """What the user has not entered yet; empty if nothing is missing."""
+        needs_code = self.kind == "own" and not self.code.value.strip()
+        return "Enter a script or a function first." if needs_code else ""
 
     @property
     def verb(self) -> str:
@@ -143,15 +178,18 @@ class TaskPicker(Picker):
         """The folder whose weights are fine-tuned; None for another kind of task."""
         return self._weights if self.kind == "finetune" else None
 
-    def task(self, plan: ss.Plan) -> Any:
-        """Return the task that the inputs describe. Raises ``ValueError`` naming the field."""
+    def task(self, plan: ss.Plan, *, as_trial: bool = False) -> Any:
+        """Return the task that the inputs describe. Raises ``ValueError`` naming the field.
+
+        ``as_trial``: ``plan`` is of a tiny model that stands for the user's: no folder has its weights.
+        """
         if self.kind == "own":
             return self._own_code()
         fields = self.options.fields()
         text = self.text.value.strip()
         if text:
             fields["text"] = Path(text).expanduser()
-        if self.kind == "finetune":
+        if self.kind == "finetune" and not as_trial:
             return ss.Finetune(weights=self._weights, **fields)
         if fields["learning_rate"] is None:
             fields["learning_rate"] = rate_near(ss.Pretrain.learning_rate, plan)
@@ -164,17 +202,18 @@ class TaskPicker(Picker):
     def read(self, change: object = None) -> None:
         """Take the inputs over, and show the rows that the kind has."""
         super().read(change)
-        self._text_row.layout.display = "none" if self.kind == "own" else ""
-        self._code_row.layout.display = "" if self.kind == "own" else "none"
+        is_own = self.kind == "own"
+        (self._text_row.add_class if is_own else self._text_row.remove_class)("ss-off")
+        (self._code_row.remove_class if is_own else self._code_row.add_class)("ss-off")
         self.answer = f"{ANSWERS[self.kind]} {self.subject}".strip()
+        self._say_what_trains()
         self.options.has_steps = self.kind != "own"
         self.options.read()
 
     def _offer_kinds(self) -> None:
         kinds = [kind for kind in WORDS if kind != "finetune" or self._weights is not None]
-        wanted = self.kind if self._was_chosen and self.kind in kinds else kinds[1 if self._weights else 0]
-        if not self._was_chosen and self.kind == "own":
-            wanted = "own"
+        default: Kind = "finetune" if self._weights is not None else "pretrain"
+        wanted = self._chosen if self._chosen in kinds else default
         self._offering = True
         try:
             options = [(WORDS[kind], kind) for kind in kinds]
@@ -190,30 +229,39 @@ class TaskPicker(Picker):
     def _choose(self, change: dict[str, Any]) -> None:
         if self._offering or change["new"] is None:
             return
-        self._was_chosen = True
         self.kind = change["new"]
+        # "Pretrain" where nothing else was on offer says nothing about a folder that is chosen later.
+        could_finetune = self._weights is not None
+        self._chosen = self.kind if self.kind == "own" or could_finetune else None
         self.read()
 
     def _own_code(self) -> Any:
         name = self.code.value.strip()
         functions = {key: value for key, value in self._functions().items() if inspect.isfunction(value)}
         if name in functions:
-            return functions[name]
-        path = Path(name).expanduser()
-        if name and path.is_file():
-            return ss.Script(path)
-        known = [key for key in functions if not key.startswith("_")]
-        fix = str(nearest(name, known)) if name and known else "train.py"
+            return functions[name] if _takes_context(functions[name]) else ss.Script(functions[name])
+        known = {key: "" for key in functions if not key.startswith("_")}
+        try:
+            path = Path(name).expanduser()
+            if name and path.is_file():
+                return ss.Script(path)
+            scripts = {str(path.with_name(one.name)): "" for one in path.parent.glob("*.py")}
+        except (OSError, RuntimeError):
+            scripts = {}
+        near = get_close_matches(name, [*known, *scripts], n=1)
         allowed = "the path of a script, or the name of a function f(ctx) of this notebook"
-        raise FieldError("Task.code", name, allowed, fix, "No script there, and no function of that name")
+        fix = near[0] if near else "the path of a .py file"
+        problem = f"No script {name[:60]!r} is here, and no function of that name"
+        raise FieldError("Task.code", name, allowed, fix, problem)
 
 
-def functions_here() -> Mapping[str, Any]:
-    """Return what the notebook's cells have defined; nothing outside of a notebook."""
-    from IPython.core.getipython import get_ipython
-
-    shell = get_ipython()
-    return {} if shell is None else shell.user_ns
+def _takes_context(function: Callable[..., Any]) -> bool:
+    """Return whether ``function`` takes the run's context; a script's ``main()`` takes nothing."""
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _checkbox(words: str, why: str, *, value: bool = False) -> widgets.Checkbox:

@@ -56,6 +56,7 @@ class LaunchButton:
         if self._plan is None or self._report is None:
             return
         self.current = offer_for(self._plan, self.machine, self._report, self._task)
+        self._task.show_usual_rate(self.current.plan or self._plan, as_trial=self.current.is_trial)
         wrong = self._show_task_error()
         against = self._blocked or (IS_BUSY if self._busy else "") or wrong
         self.button.description = self.current.label
@@ -67,7 +68,7 @@ class LaunchButton:
     @property
     def task(self) -> object:
         """The task that the button would start. Raises ``ValueError``."""
-        return self._task.task(self.current.plan or self._plan)
+        return self._task.task(self.current.plan or self._plan, as_trial=self.current.is_trial)
 
     @property
     def busy(self) -> bool:
@@ -100,9 +101,7 @@ class LaunchButton:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                run = ss.launch(
-                    plan, self._task.task(plan), outlive_kernel=self._options.outlive.value, force=force
-                )
+                run = ss.launch(plan, self.task, outlive_kernel=self._options.outlive.value, force=force)
         except TooLittleFreeError as error:
             self.busy = False
             self.free.ask()
@@ -122,10 +121,10 @@ class LaunchButton:
         """Show what is wrong with the task at its input, and return it in few words."""
         for picker in (self._task, self._options):
             picker.clear_plan_errors()
-        if self.current.plan is None:
-            return ""
+        if self._task.missing:
+            return self._task.missing
         try:
-            self._task.task(self.current.plan)
+            _ = self.task
         except ValueError as error:
             field = str(getattr(error, "field", "")).rpartition(".")[2]
             owner = self._options if field in self._options.rows else self._task

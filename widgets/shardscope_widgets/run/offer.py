@@ -12,12 +12,15 @@ from shardscope.frameworks.cpu_rehearsal import rehearsal_of
 from shardscope.frameworks.registry import check_trained, why_not_trained
 from shardscope.memory.report import MemoryReport
 from shardscope.memory.words import gib
+from shardscope.own_code.script import names_engine
 from shardscope.planner.room import shortages
 from shardscope.planner.verdict import assess
 from shardscope_widgets.kit.words import device_count
-from shardscope_widgets.pickers.task import TaskPicker
+from shardscope_widgets.pickers.task import NO_WEIGHTS, TaskPicker
 
 TRIAL_RANKS = 2
+CPU_SEQ_LEN = 512
+"""Longest sequences of a model of its own size that is trained on CPU ranks because its GPUs are not here."""
 TRIAL = f"Try a tiny model on {TRIAL_RANKS} CPU ranks"
 LAUNCHING = "Train this plan on this machine"
 TRYING = "Train a tiny model of this family on CPU ranks of this machine, with the same framework"
@@ -54,6 +57,9 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: Ta
         return Offer(
             label=label, note=f'Training needs {", ".join(missing)}: pip install "shardscope[train]"'
         )
+    if task.kind == "own":
+        return _offer_own_code(plan, machine, task, label)
+    warning = NO_WEIGHTS if task.adapts_random_weights(plan) else ""
     too_large = ""
     if _is_here(plan, machine):
         too_large = _why_too_large(plan, report)
@@ -62,15 +68,59 @@ def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport, task: Ta
             if refusal:
                 return Offer(label=label, note=refusal)
             verdict = assess(plan, report)
-            return Offer(label=label, plan=plan, note="" if verdict.state == "fits" else verdict.reason)
-    elif task.kind != "pretrain":
-        here = _on_cpu_ranks(plan)
-        if here is not None:
-            note = f"{device_count(plan.cluster)} are not here: the same task on {TRIAL_RANKS} CPU ranks."
-            return Offer(label=f"{task.verb} on {TRIAL_RANKS} CPU ranks", plan=here, note=note)
-        if task.kind == "own":
-            return Offer(label=label, note=f"{device_count(plan.cluster)} are not on this machine.")
-    return _trial(plan, too_large, task)
+            note = "" if verdict.state == "fits" else verdict.reason
+            return Offer(label=label, plan=plan, note=_joined(warning, note))
+    elif task.kind == "finetune":
+        moved = _on_cpu_ranks(plan)
+        if moved is not None:
+            return Offer(label=_on_ranks(task), plan=moved, note=_say_moved(plan, moved))
+    return _trial(plan, _joined(warning, too_large), task)
+
+
+def _offer_own_code(plan: ss.Plan, machine: ss.Cluster, task: TaskPicker, label: str) -> Offer:
+    """Return the offer to run the user's code, whose model and memory are its own."""
+    is_here = _is_here(plan, machine)
+    label = label if is_here else _on_ranks(task)
+    try:
+        code = task.task(plan)
+    except ValueError:  # Shown at its input.
+        return Offer(label=label)
+    if is_here:
+        return _unless_refused(label, code, plan, "")
+    refused = Offer(label=label, note=f"{device_count(plan.cluster)} are not on this machine.")
+    for layout in _layouts_on_cpu(plan):
+        moved = _moved(plan, layout)
+        if moved is None or not _is_room_for(moved):
+            try:
+                moved = rehearsal_of(replace(plan, layout=layout), TRIAL_RANKS).plan
+            except ValueError:
+                continue
+        offer = _unless_refused(label, code, moved, _say_moved(plan, moved))
+        if offer.plan is not None:
+            return offer
+        refused = offer
+    return refused
+
+
+def _unless_refused(label: str, code: object, plan: ss.Plan, note: str) -> Offer:
+    """Return the offer to run ``code`` as ``plan`` says, without a plan if it refuses that."""
+    check = getattr(code, "check", None)
+    try:
+        if callable(check):
+            check(plan)
+        elif names_engine(code):
+            check_trained(plan)
+    except ValueError as error:
+        return Offer(label=label, note=str(error))
+    return Offer(label=label, plan=plan, note=note)
+
+
+def _on_ranks(task: TaskPicker) -> str:
+    return f"{task.verb} on {TRIAL_RANKS} CPU ranks"
+
+
+def _joined(*sentences: str) -> str:
+    return " ".join(sentence.strip() for sentence in sentences if sentence)
 
 
 def _is_here(plan: ss.Plan, machine: ss.Cluster) -> bool:
@@ -84,43 +134,73 @@ def _is_here(plan: ss.Plan, machine: ss.Cluster) -> bool:
 
 
 def _on_cpu_ranks(plan: ss.Plan) -> ss.Plan | None:
-    """Return the same model and recipe on CPU ranks of this machine, if they run and fit in what is free."""
-    cluster = ss.Cluster.parse(f"{TRIAL_RANKS}xcpu")
-    batch = TRIAL_RANKS * plan.recipe.micro_batch_size
-    recipe = replace(plan.recipe, global_batch_size=batch)
-    free = psutil.virtual_memory().available
-    for layout in (type(plan.layout)(), ss.Layout.fsdp2(), ss.Layout.ddp()):
-        try:
-            moved = ss.Plan(plan.architecture, cluster, recipe, layout)
-            report = moved.memory()
-        except ValueError:
-            continue
-        if why_not_trained(moved) is None and TRIAL_RANKS * report.peak_bytes < free:
+    """Return the same model and method on CPU ranks of this machine, if that runs and fits in what is free.
+
+    Sequences and batches are shortened: a CPU takes minutes for a step of those of a GPU.
+    """
+    for layout in _layouts_on_cpu(plan):
+        moved = _moved(plan, layout)
+        if moved is not None and why_not_trained(moved) is None and _is_room_for(moved):
             return moved
     return None
 
 
-def _trial(plan: ss.Plan, too_large: str, task: TaskPicker) -> Offer:
+def _layouts_on_cpu(plan: ss.Plan) -> tuple[ss.Layout, ...]:
+    return (type(plan.layout)(), ss.Layout.fsdp2(), ss.Layout.ddp())
+
+
+def _moved(plan: ss.Plan, layout: ss.Layout) -> ss.Plan | None:
+    """Return the model of ``plan`` with ``layout`` on CPU ranks of this machine; None if it cannot run."""
+    recipe = replace(
+        plan.recipe,
+        seq_len=min(plan.recipe.seq_len, CPU_SEQ_LEN, plan.architecture.max_position_embeddings),
+        micro_batch_size=1,
+        global_batch_size=TRIAL_RANKS,
+    )
+    try:
+        moved = ss.Plan(plan.architecture, ss.Cluster.parse(f"{TRIAL_RANKS}xcpu"), recipe, layout)
+        moved.memory()
+    except ValueError:
+        return None
+    return moved
+
+
+def _is_room_for(plan: ss.Plan) -> bool:
+    return plan.world_size * plan.memory().peak_bytes < psutil.virtual_memory().available
+
+
+def _say_moved(plan: ss.Plan, moved: ss.Plan) -> str:
+    """Return what differs between ``plan`` and the same on CPU ranks, as sentences."""
+    before, now = plan.recipe, moved.recipe
+    parts = [f"{moved.architecture.num_parameters:,} parameters"] * (moved.architecture != plan.architecture)
+    parts.append(moved.layout.description)
+    for name, words in (("seq_len", "tokens a sequence"), ("global_batch_size", "sequences a step")):
+        if getattr(now, name) != getattr(before, name):
+            parts.append(f"{getattr(now, name):,} instead of {getattr(before, name):,} {words}")
+    return f"{device_count(plan.cluster)} are not here. On {TRIAL_RANKS} CPU ranks: {', '.join(parts)}."
+
+
+def _trial(plan: ss.Plan, warning: str, task: TaskPicker) -> Offer:
     try:
         trial = rehearsal_of(plan, TRIAL_RANKS)
         check_trained(trial.plan)
     except ValueError as error:
         return Offer(label=TRIAL, note=str(error))
-    weights = "random weights, not the folder's, and " if task.kind == "finetune" else ""
+    weights = "random weights in place of the folder's, " if task.kind == "finetune" else ""
     differences = ", ".join(trial.differences)
-    note = f"{too_large}A trial: the same framework on this machine, with {weights}{differences}."
-    return Offer(label=TRIAL, plan=trial.plan, is_trial=True, note=note)
+    note = f"A trial: the same framework on this machine, with {weights}{differences}."
+    return Offer(label=TRIAL, plan=trial.plan, is_trial=True, note=_joined(warning, note))
 
 
 def _why_too_large(plan: ss.Plan, report: MemoryReport) -> str:
     """Return what is too little in any case: of the GPU's memory the low end of the band counts."""
     if report.low_bytes > report.usable_bytes:
         have, least = gib(report.usable_bytes), gib(report.low_bytes)
-        return f"This machine has {have} GiB, and at least {least} are needed. "
+        return f"This machine has {have} GiB, and at least {least} are needed."
     for place in shortages(plan, report):
         if place.name != "GPU memory":
             return (
                 f"A node has {gib(place.room_bytes or 0)} GiB of {place.name}, and "
-                f"{gib(place.needed_bytes)} are needed. "
+                f"{gib(place.needed_bytes)} are needed."
             )
     return ""

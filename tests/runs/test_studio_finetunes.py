@@ -1,0 +1,67 @@
+"""The Studio's main button trains the model folder that was chosen, on real ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs
+
+torch = needs("torch")
+needs("transformers")
+
+from finetuned_models import MODELS  # noqa: E402
+
+import shardscope as ss  # noqa: E402
+from shardscope.training.data import read_tokens  # noqa: E402
+from shardscope.training.tokenizer import SHIPPED_TOKENIZER  # noqa: E402
+from shardscope.training.weights_folder import WeightsFolder  # noqa: E402
+from shardscope.training.weights_tokenizer import WeightsTokenizer  # noqa: E402
+from shardscope_widgets import Studio  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Llama that is surer of itself than random weights are, so that its loss is its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"]))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(6)
+    model.save_pretrained(tmp_path / "whale")
+    shutil.copy(SHIPPED_TOKENIZER, tmp_path / "whale" / "tokenizer.json")
+    return tmp_path / "whale"
+
+
+def typical_loss(folder: Path, seq_len: int) -> float:
+    """The loss of the folder's weights on the text's first windows, by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = read_tokens(None, WeightsTokenizer(WeightsFolder.of(folder, "weights")).encode)
+    rows = torch.tensor(tokens[: 64 * seq_len].astype("int64")).view(64, seq_len)
+    with torch.no_grad():
+        return float(model(input_ids=rows, labels=rows).loss)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_model_folder_is_fine_tuned_by_the_main_button(folder: Path, method: str) -> None:
+    studio: Any = Studio()
+    studio.recipe.method.value = method
+    studio.architecture.name.value = str(folder)
+    studio.options.steps.value, studio.options.profile.value = "2", False
+    assert studio.launch.button.description == "Fine-tune whale on 2 CPU ranks"
+    studio.launch.button.click()
+    run = studio.run
+    assert run is not None and run.wait(300) == "finished", run and run.reason
+    assert run.plan.architecture == ss.Architecture.from_hf(folder) and run.plan.recipe.method == method
+    assert f"beginning from {folder}" in run.logs(0)
+    losses = [line["loss"] for line in run.metrics() if line["rank"] == 0]
+    expected = typical_loss(folder, run.plan.recipe.seq_len)
+    assert expected > 10, "random weights have 7.6, the logarithm of the vocabulary's size"
+    assert losses[0] == pytest.approx(expected, rel=0.15), "the weights are the folder's"
+    studio.close()

@@ -1,0 +1,193 @@
+"""What to do with a plan: the picker's task, and what the main button offers for it on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.needs import needs
+from tests.weights_folders import write_folder
+
+import shardscope as ss
+from shardscope_widgets import Studio
+from shardscope_widgets.pickers import RunOptions, TaskPicker
+from shardscope_widgets.run.offer import offer_for
+
+needs("torch")
+needs("transformers")
+MACHINE = ss.Cluster.parse("2xcpu")
+SMALL = ss.Plan(
+    ss.Architecture.of_size("2m"), MACHINE, ss.Recipe(seq_len=64, global_batch_size=2), ss.Layout.fsdp2()
+)
+LARGE = ss.Plan(
+    ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2()
+)
+
+
+def trains(ctx: Any) -> None:
+    """A function of a notebook."""
+
+
+def main() -> None:
+    """What a script calls."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "smollm")
+
+
+@pytest.fixture
+def picker() -> TaskPicker:
+    return TaskPicker(RunOptions(), functions=lambda: {"trains": trains, "main": main, "number": 3})
+
+
+def plan_of(folder: Path, cluster: str = "2xcpu", **recipe: Any) -> ss.Plan:
+    fields = {"seq_len": 32, "global_batch_size": 8, **recipe}
+    arch, gpus = ss.Architecture.from_hf(folder), ss.Cluster.parse(cluster)
+    return ss.Plan(arch, gpus, ss.Recipe(**fields), ss.Layout.fsdp2())
+
+
+def offered(picker: TaskPicker, plan: ss.Plan) -> Any:
+    return offer_for(plan, MACHINE, plan.memory(), picker)
+
+
+def test_a_folder_with_weights_is_fine_tuned_unless_the_user_chooses(
+    picker: TaskPicker, folder: Path
+) -> None:
+    plan = plan_of(folder)
+    picker.offer(plan, None)
+    assert isinstance(picker.task(plan), ss.Pretrain) and picker.answer == "Pretrain"
+    picker.offer(plan, folder)
+    task = picker.task(plan)
+    assert isinstance(task, ss.Finetune) and task.weights == folder and picker.answer == "Fine-tune smollm"
+    assert offered(picker, plan).label == "Fine-tune smollm on 2 CPU ranks"
+    picker.menu.value = "pretrain"
+    picker.offer(plan, folder)
+    assert isinstance(picker.task(plan), ss.Pretrain)
+    assert "random weights" in picker.note.value, "it is said that the folder's are not used"
+    picker.offer(SMALL, None)
+    picker.menu.value = "own"
+    picker.offer(plan, folder)
+    assert picker.kind == "own", "the user chose"
+
+
+def test_pretrain_where_nothing_else_was_on_offer_is_no_choice(picker: TaskPicker, folder: Path) -> None:
+    picker.offer(SMALL, None)
+    picker.menu.value = "own"
+    picker.menu.value = "pretrain"
+    picker.offer(plan_of(folder), folder)
+    assert picker.kind == "finetune"
+
+
+def test_the_studio_takes_the_folder_that_was_typed(folder: Path) -> None:
+    studio: Any = Studio()
+    studio.architecture.name.value = str(folder)
+    assert studio.architecture.weights_folder == folder
+    assert studio.launch.button.description == "Fine-tune smollm on 2 CPU ranks"
+    assert "64 instead of 4,096 tokens" in studio.launch.note.value, "what differs from the plan is said"
+    assert isinstance(studio.launch.task, ss.Finetune)
+    plan = studio.plan
+    studio.architecture.name.value = "llama-3.1-8b"
+    assert studio.architecture.weights_folder is None and isinstance(studio.launch.task, ss.Pretrain)
+    assert studio.launch.button.description == "Try a tiny model on 2 CPU ranks"
+    studio.apply(plan)
+    assert studio.architecture.weights_folder == folder, "a plan of that folder brings its weights back"
+    (folder / "model.safetensors").unlink()
+    studio.architecture.name.value = "gpt2"
+    studio.architecture.name.value = str(folder)
+    assert studio.architecture.weights_folder is None and isinstance(studio.launch.task, ss.Pretrain)
+
+
+def test_adapters_on_random_weights_are_warned_of(picker: TaskPicker, folder: Path) -> None:
+    lora = replace(SMALL, recipe=replace(SMALL.recipe, method="lora", lora_rank=4))
+    picker.offer(lora, None)
+    for words in (picker.note.value, offered(picker, lora).note):
+        assert "teach nothing" in words and "folder" in words
+    picker.offer(plan_of(folder, method="lora", lora_rank=4), folder)
+    assert "teach nothing" not in picker.note.value and isinstance(picker.task(lora), ss.Finetune)
+
+
+def test_a_trial_of_a_fine_tune_trains_what_it_says(
+    picker: TaskPicker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is too large for this machine: no folder has the tiny model's weights."""
+    monkeypatch.setattr("shardscope_widgets.run.offer._is_room_for", lambda plan: False)
+    plan = plan_of(folder, "8xh100-sxm-80gb")
+    picker.offer(plan, folder)
+    offer = offered(picker, plan)
+    assert offer.label == "Try a tiny model on 2 CPU ranks" and offer.is_trial
+    assert "random weights" in offer.note
+    task = picker.task(offer.plan, as_trial=True)
+    assert isinstance(task, ss.Pretrain)
+    task.check(offer.plan)
+
+
+def test_steps_rate_text_and_trace_reach_the_task(picker: TaskPicker, folder: Path) -> None:
+    text = folder.parent / "book.txt"
+    text.write_text("Call me Ishmael. " * 100)
+    options = picker.options
+    assert "Moby-Dick" in picker.note.value
+    options.steps.value, options.rate.value, options.profile.value = "1,000", "3e-5", False
+    picker.text.value = str(text)
+    assert "Moby-Dick" not in picker.note.value and options.answer == "1,000 steps"
+    for weights in (None, folder):
+        picker.offer(plan_of(folder), weights)
+        task = picker.task(plan_of(folder))
+        assert (task.num_steps, task.learning_rate, task.profile, task.text) == (1000, 3e-5, False, text)
+    options.rate.value = ""
+    assert picker.task(plan_of(folder)).learning_rate is None and options.rate.placeholder == "2e-05"
+
+
+def test_structured_text_is_an_error_at_the_input(folder: Path) -> None:
+    chat = folder.parent / "chat.jsonl"
+    chat.write_text('{"messages": []}\n')
+    studio: Any = Studio()
+    studio.architecture.name.value = str(folder)
+    studio.task.text.value = str(chat)
+    row = studio.task.rows["text"]
+    assert "plain UTF-8 text" in row.message and studio.launch.button.disabled
+    assert "chat.jsonl is JSON lines" in row.children[-1].value, "few words at the input"
+    studio.task.text.value = ""
+    assert not row.message and not studio.launch.button.disabled
+
+
+def test_the_users_own_code(picker: TaskPicker, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    picker.offer(LARGE, None)
+    picker.menu.value = "own"
+    assert picker.missing, "nothing to run yet"
+    picker.code.value = str(script)
+    task = picker.task(LARGE)
+    assert isinstance(task, ss.Script) and task.source == script
+    offer = offered(picker, LARGE)
+    assert offer.label == "Run train.py on 2 CPU ranks" and offer.plan is not None
+    task.check(offer.plan)
+    assert picker.options.answer == "as the code says" and picker.answer == "My code train.py"
+    picker.code.value = "trains"
+    assert picker.task(LARGE) is trains and offered(picker, LARGE).plan is not None
+    picker.code.value = "main"
+    assert isinstance(picker.task(LARGE), ss.Script), "a function without a context is a script's"
+    for name in ("trian", "number", "/nowhere/train.py", "~nobody/x.py", "\0"):
+        picker.code.value = name
+        with pytest.raises(ValueError) as refused:
+            picker.task(LARGE)
+        assert getattr(refused.value, "field", "") == "Task.code", name
+        assert offered(picker, LARGE).plan is None
+    picker.code.value = "trian"
+    with pytest.raises(ValueError, match="Nearest fix: trains"):
+        picker.task(LARGE)
+
+
+def test_a_script_that_is_no_python_is_said_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import (\n")
+    studio: Any = Studio()
+    studio.task.menu.value = "own"
+    studio.task.code.value = str(script)
+    assert studio.launch.button.disabled and "line 1" in studio.launch.note.value
+    studio.task.code.value = "nowhere.py"
+    assert "nowhere.py" in studio.task.rows["code"].message
