@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
-from test_main_job import use_theme
+from studio_page import use_theme
 
 import shardscope as ss
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
 from served import Lab
-from test_main_job import SCREENSHOTS, use_theme
+from studio_page import SCREENSHOTS, use_theme
 
 NAME = "plans.ipynb"
 CELL = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from served import Lab
-from test_main_job import SCREENSHOTS, use_theme
+from studio_page import SCREENSHOTS, use_theme
 
 import shardscope as ss
 

@@ -20,7 +20,7 @@ from opened_notebook import (
     write_notebook,
 )
 from served import Lab
-from test_main_job import screenshot, use_theme
+from studio_page import screenshot, use_theme
 
 NOTEBOOK = "saved.ipynb"
 MODEL_NOT_FOUND = ("model not found", "Error displaying widget", "Loading widget")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opened_notebook import menu, open_notebook, write_notebook
 from served import Lab
-from test_main_job import use_theme
+from studio_page import use_theme
 from tests.faults import all_of_them
 
 NOTEBOOK = "trace_view.ipynb"
