@@ -29,7 +29,7 @@ GREY = "#767e87"
 FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
 TAG_STYLES = {
-    "table": "border-collapse:collapse;margin:8px 0",
+    "table": "border-collapse:collapse;margin:8px 0;font-size:13px",
     "th": "text-align:left;font-weight:600;padding:2px 14px 2px 0",
     "td": "text-align:left;padding:2px 14px 2px 0",
     "h2": "font-size:13px;font-weight:600;margin:14px 0 4px",
