@@ -293,7 +293,7 @@ class _Drawing:
 
 
 def _marks(marker: Props, places: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Draw full marks as round ends of lines without length, which takes few bytes, and open ones as circles."""
+    """Draw full marks as round ends of lines without length, which are few bytes, open ones as circles."""
     alike: dict[tuple[str, float, float], list[str]] = {}
     for number, (across, down) in enumerate(places):
         if not (math.isfinite(across) and math.isfinite(down)):
