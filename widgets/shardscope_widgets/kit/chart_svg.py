@@ -246,14 +246,7 @@ class _Drawing:
                 f"stroke-width='{line.get('width') or 2}' stroke-dasharray='{dash}'/>"
             )
         if "markers" in mode:
-            outline = str(marker.get("symbol") or "").endswith("-open")
-            for number, (across, down) in enumerate(places):
-                if not (math.isfinite(across) and math.isfinite(down)):
-                    continue
-                colour = _colour(_of_point(marker.get("color"), number, INK))
-                radius = float(_of_point(marker.get("size"), number, 6)) / 2
-                paint = f"fill='none' stroke='{colour}' stroke-width='2'" if outline else f"fill='{colour}'"
-                yield f"<circle cx='{across:.1f}' cy='{down:.1f}' r='{radius:.1f}' {paint}/>"
+            yield from _marks(marker, places)
 
     # --------------------------------------------------------------------------- lines and words on top
 
@@ -297,6 +290,29 @@ class _Drawing:
                 size=(note.get("font") or {}).get("size") or 12,
                 opacity=float(note.get("opacity") or 1),
             )
+
+
+def _marks(marker: Props, places: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """Draw full marks as round ends of lines without length, which are few bytes, open ones as circles."""
+    alike: dict[tuple[str, float, float], list[str]] = {}
+    for number, (across, down) in enumerate(places):
+        if not (math.isfinite(across) and math.isfinite(down)):
+            continue
+        colour = _colour(_of_point(marker.get("color"), number, INK))
+        size = float(_of_point(marker.get("size"), number, 6))
+        opacity = float(_of_point(marker.get("opacity"), number, 1))
+        if str(_of_point(marker.get("symbol"), number, "")).endswith("-open"):
+            yield (
+                f"<circle cx='{across:.1f}' cy='{down:.1f}' r='{size / 2:.1f}' fill='none' stroke='{colour}' "
+                f"stroke-width='1.5' opacity='{opacity:g}'/>"
+            )
+        else:
+            alike.setdefault((colour, size, opacity), []).append(f"M{across:.0f} {down:.0f}h0")
+    for (colour, size, opacity), moves in alike.items():
+        yield (
+            f"<path d='{''.join(moves)}' stroke='{colour}' stroke-width='{size:g}' stroke-linecap='round' "
+            f"opacity='{opacity:g}' fill='none'/>"
+        )
 
 
 def _values(trace: Props, letter: str) -> list[Any]:

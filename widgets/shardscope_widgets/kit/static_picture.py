@@ -24,10 +24,12 @@ WORDS = (widgets.HTML, Clickable, LogPane)
 LEFT_OUT = {"ss-side", "ss-words"}
 """Classes of boxes of questions, which the sentence above the answers sums up, and of a button's progress."""
 LOG_LINES = 40
+GREY = "#767e87"
+"""Text of images: 4.1 to 1 on white, 4.6 to 1 on JupyterLab's dark."""
 FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:760px"
 
 TAG_STYLES = {
-    "table": "border-collapse:collapse;margin:8px 0",
+    "table": "border-collapse:collapse;margin:8px 0;font-size:13px",
     "th": "text-align:left;font-weight:600;padding:2px 14px 2px 0",
     "td": "text-align:left;padding:2px 14px 2px 0",
     "h2": "font-size:13px;font-weight:600;margin:14px 0 4px",
@@ -83,6 +85,8 @@ def _parts(view: widgets.Widget) -> Iterator[str]:
             yield _end_of_log(widget.value)
         else:
             words = _Rewriter(widget.value).written
+            if re.fullmatch(r"<h2[^>]*>[^<]*</h2>", words):
+                continue  # Of buttons, which are left out.
             classes = " ".join(name for name in widget._dom_classes if name in CLASS_STYLES)
             yield f"<div style='{_style('div', classes)}'>{words}</div>" if words and classes else words
 
@@ -94,7 +98,8 @@ def _chart(svg: str, height: int | None) -> str:
     behind. Those have no size then, and the image comes into sight. An image cannot take the page's colour:
     its text is grey, which is readable on light and dark.
     """
-    alone = svg.replace("<svg ", "<svg xmlns='http://www.w3.org/2000/svg' color='#7f8790' ", 1)
+    alone = svg.replace("<svg ", f"<svg xmlns='http://www.w3.org/2000/svg' color='{GREY}' ", 1)
+    alone = re.sub(r" opacity='0\.7\d*'", "", alone)  # Grey is soft enough.
     packed = base64.b64encode(alone.encode()).decode()
     return (
         f"<div style='height:{height or DEFAULT_HEIGHT}px;overflow:hidden;font-size:0'>{svg}"
