@@ -54,7 +54,7 @@ class ArchitecturePicker(Picker):
             text,
             "a name of the catalogue or the Hub's name for one of its models, a size such as 7b, or the path "
             "of a config.json that exists",
-            model_names().nearest(text) if text else "7b",
+            (model_names().nearest(text) or "another, for it is not in the catalogue") if text else "7b",
         )
 
     def take(self, architecture: ss.Architecture) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardscope.frameworks.registry import frameworks
 from shardscope.planner.grid import DATA_PARALLEL, DEGREES
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
     from shardscope.recipe import Recipe
 
-EFFORT = {"ddp": 0, "fsdp2": 1, "deepspeed": 2, "megatron": 3}
-"""How much a framework asks of a team that does not know it: torch alone, another library around the model,
-another library's model."""
-
 COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)
 """Degrees that count as a setting where they are above 1."""
 
@@ -30,7 +27,7 @@ class Simplicity(NamedTuple):
     """What a plan asks of its users; less is simpler."""
 
     effort: int
-    """Of its framework, as in :data:`EFFORT`; 0 for one that the team knows."""
+    """``Framework.effort`` of its framework; 0 for one that the team knows."""
     settings: int
     """Degrees above 1, options that are not the framework's defaults, and recomputation or a loss that is not
     the wanted one."""
@@ -48,15 +45,13 @@ def simplicity_of(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) ->
 
 
 def simplicity_of_rows(
-    ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+    ranking: Ranking, rows: NDArray[np.int64], wanted: Recipe, familiar: Collection[str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the same of rows of a search: ``effort`` and ``settings``, of the shape of ``rows``."""
     found = ranking.candidates
     owners = ranking.owners(rows)
     effort = np.array([_effort(one.layout.framework, familiar) for one in found], np.int64)
-    options = np.array(
-        [_num_options(one.layout) + _num_eased(one.recipe, ranking.recipe) for one in found], np.int64
-    )
+    options = np.array([_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in found], np.int64)
     return effort[owners], options[owners] + ranking.num_degrees_above_one(rows)
 
 
@@ -71,7 +66,7 @@ def outdoes(tried: Tried, other: Tried, wanted: Recipe, familiar: Collection[str
 
 
 def _effort(framework: str, familiar: Collection[str]) -> int:
-    return 0 if framework in familiar else EFFORT.get(framework, max(EFFORT.values()))
+    return 0 if framework in familiar else frameworks[framework].effort
 
 
 def _num_options(layout: Layout) -> int:
@@ -86,5 +81,6 @@ def _num_options(layout: Layout) -> int:
 
 def _num_eased(recipe: Recipe, wanted: Recipe) -> int:
     """Return what differs from the wanted recipe; activations on the host count twice, for they need room."""
-    eased = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
-    return eased + (recipe.recompute == "offload" != wanted.recompute)
+    eased: int = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
+    moves_activations = recipe.recompute == "offload" and wanted.recompute != "offload"
+    return eased + moves_activations
