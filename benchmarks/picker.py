@@ -69,7 +69,7 @@ def models() -> list[str]:
 
 def change(page: Any, model: str, number: int) -> float:
     """Type a model, press Enter, and wait for the chart; milliseconds between the two."""
-    box = page.locator(".ss-side input").first
+    box = page.locator(".ss-side input[list]").first
     box.fill(model)
     box.press("Enter")
     page.wait_for_function("count => window.shardscopeTimes.length > count", arg=number)

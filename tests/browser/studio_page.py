@@ -39,7 +39,7 @@ FOLD_OF = {
     "Count": "GPUs",
     "Sequence": "Training",
     "Batch": "Training",
-    "Steps": "What to do",
+    "Steps": "Run",
 }
 """Label of an input -> the question that it belongs to."""
 

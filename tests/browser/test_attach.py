@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 from served import Lab
-from test_main_job import (
-    RUN_ENDS,
-    SCREENSHOTS,
-    SHOWN,
-    STEPS_ARRIVE,
-    nothing_left_of,
-    run_all_cells,
-    start_a_run,
-    use_theme,
-    wait_for_step,
-)
+from studio_page import SCREENSHOTS, SHOWN, open_fold, use_theme
+from test_main_job import RUN_ENDS, STEPS_ARRIVE, nothing_left_of, run_all_cells, start_a_run, wait_for_step
 from test_studio_tabs import STICKING_OUT, WIDTHS
 from tests.faults import long_one
 
@@ -37,9 +28,8 @@ def test_fault_07_26_a_run_outlives_its_kernel_and_is_stopped_from_another_noteb
     page.set_default_timeout(SHOWN)
     offline(page)
     run_all_cells(page, lab)
-    box = page.get_by_text("goes on without this kernel")
-    box.click()
-    page.get_by_text("The run goes on when this kernel ends").wait_for()
+    open_fold(page, "Run")
+    page.get_by_text("Keep running if the kernel stops").click()
     start_a_run(page, steps=4000)
     wait_for_step(page)
     (name,) = [folder.name for folder in (lab.folder / "runs").iterdir()]
@@ -80,7 +70,7 @@ def it_is_the_same_view(page: Any) -> None:
     """The goal, the note, the plan's predictions: all of it from the folder."""
     bar = page.locator(".ss-run [role=progressbar]")
     assert bar.get_attribute("aria-valuemax") == "4000" and int(bar.get_attribute("aria-valuenow")) >= 3
-    assert "A rehearsal" in page.locator(".ss-run .ss-note").inner_text()
+    assert "A trial" in page.locator(".ss-run .ss-note").inner_text()
     assert "to go" in page.locator(".ss-facts").inner_text()
     page.locator(".ss-latest tfoot", has_text="predicted").wait_for()
     page.locator(".ss-parts tbody tr").nth(2).wait_for()

@@ -1,4 +1,4 @@
-"""The main job as a person does it: open the notebook, plan, rehearse, stop, rehearse again, look inside."""
+"""The main job as a user does it: open the notebook, plan, try a tiny model, stop, try again, look inside."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import psutil
 from served import Lab
+from studio_page import NOTEBOOK, SCREENSHOTS, SHOWN, chart, fill, screenshot, show, use_theme
 
-SCREENSHOTS = Path(__file__).parents[2] / "artifacts" / "screenshots"
-NOTEBOOK = "00_studio.ipynb"
-SHOWN = 60_000
 STEPS_ARRIVE = 120_000
 RUN_ENDS = 240_000
+PARAMETERS_DIFFER = """before =>
+    JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) !== before"""
 
 
 def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any, offline: Any) -> None:
-    page = browser.new_page(viewport={"width": 1500, "height": 1200})
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(SHOWN)
     offline(page)
     run_all_cells(page, lab)
@@ -26,7 +26,7 @@ def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any,
 
     change_the_model_and_see_chart_and_sentence_follow(page)
     a_bad_input_says_so_and_the_picture_stays(page)
-    what_does_not_fit_is_mended_by_a_button(page)
+    what_does_not_fit_is_fixed_by_a_button(page)
     the_box_of_models_offers_all_of_them(page)
     one_step_over_time_is_a_click_away(page)
     a_rehearsal_stands_beside_the_prediction(page)
@@ -48,7 +48,7 @@ def test_fault_26_27_48_plan_launch_stop_and_look_inside(lab: Lab, browser: Any,
     screenshot(page, "run_finished_light")
 
     reload_and_find_everything_as_it_was(page)
-    page.locator(".ss-tabs button", has_text="Trace").click()
+    show(page, "Trace")
     see_slices_of_both_ranks(page)
     screenshot(page, "trace_light")
 
@@ -85,49 +85,46 @@ def change_the_model_and_see_chart_and_sentence_follow(page: Any) -> None:
     sentence, bars = page.locator(".ss-head").inner_text(), chart(page)
     assert "Llama 3.1 8B" in sentence and "Fits: " in sentence
     fill(page, "Model", "llama-3.1-70b")
-    page.wait_for_function("() => document.querySelector('.ss-head').innerText.includes('70B')")
-    page.wait_for_function(
-        "before => JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) !== before",
-        arg=json.dumps(bars["parameters"]),
-    )
+    page.wait_for_selector(".ss-verdict[data-state='does not fit']")
+    page.wait_for_function(PARAMETERS_DIFFER, arg=json.dumps(bars["parameters"]))
     after = chart(page)
-    assert "Does not fit: short by" in page.locator(".ss-verdict").inner_text()
+    assert "Does not fit: needs" in page.locator(".ss-verdict").inner_text()
     assert after["parameters"][0] > 8 * bars["parameters"][0]
     fill(page, "Model", "llama-3.1-8b")
-    page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
-    page.wait_for_function(
-        "before => JSON.stringify(document.querySelector('.ss-memory .js-plotly-plot').data[0].x) === before",
-        arg=json.dumps(bars["parameters"]),
-    )
+    page.wait_for_selector(".ss-verdict[data-state=fits]")
+    page.wait_for_function(f"before => !({PARAMETERS_DIFFER})(before)", arg=json.dumps(bars["parameters"]))
     assert chart(page) == bars
 
 
 def a_bad_input_says_so_and_the_picture_stays(page: Any) -> None:
-    before = page.locator(".ss-head").inner_text(), chart(page)
+    before = page.locator(".ss-headline").inner_text(), chart(page)
     fill(page, "Sequence", "-5")
     error = page.locator(".ss-side .ss-error [role=alert]")
     error.wait_for()
-    assert "Recipe.seq_len is -5; allowed: a whole number from 1 to" in error.inner_text()
-    assert (page.locator(".ss-head").inner_text(), chart(page)) == before
+    assert "Recipe.seq_len is -5; allowed: a whole number from 1 to" in error.get_attribute("title")
+    assert page.locator(".ss-headline").inner_text() == before[0] and chart(page) == before[1]
     screenshot(page, "bad_input")
-    fill(page, "Sequence", "4096")
+    page.locator(".ss-side .ss-error button").click()  # The fix is a button at the input.
     error.wait_for(state="detached")
+    fill(page, "Sequence", "4096")
 
 
-def what_does_not_fit_is_mended_by_a_button(page: Any) -> None:
-    """The mend goes through the inputs: the box says what it did."""
+def what_does_not_fit_is_fixed_by_a_button(page: Any) -> None:
+    """The fix goes through the inputs: the box says what it did."""
     fill(page, "Batch", "4")
-    chips = page.locator(".ss-studio .ss-chip")
+    page.wait_for_selector(".ss-verdict[data-state='does not fit']")
+    chips = page.locator(".ss-memory .ss-chip")
     chips.first.wait_for()
-    assert "Does not fit" in page.locator(".ss-verdict").inner_text()
-    assert all(": saves " in words and " GiB, " in words for words in chips.all_inner_texts())
-    screenshot(page, "repairs")
-    chips.filter(has_text="Micro-batch").click()
-    page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
-    chips.first.wait_for(state="detached")
-    row = page.locator(".ss-side .widget-hbox", has=page.get_by_text("Batch", exact=True)).last
-    assert int(row.locator("input").first.input_value()) < 4
+    assert "tokens/s" not in page.locator(".ss-head").inner_text(), "no rate of a plan that cannot run"
+    screenshot(page, "does_not_fit")
+    page.get_by_role("button", name="Make it fit").first.click()
+    page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
+    notice = page.locator(".ss-notice")
+    assert "Made it fit" in notice.inner_text()
+    notice.get_by_role("button", name="Undo").click()
+    page.wait_for_selector(".ss-verdict[data-state='does not fit']")
     fill(page, "Batch", "1")
+    page.wait_for_selector(".ss-verdict[data-state=fits]")
 
 
 def the_box_of_models_offers_all_of_them(page: Any) -> None:
@@ -147,35 +144,32 @@ def the_box_of_models_offers_all_of_them(page: Any) -> None:
 
 def a_rehearsal_stands_beside_the_prediction(page: Any) -> None:
     view = page.locator(".ss-studio .ss-memory")
-    view.get_by_role("button", name="Rehearse on fake tensors").click()
+    view.get_by_role("button", name="Check memory without GPUs").click()
     view.get_by_role("progressbar").or_(view.locator(".progress-bar")).first.wait_for()
     assert view.get_by_role("button", name="Cancel").is_visible()
-    view.get_by_text("rehearsed in").wait_for(timeout=RUN_ENDS)
     rows = "document.querySelector('.ss-memory .js-plotly-plot').data[0].y.join()"
-    page.wait_for_function(f"() => {rows} === 'predicted,rehearsed'")
-    assert view.locator(".ss-titles").inner_text().split() == ["GiB", "predicted", "rehearsed"]
+    page.wait_for_function(f"() => {rows}.startsWith('predicted,rehearsed')", timeout=RUN_ENDS)
 
 
 def one_step_over_time_is_a_click_away(page: Any) -> None:
     view = page.locator(".ss-studio .ss-memory")
-    view.get_by_role("button", name="over one step").click()
+    view.get_by_role("button", name="Over one step").click()
     view.locator(".scatterlayer .fills path").first.wait_for(state="attached")
     view.locator(".barlayer path").first.wait_for(state="detached")
     assert "79.1 GiB usable" in view.locator(".infolayer").text_content()
-    view.get_by_role("button", name="at the peak").click()
+    view.get_by_role("button", name="At the peak").click()
     view.locator(".barlayer path").first.wait_for(state="attached")
 
 
 def start_a_run(page: Any, steps: int) -> None:
-    fill(page, "Steps, rate", str(steps))
-    button = page.locator(".ss-launch button.ss-button")
-    assert button.inner_text() == "Rehearse on 2 CPU ranks"
-    page.wait_for_function("() => !document.querySelector('.ss-launch button.ss-button').disabled")
+    """Press the main button, which is in sight wherever the Studio is scrolled."""
+    fill(page, "Steps", str(steps))
+    button = page.locator(".ss-head .ss-main-button")
+    assert button.inner_text() == "Try a tiny model on 2 CPU ranks"
+    page.wait_for_function("() => !document.querySelector('.ss-head .ss-main-button').disabled")
     button.click()
     page.wait_for_selector(".ss-status[data-status=starting], .ss-status[data-status=running]")
-    # The button stands far below: what it started has come into sight.
-    page.wait_for_function("() => document.querySelector('.ss-status').getBoundingClientRect().top > 0")
-    assert "A rehearsal" in page.locator(".ss-run .ss-note").inner_text()
+    assert "A trial" in page.locator(".ss-run .ss-note").inner_text()
 
 
 def wait_for_step(page: Any) -> None:
@@ -219,25 +213,6 @@ def see_slices_of_both_ranks(page: Any) -> None:
     )
 
 
-def chart(page: Any) -> dict[str, list[float]]:
-    """Component -> GiB on each bar, as plotly holds them in the browser."""
-    return page.evaluate(
-        """() => Object.fromEntries(
-            document.querySelector('.ss-memory .js-plotly-plot').data
-                .filter(trace => trace.type === 'bar')
-                .map(trace => [trace.name, [...trace.x]]))"""
-    )
-
-
-def fill(page: Any, label: str, text: str) -> None:
-    """Type into the first input of the row that ``label`` names, and leave it."""
-    row = page.locator(".ss-side .widget-hbox", has=page.get_by_text(label, exact=True)).last
-    box = row.locator("input").first
-    box.fill(text)
-    box.press("Enter")
-    box.press("Tab")
-
-
 def nothing_left_of(runs: Path) -> bool:
     """Whether no process of any run in ``runs`` is alive, given the few seconds that leaving takes."""
     deadline = time.monotonic() + 10
@@ -252,12 +227,6 @@ def nothing_left_of(runs: Path) -> bool:
     return False
 
 
-def screenshot(page: Any, name: str) -> None:
-    """Keep what the page shows as ``artifacts/screenshots/<name>.png``."""
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=str(SCREENSHOTS / f"{name.lower()}.png"))
-
-
 def losses_fall(runs: Path) -> bool:
     newest = max(runs.iterdir(), key=lambda folder: folder.stat().st_mtime)
     for rank in (0, 1):
@@ -266,11 +235,3 @@ def losses_fall(runs: Path) -> bool:
         if not (len(losses) == 24 and losses[-1] < losses[0] - 0.3):
             return False
     return True
-
-
-def use_theme(page: Any, name: str, light: str) -> None:
-    """Switch JupyterLab's theme as a person does; the widgets follow without being made anew."""
-    page.get_by_role("menuitem", name="Settings", exact=True).click()
-    page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
-    page.locator(".lm-Menu-itemLabel").get_by_text(name, exact=True).click()
-    page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")

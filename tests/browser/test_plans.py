@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opened_notebook import open_notebook, run_all_cells, write_notebook
 from served import Lab
-from test_main_job import SCREENSHOTS, use_theme
+from studio_page import SCREENSHOTS, use_theme
 
 NAME = "plans.ipynb"
 CELL = """
@@ -105,6 +105,13 @@ def test_the_advice_and_its_alternatives_are_seen_without_scrolling(page: Any) -
     page.locator("summary", has_text=re.compile(r"Why\? \d+ questions")).click()
     page.locator(".ss-path li.ss-taken").first.wait_for()
     page.locator("summary", has_text="Why?").click()
+
+
+def test_views_beside_each_other_keep_their_styles(page: Any) -> None:
+    """anywidget gives all instances of a class one style element: the last view's sheet took its place."""
+    mode(page, "Advice")
+    for selector in (".ss-advised", ".ss-findings li"):
+        assert page.locator(selector).first.evaluate("one => getComputedStyle(one).display") == "grid"
 
 
 def test_the_frameworks_that_the_team_knows_are_one_tab_stop(page: Any) -> None:

@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 from served import Lab
-from test_main_job import (
-    NOTEBOOK,
-    SHOWN,
-    STEPS_ARRIVE,
-    nothing_left_of,
-    run_all_cells,
-    start_a_run,
-    wait_for_step,
-)
+from studio_page import NOTEBOOK, SHOWN
+from test_main_job import STEPS_ARRIVE, nothing_left_of, run_all_cells, start_a_run, wait_for_step
 from tests.faults import long_one
 
 

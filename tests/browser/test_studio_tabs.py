@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from served import Lab
-from test_main_job import NOTEBOOK, SCREENSHOTS, fill, use_theme
+from studio_page import NOTEBOOK, SCREENSHOTS, fill, use_theme
 
 WIDTHS = (1180, 760, 582, 400, 320)
 """582: in a window of 700 pixels, beside JupyterLab's own."""

@@ -178,7 +178,7 @@ def place_of(page: Any, view: TraceView, index: int) -> tuple[float, float]:
     box = page.locator(".ss-trace canvas").bounding_box()
     t0, t1 = shown(page)
     time = (int(view.trace.start_ns[index]) + int(view.trace.duration_ns[index]) / 2) / 1e9
-    x = box["x"] + 152 + (time - t0) / (t1 - t0) * (box["width"] - 152)
+    x = box["x"] + 168 + (time - t0) / (t1 - t0) * (box["width"] - 168)
     return x, box["y"] + 24 + 24 + 3 + int(view.trace.depth[index]) * 18 + 9
 
 
@@ -370,3 +370,145 @@ def test_fault_43_closing_leaves_no_handler_behind(opened: Any, view: TraceView)
     with opened(view) as page:
         page.evaluate("close_view()")
         assert page.evaluate("Object.values(handlers).flat().length") == 0
+
+
+PYTHON_STACKS = FIXTURE.parent / "trace_with_stacks"
+
+
+def test_gpu_streams_are_in_sight_and_python_stacks_one_line(opened: Any) -> None:
+    view = TraceView(PYTHON_STACKS)
+    frames = next(track for track in view.trace.tracks if track.kind == "python")
+    with opened(view) as page:
+        line = page.locator(".ss-trace-stack")
+        assert line.text_content() == f"Python stacks, {frames.num_rows} rows: show"
+        drawn = int(page.locator("canvas").get_attribute("data-slices"))
+        assert drawn == len(view.trace) - frames.num_slices  # everything else is in sight without scrolling
+        texts = names_drawn(page)
+        assert texts.index("stream 7") < texts.index("main thread (python)") < texts.index("pt_autograd_0")
+        line.focus()
+        page.keyboard.press("Enter")
+        settled(page)
+        assert line.get_attribute("aria-expanded") == "true" and "hide" in line.text_content()
+        assert int(page.locator("canvas").get_attribute("data-slices")) > drawn - 100
+        page.keyboard.press("Enter")
+        settled(page)
+        assert int(page.locator("canvas").get_attribute("data-slices")) == drawn
+
+
+def test_a_match_in_a_folded_stack_unfolds_it(opened: Any) -> None:
+    view = TraceView(PYTHON_STACKS)
+    with opened(view) as page:
+        page.locator(".ss-trace-search").fill("call_through")
+        page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".ss-trace-stack[aria-expanded=true]")
+        settled(page)
+        assert view.selected is not None and view.selected["track"].startswith("Python stacks of")
+
+
+def names_drawn(page: Any) -> list[str]:
+    """Texts of the next frame, each within the canvas, in the order in which they are drawn."""
+    page.evaluate("""() => {
+      window.texts = [];
+      const plain = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        const left = this.textAlign === "right" ? x - this.measureText(text).width : x;
+        const right = left + this.measureText(text).width;
+        const size = parseFloat(this.font);
+        texts.push([text, left >= 0 && right <= this.canvas.clientWidth && size >= 11]);
+        return plain.call(this, text, x, y);
+      };
+    }""")
+    box = page.locator(".ss-trace canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 10)
+    page.mouse.move(box["x"] + box["width"] - 22, box["y"] + 12)
+    settled(page)
+    texts = page.evaluate("texts")
+    assert not [text for text, is_inside in texts if not is_inside]
+    return [str(text) for text, _ in texts]
+
+
+@pytest.mark.parametrize(("width", "scale"), [(390, 1), (390, 3), (590, 2), (1180, 1)])
+def test_track_names_are_whole_on_narrow_pages_and_at_200_percent(
+    opened: Any, width: int, scale: float
+) -> None:
+    with opened(TraceView(PYTHON_STACKS), width=width, scale=scale) as page:
+        texts = names_drawn(page)
+        assert {"stream 7", "stream 20", "pt_autograd_0"} <= set(texts)
+        assert "main thread (python)" in texts
+        line = page.locator(".ss-trace-stack").bounding_box()
+        assert line["x"] + line["width"] <= width
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [390, 700, 1180])
+def test_the_drawing_stays_in_place_while_the_search_reports(
+    opened: Any, view: TraceView, width: int
+) -> None:
+    with opened(view, width=width) as page:
+        canvas = page.locator(".ss-trace canvas")
+        before = canvas.bounding_box()
+        page.locator(".ss-trace-search").fill("a")
+        page.wait_for_function("+document.querySelector('canvas').dataset.matches > 0")
+        settled(page)
+        assert canvas.bounding_box() == before
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('.ss-trace-count').textContent.startsWith('match')")
+        settled(page)
+        assert canvas.bounding_box() == before
+
+
+def test_the_focus_ring_of_the_search_box_is_whole(opened: Any, view: TraceView) -> None:
+    """An output of JupyterLab cuts off what is outside of the view."""
+    with opened(view) as page:
+        page.locator(".ss-trace-search").focus()
+        inside = page.evaluate("""() => {
+          const box = document.activeElement.getBoundingClientRect();
+          const style = getComputedStyle(document.activeElement);
+          const ring = parseFloat(style.outlineWidth) + parseFloat(style.outlineOffset);
+          const root = document.querySelector(".ss-trace").getBoundingClientRect();
+          return style.outlineStyle !== "none" && ring > 0 &&
+            box.left - ring >= root.left && box.top - ring >= root.top;
+        }""")
+        assert inside
+
+
+CORNER = "[...canvas.getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_fault_64_a_view_drawn_before_it_is_attached_has_the_theme(
+    opened: Any, view: TraceView, dark: bool
+) -> None:
+    with opened(view, dark=dark) as page:
+        expected = page.evaluate(
+            f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER}; }})()"
+        )
+        page.evaluate("""async () => {
+          close_view();
+          document.getElementById("view").replaceChildren();
+          const { default: front } = await import("/index.js");
+          const el = document.createElement("div");
+          window.close_view = front.render({ model, el });
+          await new Promise((resolve) => setTimeout(resolve, 200));
+          document.getElementById("view").append(el);
+        }""")
+        page.wait_for_function("+document.querySelector('canvas')?.dataset.slices > 0")
+        settled(page)
+        corner = page.evaluate(
+            f"(() => {{ const canvas = document.querySelector('canvas'); return {CORNER}; }})()"
+        )
+        assert corner == expected and (max(corner) < 60 if dark else min(corner) > 240)
+
+
+def test_fault_64_without_its_variables_the_canvas_is_still_readable(opened: Any, view: TraceView) -> None:
+    with opened(view) as page:
+        page.evaluate("document.querySelector('link').remove()")
+        page.evaluate("document.body.setAttribute('data-jp-theme-light', 'true')")
+        settled(page)
+        colours = page.evaluate(
+            "(() => { const { data } = document.querySelector('canvas').getContext('2d')"
+            ".getImageData(172, 4, 40, 16);"
+            "return [...data].filter((_, i) => i % 4 === 0); })()"
+        )
+        assert max(colours) > 240 and min(colours) < 140

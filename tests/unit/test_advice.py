@@ -204,7 +204,7 @@ def test_cpu_ranks_are_ranks_and_their_time_is_not_made_up() -> None:
     found = advice("gpt2", "2xcpu", seq_len=256)
     assert framework(found) == "ddp"
     assert "CPU rank" in found.path[1].question
-    assert "No time is told" in found.why or "Predicted" in found.why
+    assert "No time is predicted" in found.why or "Predicted" in found.why
     assert not any("host memory" in turn.question for turn in found.path), "their memory is the host's"
 
 
@@ -375,6 +375,6 @@ def test_a_wrong_peak_is_named_where_no_time_can_be_told() -> None:
     blind = replace(cluster, gpu=replace(cluster.gpu, name="unheard-of", peak_flops={}))
     found = recommend(ss.models["llama-3.1-8b"], blind, ss.Recipe())
     assert framework(found) == "fsdp2"
-    assert "No time is told" in found.why
+    assert "No time is predicted" in found.why
     assert "peak" in found.why
     assert len(found.alternatives) <= 2

@@ -47,24 +47,24 @@ def end(run: ss.Run) -> None:
 
 
 def said(studio: Studio) -> str:
-    """What stands under the button."""
-    return unescape(re.sub("<[^>]+>", "", studio.launch_panel.note.value))
+    """Return the words about the button, and those of the notice under the head."""
+    return unescape(re.sub("<[^>]+>", "", studio.launch.note.value + studio.notice.value))
 
 
 def test_fault_23_a_folder_that_cannot_be_made(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc takes no folder from anybody, root included."""
     monkeypatch.chdir("/proc")
-    studio.launch_panel.button.click()
+    studio.launch.button.click()
     assert re.search(r"The run folder /proc/runs.*cannot be written: .*Give folder= a place", said(studio))
-    assert "role='alert'" in studio.launch_panel.note.value
-    assert not studio.launch_panel.button.disabled and studio.run is None
+    assert "role='alert'" in studio.notice.value
+    assert not studio.launch.button.disabled and studio.run is None
 
 
 def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
     studio: Studio, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "runs").touch()
-    studio.launch_panel.button.click()
+    studio.launch.button.click()
     assert "is a file; runs need a folder" in said(studio)
     (here / "runs").unlink()
 
@@ -73,7 +73,7 @@ def test_fault_23_a_file_in_the_folders_place_and_a_full_disk(
 
     with monkeypatch.context() as patch:
         patch.setattr(launch_module, "write_task", full)
-        studio.launch_panel.button.click()
+        studio.launch.button.click()
     assert "cannot be written: No space left on device" in said(studio)
     assert not list((here / "runs").iterdir()), "the name is free, and so is the room"
 
@@ -85,15 +85,15 @@ def test_fault_23_a_disk_that_is_full_right_after_the_launch_hides_no_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ss.Run, "note", property(lambda _: "", full))
-    studio.launch_panel.button.click()
+    studio.launch.button.click()
     assert studio.run is not None and studio.run_view.run is studio.run
     assert "A run is under way" in said(studio)
 
 
 def test_fault_24_the_folder_goes_while_the_studio_watches(studio: Studio) -> None:
-    studio.launch_panel.button.click()
+    studio.launch.button.click()
     run = studio.run
-    assert run is not None and studio.launch_panel.button.disabled
+    assert run is not None and studio.launch.button.disabled
     shutil.rmtree(run.folder)
     view = RunView(run)
     view.refresh()
@@ -106,27 +106,27 @@ def test_fault_18_a_number_of_processes_that_is_none(studio: Studio, count: str)
     plan = studio.plan
     studio.cluster.count.value = count
     errors = " ".join(row.message for row in studio.cluster.rows.values())
-    assert "allowed: " in errors and studio.launch_panel.button.disabled
-    assert "Mend the input marked in red" in said(studio)
+    assert "allowed: " in errors and studio.launch.button.disabled
+    assert "Correct the input marked in red" in said(studio)
     assert studio.plan is plan
 
 
 def test_fault_18_more_processes_than_there_are(studio: Studio, here: Path) -> None:
     """More GPUs than here are rehearsed on CPU ranks, and the button says so; more CPU ranks are refused."""
-    assert studio.launch_panel.button.description == "Rehearse on 2 CPU ranks"
+    assert studio.launch.button.description == "Try a tiny model on 2 CPU ranks"
     ranks = most_cpu_ranks() + 1
     cluster, recipe = ss.Cluster.parse(f"{ranks}xcpu"), ss.Recipe(seq_len=64, global_batch_size=ranks)
     studio.apply(ss.Plan(ss.Architecture.of_size("2m"), cluster, recipe, ss.Layout.ddp()))
-    assert studio.launch_panel.button.description == f"Launch on {ranks} CPU ranks"
-    studio.launch_panel.button.click()
+    assert studio.launch.button.description == f"Launch on {ranks} CPU ranks"
+    studio.launch.button.click()
     assert f"plan.world_size is {ranks}; allowed: 1 to {ranks - 1} CPU ranks" in said(studio)
     assert not (here / "runs").exists()
 
 
 def test_fault_16_two_launches_in_one_second_have_two_names(studio: Studio, here: Path) -> None:
     second = Studio()
-    studio.launch_panel.button.click()
-    second.launch_panel.button.click()
+    studio.launch.button.click()
+    second.launch.button.click()
     assert studio.run is not None and second.run is not None
     assert studio.run.name != second.run.name and len(ss.runs(here / "runs")) == 2
     end(second.run)
@@ -138,7 +138,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, free: list[int], users: Any = None)
     made = Studio()
     made.cluster.use_machine.click()
     made.architecture.name.value = "llama-3.2-1b"
-    assert made.launch_panel.button.description == "Launch on 2 GPUs"
+    assert made.launch.button.description == "Launch on 2 GPUs"
     return made
 
 
@@ -146,24 +146,19 @@ def test_a_second_launch_while_one_holds_the_gpus_is_told_whose_they_are(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = on_gpus(monkeypatch, [TOTAL, TOTAL])
-    first.launch_panel.button.click()
+    first.launch.button.click()
     assert first.run is not None and first.run.gpus == [0, 1], said(first)
     holds = f"the run {first.run.name} is starting on GPU 0, 1: run.stop() ends it"
     # Its memory is still free: launched, and said above the charts.
     second = on_gpus(monkeypatch, [TOTAL, TOTAL])
-    second.launch_panel.button.click()
+    second.launch.button.click()
     assert second.run is not None and second.run.note == holds
     end(second.run)
     # Its memory is taken: refused, unless a second button is pressed.
     third = on_gpus(monkeypatch, [2 * GIB, 2 * GIB], [(42, 77 * GIB)])
-    third.launch_panel.button.click()
+    third.launch.button.click()
     assert third.run is None and holds in said(third) and "2.00 of 79.6 GiB free" in said(third)
-    (anyway,) = (
-        child
-        for child in third.launch_panel.children
-        if getattr(child, "description", "") == "Launch all the same"
-    )
-    anyway.click()
+    third.notice.press("Launch all the same")
     assert third.run is not None and "GPU 0 has 2.00 of 79.6 GiB free" in third.run.note
     for each in (first, second, third):
         assert each.run is not None
@@ -172,7 +167,7 @@ def test_a_second_launch_while_one_holds_the_gpus_is_told_whose_they_are(
 
 
 def test_fault_07_a_run_that_goes_on_is_a_click_away_from_a_new_studio(studio: Studio) -> None:
-    studio.launch_panel.button.click()
+    studio.launch.button.click()
     run = studio.run
     assert run is not None and studio.run_view.run is run, "a run that is launched is opened"
     other = Studio()

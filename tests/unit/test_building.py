@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from tests.needs import thorough
+from tests.offers import offer_for, verdict
 
 import shardscope as ss
 from shardscope.frameworks.registry import frameworks
 from shardscope.memory.report import Term
 from shardscope.planner.repairs import in_words
 from shardscope.planner.room import fits, places, shortages
-from shardscope_widgets.kit.words import verdict
-from shardscope_widgets.run.launch_panel import offer_for
 
 GIB = 2**30
 EIGHT = ss.Cluster.parse("8xh100-sxm-80gb")

@@ -10,8 +10,10 @@ import pytest
 
 from shardscope.architecture import MODEL_TYPES, Architecture
 from shardscope.catalog import entries, gpus, links, model_names, models
-from shardscope.cluster import Gpu, Link
+from shardscope.cluster import Cluster, Gpu, Link
 from shardscope.plan import Plan
+from shardscope.recipe import Recipe
+from shardscope.validation import FieldError
 
 GPU_NAMES = {
     "a100-sxm-40gb",
@@ -120,10 +122,32 @@ def test_a_model_is_found_by_the_repository_that_it_was_read_from() -> None:
 )
 def test_another_repository_is_told_the_nearest_model(text: str, near: str) -> None:
     assert text not in models
-    with pytest.raises(KeyError, match=rf"no model '{text}'.*nearest: '{re.escape(near)}'"):
+    with pytest.raises(KeyError, match=rf"model '{text}' is not.*nearest: '{re.escape(near)}'"):
         models[text]
     with pytest.raises(ValueError, match=rf'Nearest fix: ss\.models\["{re.escape(near)}"\]'):
         Plan(text, None, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "bad"), [(models, "bert-large-uncased"), (gpus, "tpu-v5p"), (links, "carrier-pigeon")]
+)
+def test_a_name_that_is_near_to_none_gets_no_wrong_one(mapping: Any, bad: str) -> None:
+    with pytest.raises(KeyError, match="is not in the catalogue; known:") as caught:
+        mapping[bad]
+    assert "nearest" not in caught.value.args[0]
+
+
+def test_a_model_and_a_gpu_that_are_near_to_none_are_refused_without_a_wrong_name() -> None:
+    with pytest.raises(ValueError, match="from_hf") as caught:
+        Plan("bert-large-uncased", None, None, None)  # type: ignore[arg-type]
+    assert "ss.models" not in str(caught.value)
+    with pytest.raises(FieldError) as refused:
+        Cluster.parse("8xtpu-v5p")
+    assert refused.value.problem == "tpu-v5p is not in the catalogue"
+    assert refused.value.changes == {} and "ss.Gpu" in refused.value.fix
+    with pytest.raises(FieldError) as refused:
+        Recipe(colour="red")  # type: ignore[call-arg]
+    assert "colour" in refused.value.fix, "to leave it out, and not some other key"
 
 
 @pytest.mark.parametrize("bad", [None, 7, [], ("a",)])

@@ -160,3 +160,10 @@ def test_the_words_around_findings_are_plain_english() -> None:
     slow = replace(finding("b-danger", "danger"), way=lambda: None)
     for view in (shown(), shown(*FOUND), shown(asked, slow)):
         assert not DIALECT.findall(view.list.value)
+
+
+def test_a_number_and_its_unit_stay_on_one_line() -> None:
+    tiny = replace(finding("a-hint", "hint"), why="0.0017 GiB too little, 12 % of 3 GPUs.", change="4 s less")
+    html = shown(tiny).list.value
+    assert "0.0017\N{NO-BREAK SPACE}GiB" in html and "12\N{NO-BREAK SPACE}%" in html
+    assert "4\N{NO-BREAK SPACE}s less" in html and "3 GPUs" in html

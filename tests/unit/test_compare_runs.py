@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_be_read_is_said(two: Path) -> None:
     write_json(two / "a" / "run.json", {**description, "plan": {"version": -1}})
     found = ss.runs(two)
     assert found.to_frame()["plan"][0] == "cannot be read"
-    assert "Differences of their plans: not known" in found.compare("a", "b<i>")._repr_html_()
+    assert "Plan settings that differ: not known" in found.compare("a", "b<i>")._repr_html_()
 
 
 # ---- curves
@@ -297,13 +297,13 @@ def test_what_tasks_were_asked_is_among_the_differences(tmp_path: Path) -> None:
         == ["num steps 60 → 30", "seed 0 → 1", "save checkpoint no → yes"]
     )
     html = pair._repr_html_()
-    assert "Differences of their plans: none." in html
-    assert "what their tasks were asked: num steps 60 → 30; seed 0 → 1; save checkpoint no → yes.<" in html
+    assert "Plan settings that differ: none." in html
+    assert "Task settings that differ: num steps 60 → 30; seed 0 → 1; save checkpoint no → yes.<" in html
     assert found.compare("b", "f").differences == ["task Pretrain → Finetune"]
     assert found.compare("old", "b").differences == ["recompute full → none", "num steps 60 → 30"]
     assert found.compare("mine", "yours").differences == ["task __main__.train → workshop.train"]
     same = found.compare("a", "old")._repr_html_()
-    assert "asked: none (of old no more is kept than the task" in same, (
+    assert "Task settings that differ: none (of old only the task" in same, (
         "what is not known is not called equal"
     )
 

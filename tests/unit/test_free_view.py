@@ -21,7 +21,6 @@ from shardscope.runs.free_now import MAX_USERS, free_now
 from shardscope.runs.processes import start_of, this_machine
 from shardscope.runs.records import write_json
 from shardscope_widgets.run.free_memory import FreeView
-from shardscope_widgets.run.launch_panel import LaunchPanel
 
 
 @pytest.fixture(autouse=True)
@@ -98,14 +97,6 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_the_launch_panel_says_what_outliving_the_kernel_means() -> None:
-    panel = LaunchPanel(ss.Cluster.detect())
-    assert not panel.outlive.value and "ends when this kernel does" in panel.outlive_words.value
-    panel.outlive.value = True
-    assert "goes on when this kernel ends" in panel.outlive_words.value
-    assert "the Run tab of any Studio in this folder" in panel.outlive_words.value
-
-
 @pytest.mark.parametrize("outlive", [False, True])
 def test_the_studio_launches_as_the_box_says(monkeypatch: pytest.MonkeyPatch, outlive: bool) -> None:
     from shardscope_widgets import Studio
@@ -118,9 +109,9 @@ def test_the_studio_launches_as_the_box_says(monkeypatch: pytest.MonkeyPatch, ou
 
     monkeypatch.setattr(ss, "launch", launch)
     studio = Studio()
-    if studio.launch_panel.current.plan is None:
+    if studio.launch.current.plan is None:
         pytest.skip('nothing can be launched here: pip install "shardscope[train]"')
-    studio.launch_panel.outlive.value = outlive
-    studio.launch_panel.button.click()
+    studio.options.outlive.value = outlive
+    studio.launch.button.click()
     assert [options["outlive_kernel"] for options in asked] == [outlive]
     studio.close()

@@ -226,15 +226,46 @@ def test_what_the_team_runs_well_outlasts_another_model(asked: list[tuple[str, .
     studio.close()
 
 
-def test_the_advice_follows_the_plan_on_screen_and_there_is_one_answer(page: PlansPage) -> None:
+def test_the_advice_is_asked_for_again_at_once_for_another_plan_on_screen(
+    asked: list[tuple[str, ...]], page: PlansPage
+) -> None:
     """The plan on screen is kept if it is the advised one; else a button applies that."""
     advised = page.advice.advice.plan  # type: ignore[union-attr]
-    assert advised is not None
-    page.offer(advised)
-    assert page.advice.answer is not None and page.advice.answer.plan is None
-    assert "Keep the plan on screen" in page.advice.words.value
+    assert advised is not None and asked == [()]
     page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
-    assert page.advice.answer.plan == advised
+    assert not page.about.value, "the next answer is on its way"
+    assert until(lambda: is_answered(page) and len(asked) == 2)
+    assert page.advice.answer is not None and page.advice.answer.plan is not None
     assert "Keep the plan on screen" not in page.advice.words.value
     assert page.advice.words.value.count("data-act='plan'") == 1
-    assert not page.about.value, "the question is the same: nothing has to be asked again"
+    page.offer(page.advice.answer.plan)
+    assert page.advice.answer.plan is None and "Keep the plan on screen" in page.advice.words.value
+    assert len(asked) == 2 and not page.ask.is_busy, "the advice was for this plan: nothing is asked"
+    assert "ss-old" not in page.advice._dom_classes and not page.about.value
+
+
+def test_another_plan_on_screen_during_a_question_is_asked_about_when_that_has_ended(
+    asked: list[tuple[str, ...]], held: Callable[[], None]
+) -> None:
+    page = PlansPage(on_apply=lambda _: None)
+    page.offer(plan_of())
+    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    held()
+    assert until(lambda: len(asked) == 2 and is_answered(page))
+    assert "ss-old" not in page.advice._dom_classes and not page.about.value
+
+
+def test_an_error_about_another_plan_on_screen_is_not_asked_for_ever(
+    page: PlansPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def refused(*_: Any, **__: Any) -> Any:
+        tries.append(1)
+        raise ValueError("a figure is not known")
+
+    monkeypatch.setattr(ss, "recommend", refused)
+    page.offer(ss.Plan(MODEL, GPUS, ss.Recipe(), ss.Layout.ddp()))
+    assert until(lambda: not page.ask.is_busy and bool(tries))
+    assert len(tries) == 1 and "for another plan on screen" in page.about.value
+    assert "ss-old" in page.advice._dom_classes and page.ask.button.layout.display == ""

@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from html import escape, unescape
@@ -24,7 +25,7 @@ from shardscope_widgets import RankingView, Studio
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS, PART_COLOURS, RANK_COLOURS
 from shardscope_widgets.plans.page import PlansPage
-from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY
+from shardscope_widgets.plans.ranking_figure import SHOWN_OVER_CAPACITY, ring
 from shardscope_widgets.plans.ranking_rows import GRID, marks, ordered, signs
 from shardscope_widgets.plans.ranking_table import ROWS_ON_A_PAGE, layout_words
 
@@ -71,7 +72,9 @@ def test_every_framework_has_its_own_colour_and_its_own_shape() -> None:
 def test_marks_stand_where_the_plans_are(found: Any) -> None:
     view = RankingView(found)
     assert view.figure is not None
-    shown = {trace.name: set(zip(trace.x, trace.y, strict=True)) for trace in view.figure.data}
+    shown: dict[str, set[tuple[float, float]]] = defaultdict(set)
+    for trace in view.figure.data:
+        shown[trace.name.partition(",")[0]] |= set(zip(trace.x, trace.y, strict=True))
     usable = found.cluster.usable_bytes_per_gpu
     for name, sign in signs().items():
         own = found.framework == name
@@ -126,10 +129,10 @@ class Mark(NamedTuple):
 def marks_of(view: RankingView) -> list[Mark]:
     assert view.figure is not None
     return [
-        Mark(*mark)
+        Mark(row, gib, trace.marker.symbol, tooltip)
         for trace in view.figure.data
         if trace.customdata is not None
-        for mark in zip(trace.customdata, trace.x, trace.marker.symbol, trace.text, strict=True)
+        for row, gib, tooltip in zip(trace.customdata, trace.x, trace.text, strict=True)
     ]
 
 
@@ -203,6 +206,25 @@ def test_a_click_on_a_mark_applies_its_plan_and_marks_it_in_the_table(found: Any
 def test_fault_44_a_click_on_a_mark_that_has_gone_does_nothing(found: Any, customdata: object) -> None:
     view = showing_all(found, on_apply=lambda _: pytest.fail("applied"))
     click(view, 0, 0, customdata)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.65, 0.67, 0.7, 0.8, 0.9, 0.99])
+def test_no_line_crosses_the_label_of_the_plan_on_screen(found: Any, share: float) -> None:
+    figure = RankingView(found).figure
+    assert figure is not None
+    assert not figure.layout.xaxis.showgrid and not figure.layout.yaxis.showgrid
+    end, line = figure.layout.xaxis.range[1], figure.layout.shapes[0].x0
+    x = share * end
+    ring(figure, (x * GIB, 5000.0))
+    label = next(trace for trace in figure.data if trace.name == "this plan")
+    assert label.text == ("this plan",)
+    width = 0.2 * end
+    low, high = {
+        "middle right": (x, x + width),
+        "middle left": (x - width, x),
+        "top center": (x - width / 2, x + width / 2),
+    }[label.textposition]
+    assert low >= 0 and high <= 1.05 * end and not low < line < high
 
 
 def click(view: RankingView, trace: int, point: int, customdata: object) -> None:

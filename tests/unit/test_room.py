@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.offers import offer_for, verdict
 
 import shardscope as ss
 from shardscope.planner.repairs import find_steps, in_words
 from shardscope.planner.room import beside_the_card, fits, places, shortages
 from shardscope.timing.paging import evicted_bytes, paged_bytes, travelling_bytes
 from shardscope_widgets import Studio
-from shardscope_widgets.kit.words import verdict
-from shardscope_widgets.run.launch_panel import offer_for
 
 GIB = 2**30
 BOTH_OFFLOADS = ss.Layout.zero(3, offload_optimizer="cpu", offload_params="cpu")
@@ -145,7 +144,7 @@ def test_the_launch_button_looks_at_the_host_too(too_much_for_the_host: ss.Plan)
     layout = ss.Layout.fsdp2(offload="cpu")
     plan = with_host(plan_of("llama-3.1-70b", "8xh100-sxm-80gb", layout), 1000 * GIB)
     offer = offer_for(plan, plan.cluster, plan.memory())
-    assert offer.is_rehearsal and offer.note.startswith(
+    assert offer.is_trial and offer.note.startswith(
         "A node has 1,000 GiB of host memory, and 1,051 are needed."
     )
     enough = with_host(plan, 2**41)

@@ -166,6 +166,24 @@ def test_on_end_is_called_for_a_run_that_was_living_when_it_was_opened(views: li
     assert "finished" in rows(view)[0], "the list knows too"
 
 
+def test_on_end_is_called_though_another_run_is_shown_meanwhile(
+    views: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
+    ended: list[Any] = []
+    path = write_run("living", "running", num_done=3)
+    write_run("yesterday")
+    view = RunsView(on_end=ended.append)
+    views.append(view)
+    run = ss.Run.attach(path)
+    view.open(run)
+    view.bar.press("back")
+    press(view, "open", "yesterday")
+    append_line(RunFolder(path).status, {"time": CREATED + 70, "status": "finished", "reason": "done"})
+    assert until(lambda: ended == [run])
+    assert until(lambda: not view._is_watching) and ended == [run]
+
+
 def test_the_list_follows_a_living_run_by_itself(views: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_view_module, "LOOK_SECONDS", 0.05)
     path = write_run("living", "running", num_done=3)
@@ -331,6 +349,17 @@ def test_a_log_that_the_user_chose_stays_when_the_run_fails(views: list[Any]) ->
     append_line(RunFolder(path).status, {"time": CREATED, "status": "failed", "reason": "rank 1"})
     assert until(lambda: view.status == "failed" and "bad batch" in view.error.value)
     assert view.logs.whose.value == "supervisor"
+
+
+def test_another_run_begins_with_the_log_of_rank_0(views: list[Any]) -> None:
+    path = write_run("failed", "failed")
+    fail(path, 1, "ValueError: bad batch\n")
+    view = RunView(ss.Run.attach(path))
+    views.append(view)
+    assert until(lambda: view.logs.whose.value == 1)
+    view.show(ss.Run.attach(write_run("whole", number=1)))
+    assert view.logs.whose.value == 0
+    assert until(lambda: "rank 0 is up" in view.logs.pane.value)
 
 
 def test_the_studios_runs_tab_lists_the_runs_of_its_folder(views: list[Any]) -> None:

@@ -303,8 +303,8 @@ def test_where_only_a_loss_in_chunks_fits_a_search_says_so() -> None:
     with pytest.raises(ValueError, match=r"With the loss in chunks \(Recipe\.loss='chunked'\).*tokens/s"):
         _ = found.best
     advised = ss.recommend(model, small, asked)
-    assert advised.plan is not None and advised.plan.recipe.loss == "chunked" and advised.fastest is None
-    assert advised.disagreement is not None and "in chunks" in advised.disagreement
+    assert advised.plan is not None and advised.plan.recipe.loss == "chunked"
+    assert all(plan.memory().fits for plan, _ in advised.alternatives)
 
 
 def test_a_batch_that_no_layout_divides_is_said() -> None:

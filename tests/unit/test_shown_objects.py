@@ -23,8 +23,8 @@ TRACE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 @cache
 def plan() -> ss.Plan:
     """It does not fit, so that it has repairs and findings."""
-    recipe = ss.Recipe(seq_len=8192, global_batch_size=64)
-    return ss.Plan(ss.models["llama-3.1-70b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
+    recipe = ss.Recipe(seq_len=8192, micro_batch_size=4)
+    return ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), recipe, ss.Layout.fsdp2())
 
 
 OBJECTS = {
@@ -46,6 +46,7 @@ OBJECTS = {
     "Claim": lambda: claims()[0],
     "numbers of a claim": lambda: claims()[0].numbers,
     "Trace": lambda: ss.Trace.load(TRACE),
+    "ranks of a trace": lambda: ss.Trace.load(TRACE).summary().ranks,
     "summary of a trace": lambda: ss.Trace.load(TRACE).summary(),
 }
 
@@ -88,7 +89,7 @@ def test_lists_of_findings_and_repairs_are_lists() -> None:
 
 def test_a_plan_names_model_cluster_and_degrees() -> None:
     html = shown(plan())
-    for words in ("llama-3.1-70b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
+    for words in ("llama-3.1-8b", "8xh100-sxm-80gb", "FSDP2", "8,192"):
         assert words in html
 
 

@@ -141,13 +141,13 @@ def test_what_a_part_waits_for_is_one_number_wherever_it_is_told(layout: ss.Layo
     parts, _, sent = part_rows(shown).partition("Communication")
     told = {}
     for row in re.findall(r"<tr>(<td>.*?)</tr>", sent):
-        part, _, _, _, moved, _, exposed = re.findall(r"<td[^>]*>(.*?)</td>", row)
-        told.setdefault(part, []).append(float(exposed))
+        part, _, _, _, moved, _, waited = re.findall(r"<td[^>]*>(.*?)</td>", row)
+        told.setdefault(part, []).append(float(waited))
         assert moved == "–" or f"of {moved} GiB" in report.explain(part)
     assert told.keys() >= {"gradients"}
-    for part, numbers in told.items():
+    for part, exposed in told.items():
         row = re.search(rf"{part}</button></th><td>([\d.]+)</td>", parts)
-        assert row and float(row[1]) == pytest.approx(sum(numbers), rel=0.02)
+        assert row and float(row[1]) == pytest.approx(sum(exposed), rel=0.02)
         assert report.parts[part] == pytest.approx(
             report.staged.get(part, 0)
             + sum(call.exposed_seconds for call in report.communication if call.part == part)

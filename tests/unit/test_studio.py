@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 from ipywidgets import ToggleButtons, Widget
 from ipywidgets.widgets.widget import _remove_buffers
-from plotly.graph_objects import FigureWidget
+from plotly.offline import get_plotlyjs
 from test_run_view import until
 from tests.needs import few, skip_without
+from tests.offers import offer_for, verdict
 from traitlets import TraitError
 
 import shardscope as ss
@@ -28,10 +29,9 @@ from shardscope.runs.records import append_line
 from shardscope_widgets import MemoryView, Studio, TraceView
 from shardscope_widgets.checks.view import summary
 from shardscope_widgets.kit.numbers import short
-from shardscope_widgets.kit.words import device_count, title, verdict
+from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.pickers import LayoutPicker
-from shardscope_widgets.run.launch_panel import offer_for
-from shardscope_widgets.studio import PAUSE_SECONDS
+from shardscope_widgets.studio.view import PAUSE_SECONDS
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trace_2_ranks"
 
@@ -94,9 +94,12 @@ def test_a_mended_input_takes_its_message_away(studio: Studio) -> None:
 
 def test_what_is_wrong_between_two_inputs_stands_at_the_one_that_is_named(studio: Studio) -> None:
     studio.cluster.count.value = "3"
-    assert "global_batch_size=63" in studio.recipe.rows["global_batch_size"].message
+    row = studio.recipe.rows["global_batch_size"]
+    assert "global_batch_size=63" in row.message
     assert studio.plan.cluster.num_gpus == 8
-    studio.recipe.global_batch.value = "63"
+    # The fix is a button at the input.
+    row._error.press("fix")
+    assert studio.recipe.global_batch.value == "63"
     assert studio.plan.cluster.num_gpus == 3
     assert not studio.recipe.rows["global_batch_size"].message
 
@@ -161,15 +164,15 @@ def test_the_button_says_what_it_will_do(studio: Studio) -> None:
     )
     assert offer_for(here, machine, here.memory()).label == "Launch on 2 CPU ranks"
     elsewhere = offer_for(studio.plan, machine, studio.plan.memory())
-    assert elsewhere.label == "Rehearse on 2 CPU ranks" and elsewhere.is_rehearsal
+    assert elsewhere.label == "Try a tiny model on 2 CPU ranks" and elsewhere.is_trial
     assert elsewhere.plan is not None and elsewhere.plan.layout == studio.plan.layout
-    assert "A rehearsal" in elsewhere.note
-    assert "tiny model" in studio.launch_panel.button.tooltip
+    assert "A trial" in elsewhere.note
+    assert "A trial" in studio.launch.button.tooltip
     too_large = ss.Plan(
         ss.models["llama-3.1-405b"], machine, ss.Recipe(global_batch_size=2), ss.Layout.fsdp2()
     )
     refused = offer_for(too_large, machine, too_large.memory())
-    assert refused.is_rehearsal and refused.note.startswith("This machine has")
+    assert refused.is_trial and refused.note.startswith("This machine has")
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed", "megatron"])
@@ -177,8 +180,8 @@ def test_every_framework_can_be_rehearsed_here(studio: Studio, framework: str) -
     if framework in ("deepspeed", "megatron"):
         skip_without(framework)
     studio.layout_picker.framework.value = framework
-    assert not studio.launch_panel.button.disabled
-    assert "A rehearsal" in studio.launch_panel.note.value
+    assert not studio.launch.button.disabled
+    assert "A trial" in studio.launch.note.value
 
 
 def test_no_choice_is_shown_as_none_chosen(studio: Studio) -> None:
@@ -205,19 +208,20 @@ def test_names_as_people_say_them() -> None:
 def test_the_verdict_says_by_how_much() -> None:
     recipe, cluster = ss.Recipe(), ss.Cluster.parse("8xh100-sxm-80gb")
     fits = ss.Plan(ss.models["llama-3.1-8b"], cluster, recipe, ss.Layout.fsdp2())
-    assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each of 8 GPUs", verdict(fits, fits.memory()))
+    assert re.fullmatch(r"Fits: [\d.]+ of 79\.1 GiB on each GPU", verdict(fits, fits.memory()))
     lacks = ss.Plan(ss.models["llama-3.1-70b"], cluster, recipe, ss.Layout.fsdp2())
-    assert re.match(r"Does not fit: short by [\d,.]+ GiB", verdict(lacks, lacks.memory()))
+    said = verdict(lacks, lacks.memory())
+    assert re.match(r"Does not fit: needs [\d,.]+ GiB on each GPU, which has 79\.1", said)
 
 
 @pytest.mark.parametrize(
     ("seq_len", "said", "note"),
     [
-        (4096, r"Fits: [\d.]+ of 79\.1 GiB on each of 8 GPUs", ""),
+        (4096, r"Fits: [\d.]+ of 79\.1 GiB on each GPU", ""),
         (
             7168,
-            r"Fits: .*, barely: over 80 % some runs run out of memory",
-            "It may run out of memory: it needs",
+            r"Tight: [\d.]+ of 79\.1 GiB on each GPU; may run out of memory",
+            "May run out of memory: it needs",
         ),
     ],
 )
@@ -232,13 +236,13 @@ def test_little_room_is_said(seq_len: int, said: str, note: str) -> None:
 
 
 def test_fault_16_no_second_launch_while_a_run_is_under_way(studio: Studio) -> None:
-    studio.launch_panel.busy = True
+    studio.launch.busy = True
     studio.recipe.seq_len.value = "2048"
-    assert studio.launch_panel.button.disabled
-    assert "under way" in studio.launch_panel.note.value
-    studio.launch_panel.busy = False
+    assert studio.launch.button.disabled
+    assert "under way" in studio.launch.note.value
+    studio.launch.busy = False
     studio.recipe.seq_len.value = "4096"
-    assert not studio.launch_panel.button.disabled
+    assert not studio.launch.button.disabled
 
 
 def test_one_is_said_as_one() -> None:
@@ -282,12 +286,12 @@ def test_a_replaced_trace_is_let_go_of(studio: Studio) -> None:
 
 def test_while_an_input_is_wrong_nothing_can_be_started(studio: Studio) -> None:
     studio.architecture.name.value = "nonsense"
-    assert studio.launch_panel.button.disabled and "red" in studio.launch_panel.note.value
+    assert studio.launch.button.disabled and "red" in studio.launch.note.value
     assert "ss-stale" in studio._dom_classes
     studio.tabs.value = "Checks"
     assert studio.checks.list.frozen, "what is pale cannot be pressed, on a page that is first shown now too"
     studio.architecture.name.value = "llama-3.1-8b"
-    assert not studio.launch_panel.button.disabled and not studio.checks.list.frozen
+    assert not studio.launch.button.disabled and not studio.checks.list.frozen
     assert "ss-stale" not in studio._dom_classes
 
 
@@ -302,9 +306,9 @@ def test_a_plan_that_is_applied_mends_every_wrong_input(studio: Studio) -> None:
 
 @pytest.mark.parametrize("steps", ["abc", "0", "2.5", "-1", ""])
 def test_wrong_steps_are_named_at_once(studio: Studio, steps: str) -> None:
-    studio.launch_panel.steps.value = steps
-    assert "Pretrain.num_steps" in studio.launch_panel.steps_row.message
-    assert studio.launch_panel.button.disabled
+    studio.options.steps.value = steps
+    assert "Pretrain.num_steps" in studio.options.rows["num_steps"].message
+    assert studio.launch.button.disabled
 
 
 FRAMEWORKS = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "megatron": "Megatron"}
@@ -327,11 +331,11 @@ def test_the_sentence_is_about_the_model_that_is_chosen_or_an_error_is_shown(
         before = studio.plan, studio.headline.value
         studio.architecture.name.value = name
         wrong = bool(errors(studio))
-        assert studio.launch_panel.blocked == ("Mend the input marked in red first." if wrong else "")
+        assert bool(studio.launch.blocked) == wrong
         assert wrong == ("ss-stale" in studio._dom_classes), name
         if wrong:
             assert (studio.plan, studio.headline.value) == before, name
-            assert studio.launch_panel.button.disabled, name
+            assert studio.launch.button.disabled, name
             continue
         told += 1
         assert studio.plan.architecture.name == name
@@ -348,7 +352,7 @@ def test_a_model_without_formulas_is_an_error_at_the_model(studio: Studio) -> No
     (said,) = errors(studio)
     assert "'alibi'" in said and "alibi" in studio.architecture.rows["model"].message
     assert (studio.plan, studio.headline.value, bars(studio.memory)) == before
-    assert "ss-stale" in studio._dom_classes and studio.launch_panel.button.disabled
+    assert "ss-stale" in studio._dom_classes and studio.launch.button.disabled
     studio.architecture.name.value = "falcon-7b"
     assert not errors(studio) and "Falcon 7B" in words(studio.headline.value)
     studio.layout_picker.framework.value = "megatron"
@@ -369,7 +373,7 @@ def test_fault_45_a_mistake_of_ours_is_seen_as_well(studio: Studio, monkeypatch:
         with pytest.raises(AttributeError):
             studio.architecture.name.value = "llama-3.1-70b"
     assert errors(studio) == ["Shardscope failed at this: AttributeError: no such thing"]
-    assert "ss-stale" in studio._dom_classes and studio.launch_panel.button.disabled
+    assert "ss-stale" in studio._dom_classes and studio.launch.button.disabled
     studio.recipe.seq_len.value = "2048"
     assert not errors(studio) and "Llama 3.1 70B" in words(studio.headline.value)
 
@@ -409,16 +413,16 @@ def test_a_studio_is_whole_after_all_widgets_were_closed() -> None:
 def test_charts_share_one_front_end(studio: Studio) -> None:
     other = MemoryView(studio.plan)
     assert other.figure._source is studio.memory.figure._source
-    assert len(other.figure._esm) < 5_000
-    assert gzip.decompress(other.figure._source.packed).decode() == str(FigureWidget._esm)
+    assert len(other.figure._esm) < 20_000
+    assert get_plotlyjs() in gzip.decompress(other.figure._source.packed).decode()
 
 
 def test_a_page_that_is_loaded_anew_finds_the_chart_as_it_is(studio: Studio) -> None:
     studio.architecture.name.value = "llama-3.1-70b"
-    state = studio.memory.figure.get_state(["_widget_data", "_widget_layout"])
+    state = studio.memory.figure.get_state()["_figure"]
     drawn = bars(studio.memory)["parameters"]
-    assert tuple(state["_widget_data"][0]["x"]) == drawn
-    assert state["_widget_layout"]["height"] == studio.memory.figure.layout.height
+    assert tuple(state["data"][0]["x"]) == drawn
+    assert state["layout"]["height"] == studio.memory.figure.layout.height
 
 
 # ------------------------------------------------------------------------- time, plans and checks
@@ -440,7 +444,7 @@ def test_where_no_time_is_known_the_head_says_why_on_hover(
         raise ValueError("Gpu.peak_flops is <unknown>. Nearest fix: ss.calibrate().")
 
     monkeypatch.setattr(ss.Plan, "step", refused)
-    studio.launch_panel.offer(studio.plan, studio.plan.memory())
+    studio.launch.offer(studio.plan, studio.plan.memory())
     studio.recipe.micro.value = "1"
     studio._draw(None)
     assert re.findall(r"<b>(.*?)</b>", studio.rates.value) == ["–"] * 3
@@ -475,7 +479,7 @@ def test_the_chart_is_drawn_before_anything_else_is_asked(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    for name in ("step", "findings", "repairs"):
+    for name in ("step", "findings"):
         real = getattr(ss.Plan, name)
         monkeypatch.setattr(
             ss.Plan, name, lambda plan, *_, name=name, real=real: (asked.append(name), real(plan))[1]
@@ -483,13 +487,13 @@ def test_the_chart_is_drawn_before_anything_else_is_asked(
     show = studio.memory.show
     monkeypatch.setattr(studio.memory, "show", lambda *given: (asked.append("chart"), show(*given)))
     studio.recipe.micro.value = "2"
-    assert asked[0] == "chart" and {"step", "findings", "repairs"} <= set(asked)
+    assert asked[0] == "chart" and {"step", "findings"} <= set(asked)
 
 
 def test_the_tab_counts_what_the_preflight_found(studio: Studio) -> None:
     # Forty steps of the first plan read the shipped text too often; of others' batches, fewer do.
     assert [finding.name for finding in studio.findings] == ["text-read-many-times"]
-    studio.launch_panel.steps.value = "4"
+    studio.options.steps.value = "4"
     assert studio.plan.findings() == [] and "Checks" not in studio.tabs.badges
     studio.architecture.name.value = "llama-3.1-70b"
     found = studio.plan.findings()
@@ -521,13 +525,13 @@ def names(studio: Studio) -> list[str]:
 
 
 def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio: Studio) -> None:
-    panel = studio.launch_panel
+    panel = studio.options
     studio.tabs.value = "Checks"
     panel.rate.value = "0.05"
     assert "0.05 is 6.5e+02 times what LLaMA 7B had" in words(studio.checks.list.value)
     assert studio.tabs.badges["Checks"][2] == "danger"
     studio.checks.list.press("learning-rate-against-batch")
-    assert panel.task(studio.plan).learning_rate == 8e-5 and panel.rate.value == ""
+    assert studio.task.task(studio.plan).learning_rate == 8e-5 and panel.rate.value == ""
     assert names(studio) == ["text-read-many-times"]
     studio.checks.list.press("text-read-many-times")
     assert panel.steps.value == "5" and not names(studio) and "Checks" not in studio.tabs.badges
@@ -538,30 +542,30 @@ def test_what_launch_would_train_is_checked_as_well_and_mended_by_a_click(studio
 
 
 def test_while_the_steps_are_no_number_the_plan_alone_is_checked(studio: Studio) -> None:
-    studio.launch_panel.rate.value = "0.05"
+    studio.options.rate.value = "0.05"
     assert "learning-rate-against-batch" in names(studio)
-    studio.launch_panel.steps.value = "many"
+    studio.options.steps.value = "many"
     assert names(studio) == []
-    studio.launch_panel.steps.value = "4"
+    studio.options.steps.value = "4"
     assert names(studio) == ["learning-rate-against-batch"]
 
 
 @pytest.mark.parametrize("text", ["fast", "-1", "nan", "11"])
 def test_fault_33_a_rate_that_is_none_stands_at_its_input(studio: Studio, text: str) -> None:
-    panel = studio.launch_panel
-    panel.rate.value = text
-    assert "Pretrain.learning_rate is" in words(panel.steps_row.message) and panel.button.disabled
-    panel.rate.value = ""
-    assert not panel.steps_row.message
+    row = studio.options.rows["learning_rate"]
+    studio.options.rate.value = text
+    assert "Pretrain.learning_rate is" in words(row.message) and studio.launch.button.disabled
+    studio.options.rate.value = ""
+    assert not row.message
 
 
 def test_without_a_rate_a_model_begins_with_one_of_its_size(studio: Studio) -> None:
     """Pretrain's own 1e-3 is for a few million weights, which a rehearsal has."""
-    panel = studio.launch_panel
-    assert panel.task(studio.plan).learning_rate == 8e-5
-    assert panel.current.is_rehearsal and panel.current.plan is not None
-    assert panel.task(panel.current.plan).learning_rate == 1e-3
-    assert panel.rate.placeholder == "0.001"
+    offer = studio.launch.current
+    assert studio.task.task(studio.plan).learning_rate == 8e-5
+    assert offer.is_trial and offer.plan is not None
+    assert studio.task.task(offer.plan).learning_rate == 1e-3
+    assert studio.options.rate.placeholder == "0.001"
 
 
 def test_earlier_runs_of_the_plan_are_known_to_the_checks(
@@ -572,8 +576,8 @@ def test_earlier_runs_of_the_plan_are_known_to_the_checks(
     asked: list[int] = []
     monkeypatch.setattr(ss, "runs", lambda: (asked.append(1), [run])[1])
     monkeypatch.setattr(studio, "_keep_measured", lambda run: None)
-    studio.launch_panel.steps.value = "4"
-    studio.launch_panel.profile.value = False
+    studio.options.steps.value = "4"
+    studio.options.profile.value = False
     assert "No trace yet" in studio.findings[0].why and not asked, "those of the folder before"
     studio._run_ended(SimpleNamespace(trace=lambda: (_ for _ in ()).throw(ValueError("no trace"))))
     assert "1 run of this plan and no trace" in studio.findings[0].why and asked == [1]

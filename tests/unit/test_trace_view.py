@@ -192,7 +192,7 @@ def test_names_in_the_picture_are_text(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_a_large_trace_stays_small(tmp_path: Path) -> None:
-    for rank in range(40):
+    for rank in range(60):
         events = [
             {
                 "ph": "X",

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from shardscope.serialization import JsonNoun, part
-from shardscope.validation import flag, nearest, one_of, real_number, refuse, whole_number, with_article
+from shardscope.validation import flag, near, one_of, real_number, refuse, whole_number, with_article
 
 MAX_BYTES = 2**50
 """1 PiB: more than any one node has of anything."""
@@ -231,7 +231,7 @@ class Cluster(JsonNoun):
         """Nodes x GPUs x type: "4x8xh100-sxm-80gb"; "8xh100-sxm-80gb" is one node, "h100-sxm-80gb" one GPU.
 
         "2xcpu" is two CPU ranks on this machine. Case and spaces do not matter. Raises ``ValueError`` naming
-        the nearest GPU for other text.
+        the nearest GPU, if one is near, for other text.
         """
         from shardscope.catalog import gpus
 
@@ -246,8 +246,12 @@ class Cluster(JsonNoun):
         counts = [int(count) for count in match[1].split("x") if count]
         per_node, nodes = (counts or [1])[-1], counts[0] if len(counts) == 2 else 1
         if match[2] not in gpus:
-            fix = match[1] + nearest(match[2], list(gpus))
-            refuse("cluster", text, f"{form}; types: {', '.join(gpus)}", repr(fix))
+            meant = near(match[2], gpus)
+            fix = (
+                repr(match[1] + meant) if meant else "ss.Cluster.of(ss.Gpu(...)), with the GPU's own figures"
+            )
+            allowed, problem = f"{form}; types: {', '.join(gpus)}", f"{match[2]} is not in the catalogue"
+            refuse("cluster", text, allowed, fix, problem=problem)
         if match[2] == "cpu" and nodes > 1:
             refuse("cluster", text, "CPU ranks of this one machine", repr(f"{per_node}xcpu"))
         return cls.of(gpus[match[2]], per_node, nodes)

@@ -12,7 +12,7 @@ from shardscope.architecture import Architecture
 from shardscope.hf_families import FAMILIES
 from shardscope.hf_families.common import HfConfig
 from shardscope.json_text import parse_json
-from shardscope.validation import nearest, refuse
+from shardscope.validation import near, refuse
 
 MAX_BYTES = 1_000_000
 """Real configs are some kilobytes; anything larger is not one."""
@@ -94,10 +94,9 @@ def _refuse_family(data: Mapping[str, Any], family: object) -> NoReturn:
         if isinstance(data.get(part), Mapping):
             fix = f"its language model alone, from_hf(config[{part!r}]), if its model_type is known"
             refuse("config.json model_type", family, f"a language model, not a wrapper: {known}", fix)
-    fix = (
-        f"{nearest(family, list(FAMILIES))!r} if its layers are the same; or from_hf(config, "
-        "rehearse_only=True), whose plan.rehearse() works for any transformers model"
-    )
+    meant = near(family, FAMILIES)
+    same = f"{meant!r} if its layers are the same; or " if meant else ""
+    fix = f"{same}from_hf(config, rehearse_only=True), whose plan.rehearse() works for any transformers model"
     refuse("config.json model_type", family, f"known architectures: {known}", fix)
 
 

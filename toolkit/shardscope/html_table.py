@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-LEFT = " style='text-align:left;vertical-align:top'"
-RIGHT = " style='text-align:right;vertical-align:top;white-space:nowrap'"
+LEFT = " style='text-align:left;vertical-align:top;padding:2px 14px 2px 0'"
+RIGHT = " style='text-align:right;vertical-align:top;padding:2px 14px 2px 0;white-space:nowrap'"
+TABLE = "<table style='table-layout:auto;border-collapse:collapse'>"
 NO_VALUE = "–"
 
 
@@ -31,7 +32,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], caption: s
         for row in shown
     )
     return (
-        f"<div style='overflow-x:auto'><table style='table-layout:auto'>{_caption(caption)}"
+        f"<div style='overflow-x:auto'>{TABLE}{_caption(caption)}"
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -42,7 +43,7 @@ def html_fields(pairs: Mapping[str, object], caption: str = "") -> str:
         f"<tr><th scope='row'{LEFT}>{escape(name)}</th><td{LEFT}>{escape(format_value(value))}</td></tr>"
         for name, value in pairs.items()
     )
-    return f"<table style='table-layout:auto'>{_caption(caption)}<tbody>{body}</tbody></table>"
+    return f"{TABLE}{_caption(caption)}<tbody>{body}</tbody></table>"
 
 
 def html_dataclass(value: Any, caption: str = "") -> str:

@@ -304,11 +304,13 @@ def check_noun(field: str, value: object, noun: type) -> None:
 
 
 def _how_to_make(noun: type, value: object) -> str:
-    """A line that makes one; of a model's name, the model that is called so or nearly so."""
+    """Return a line that makes one; of a model's name, the model that is called so or nearly so."""
     if noun is Architecture and isinstance(value, str):
         from shardscope.catalog import model_names  # Only where it is asked for.
 
-        return f'ss.models["{model_names().find(value) or model_names().nearest(value)}"]'
+        name = model_names().find(value) or model_names().nearest(value)
+        # One that is not in the catalogue may be a folder, or a repository of the Hub.
+        return f'ss.models["{name}"]' if name else f"ss.Architecture.from_hf({value!r})"
     return {
         Architecture: 'ss.models["llama-3.1-8b"]',
         Cluster: 'ss.Cluster.parse("8xh100-sxm-80gb")',

@@ -138,11 +138,12 @@ def one_of(field: str, value: object, choices: Iterable[Any]) -> Any:
 
 
 def known_keys(owner: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
-    """Refuse keys of ``data`` that are not in ``allowed``, naming the nearest one that is."""
+    """Refuse keys of ``data`` that are not in ``allowed``, naming the nearest one if it is near."""
     names = list(allowed)
     for key in data:
         if key not in names:
-            fix = repr(nearest(key, names)) if names else f"leave {key} out"
+            meant = near(key, names)
+            fix = repr(meant) if meant else f"leave {key} out"
             refusal = FieldError(f"{owner} key", key, ", ".join(names) or "none", fix)
             refusal.refused = [key]
             raise refusal
@@ -153,13 +154,28 @@ def with_article(name: str) -> str:
     return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
+NEAR = 0.6
+"""How alike two spellings are, by ``difflib``'s ratio, for one to be offered for the other: "rtx4090" and
+"rtx-4090-24gb" have 0.70, "sequence_length" and "seq_len" 0.64."""
+
+
+def near(value: object, options: Iterable[str]) -> str | None:
+    """Return the option that begins as ``value`` does, or is spelled much like it; None if none is near."""
+    return _spelled_like(value, list(options), NEAR)
+
+
 def nearest(value: object, options: list[Any]) -> Any:
-    """An option that begins as ``value`` does, or the one spelled most like it; else the first one."""
-    texts, wanted = [str(option) for option in options], str(value).lower()
+    """Return the option that begins as ``value`` does, or is spelled most like it; else the first one."""
+    texts = [str(option) for option in options]
+    close = _spelled_like(value, texts, 0.3)
+    return options[0] if close is None else options[texts.index(close)]
+
+
+def _spelled_like(value: object, texts: list[str], cutoff: float) -> str | None:
+    wanted = str(value).lower()
     # "h200" means h200-sxm-141gb, though h20-96gb is nearer by letters.
     begins = [text for text in texts if wanted and text.startswith(f"{wanted}-")]
-    close = begins or difflib.get_close_matches(wanted, texts, n=1, cutoff=0.3)
-    return options[texts.index(close[0])] if close else options[0]
+    return next(iter(begins or difflib.get_close_matches(wanted, texts, n=1, cutoff=cutoff)), None)
 
 
 def _nearest_number(value: object, low: int, high: int) -> str:

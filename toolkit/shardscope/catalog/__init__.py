@@ -13,7 +13,7 @@ from shardscope.catalog.model_names import ModelNames
 from shardscope.cluster import Gpu, Link
 from shardscope.host import host_memory_bytes
 from shardscope.html_table import html_table
-from shardscope.validation import nearest
+from shardscope.validation import near
 
 Noun = TypeVar("Noun")
 
@@ -45,7 +45,7 @@ COLUMNS: Mapping[str, Mapping[str, Callable[[Any], object]]] = {
 
 
 class Catalogue(Mapping[str, Noun], Generic[Noun]):
-    """A read-only mapping of names to nouns in the file's order; a missing name is told its nearest ones.
+    """A read-only mapping of names to nouns in the file's order; ``KeyError`` names the nearest one.
 
     A model is also found by the repository of the Hub that its config was read from, in whatever case.
     """
@@ -58,9 +58,10 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
         known = entries(self._kind)
         found = self._find(name)
         if found is None:
-            close = model_names().nearest(name) if self._kind == "models" else nearest(name, list(known))
+            close = model_names().nearest(name) if self._kind == "models" else near(name, known)
+            nearest = f"; nearest: {close!r}" if close else ""
             raise KeyError(
-                f"no {self._kind[:-1]} {name!r} in the catalogue; nearest: {close!r}; "
+                f"{self._kind[:-1]} {name!r} is not in the catalogue{nearest}; "
                 f"known: {', '.join(sorted(known))}"
             )
         return _cpu() if self._kind == "gpus" and found == "cpu" else self._build(found)  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from shardscope.validation import nearest
+from shardscope.validation import near
 
 _REPOSITORY = re.compile(r"^https://huggingface\.co/([^/\s;]+/[^/\s;]+)/")
 
@@ -36,12 +36,14 @@ class ModelNames:
         lower = text.lower()
         return lower if lower in self._known else self._by_repository.get(lower)
 
-    def nearest(self, text: object) -> str:
-        """The name in the catalogue that is spelled most like ``text``, or whose repository's is."""
+    def nearest(self, text: object) -> str | None:
+        """Return the name in the catalogue that is spelled much like ``text``, or whose repository's is; None
+        if none is near."""
         called = {name: name for name in self._known}
         called |= {repository.partition("/")[2]: name for repository, name in self._by_repository.items()}
         # Whose copy of a model it is says nothing of its shape.
         wanted = text.lower().rpartition("/")[2] if isinstance(text, str) else ""
         # "llama-3.1-8b-instruct" is the one of that size, though llama-3.3-70b-instruct is nearer by letters.
         begun = [name for name in called if wanted.startswith(f"{name}-")]
-        return called[max(begun, key=len) if begun else nearest(wanted, list(called))]
+        close = max(begun, key=len) if begun else near(wanted, called)
+        return None if close is None else called[close]

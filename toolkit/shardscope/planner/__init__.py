@@ -1,1 +1,1 @@
-"""What to do about a plan: the changes that mend it."""
+"""Decisions about plans: search, advice, checks, verdicts, and the changes that make a plan fit."""

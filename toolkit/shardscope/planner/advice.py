@@ -216,7 +216,7 @@ def _why(path: Path, best: Tried) -> str:
             )
             said.append(f"Pretraining on {budget} would take {words.duration(best.timed.days(tokens))}.")
     else:
-        said.append(f"No time is told: {words.why_no_time(plan)}")
+        said.append(f"No time is predicted: {words.why_no_time(plan)}")
     if lacks_bf16(plan):
         said.append(f"{plan.cluster.gpu.name} has no bf16 in its matrix units: take precision='fp16-mixed'.")
     if words.unsaid(best):

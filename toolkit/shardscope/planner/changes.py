@@ -190,7 +190,7 @@ def _sharding_ladders(plan: Plan) -> Iterator[Ladder]:
             continue
         if plan.recipe.kernels and plan.recipe.kernels not in other.supported_kernels:
             continue
-        # Only what runs the same modules: another framework's own model is another plan, not a mend of this.
+        # Only what runs the same modules: another framework's own model is another plan, not a fix of this.
         if other.default_kernels != plan.layout.default_kernels:
             continue
         title = other.description

@@ -140,13 +140,13 @@ class Comparison:
             words = "; ".join(self.plan_differences) or "none"
         except ValueError as error:
             words = f"not known: {error}"
-        return f"Differences of their plans: {words}."
+        return f"Plan settings that differ: {words}."
 
     def _task_words(self) -> str:
         silent = " and ".join(run.name for run in self.runs if not kept_what_was_asked(run))
-        limit = f" (of {silent} no more is kept than the task's name and steps)" if silent else ""
+        limit = f" (of {silent} only the task's name and steps are known)" if silent else ""
         words = "; ".join(self.task_differences) or "none"
-        return f"Differences of what their tasks were asked: {words}{limit}."
+        return f"Task settings that differ: {words}{limit}."
 
     def _charts(self) -> str:
         losses = [Curve(run=run.name, points=curve(run.metrics(), "loss")) for run in self.runs]

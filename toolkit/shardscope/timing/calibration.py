@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from shardscope.cluster import PRECISIONS
+from shardscope.html_table import html_table
 from shardscope.serialization import JsonNoun
 from shardscope.validation import one_of, real_number, refuse, whole_number
 
@@ -239,6 +240,10 @@ class Calibration(JsonNoun):
             for point in getattr(self, curve):
                 rows.append({"curve": curve, **{f.name: getattr(point, f.name) for f in fields(point)}})
         return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        rows = [(curve.replace("_", " "), len(getattr(self, curve))) for curve in _curves]
+        return html_table(("measured", "points"), rows, str(self))
 
     def __str__(self) -> str:
         return f"{self.source}, in {self.measuring_seconds:.0f} s"

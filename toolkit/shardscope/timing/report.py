@@ -218,7 +218,7 @@ class StepReport:
         """
         part: Part = one_of("part", name, PARTS)
         exposed, hidden = self.parts[part], self.hidden[part]
-        beneath = f", {seconds_words(hidden)} more beneath arithmetic" if hidden else ""
+        beneath = f", {seconds_words(hidden)} more overlapped with arithmetic" if hidden else ""
         words = f" = {self.words(part)}" if self.words else ""
         calls = "".join(f"; {one.told()}" for one in self.sent if one.part == part)
         copies = self.staged.get(part)

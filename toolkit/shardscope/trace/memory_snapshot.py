@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from shardscope.html_table import html_table
 from shardscope.memory.words import gib
 from shardscope.trace.files import read_bytes, refuse_file
 
@@ -74,6 +75,11 @@ class MemorySnapshot:
     def allocated_bytes(self) -> int:
         """Bytes of tensors in those segments."""
         return sum(segment.allocated_bytes for segment in self.segments)
+
+    def _repr_html_(self) -> str:
+        rows = [(live.frame, gib(live.num_bytes), live.num_allocations) for live in self.at_peak]
+        caption = f"{gib(self.peak_bytes)} GiB alive at the peak, of {gib(self.reserved_bytes)} GiB reserved"
+        return html_table(("allocated at", "GiB", "allocations"), rows, caption)
 
     def __str__(self) -> str:
         lines = [f"{gib(self.peak_bytes)} GiB alive at the peak, of {gib(self.reserved_bytes)} GiB reserved:"]

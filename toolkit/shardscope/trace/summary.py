@@ -18,6 +18,7 @@ from shardscope.trace.tiles import COMMUNICATION_NAMES, COPY_CATEGORIES, Tiler
 if TYPE_CHECKING:
     import pandas as pd
 
+NO_BREAK = "\u00a0"
 NUM_OPERATORS = 10
 SHOWN_RANKS = 32
 MAX_NAME_CHARACTERS = 120
@@ -40,7 +41,7 @@ class TraceSummary:
     Exposed communication overlaps with no other kernel or copy; idle is the rest of the span.
     """
     operators: Table
-    """The names with most time of their own: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
+    """Operators and kernels by their own time: ``name``, ``slices``, ``self_seconds``, ``total_seconds``."""
 
     def to_frame(self) -> pd.DataFrame:
         """Return :attr:`ranks` as a pandas data frame."""
@@ -101,16 +102,25 @@ def _shown_time(row: dict[str, Any], key: str) -> str | None:
     if seconds is None:
         return None
     words = seconds_words(seconds)
-    return words if key == "span_seconds" or not span else f"{words} ({100 * seconds / span:.0f} %)"
+    if key != "span_seconds" and span:
+        words += f" ({100 * seconds / span:.0f} %)"
+    return words.replace(" ", NO_BREAK)
 
 
 def summarize(trace: Trace) -> TraceSummary:
     """Return the summary of ``trace``; see :meth:`Trace.summary`."""
     ranks = Table(_rank_rows(trace))
-    operators = Tiler(trace).totals(0, max(trace.duration_ns_total, 1), limit=NUM_OPERATORS)
+    totals = Tiler(trace).totals(0, max(trace.duration_ns_total, 1), limit=len(trace.names))
+    annotations = _annotation_names(trace)
+    operators = Table([row for row in totals if row["name"] not in annotations][:NUM_OPERATORS])
     return TraceSummary(
         sentences=tuple(_sentences(trace, ranks, operators)), ranks=ranks, operators=operators
     )
+
+
+def _annotation_names(trace: Trace) -> set[str]:
+    """Return the names of annotations (``ProfilerStep``, ``record_function``) around other work."""
+    return {trace.names[i] for i in np.unique(trace.name_index[_of_category(trace, WRAPPER_CATEGORIES)])}
 
 
 def _rank_rows(trace: Trace) -> list[dict[str, Any]]:

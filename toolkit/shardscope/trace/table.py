@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardscope.html_table import html_table
+
 if TYPE_CHECKING:
     import pandas as pd
 
 
 class Table(list[dict[str, Any]]):
     """Rows as dicts, every row with the same keys."""
+
+    def _repr_html_(self) -> str:
+        head = list(self[0]) if self else []
+        names = [key.replace("_", " ") for key in head]
+        return html_table(names, [[row[key] for key in head] for row in self])
 
     def to_frame(self) -> pd.DataFrame:
         """The same rows as a pandas data frame."""

@@ -7,6 +7,7 @@ from html import escape
 
 from shardscope.frameworks.registry import frameworks
 from shardscope.planner.preflight import SEVERITIES, Finding
+from shardscope_widgets.kit.numbers import keep_units
 
 SIGNS = {"danger": "■", "warning": "▲", "hint": "●"}
 """The shape of each severity: colour is never the only sign."""
@@ -41,11 +42,11 @@ def list_html(findings: Sequence[Finding], rows: Sequence[str]) -> str:
 def row_html(finding: Finding, *, place: str = "", controls: str = "") -> str:
     """Return one finding. ``place``: file and line; ``controls``: the HTML of its button and input."""
     where = f"<span class='ss-hint'>{escape(place)}</span>" if place else ""
-    fix = f"<span><b>Suggested fix:</b> {escape(finding.change)}</span>{controls}"
+    fix = f"<span><b>Suggested fix:</b> {escape(keep_units(finding.change))}</span>{controls}"
     return (
         f"<li class='ss-is-{finding.severity}'><div class='ss-severity'>"
         f"<i aria-hidden='true'>{SIGNS[finding.severity]}</i> {finding.severity}</div>"
-        f"<div><b>{escape(title(finding))}</b> {where}<p>{escape(finding.why)}</p>"
+        f"<div><b>{escape(title(finding))}</b> {where}<p>{escape(keep_units(finding.why))}</p>"
         f"<div class='ss-fix'>{fix}</div></div></li>"
     )
 

@@ -13,6 +13,14 @@ MOST_TOKENS = 1e18
 BUDGET = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmbt]?)(?:\s*tokens?)?", re.IGNORECASE)
 
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[GMT]iB|GB|[mµ]?s|%)(?![\w/]))")
+
+
+def keep_units(text: str) -> str:
+    """Return ``text`` with every number on one line with its unit: ``0.0017 GiB`` never wraps."""
+    return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+
+
 def three(value: float) -> str:
     """``412``, ``41.2``, ``4.12``, ``0.41``, ``0.0041``."""
     for least, digits in ((99.95, 0), (9.995, 1), (0.995, 2)):

@@ -58,10 +58,13 @@ def _heading(column: Column) -> str:
     if column.unpin is not None:
         words = escape(f"{UNPIN} {column.title}", quote=True)
         button = (
-            f" <button class='ss-unpin' data-act='unpin {column.unpin}' title='{words}' "
+            f"<button class='ss-unpin' data-act='unpin {column.unpin}' title='{words}' "
             f"aria-label='{words}'>×</button>"
         )
-    return f"<th scope='col'{_empty(column)}{hint}>{escape(column.title)}{button}</th>"
+    # The button stays on the line of the last word.
+    first, _, last = column.title.rpartition(" ")
+    words = f"{escape(first)} <span class='ss-together'>{escape(last)}{button}</span>"
+    return f"<th scope='col'{_empty(column)}{hint}>{words.strip() if button else escape(column.title)}</th>"
 
 
 def _row(row: PartRow, columns: Sequence[Column]) -> str:

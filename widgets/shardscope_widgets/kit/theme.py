@@ -69,3 +69,6 @@ FRAMEWORK_COLOURS = ("#bb8800", "#4455dd", "#ee1199", "#dd44ff")
 FRAMEWORK_SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "x")
 FRAMEWORK_SIGNS = ("◆", "●", "■", "▲", "✚", "✖")
 """Of the frameworks, in the order of the registry: a colour, plotly's symbol, and the same in text."""
+
+FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"}
+"""Of charts: JupyterLab's own, which the stylesheet sets. plotly places words by the widths of this one."""

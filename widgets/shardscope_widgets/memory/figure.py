@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -13,12 +12,12 @@ from shardscope.memory.report import COMPONENTS, MemoryReport
 from shardscope.memory.words import gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.pins import LABEL_CHARACTERS, wrap_label
-from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS
+from shardscope_widgets.kit.theme import BESIDE_COLOURS, COMPONENT_COLOURS, FONT
 from shardscope_widgets.memory.rows import Bar, Mode, Shown, list_bars
 
 GIB = 2**30
 ROW_PIXELS, STAGE_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 32, 20, 2, 20
-LEFT_PIXELS, RIGHT_PIXELS = 96, 92
+LEFT_PIXELS, RIGHT_PIXELS = 96, 108
 NUM_ROWS = 3
 """Rows that are always there: the chart's least height, of bars and course alike."""
 COURSE_LABEL_PIXELS = 14
@@ -26,6 +25,8 @@ COURSE_END = 0.98
 PHASES = (("forward", 0.0), ("backward", 0.34), ("optimizer", COURSE_END))
 INK = "#7f8790"
 SMALL = {"size": 12}
+EVERYWHERE, NOWHERE = (0, 1), (0, 0.001)
+"""Shares of the chart's place."""
 HATCHED = ("fragmentation", *BESIDE_COLOURS)
 NAMES = (*COMPONENTS, *BESIDE_COLOURS)
 MAX_PIN_COURSES = 4
@@ -98,6 +99,7 @@ def _layout() -> dict[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
+        "font": FONT,
         "hovermode": "closest",
         "hoverlabel": {"align": "left"},
         # Totals stand at the right and the capacity below its mark: an axis would only add lines under text.
@@ -149,7 +151,13 @@ def draw(figure: Chart, shown: Shown, mode: Mode = "peak") -> None:
     # The course is as high as the bars: nothing below them moves.
     inner = max(ROW_PIXELS * NUM_ROWS, pixels * len(rows))
     is_course = mode == "step"
+    # Of two subplots in one place, the upper one takes every click and hover: the other gets no place.
+    bars_domain, course_domain = (NOWHERE, EVERYWHERE) if is_course else (EVERYWHERE, NOWHERE)
     layout: dict[str, Any] = {
+        "xaxis.domain": bars_domain,
+        "yaxis.domain": bars_domain,
+        "xaxis2.domain": course_domain,
+        "yaxis2.domain": course_domain,
         "height": inner + TOP_PIXELS + BOTTOM_PIXELS,
         "xaxis.visible": not is_course,
         "yaxis.visible": not is_course,
@@ -201,7 +209,7 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
         "shapes": _marks(rows),
         "annotations": [
             *(_total(row) for row in rows),
-            _capacity_label(rows[0].capacity_bytes / GIB, widest),
+            _capacity_label(rows[0].capacity_bytes / GIB, widest, sum(row.is_on_gpu for row in rows)),
         ],
     }
 
@@ -253,19 +261,19 @@ def _total(row: Bar) -> dict[str, Any]:
         "x": 1,
         "xref": "paper",
         "xanchor": "right",
-        "xshift": RIGHT_PIXELS - 4,
+        "xshift": RIGHT_PIXELS - 6,
         "text": text,
         "hovertext": hint,
         "font": {"size": 13},
     }
 
 
-def _capacity_label(capacity: float, widest: float) -> dict[str, Any]:
-    """Return the words under the mark of the GPU's capacity."""
+def _capacity_label(capacity: float, widest: float, num_rows: int) -> dict[str, Any]:
+    """Return the words under the mark of the GPU's capacity, which is ``num_rows`` long."""
     is_left = capacity < 0.5 * widest
     return {
         "x": capacity, "xref": "x", "xanchor": "left" if is_left else "right", "xshift": -2 if is_left else 2,
-        "y": 0, "yref": "paper", "yanchor": "top", "yshift": 1, "showarrow": False, "font": SMALL,
+        "y": num_rows - 0.5, "yref": "y", "yanchor": "top", "yshift": 1, "showarrow": False, "font": SMALL,
         "text": f"{gib(capacity * GIB)} GiB usable", "opacity": 0.75,
     }  # fmt: skip
 
@@ -339,7 +347,7 @@ def _course_layout(shown: Shown, courses: Sequence[_Course], inner_pixels: int) 
     labels = [(capacity, f"{gib(capacity * GIB)} GiB usable", "")]
     for one in courses:
         sign = DASH_SIGNS[COURSES.index(one.name)]
-        label = shorten(one.label, LABEL_CHARACTERS, placeholder="…")
+        label = one.label if len(one.label) < LABEL_CHARACTERS else one.label[: LABEL_CHARACTERS - 2] + "…"
         labels.append((max(_heights(one.report), default=0), f"{sign} {escape(label)}", one.title))
     return {
         "yaxis2.range": [0, top],

@@ -28,6 +28,13 @@ LEAST_SHARE_WON = 0.01
 """Share of the GPU's usable bytes that a change of a plan that fits has to win."""
 MOST_SHARE_LOST = 0.15
 """Share of the step's seconds that it may cost."""
+SHORT_CHANGES = {
+    "Compute the loss in chunks": "Chunked loss",
+    "Fuse head and loss": "Fused loss",
+    "Optimizer state in 8 bits": "8-bit optimizer",
+    "Train adapters over a 4-bit base (QLoRA)": "QLoRA: adapters, 4-bit base",
+}
+"""Words of changes that would fill a chip."""
 LAST_RESORTS = ("method", "precision")
 """Recipe fields that are changed last to make a plan fit."""
 SAME_TRAINING = ("method", "precision", "optimizer", "micro_batch_size", "global_batch_size", "seq_len")
@@ -58,8 +65,8 @@ class RepairsPanel(widgets.VBox):
         self.words = controls.html("", "ss-hint")
         self.buttons = widgets.Box(layout=controls.layout())
         self._second_row = widgets.Box([self.words, self.buttons], layout=widgets.Layout())
-        for row in (self.buttons, self._second_row):
-            row.add_class("ss-chips")
+        self.buttons.add_class("ss-chips")
+        self._second_row.add_class("ss-room")
         super().__init__([self._first_row, self._second_row], layout=controls.layout())
         self.add_class("ss-repairs")
         self._show("")
@@ -93,8 +100,7 @@ class RepairsPanel(widgets.VBox):
             self._show("Or one change:" if self._repairs else "", is_short=True)
             self._search(plan)
         for chip, repair in zip(self._chips, self._repairs, strict=False):
-            chip.description = chip_words(plan, repair)
-            chip.tooltip = repair.change
+            chip.description = chip.tooltip = chip_words(plan, repair)
         self._freeze(False)
 
     def _search(self, plan: ss.Plan) -> None:
@@ -195,7 +201,8 @@ def chip_words(plan: ss.Plan, repair: Repair) -> str:
     short = shortages(plan, plan.memory())
     where = "" if not short or short[0].name == "GPU memory" else f" of {short[0].name} on a node"
     cost = cost_words(repair.seconds_lost, _seconds(plan))
-    return f"{repair.change}: −{gib(repair.bytes_won)} GiB{where}, {cost}"
+    change = SHORT_CHANGES.get(repair.change, repair.change)
+    return f"{change}: −{gib(repair.bytes_won)} GiB{where}, {cost}"
 
 
 def cost_words(seconds_lost: float, seconds: float) -> str:
@@ -216,4 +223,5 @@ def fit_words(plan: ss.Plan, fit: Fit) -> str:
     room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB"
     cost = cost_words(fit.seconds_lost, _seconds(plan))
     about = "" if cost in ("as fast", "time not known") else "about "
-    return f"{', '.join(fit.changes)}: fits, {room}, {about}{cost}"
+    changes = ", ".join(fit.changes)
+    return f"{changes[:1].upper()}{changes[1:]}: fits, {room}, {about}{cost}"

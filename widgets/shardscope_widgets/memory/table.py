@@ -16,7 +16,6 @@ from shardscope_widgets.memory.rows import TIERS, Mode, Shown, chosen_stages
 TOTAL = "total"
 OUTSIDE = {"host memory": "host", "NVMe": "nvme"}
 """Rows of memory outside the GPU, by the name of the place."""
-FRAGMENTATION_HATCH = "ss-lines"
 
 
 def caption(shown: Shown, mode: Mode = "peak") -> str:
@@ -43,7 +42,7 @@ def _ranks(shown: Shown, mode: Mode) -> str:
     num_shown = len(chosen_stages(report))
     if mode == "stages" and num_shown < num_stages:
         return f"{num_shown} of {num_stages} pipeline stages shown, {ranks}"
-    return f"the fullest of {num_stages} pipeline stages ({report.worst_stage.stage}), {ranks}"
+    return f"stage {report.worst_stage.stage}, the fullest of {num_stages}, {ranks}"
 
 
 def _phase(report: MemoryReport) -> str:

@@ -118,9 +118,13 @@ class OpenPlan(widgets.VBox):
         tooltip = f"Open a plan: the path of {ALLOWED}"
         self.path = controls.text("", tooltip, placeholder="plan or config file")
         self.upload = widgets.FileUpload(
-            description="Upload", multiple=False, layout=controls.fixed("88px"), tooltip="Upload a file"
+            description="",
+            icon="upload",
+            multiple=False,
+            layout=controls.fixed("34px"),
+            tooltip="Upload a file",
         )
-        self.row = Row("Open", self.path, self.upload)
+        self.row = Row("Open plan", self.path, self.upload)
         self.save = controls.button(
             "Save plan as JSON", "ss-link", tooltip="Into a file beside this notebook, which Open reads"
         )

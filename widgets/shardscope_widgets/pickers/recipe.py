@@ -28,8 +28,8 @@ class RecipePicker(Picker):
             options=options("precision", None, None), value=recipe.precision, tooltip="Precision"
         )
         self.seq_len = controls.text(recipe.seq_len, "Tokens in one sequence")
-        self.micro = controls.text(recipe.micro_batch_size, "Sequences that a GPU takes at once", "44px")
-        self.global_batch = controls.text(recipe.global_batch_size, "Sequences in one optimizer step", "64px")
+        self.micro = controls.text(recipe.micro_batch_size, "Sequences that a GPU takes at once", "36px")
+        self.global_batch = controls.text(recipe.global_batch_size, "Sequences in one optimizer step", "52px")
         self.recompute = controls.dropdown(
             options=options("recompute", None, None), value=recipe.recompute, tooltip="Recompute activations"
         )

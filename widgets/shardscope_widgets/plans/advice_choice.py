@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import shardscope as ss
-from shardscope.frameworks.registry import why_not_trained
 from shardscope.memory.words import gib
 from shardscope.planner.advice import Advice
 from shardscope.planner.advising.words import named
-from shardscope.planner.room import beside_the_card, fits
+from shardscope.planner.room import fits
 from shardscope.timing.report import seconds_words
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.plans.ranking_rows import is_same
@@ -44,48 +42,22 @@ class Answer:
     alternatives: tuple[Alternative, ...]
 
 
-def answer(advice: Advice, on_screen: ss.Plan | None, familiar_with: Collection[str] = ()) -> Answer:
-    """Return one recommendation, and at most two alternatives that it does not outdo.
-
-    A framework of ``familiar_with`` is not given up for the plan on screen in a framework that is not.
-    """
+def answer(advice: Advice, on_screen: ss.Plan | None) -> Answer:
+    """Return the recommendation and the alternatives of ``advice``, for the plan on screen."""
     sentence, _, why = advice.why.partition(". ")
     sentence = sentence.rstrip(".") + "."
+    alternatives = tuple(
+        Alternative(index, plan, words)
+        for index, (plan, words) in enumerate(advice.alternatives[:MAX_ALTERNATIVES])
+    )
     if advice.plan is None:
-        return Answer(sentence, why, "", "", None, _alternatives(advice, None))
-    current = on_screen if on_screen is not None and _is_asked_about(advice, on_screen) else None
-    if current is not None and (
-        is_same(advice.plan, current) or _is_kept(current, advice.plan, familiar_with)
-    ):
-        if not is_same(advice.plan, current):
-            why = (
-                f"The questions lead to {named(advice.plan)}: {figures(advice.plan)}. "
-                "The plan on screen is faster or needs less memory, and is worse in neither."
-            )
-        keep = f"Keep the plan on screen: {named(current)}."
-        return Answer(keep, figures(current), "", why, None, _alternatives(advice, current))
-    change = "" if current is None else difference(advice.plan, current)
-    others = [
-        one for one in _alternatives(advice, advice.plan) if current is None or not is_same(one.plan, current)
-    ]
-    return Answer(sentence, figures(advice.plan), change, why, advice.plan, tuple(others))
-
-
-def _is_kept(current: ss.Plan, advised: ss.Plan, familiar_with: Collection[str]) -> bool:
-    known, new = current.layout.framework in familiar_with, advised.layout.framework in familiar_with
-    return outdoes(current, advised) and (known or not new)
-
-
-def outdoes(one: ss.Plan, other: ss.Plan) -> bool:
-    """Return whether ``one`` needs no more memory and time than ``other``, and is launched if that is."""
-    if not fits(one, one.memory()) or one.memory().peak_bytes > other.memory().peak_bytes:
-        return False
-    if any(place.room_bytes is None for place in beside_the_card(one, one.memory())):
-        return False
-    if why_not_trained(one) is not None and why_not_trained(other) is None:
-        return False
-    mine, its = _seconds(one), _seconds(other)
-    return mine is not None and its is not None and mine <= its
+        return Answer(sentence, why, "", "", None, alternatives)
+    if on_screen is not None and is_same(advice.plan, on_screen):
+        return Answer(
+            f"Keep the plan on screen: {named(on_screen)}.", figures(on_screen), "", why, None, alternatives
+        )
+    change = "" if on_screen is None else difference(advice.plan, on_screen)
+    return Answer(sentence, figures(advice.plan), change, why, advice.plan, alternatives)
 
 
 def figures(plan: ss.Plan) -> str:
@@ -118,25 +90,6 @@ def _compared(speedup: float) -> str:
         factor = max(speedup, 1 / speedup)
         return f"about {factor:.2g}x {'faster' if speedup > 1 else 'slower'}"
     return f"{100 * (speedup - 1):.0f} % faster" if speedup > 1 else f"{100 * (1 / speedup - 1):.0f} % slower"
-
-
-def _alternatives(advice: Advice, base: ss.Plan | None) -> tuple[Alternative, ...]:
-    found = []
-    for index, (plan, words) in enumerate(advice.alternatives):
-        # A plan for other hardware or another recipe is no rival of the recommended one.
-        is_rival = (
-            base is not None and plan.cluster == base.cluster and plan.recipe.method == base.recipe.method
-        )
-        if base is not None and is_rival and (is_same(plan, base) or outdoes(base, plan)):
-            continue
-        found.append(Alternative(index, plan, words))
-    return tuple(found[:MAX_ALTERNATIVES])
-
-
-def _is_asked_about(advice: Advice, plan: ss.Plan) -> bool:
-    """Return whether the advice is for the model and cluster of ``plan``."""
-    asked = advice.plan or next((turn.plan for turn in advice.path if turn.plan is not None), None)
-    return asked is not None and asked.architecture == plan.architecture and asked.cluster == plan.cluster
 
 
 def _seconds(plan: ss.Plan) -> float | None:

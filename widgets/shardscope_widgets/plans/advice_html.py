@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from html import escape
+from html import escape as escape_text
 
 from shardscope.planner.abilities import COLUMNS, Abilities
 from shardscope.planner.advice import Advice, Turn
+from shardscope_widgets.kit.numbers import keep_units
 from shardscope_widgets.plans.advice_choice import Alternative, Answer
+
+
+def escape(text: str, *, quote: bool = True) -> str:
+    """Return ``text`` as HTML, with numbers and their units on one line."""
+    return escape_text(keep_units(text), quote=quote)
 
 
 def recommendation(answer: Answer) -> str:

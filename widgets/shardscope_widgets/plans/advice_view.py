@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any
 
 import traitlets
 
@@ -40,7 +38,6 @@ class AdviceView(View):
         self.advice: Advice | None = None
         self.answer: Answer | None = None
         self._on_screen: ss.Plan | None = None
-        self._familiar_with: tuple[str, ...] = ()
         self._on_apply = on_apply
         self._ask_again: Callable[[], None] | None = None
         self.work = work or WorkPanel("Ask again", "Ask the same question again", self._press)
@@ -72,13 +69,12 @@ class AdviceView(View):
 
         def work(progress: Progress) -> Advice:
             progress("asking", 0.0)
-            more: dict[str, Any] = {"current": current} if _takes_current(ss.recommend) else {}
-            advice = ss.recommend(arch, cluster, recipe, familiar_with, **more)
+            advice = ss.recommend(arch, cluster, recipe, familiar_with, current=current)
             progress("drawing", 1.0)  # Raises if Cancel was pressed meanwhile.
             return advice
 
         def found(advice: Advice) -> None:
-            self._on_screen, self._familiar_with = current, tuple(familiar_with)
+            self._on_screen = current
             self.show(advice)
             if on_found is not None:
                 on_found()
@@ -109,7 +105,7 @@ class AdviceView(View):
     def _draw(self) -> None:
         advice = self.advice
         assert advice is not None
-        self.answer = answer(advice, self._on_screen, self._familiar_with)
+        self.answer = answer(advice, self._on_screen)
         self.words.value = (
             recommendation(self.answer)
             + alternatives(self.answer.alternatives, nothing_fits=advice.plan is None)
@@ -141,7 +137,3 @@ class AdviceView(View):
 @cache
 def _support() -> str:
     return matrix(abilities())
-
-
-def _takes_current(recommend: Callable[..., Advice]) -> bool:
-    return "current" in inspect.signature(recommend).parameters

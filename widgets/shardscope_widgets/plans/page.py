@@ -16,6 +16,7 @@ from shardscope_widgets.kit.view import View
 from shardscope_widgets.kit.words import device_count, title
 from shardscope_widgets.plans.advice_view import AdviceView
 from shardscope_widgets.plans.familiar_frameworks import FamiliarToggles
+from shardscope_widgets.plans.ranking_rows import is_same
 from shardscope_widgets.plans.ranking_view import RankingView
 
 CHOSEN = {
@@ -52,6 +53,8 @@ class Question(NamedTuple):
 
     def outdated_by(self, other: Question) -> str:
         """Return what an answer to this question is for, as a phrase, for a user who now asks ``other``."""
+        if self == other:
+            return "for another plan on screen"
         if self._replace(familiar_with=other.familiar_with) == other:
             return "for other frameworks that your team knows"
         return f"for {self}, before an input changed"
@@ -61,14 +64,18 @@ class PlansPage(View):
     """Advice and search for the plan on screen.
 
     The first look at a mode asks its question. After that, an answer to another question stays, pale and
-    without working buttons, under a line with one button that asks again. Only the frameworks that the team
-    knows, an input of the advice alone, ask at once.
+    without working buttons, under a line with one button that asks again. Advice is asked for again at once
+    where only the frameworks that the team knows changed, or the plan on screen, with the same question: it
+    takes less than a second.
     """
 
     def __init__(self, on_apply: Callable[[ss.Plan], None]) -> None:
         self._plan: ss.Plan | None = None
         self._asked: dict[str, Question] = {}
         self._answered: dict[str, Question] = {}
+        self._asked_for: ss.Plan | None = None
+        self._advised_for: ss.Plan | None = None
+        """The plan on screen when advice was last asked for, and when the advice that is shown was."""
         self._is_frozen = False
         self._is_next = False
         """Whether a toggle was pressed during a question: the next one starts when that has ended."""
@@ -105,6 +112,7 @@ class PlansPage(View):
         self._plan = plan
         self._mark()
         self._look()
+        self._follow_plan()
 
     def freeze(self, frozen: bool) -> None:
         """Disable everything while an input is wrong."""
@@ -127,17 +135,36 @@ class PlansPage(View):
     def _show_freshness(self) -> None:
         """Say so where the answer is for another question, and offer the button only then."""
         mode = self.mode.value
-        asked, answered = self._question(mode), self._answered.get(mode)
-        is_old = asked is not None and answered is not None and answered != asked
-        self._views[mode].freeze(is_old or self._is_frozen)
-        panel = self._panels[mode]
+        asked, answered, panel = self._question(mode), self._answered.get(mode), self._panels[mode]
+        is_fresh = self._is_fresh(mode)
+        self._views[mode].freeze(self._is_frozen or (answered is not None and not is_fresh))
         is_next = self._is_next and mode == "advice"
         is_on_its_way = panel.button.disabled and (is_next or self._asked.get(mode) == asked)
         # Also after an error or Cancel, where there is no answer yet.
-        panel.offer(asked is not None and answered != asked and not panel.button.disabled)
-        self.about.value = (
-            f"This was found {answered.outdated_by(asked)}." if is_old and not is_on_its_way else ""
-        )
+        panel.offer(asked is not None and not is_fresh and not panel.button.disabled)
+        self.about.value = ""
+        if asked is not None and answered is not None and not is_fresh and not is_on_its_way:
+            self.about.value = f"This was found {answered.outdated_by(asked)}."
+
+    def _is_fresh(self, mode: str) -> bool:
+        """Return whether the answer is for what is on screen."""
+        answered = self._answered.get(mode)
+        if answered is None or answered != self._question(mode):
+            return False
+        return mode == "search" or self._is_advised_or_asked(self._advised_for)
+
+    def _is_advised_or_asked(self, asked: ss.Plan | None) -> bool:
+        """Return whether the plan on screen is the recommended one, or the one that advice was asked for."""
+        plan, advice = self._plan, self.advice.advice
+        assert plan is not None
+        known = [asked, None if advice is None else advice.plan]
+        return any(one is not None and is_same(one, plan) for one in known)
+
+    def _follow_plan(self) -> None:
+        """Ask for advice at once where the plan on screen changed, and the question did not."""
+        is_asked = self._answered.get("advice") == self._question("advice")
+        if self._plan is not None and is_asked and not self._is_advised_or_asked(self._asked_for):
+            self._ask_at_once()
 
     def _question(self, mode: str) -> Question | None:
         """Return what the button would ask now."""
@@ -158,18 +185,24 @@ class PlansPage(View):
         else:
             self._is_next = False
             self._show_freshness()
+            if not self.ask.is_cancelled:
+                self._follow_plan()
 
     def _ask(self) -> None:
         plan, question = self._plan, self._question("advice")
         if plan is None or question is None or self.ask.is_busy:
             return
-        self._asked["advice"], self._is_next = question, False
+        self._asked["advice"], self._asked_for, self._is_next = question, plan, False
         self.advice.ask(
             *_nouns(plan),
             question.familiar_with,
             current=plan,
-            on_found=lambda: self._got("advice", question),
+            on_found=lambda: self._got_advice(plan, question),
         )
+
+    def _got_advice(self, plan: ss.Plan, question: Question) -> None:
+        self._advised_for = plan
+        self._got("advice", question)
 
     def _search(self) -> None:
         plan, question = self._plan, self._question("search")
@@ -180,7 +213,7 @@ class PlansPage(View):
 
     def _mark(self) -> None:
         """Mark the plan on screen in the answers to its own question."""
-        if self._plan is not None and self._answered.get("advice") == self._question("advice"):
+        if self._is_fresh("advice"):
             self.advice.mark(self._plan)
         is_searched = self._answered.get("search") == self._question("search")
         self.ranking.mark(self._plan if is_searched else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 from shardscope.memory.words import gib
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short
-from shardscope_widgets.plans.ranking_rows import marks, signs
+from shardscope_widgets.plans.ranking_rows import Sign, marks, signs
 from shardscope_widgets.plans.ranking_table import layout_words
-from shardscope_widgets.plans.standing import Kind, Standing, standing
+from shardscope_widgets.plans.standing import Standing, standing
 
 if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
@@ -25,28 +25,20 @@ PIXELS = 272
 SHOWN_OVER_CAPACITY = 1.5
 """Plans up to this multiple of a GPU's memory are drawn: those that need ten GPUs' say nothing."""
 INK = "#7f8790"
+LABEL_SHARE = 0.22
+"""The label of the plan on screen, with its ring, as a share of the width of a chart of 390 pixels."""
 TOOLTIP_CHARACTERS = 46
 """A line of a tooltip: as long as a chart of 390 pixels has room for."""
-RING_PIXELS: Mapping[Kind, float] = {
-    "fits": 0.0,
-    "may not fit": 1.6,
-    "does not fit": 1.6,
-    "cannot be launched here": 1.0,
-}
 
 
 def empty_figure() -> Chart:
     """Return a chart without data: a trace for each framework, crosses, the front, and the plan on screen."""
-    traces: list[Any] = [
-        go.Scatter(
-            name=sign.title,
-            mode="markers",
-            marker={"symbol": [], "color": sign.colour, "size": 7, "opacity": 0.8},
-            hovertemplate="%{text}<extra></extra>",
-        )
-        for sign in signs().values()
+    # Filled marks lie over hollow ones, and their crosses between.
+    hollow = [
+        _marks(f"{sign.title}, cannot be run", f"{sign.symbol}-open", sign) for sign in signs().values()
     ]
-    # Not a symbol of its own: plotly crosses circles, squares and diamonds, and no triangles.
+    filled = [_marks(sign.title, sign.symbol, sign) for sign in signs().values()]
+    # No symbols with a cross: plotly has some of circles, squares and diamonds, and none of triangles.
     crosses = go.Scatter(
         name="cannot be launched here",
         mode="markers",
@@ -67,9 +59,24 @@ def empty_figure() -> Chart:
         hoverinfo="skip",
         cliponaxis=False,
     )
-    figure = Chart([*traces, crosses, front, on_screen], layout=_layout())
+    figure = Chart([*hollow, crosses, *filled, front, on_screen], layout=_layout())
     figure._config = {"displayModeBar": False, "responsive": True}
     return figure
+
+
+def _marks(name: str, symbol: str, sign: Sign) -> Any:
+    return go.Scatter(
+        name=name,
+        mode="markers",
+        marker={
+            "symbol": symbol,
+            "color": sign.colour,
+            "size": 7,
+            "opacity": 0.8,
+            "line": {"width": 1.4 if symbol.endswith("-open") else 0},
+        },
+        hovertemplate="%{text}<extra></extra>",
+    )
 
 
 def _layout() -> dict[str, Any]:
@@ -111,11 +118,19 @@ def ring(figure: Chart, chosen: tuple[float, float] | None) -> None:
     place: dict[str, Any] = {"x": [], "y": [], "text": []}
     if chosen is not None:
         x = chosen[0] / GIB
-        # Beside the ring, on the side that has room.
-        range_ = figure.layout.xaxis.range or (0.0, 2 * x)
-        side = "left" if x > (range_[0] + range_[1]) / 2 else "right"
-        place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": f"middle {side}"}
+        place = {"x": [x], "y": [chosen[1]], "text": ["this plan"], "textposition": _label_side(figure, x)}
     figure.redraw([*({} for _ in figure.data[:-1]), place], {})
+
+
+def _label_side(figure: Chart, x: float) -> str:
+    """Return where the label of the plan on screen has room, without crossing the memory line."""
+    _, end = figure.layout.xaxis.range or (0.0, 2 * x)
+    line = figure.layout.shapes[0].x0 if figure.layout.shapes else end
+    width = LABEL_SHARE * end
+    for side, low, high in (("right", x, x + width), ("left", x - width, x)):
+        if low >= 0 and high <= end and not low < line < high:
+            return f"middle {side}"
+    return "top center"
 
 
 def draw(figure: Chart, ranking: Ranking) -> int:
@@ -129,27 +144,23 @@ def draw(figure: Chart, ranking: Ranking) -> int:
     near = near[np.argsort(~fits[near], kind="stable")]
     widest = max(capacity * 1.06, float(memory[near].max(initial=0.0)) * 1.02)
     highest = float(speed[near].max(initial=0.0)) * 1.08 or 1.0
-    # Plans that fit are drawn last, over the others.
-    shown = marks(ranking, near, (0.0, widest), (0.0, highest))[::-1]
+    shown = marks(ranking, near, (0.0, widest), (0.0, highest))
     found = {int(index): standing(ranking, int(index)) for index in shown}
     names = ranking.framework
-    traces: list[dict[str, Any]] = []
-    for name, sign in signs().items():
-        own = shown[names[shown] == name]
-        kinds = [found[int(index)].kind for index in own]
-        traces.append({
-            "x": (memory[own] / GIB).tolist(),
-            "y": speed[own].tolist(),
-            "customdata": own.tolist(),
-            "text": [_tooltip(ranking, int(index), found[int(index)]) for index in own],
-            "marker.symbol": [sign.symbol if kind == "fits" else f"{sign.symbol}-open" for kind in kinds],
-            "marker.line.width": [RING_PIXELS[kind] for kind in kinds],
-        })  # fmt: skip
-    crossed = np.array([i for i in shown if found[int(i)].kind == "cannot be launched here"], np.int64)
-    traces.append({"x": (memory[crossed] / GIB).tolist(), "y": speed[crossed].tolist()})
+
+    def place(rows: Iterable[int]) -> dict[str, Any]:
+        own = np.array(list(rows), np.int64)
+        return {"x": (memory[own] / GIB).tolist(), "y": speed[own].tolist()}
+
+    def marked(name: str, *, fits: bool) -> dict[str, Any]:
+        own = [int(row) for row in shown[names[shown] == name] if (found[int(row)].kind == "fits") == fits]
+        return {**place(own), "customdata": own, "text": [_tooltip(ranking, row, found[row]) for row in own]}
+
+    crossed = (row for row, one in found.items() if one.kind == "cannot be launched here")
+    traces = [marked(name, fits=False) for name in signs()]
+    traces += [place(crossed), *(marked(name, fits=True) for name in signs())]
     front = ranking.pareto()[::-1]
-    traces.append({"x": (memory[front] / GIB).tolist(), "y": speed[front].tolist()})
-    traces.append({"x": [], "y": [], "text": []})
+    traces += [place(front), {"x": [], "y": [], "text": []}]
     end = capacity / GIB
     figure.redraw(
         traces,

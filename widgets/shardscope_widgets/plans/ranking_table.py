@@ -11,7 +11,7 @@ import numpy as np
 import shardscope as ss
 from shardscope.memory.words import gib
 from shardscope.planner.misses import instead_words
-from shardscope_widgets.kit.numbers import Scale, dollars, short
+from shardscope_widgets.kit.numbers import Scale, dollars, keep_units, short
 from shardscope_widgets.pickers.layout import LABELS, WORDS
 from shardscope_widgets.plans.ranking_rows import Indices, is_row, signs
 from shardscope_widgets.plans.standing import why_not_launched, why_unknown
@@ -139,7 +139,7 @@ def _pager(first: int, number: int) -> str:
 def misses(ranking: Ranking) -> str:
     """Return the nearest misses, and what each lacks, for a search in which nothing fits."""
     rows = "".join(
-        f"<li><div>{escape(miss.words)}</div><button type='button' class='ss-act'"
+        f"<li><div>{escape(keep_units(miss.words))}</div><button type='button' class='ss-act'"
         f" data-act='apply:{miss.index}' aria-label='{escape(f'Apply {miss.words}', quote=True)}'>"
         "Apply</button></li>"
         for miss in ranking.misses

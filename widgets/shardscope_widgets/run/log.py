@@ -59,7 +59,9 @@ class RunLog(widgets.VBox):
         self._seen, self._search = None, None
         ranks = [(f"rank {rank}", rank) for rank in range(run.world_size)]
         # What fails before there are ranks is logged in one of these two.
-        self._set(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")])
+        # The value too: equal options would keep the rank that was chosen in the run before.
+        self._set(options=[*ranks, ("launcher", "launcher"), ("supervisor", "supervisor")], value=0)
+        self.pane.num_runs += 1
         self._is_chosen = False
         self.words.value = ""
 

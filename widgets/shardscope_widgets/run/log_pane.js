@@ -62,6 +62,9 @@ function render({ model, el }) {
   const observer = new ResizeObserver(() => following && toEnd());
   observer.observe(pane);
   const onChange = () => draw(false);
+  // Chromium restores the scroll position of a box that was hidden: another run begins at its top.
+  const onRun = () => el.closest(".ss-run-body")?.scrollTo(0, 0);
+  model.on("change:num_runs", onRun);
   model.on("change:value", onChange);
   model.on("change:key", onChange);
   draw(true);
@@ -70,6 +73,7 @@ function render({ model, el }) {
     observer.disconnect();
     model.off("change:value", onChange);
     model.off("change:key", onChange);
+    model.off("change:num_runs", onRun);
   };
 }
 export default { render };

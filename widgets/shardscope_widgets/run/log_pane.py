@@ -16,4 +16,5 @@ class LogPane(anywidget.AnyWidget):
     key = traitlets.Unicode(help="Identifies log and search; lines of another key are shown at once.").tag(
         sync=True
     )
+    num_runs = traitlets.Int(0, help="Runs shown so far; the view scrolls up for another one.").tag(sync=True)
     name = traitlets.Unicode("log", help="Name for screen readers.").tag(sync=True)

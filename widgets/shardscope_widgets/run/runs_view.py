@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from html import escape
+from pathlib import Path
 
 import ipywidgets as widgets
 import traitlets
@@ -28,7 +29,7 @@ FOLDER = "runs"
 """Where ``launch`` puts runs, relative to the notebook."""
 PAGE_ROWS = 20
 LOOK_SECONDS = 2.0
-"""Between two reads of the folder while a run in it is living and the list is shown."""
+"""Between two reads of the folder while a run in it is living."""
 TRACE_PIXELS = 440
 HINT = "Select two runs to compare them."
 
@@ -58,8 +59,8 @@ class RunsView(View):
         self._message = ""
         self._force: str | None = None
         """The key of a run that could be resumed although little memory is free."""
-        self._was_living: ss.Run | None = None
-        """The opened run, if it was living then."""
+        self._awaited: dict[Path, ss.Run] = {}
+        """Runs that were living when they were opened, by folder, until ``on_end`` is called."""
         self._lock = threading.RLock()
         self._is_watching = False
         # The list: a row of controls, the table in a box that scrolls, and a row that shows more.
@@ -110,10 +111,12 @@ class RunsView(View):
             super().open()
             return
         with self._lock:
-            self._was_living = run if run.status not in FINAL else None
+            if run.status not in FINAL:
+                self._awaited[run.folder] = run
             self._show_page(self.run_view)
             self.run_view.show(run)
             self._draw_bar()
+            self._watch_the_living()
 
     def show_list(self) -> None:
         """Go back to the list of all runs."""
@@ -308,15 +311,31 @@ class RunsView(View):
         """Called by the run's view, also for a run that had ended long before it was opened."""
         self.look()
         with self._lock:
-            was_living, self._was_living = self._was_living, None
             is_shown = not self.is_list_shown and self.run_view.layout.display != "none"
             if self.comm is not None and self.run_view.run is run and is_shown:
                 self._draw_bar()
-        if was_living is run and self._on_end is not None:
-            self._on_end(run)
+        self._report_ended(drawn=run)
+
+    def _report_ended(self, drawn: ss.Run | None = None) -> None:
+        """Call ``on_end`` for each awaited run that has ended, also if another one is shown by now.
+
+        The view of a run calls this by itself once it has ``drawn`` the run to its end.
+        """
+        with self._lock:
+            shown = self.run_view.run
+            ended = [
+                run
+                for run in self._awaited.values()
+                if run.status in FINAL and (run is drawn or run is not shown)
+            ]
+            for run in ended:
+                del self._awaited[run.folder]
+        if self._on_end is not None:
+            for run in ended:
+                self._on_end(run)
 
     def _watch_the_living(self) -> None:
-        """Read the folder every few seconds while a run in it is living and the list is shown."""
+        """Read the folder every few seconds while a run is awaited, or a living one is in the list."""
         with self._lock:
             if self._is_watching or not self._should_watch():
                 return
@@ -325,7 +344,7 @@ class RunsView(View):
 
     def _should_watch(self) -> bool:
         living = any(summary.is_living for summary in self._rows.values())
-        return self.comm is not None and living and self.is_list_shown
+        return self.comm is not None and (bool(self._awaited) or (living and self.is_list_shown))
 
     def _watch(self) -> None:
         pause = threading.Event()
@@ -336,6 +355,7 @@ class RunsView(View):
                     self._is_watching = False
                     return
             self.look()
+            self._report_ended()
 
 
 def _back(rest: str) -> str:

@@ -106,8 +106,8 @@ class Studio(View):
         self.open_plan = OpenPlan(on_open=self._open_plan, current=lambda: self.plan)
         export = (self.export_panel, self.export_panel.words)
         self.folds = {
-            "What to do": Fold("What to do", self.task),
-            "Model": Fold("Model", self.architecture, self.open_plan, is_open=True),
+            "What to do": Fold("What to do", self.task, self.open_plan),
+            "Model": Fold("Model", self.architecture, is_open=True),
             "GPUs": Fold("GPUs", self.cluster),
             "Training": Fold("Training", self.recipe, is_open=True),
             "Framework": Fold("Framework", self.layout_picker),

@@ -13,7 +13,7 @@ from shardscope.timing.report import PARTS, StepReport, seconds_words
 from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import Scale
 from shardscope_widgets.kit.pins import wrap_label
-from shardscope_widgets.kit.theme import MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
+from shardscope_widgets.kit.theme import FONT, MEASURED_COLOUR, PART_COLOURS, PART_PATTERNS
 from shardscope_widgets.time.rows import ShownStep
 
 ROWS = ("predicted", "overlapped", "measured")
@@ -74,6 +74,7 @@ def _layout() -> dict[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "showlegend": False,
+        "font": FONT,
         "hovermode": "closest",
         "hoverlabel": {"align": "left"},
         # Sums stand at the right: an axis would only add lines under text.
@@ -173,7 +174,7 @@ def _notes(shown: ShownStep) -> list[dict[str, Any]]:
         text = _sum_words(shown.scale, seconds, is_part=key == "overlapped")
         if report and key == "measured":
             text += f" {_off_by(seconds, report.seconds)}"
-        right = {"x": 1, "xref": "paper", "xanchor": "right", "xshift": RIGHT_PIXELS - 4, "text": text}
+        right = {"x": 1, "xref": "paper", "xanchor": "right", "xshift": RIGHT_PIXELS - 6, "text": text}
         notes.append({**place, **right, "font": {"size": 13}})
     return notes
 

@@ -11,14 +11,16 @@ from shardscope.trace.summary import TraceSummary
 from shardscope.trace.tiles import COMMUNICATION, FIRST_HUE, MUTED, NUM_HUES, Tiler
 from shardscope_widgets.kit.theme import COMPONENT_COLOURS
 
+FRAME = "font:13px/1.45 system-ui,sans-serif;max-width:960px"
 WIDTH = 960
 GUTTER = 150
-ROW = 9
+ROW, THIN_ROW = 9, 4
 HEADER = 20
 GAP = 3
 MAX_MARKS = 3_000
 """At about 20 bytes each, 60 kB."""
-MAX_ROWS = 150
+MAX_ROWS = 200
+MAX_TALL_ROWS = 60
 # As front_end/colours.js has them.
 HUES = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#eedd88", "#ffaabb")
 COLOURS = {
@@ -32,7 +34,7 @@ def draw_picture(tiler: Tiler, summary: TraceSummary) -> str:
     """Return sentences, the tracks over the whole span as SVG, and the table of ranks."""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.sentences)
     svg = _draw_tracks(tiler) if len(tiler.trace) else ""
-    return f"<div><ul>{sentences}</ul>{svg}{summary.html_of_ranks()}</div>"
+    return f"<div style='{FRAME}'><ul>{sentences}</ul>{svg}{summary.html_of_ranks()}</div>"
 
 
 def _draw_tracks(tiler: Tiler) -> str:
@@ -41,6 +43,8 @@ def _draw_tracks(tiler: Tiler) -> str:
     top_of_row: dict[int, int] = {}
     texts: list[str] = []
     y, num_left_out, rank = 0, 0, None
+    num_rows = sum(track.num_rows for track in trace.tracks if track.kind != "python")
+    tall = ROW if num_rows <= MAX_TALL_ROWS else THIN_ROW
     for position, track in enumerate(trace.tracks):
         first = int(tiler.first_row_of_track[position])
         if track.kind == "python" or len(top_of_row) + track.num_rows > MAX_ROWS:
@@ -55,8 +59,8 @@ def _draw_tracks(tiler: Tiler) -> str:
             f"<text x='12' y='{y + 8}'>{escape(name)}<title>{escape(track.name[:200])}</title></text>"
         )
         for row in range(track.num_rows):
-            top_of_row[first + row] = y + row * ROW
-        y += max(track.num_rows * ROW, 11) + GAP
+            top_of_row[first + row] = y + row * tall
+        y += max(track.num_rows * tall, 11) + GAP
     if num_left_out:
         what = "1 more track" if num_left_out == 1 else f"{num_left_out:,} more tracks"
         texts.append(f"<text x='0' y='{y + 12}'>{what} in the live view</text>")
@@ -65,7 +69,7 @@ def _draw_tracks(tiler: Tiler) -> str:
     texts.append(f"<text x='{GUTTER}' y='{y + 12}'>0</text>")
     end = f"{duration * 1e3:,.4g} ms" if duration < 1 else f"{duration:,.4g} s"
     texts.append(f"<text x='{WIDTH}' y='{y + 12}' text-anchor='end'>{end}</text>")
-    marks = _draw_marks(tiler, top_of_row)
+    marks = _draw_marks(tiler, top_of_row, tall - 1)
     label = f"Trace of {len(trace.ranks):,} ranks over {end}; the table below has the times"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {y + HEADER}' role='img' "
@@ -74,7 +78,7 @@ def _draw_tracks(tiler: Tiler) -> str:
     )
 
 
-def _draw_marks(tiler: Tiler, top_of_row: dict[int, int]) -> str:
+def _draw_marks(tiler: Tiler, top_of_row: dict[int, int], tall: int) -> str:
     """Return one path per colour. Where there are too many marks, neighbours are merged over more pixels."""
     span = max(tiler.trace.duration_ns_total, 1)
     rows = np.array(sorted(top_of_row), dtype=np.int64)
@@ -96,7 +100,7 @@ def _draw_marks(tiler: Tiler, top_of_row: dict[int, int]) -> str:
         for mark in range(first, last):
             x = GUTTER + float(columns["start"][mark]) * scale
             wide = max(float(columns["duration"][mark]) * scale, 0.5)
-            paths[int(columns["colour"][mark])].append(f"M{x:.1f} {y}h{wide:.1f}v{ROW - 1}h-{wide:.1f}z")
+            paths[int(columns["colour"][mark])].append(f"M{x:.1f} {y}h{wide:.1f}v{tall}h-{wide:.1f}z")
     return "".join(
         f"<path fill='{COLOURS[colour]}' d='{''.join(parts)}'/>" for colour, parts in sorted(paths.items())
     )

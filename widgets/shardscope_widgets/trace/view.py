@@ -24,7 +24,7 @@ _FOREIGN_TRAITS = frozenset({"error", "height", "num_matches", "selected", "_sce
 
 _MODULE_PARTS = (
     "shapes.js", "colours.js", "words.js", "places.js", "page.js", "state.js", "requests.js", "viewport.js",
-    "folding.js", "drawing.js", "slices.js", "pointer.js", "keys.js", "keyboard.js", "search.js",
+    "folding.js", "drawing.js", "slices.js", "pointer.js", "keyboard.js", "search.js",
     "surroundings.js", "view.js",
 )  # fmt: skip
 
@@ -67,7 +67,9 @@ class TraceView(anywidget.AnyWidget):
     first and last can be set. Raises ``ValueError`` when there is no readable trace.
     """
 
-    _esm = front_end_text("trace/front_end", *_MODULE_PARTS)
+    _esm = "\n".join(
+        [front_end_text("kit/front_end", "keys.js"), front_end_text("trace/front_end", *_MODULE_PARTS)]
+    )
     _css = front_end_text("trace/front_end", "style.css")
 
     viewport_seconds = Stretch().tag(

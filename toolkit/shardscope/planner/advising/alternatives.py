@@ -37,11 +37,18 @@ MAX_CHECKED = 400
 
 
 def search_beside(bench: Bench) -> Ranking | None:
-    """Return all plans of a search for the same question; None where a figure is not known."""
+    """Return all plans of a search for the same question; None where a figure is not known.
+
+    Where none of them fits, those with the loss in chunks, which learn the same.
+    """
     try:
-        return search(bench.architecture, bench.cluster, bench.recipe)
+        ranking = search(bench.architecture, bench.cluster, bench.recipe)
     except ValueError:
         return None
+    other = ranking.instead
+    if ranking.num_feasible or other is None or not bench.trains_the_same(other.recipe):
+        return ranking
+    return other
 
 
 def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection[str]) -> Tried | None:
@@ -54,7 +61,7 @@ def find_better(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collec
     rows = _rows_with_room(ranking, advised)
     seconds, peak = ranking.step_seconds[rows], ranking.peak_bytes[rows]
     limit = simplicity_of(advised.plan, bench.recipe, familiar)
-    effort, settings = simplicity_of_rows(ranking, rows, familiar)
+    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
     better = (seconds < advised.seconds) & (peak < advised.report.peak_bytes)
     counts = (seconds * WORTH_A_SETTING < advised.seconds) | (peak * PAYS < advised.report.peak_bytes)
     simple = (effort <= limit.effort) & (settings <= limit.settings)
@@ -101,7 +108,9 @@ def _faster(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection
     launched = _first_launched(bench, ranking, rows)
     if launched is not None and launched.seconds is not None:
         near = rows[ranking.step_seconds[rows] <= NEAR * launched.seconds]
-        return _first_launched(bench, ranking, _simplest_first(ranking, near, familiar), keep_order=True)
+        return _first_launched(
+            bench, ranking, _simplest_first(bench, ranking, near, familiar), keep_order=True
+        )
     return _tried(bench, ranking, rows[np.argmin(ranking.step_seconds[rows])])
 
 
@@ -109,7 +118,7 @@ def _leaner(bench: Bench, ranking: Ranking, advised: Tried, familiar: Collection
     """Return the leanest of about the fastest plans that need clearly less memory, with one more setting."""
     rows = _rows_with_room(ranking, advised)
     limit = simplicity_of(advised.plan, bench.recipe, familiar)
-    effort, settings = simplicity_of_rows(ranking, rows, familiar)
+    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
     rows = rows[
         (ranking.peak_bytes[rows] * PAYS < advised.report.peak_bytes)
         & (ranking.step_seconds[rows] < SAFE * (advised.seconds or 0.0))
@@ -134,9 +143,9 @@ def _rows_with_room(ranking: Ranking, advised: Tried) -> NDArray[np.int64]:
 
 
 def _simplest_first(
-    ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+    bench: Bench, ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
 ) -> NDArray[np.int64]:
-    effort, settings = simplicity_of_rows(ranking, rows, familiar)
+    effort, settings = simplicity_of_rows(ranking, rows, bench.recipe, familiar)
     return rows[np.lexsort((ranking.step_seconds[rows], settings, effort))]
 
 

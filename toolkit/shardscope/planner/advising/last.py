@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def room(path: Path) -> None:
-    """Whether a larger micro-batch, or other recomputation, makes use of what is left of the card."""
+    """Whether a larger micro-batch, or other recomputation, makes use of what is left of the GPU's memory."""
     current = path.current
     if current is None:
         return
@@ -33,7 +33,7 @@ def room(path: Path) -> None:
     used = 100 * current.report.peak_bytes / current.report.usable_bytes
     larger = path.bench.with_room(current)
     if current.report.is_tight and larger is current:
-        answer = "No: it is tight, and of runs that need over 80 % of their card some run out of it."
+        answer = "No: it is tight, and of runs that need over 80 % of their GPU's memory some run out of it."
         path.told("", question, answer, f"{used:.0f} % of it is used", why, current)
         return
     if current.seconds is None:

@@ -57,7 +57,7 @@ def one_gpu(path: Path) -> None:
     if outcome.wanted is None:
         path.told("", question, path.no(outcome._replace(nearest=None)), "", why)
     else:
-        tight = "Only just: of runs that need over 80 % of their card some run out of it."
+        tight = "Only just: of runs that need over 80 % of their GPU's memory some run out of it."
         answer = tight if outcome.wanted.fits else f"No: {words.lacks(outcome.wanted)}."
         path.told("", question, answer, words.needs(outcome.wanted), why, outcome.wanted)
     if outcome.best:
@@ -76,7 +76,7 @@ def one_gpu(path: Path) -> None:
         why = "Both save activations; weights, gradients and the optimizer's state stay what they are."
         answer = path.no(outcome)
         if state_is_too_much(outcome.nearest):
-            answer = "No: what stays on the card between two steps is too much by itself."
+            answer = "No: what stays on the GPU between two steps is too much by itself."
         path.told("", question, answer, path.needs(outcome), why, outcome.nearest)
 
 

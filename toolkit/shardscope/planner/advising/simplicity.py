@@ -48,15 +48,13 @@ def simplicity_of(plan: Plan, wanted: Recipe, familiar: Collection[str] = ()) ->
 
 
 def simplicity_of_rows(
-    ranking: Ranking, rows: NDArray[np.int64], familiar: Collection[str]
+    ranking: Ranking, rows: NDArray[np.int64], wanted: Recipe, familiar: Collection[str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the same of rows of a search: ``effort`` and ``settings``, of the shape of ``rows``."""
     found = ranking.candidates
     owners = ranking.owners(rows)
     effort = np.array([_effort(one.layout.framework, familiar) for one in found], np.int64)
-    options = np.array(
-        [_num_options(one.layout) + _num_eased(one.recipe, ranking.recipe) for one in found], np.int64
-    )
+    options = np.array([_num_options(one.layout) + _num_eased(one.recipe, wanted) for one in found], np.int64)
     return effort[owners], options[owners] + ranking.num_degrees_above_one(rows)
 
 
@@ -86,5 +84,6 @@ def _num_options(layout: Layout) -> int:
 
 def _num_eased(recipe: Recipe, wanted: Recipe) -> int:
     """Return what differs from the wanted recipe; activations on the host count twice, for they need room."""
-    eased = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
-    return eased + (recipe.recompute == "offload" != wanted.recompute)
+    eased: int = sum(getattr(recipe, name) != getattr(wanted, name) for name in ("recompute", "loss"))
+    moves_activations = recipe.recompute == "offload" and wanted.recompute != "offload"
+    return eased + moves_activations

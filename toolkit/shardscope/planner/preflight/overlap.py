@@ -1,4 +1,4 @@
-"""Collectives that a step waits for, though its framework could run them beneath arithmetic."""
+"""Collectives that a step waits for, though its framework could overlap them with arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is not there: on the card, in a node's host, on its NVMe; and what nobody knows of them."""
+"""Memory that is short, or of unknown size: the GPU's, a node's host memory, its NVMe."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardscope.layout import divisors
 from shardscope.memory.overheads import TIGHT_PERCENT
 from shardscope.memory.words import gib
 from shardscope.planner.changes import RECIPE_WORDS
+from shardscope.planner.make_it_fit import make_it_fit
 from shardscope.planner.preflight.case import Case, Variant, fastest, variants
 from shardscope.planner.preflight.finding import Finding
 from shardscope.planner.preflight.question import Question
@@ -22,7 +23,6 @@ from shardscope.planner.several import (
     of_other_frameworks,
     on_more_nodes,
     searched,
-    several,
     with_a_smaller_model,
 )
 from shardscope.support import supported
@@ -55,7 +55,7 @@ def no_room(case: Case) -> Iterator[Finding]:
 def nearly_full(case: Case) -> Iterator[Finding]:
     """A card so full that of such runs some run out of memory, though the plan fits.
 
-    The mend is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
+    The fix is the fastest of a smaller micro-batch, more recomputation and a chunked loss that is not tight.
     """
     memory, recipe, layout = case.memory, case.plan.recipe, case.plan.layout
     if memory is None or not memory.is_tight or not case.has_room:
@@ -74,7 +74,7 @@ def nearly_full(case: Case) -> Iterator[Finding]:
         name="card-nearly-full",
         severity="warning",
         why=f"The worst rank needs {gib(memory.peak_bytes)} of {gib(memory.usable_bytes)} GiB, "
-        f"{percent(share)} of the card: of runs that need over {TIGHT_PERCENT} % some run out of memory.",
+        f"{percent(share)} of the GPU's memory: of runs that need over {TIGHT_PERCENT} % some run out of it.",
         number=100 * share,
         change=_words(case, best) if best else "No smaller micro-batch and no recomputation is enough",
         plan=best.plan if best else None,
@@ -119,8 +119,14 @@ def _short(case: Case, place: Place) -> Finding:
         number=place.short_bytes / 2**30,
         change=best.change if best else "No single change is enough; several may be",
         plan=best.plan if best else None,
-        way=None if best else partial(several, case.plan),
+        way=None if best else partial(_several_changes, case.plan),
     )
+
+
+def _several_changes(plan: Plan) -> Way | None:
+    """Return what the button "Make it fit" does."""
+    fit = make_it_fit(plan)
+    return None if fit is None else Way(fit.changes, fit.plan, fit.seconds_lost)
 
 
 def _enough(case: Case) -> Repair | None:
@@ -137,7 +143,7 @@ def _unknown(plan: Plan, place: Place) -> Finding:
     return Finding(
         name=f"{NAMES[place.name]}-not-known",
         severity="hint" if place.name.endswith("is made") else "warning",
-        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and nobody said how much it has.",
+        why=f"A node needs {gib(place.needed_bytes)} GiB of {place.name}, and how much it has is not known.",
         number=place.needed_bytes / 2**30,
         change=f"Say how much: Cluster.{field}",
         question=Question(plan=plan, field=field),

@@ -13,7 +13,7 @@
 
 const RULER = 24;
 const HEADER = 24;
-const GUTTER = 152;
+const GUTTER = 168;
 const NARROW = 560; // below this width track names stand above their rows
 const NARROW_GUTTER = 72;
 const NAME_LINE = 16;

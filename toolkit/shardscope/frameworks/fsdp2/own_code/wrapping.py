@@ -86,7 +86,7 @@ def one_unit(script: Script, line: int, source: str | None = None) -> Finding:
         name="whole-model-as-one-unit",
         severity="danger",
         why=f"Line {line}: only the model itself is wrapped, so that {size} gathered at once on each GPU, "
-        "and no gather runs beneath arithmetic.",
+        "and no all-gather is overlapped with arithmetic.",
         number=number,
         change="fully_shard(layer) for each decoder layer, then fully_shard(model)",
         source=source,

@@ -1,0 +1,165 @@
+"""Memory and Time in a real JupyterLab: one screen, bars that open rows, pins, and nothing that jumps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from opened_notebook import open_notebook, run_all_cells, write_notebook
+from served import Lab
+
+CELLS = (
+    """import shardscope as ss
+from dataclasses import replace
+from shardscope_widgets import MemoryView, StepView
+plan = ss.Plan(ss.models["llama-3.1-8b"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(), ss.Layout.fsdp2())
+memory = MemoryView(plan)
+memory""",
+    "step = StepView(plan)\nstep",
+)
+OPENED = (
+    "view => [...document.querySelectorAll(view + ' [data-why]:not([hidden])')].map(row => row.dataset.why)"
+)
+TEXT_BOXES = """view => [...document.querySelectorAll(view + ' .js-plotly-plot text')]
+    .filter(text => text.textContent.trim() && text.checkVisibility())
+    .map(text => [text.textContent, text.getBoundingClientRect().toJSON()])"""
+# A page of the Studio's width, where the browser has no room for more.
+SET_WIDTH = "([view, width]) => { document.querySelector(view).style.width = width + 'px'; }"
+
+
+@pytest.fixture
+def page(lab: Lab, browser: Any) -> Any:
+    """Both views, each in its cell."""
+    write_notebook(lab, "memory_and_time.ipynb", *CELLS)
+    page = open_notebook(lab, browser, "memory_and_time.ipynb", viewport={"width": 1500, "height": 1900})
+    run_all_cells(page, 2)
+    for view in (".ss-memory", ".ss-step"):
+        page.wait_for_selector(f"{view} .barlayer path", state="attached")
+        page.wait_for_selector(f"{view} .ss-parts")
+    yield page
+    page.close()
+
+
+def test_memory_and_time_as_they_are_used(page: Any) -> None:
+    the_whole_memory_tab_is_on_one_screen(page)
+    a_bar_opens_its_row(page)
+    a_row_opens_by_keyboard(page)
+    a_plan_is_pinned_and_unpinned_by_mouse(page)
+    no_words_touch_in_a_narrow_chart(page)
+
+
+def set_width(page: Any, view: str, width: int) -> None:
+    page.evaluate(SET_WIDTH, [view, width])
+    page.wait_for_function(
+        "([view, width]) => Math.abs(document.querySelector(view + ' .js-plotly-plot .main-svg')"
+        ".getBoundingClientRect().width - width) < 20",
+        arg=[view, width],
+    )
+
+
+def the_whole_memory_tab_is_on_one_screen(page: Any) -> None:
+    """Chart, nine components and their total, and changes that win room, beside 640 pixels of questions."""
+    set_width(page, ".ss-memory", 740)
+    assert page.locator(".ss-memory .ss-opens").count() == 10
+    assert page.locator(".ss-memory .ss-chip").count() >= 1
+    assert page.locator(".ss-memory").bounding_box()["height"] <= 530
+    for chip in page.locator(".ss-memory .ss-chip").all():
+        assert chip.bounding_box()["height"] < 30, "words of a chip stay on one line"
+
+
+def click_bar(page: Any, view: str, index: int) -> None:
+    """Click on the first bar of trace ``index`` as a mouse does: it moves there first."""
+    box = page.locator(f"{view} .barlayer .trace").nth(index).locator("path").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2 - 3, box["y"] + box["height"] / 2 + 2)
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
+    page.locator(f"{view} .hoverlayer .hovertext").first.wait_for()
+    page.mouse.down()
+    page.mouse.up()
+
+
+def a_bar_opens_its_row(page: Any) -> None:
+    # Traces are drawn in the order of the components and parts.
+    for view, index, key, formula in (
+        (".ss-memory", 3, "activations", "layers"),
+        (".ss-step", 0, "matrices", "FLOPs"),
+    ):
+        assert page.evaluate(OPENED, view) == []
+        click_bar(page, view, index)
+        row = page.locator(f"{view} [data-why='{key}']")
+        row.wait_for()
+        assert page.evaluate(OPENED, view) == [key] and formula in row.inner_text()
+        assert page.evaluate("() => document.activeElement.closest('[data-opens]').dataset.opens") == key
+
+
+def a_row_opens_by_keyboard(page: Any) -> None:
+    name = page.locator(".ss-memory [data-opens='activations'] .ss-name")
+    name.focus()
+    page.keyboard.press("Enter")
+    page.locator(".ss-memory [data-why='activations']").wait_for(state="hidden")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.locator(".ss-memory [data-why='optimizer']").wait_for()
+    assert name.get_attribute("aria-expanded") == "false"
+
+
+def a_plan_is_pinned_and_unpinned_by_mouse(page: Any) -> None:
+    memory = page.locator(".ss-memory")
+    memory.get_by_role("button", name="Pin for comparison").click()
+    memory.locator(".ss-unpin").wait_for()
+    assert page.evaluate(OPENED, ".ss-memory") == ["optimizer"], "what was opened stays open"
+    memory.locator(".ss-parts .ss-unpin").click()
+    memory.locator(".ss-unpin").wait_for(state="detached")
+    memory.get_by_role("button", name="Pin for comparison").wait_for()
+
+
+def no_words_touch_in_a_narrow_chart(page: Any) -> None:
+    for view in (".ss-memory", ".ss-step"):
+        set_width(page, view, 390)
+        left, right = page.locator(view).bounding_box()["x"], 0.0
+        right = left + 390
+        boxes = page.evaluate(TEXT_BOXES, view)
+        assert len(boxes) >= 5
+        for words, box in boxes:
+            assert box["left"] >= left - 1 and box["right"] <= right + 1, f"{words!r} is cut off"
+            assert box["height"] < 36, f"{words!r} wraps"
+        for index, (words, box) in enumerate(boxes):
+            for others, other in boxes[index + 1 :]:
+                apart = (
+                    box["right"] <= other["left"] + 1
+                    or other["right"] <= box["left"] + 1
+                    or box["bottom"] <= other["top"] + 3
+                    or other["bottom"] <= box["top"] + 3
+                )
+                assert apart, f"{words!r} touches {others!r}"
+
+
+def test_nothing_jumps_when_a_rehearsal_or_a_measurement_arrives(lab: Lab, browser: Any) -> None:
+    arrives = (
+        'memory.add(plan, replace(plan.memory(), tier="rehearsed"))',
+        'memory.add(plan, replace(plan.memory(), tier="measured"))',
+        "from shardscope_widgets.time.rows import RunSteps\nstep.add(plan, RunSteps(20, 5.0))",
+    )
+    write_notebook(lab, "arrives.ipynb", *CELLS, "\n".join(arrives))
+    page = open_notebook(lab, browser, "arrives.ipynb", viewport={"width": 1500, "height": 1900})
+    try:
+        page.locator(".jp-Notebook .cm-content").first.click()
+        for _ in range(2):
+            page.keyboard.press("Shift+Enter")
+        places = """() => {
+            const top = one => one.getBoundingClientRect().top;
+            return ['.ss-memory .ss-parts', '.ss-memory .ss-repairs', '.ss-step .ss-parts']
+                .map(name => document.querySelector(name))
+                .map(each => top(each) - top(each.closest('.ss-root')));
+        }"""
+        page.wait_for_selector(".ss-step .ss-parts")
+        page.wait_for_selector(".ss-step .barlayer path", state="attached")
+        page.wait_for_selector(".ss-memory .ss-chip")
+        before = page.evaluate(places)
+        page.keyboard.press("Shift+Enter")
+        page.wait_for_function(
+            "() => document.querySelectorAll('.ss-memory .ss-parts td.ss-empty').length === 0"
+        )
+        page.wait_for_function("() => !document.querySelector('.ss-step .ss-parts td.ss-empty')")
+        assert page.evaluate(places) == before
+    finally:
+        page.close()

@@ -1,0 +1,200 @@
+"""The list of runs in a real JupyterLab: by mouse and by keyboard, at every width, and nothing moves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Lab
+from studio_page import SCREENSHOTS, use_theme
+
+import shardscope as ss
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from written_runs import fail, write_run
+
+NOTEBOOK = "runs_tab.ipynb"
+CELL = "from shardscope_widgets.run.runs_view import RunsView\nview = RunsView()\nview"
+WIDTHS = (1040, 760, 390)
+MAX_HEIGHT = 520
+ERROR = (
+    "Traceback (most recent call last):\n  File 'cell', line 3, in train\nValueError: the batch is empty\n"
+)
+
+# What sticks out of the view on the right, but for what scrolls or is shortened on purpose.
+STICKING_OUT = """() => {
+    const view = document.querySelector('.ss-runs-view');
+    const edge = view.getBoundingClientRect().right + 1;
+    return [...view.querySelectorAll('*')]
+        .filter(each => each.checkVisibility())
+        .filter(each => !each.closest('.ss-scroll, svg, .ss-off-screen, .ss-clipped'))
+        .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
+        .map(each => each.className || each.tagName);
+}"""
+
+# Lines of charts that leave the plot that they belong to, by a pixel or more.
+LINES_OUTSIDE = """() => Object.values(document.querySelector('.ss-run .js-plotly-plot')._fullLayout._plots)
+    .flatMap(({ plot, yaxis }) => [...plot.node().querySelectorAll('.js-line')]
+        .map(line => line.getBBox())
+        .filter(box => box.y < -1 || box.y + box.height > yaxis._length + 1)
+        .map(box => `${yaxis._name}: from ${box.y} to ${box.y + box.height} of ${yaxis._length}`))
+"""
+
+# Pairs of texts of the charts that overlap.
+OVERLAPPING = """() => {
+    const charts = document.querySelector('.ss-run .js-plotly-plot');
+    const boxes = [...charts.querySelectorAll('.annotation-text, .xtick, .ytick, .xtitle')]
+        .filter(each => each.checkVisibility())
+        .map(each => [each.textContent, each.getBoundingClientRect()]).filter(([, box]) => box.width);
+    const found = [];
+    boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+        if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2)
+            found.push(`${one} | ${other}`);
+    }));
+    return found;
+}"""
+
+
+@pytest.fixture
+def page(lab: Lab, browser: Any, offline: Any) -> Any:
+    """A notebook whose cell shows the list of some runs."""
+    runs = lab.folder / "runs"
+    write_run("first", parent=runs, num_done=40, has_trace=True)
+    write_run("second", parent=runs, number=1, task=ss.Pretrain(num_steps=40, learning_rate=3e-4))
+    write_run("stopped", "stopped", parent=runs, number=2, num_done=25, checkpoint=25)
+    fail(write_run("failed", "failed", parent=runs, number=3, num_done=6, is_own_task=True), 1, ERROR)
+    write_run("evil", "<img src=x onerror='window.wasRun = 1'>", parent=runs, number=4, reason="<b>bold</b>")
+    cell = {
+        "cell_type": "code",
+        "id": "a",
+        "metadata": {},
+        "source": CELL,
+        "outputs": [],
+        "execution_count": None,
+    }
+    kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook = {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    (lab.folder / NOTEBOOK).write_text(json.dumps(notebook))
+    page = browser.new_page(viewport={"width": 1500, "height": 1000})
+    page.set_default_timeout(60_000)
+    offline(page)
+    page.goto(lab.notebook_url(NOTEBOOK))
+    page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
+    page.locator(".jp-Notebook .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_selector(".ss-runs tbody tr")
+    page.keyboard.press("Control+b")
+    yield page
+    page.close()
+
+
+def test_runs_are_opened_compared_and_read_at_every_width(page: Any) -> None:
+    it_is_tidy(page, "list")
+    heights = [a_run_is_opened_by_a_click(page, "first", "finished")]
+    lines_and_words_stay_apart(page)
+    back(page)
+    heights.append(a_failed_run_shows_its_error_and_the_log_of_its_rank(page))
+    back(page)
+    assert len(set(heights)) == 1, f"the status line has different heights: {heights}"
+    two_runs_are_compared(page)
+    a_trace_is_opened_in_place(page)
+    everything_works_by_keyboard(page)
+    assert not page.evaluate("() => window.wasRun"), "text of a run folder became markup"
+    use_theme(page, "JupyterLab Dark", light="false")
+    page.locator(".ss-runs-view").screenshot(path=str(SCREENSHOTS / "runs_list_dark.png"))
+
+
+def a_run_is_opened_by_a_click(page: Any, name: str, status: str) -> float:
+    page.locator(".ss-runs tr", has_text=name).first.click(position={"x": 300, "y": 20})
+    page.wait_for_selector(f".ss-run .ss-status[data-status={status}]")
+    return float(page.evaluate("() => document.querySelector('.ss-run-top').getBoundingClientRect().height"))
+
+
+def lines_and_words_stay_apart(page: Any) -> None:
+    page.wait_for_selector(".ss-run .js-line", state="attached")
+    assert page.locator(".ss-latest tfoot", has_text="predicted").count() == 1
+    for width in WIDTHS:
+        use_width(page, width)
+        page.wait_for_timeout(
+            800
+        )  # The width is reported once an edge rests, and the charts are placed anew.
+        assert page.evaluate(LINES_OUTSIDE) == []
+        assert page.evaluate(OVERLAPPING) == []
+        it_is_tidy(page, "run", width)
+    use_width(page, None)
+
+
+def a_failed_run_shows_its_error_and_the_log_of_its_rank(page: Any) -> float:
+    height = a_run_is_opened_by_a_click(page, "failed", "failed")
+    page.locator(".ss-run [role=alert]", has_text="the batch is empty").wait_for()
+    page.wait_for_function("() => document.querySelector('.ss-log-head select').selectedIndex === 1")
+    error, log = (page.locator(f".ss-run-{name}").bounding_box() for name in ("error", "log"))
+    body = page.locator(".ss-run-body").bounding_box()
+    assert body["y"] <= error["y"] < log["y"] < body["y"] + body["height"], "one must scroll to find them"
+    resume = page.locator(".ss-runs-bar button", has_text="Resume")
+    assert resume.get_attribute("aria-disabled") == "true" and "your own code" in resume.get_attribute(
+        "title"
+    )
+    page.locator(".ss-runs-view").screenshot(path=str(SCREENSHOTS / "runs_failed.png"))
+    return height
+
+
+def two_runs_are_compared(page: Any) -> None:
+    for name in ("first", "second"):
+        page.get_by_role("checkbox", name=f"Select {name} ").click()
+        page.wait_for_selector(f".ss-pick[aria-checked=true][aria-label^='Select {name} ']")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.wait_for_selector(".ss-compared svg")
+    assert "learning rate" in page.locator(".ss-compared").inner_text()
+    it_is_tidy(page, "comparison")
+    back(page)
+
+
+def a_trace_is_opened_in_place(page: Any) -> None:
+    page.get_by_role("button", name="Open the trace of first").click()
+    page.wait_for_selector(".ss-runs-view canvas")
+    back(page)
+
+
+def everything_works_by_keyboard(page: Any) -> None:
+    page.get_by_role("button", name="second", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".ss-run .ss-status[data-status=finished]")
+    page.get_by_role("button", name="Back to all runs").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("checkbox", name="Select second ").focus()
+    page.keyboard.press("Space")
+    page.wait_for_selector(".ss-pick[aria-checked=false][aria-label^='Select second ']")
+    focused = page.evaluate("() => document.activeElement.getAttribute('aria-label')")
+    assert focused.startswith("Select second "), "a press must not lose the keyboard's place"
+
+
+def it_is_tidy(page: Any, what: str, width: int | None = None) -> None:
+    """Nothing sticks out, and the view is no higher than its tab."""
+    for each in WIDTHS if width is None else (width,):
+        use_width(page, each)
+        assert page.evaluate(STICKING_OUT) == [], f"{what} at {each}"
+        height = page.evaluate("() => document.querySelector('.ss-runs-view').getBoundingClientRect().height")
+        assert height <= MAX_HEIGHT, f"{what} at {each} is {height} high"
+    if width is None:
+        use_width(page, None)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.locator(".ss-runs-view").screenshot(path=str(SCREENSHOTS / f"runs_{what}.png"))
+
+
+def use_width(page: Any, width: int | None) -> None:
+    style = "" if width is None else f"{width}px"
+    page.evaluate(
+        "width => { const view = document.querySelector('.ss-runs-view');"
+        " view.style.width = view.style.maxWidth = width; }",
+        style,
+    )
+    page.wait_for_timeout(100)
+
+
+def back(page: Any) -> None:
+    page.get_by_role("button", name="Back to all runs").click()
+    page.wait_for_selector(".ss-runs tbody tr")

@@ -1,0 +1,20 @@
+"""The main button's offer and the Studio's verdict, as unit tests ask for them."""
+
+from __future__ import annotations
+
+import shardscope as ss
+from shardscope.memory.report import MemoryReport
+from shardscope.planner.verdict import assess
+from shardscope_widgets.pickers import RunOptions, TaskPicker
+from shardscope_widgets.run import offer
+from shardscope_widgets.studio.headline import verdict_line
+
+
+def offer_for(plan: ss.Plan, machine: ss.Cluster, report: MemoryReport) -> offer.Offer:
+    """Return what a new Studio's button would start on ``machine``."""
+    return offer.offer_for(plan, machine, report, TaskPicker(RunOptions()))
+
+
+def verdict(plan: ss.Plan, report: MemoryReport) -> str:
+    """Return the second line of the Studio's head."""
+    return verdict_line(plan, report, assess(plan, report))

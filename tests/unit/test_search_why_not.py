@@ -1,0 +1,65 @@
+"""Why a row of a search cannot run: the memory that is short, or that no engine here runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import shardscope as ss
+from shardscope.frameworks.registry import is_trained, why_not_trained
+from shardscope.memory.words import gib
+from shardscope.planner.ranking import Ranking
+from shardscope.planner.verdict import assess
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
+    cluster = replace(ss.Cluster.parse("2x8xh100-sxm-80gb"), host_memory_bytes=400 * 2**30)
+    return ss.search(ss.models["llama-3.1-70b"], cluster, ss.Recipe())
+
+
+def some(rows: np.ndarray) -> list[int]:
+    return rows[:: max(1, len(rows) // 40)].tolist()
+
+
+def test_what_is_feasible_lacks_no_memory_and_what_is_not_says_which(ranking: Ranking) -> None:
+    for row in some(np.flatnonzero(ranking.is_feasible)):
+        assert assess(ranking.plan(row)).state != "does not fit"
+        assert ranking.why_not(row).startswith("cannot be launched here: ") or ranking.why_not(row) == ""
+    for row in some(np.flatnonzero(~ranking.is_feasible)):
+        verdict = assess(ranking.plan(row))
+        assert verdict.state == "does not fit"
+        for place in verdict.shortages:
+            if place.name == "GPU memory":
+                assert f"{gib(place.short_bytes)} GiB over the GPU's memory" in ranking.why_not(row)
+
+
+def test_host_memory_that_is_short_is_said_with_both_numbers(ranking: Ranking) -> None:
+    on_the_gpu = ranking.peak_bytes <= ranking.cluster.usable_bytes_per_gpu
+    rows = some(np.flatnonzero(on_the_gpu & ~ranking.is_feasible & (ranking.host_bytes > 410 * 2**30)))
+    assert rows, "else this tests nothing"
+    for row in rows:
+        needed = gib(int(ranking.host_bytes[row]))
+        assert f"needs {needed} GiB of host memory on each node, which has 400" in ranking.why_not(row)
+        assert "over the GPU's memory" not in ranking.why_not(row)
+
+
+def test_what_no_engine_here_runs_is_told_apart(ranking: Ranking) -> None:
+    rows = some(np.flatnonzero(ranking.is_feasible))
+    refused = [row for row in rows if ranking.why_not_launched(row)]
+    for row in rows:
+        plan = ranking.plan(row)
+        assert ranking.why_not_launched(row) == (why_not_trained(plan) or "")
+        assert is_trained(plan) == (not ranking.why_not_launched(row))
+    assert refused and len(refused) < len(rows)
+    assert all(ranking.why_not(row).startswith("cannot be launched here: ") for row in refused)
+
+
+def test_no_row_is_refused(ranking: Ranking) -> None:
+    for row in (-1, ranking.num_evaluated):
+        with pytest.raises(IndexError):
+            ranking.why_not(row)
+        with pytest.raises(IndexError):
+            ranking.why_not_launched(row)
