@@ -81,7 +81,9 @@ TP=2
 DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE --nnodes 1 --master_port 6000)
 MODEL_ARGS=(
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention --num-query-groups 8
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --max-position-embeddings 131072
+    --position-embedding-type rope --normalization RMSNorm --vocab-size 128256
+    --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --seq-length 2048  # short
 )
 PARALLEL_ARGS="--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2"

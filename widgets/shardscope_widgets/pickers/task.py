@@ -26,6 +26,7 @@ WORDS: dict[Kind, str] = {
     "own": "Run my script or function",
 }
 ANSWERS: dict[Kind, str] = {"pretrain": "Pretrain", "finetune": "Fine-tune", "own": "My code"}
+CODE, A_SCRIPT = "Task.code", "the path of a .py file"
 NO_WEIGHTS = (
     "Adapters on random weights teach nothing: enter a folder with weights as the model, and fine-tune it."
 )
@@ -56,6 +57,11 @@ class RunOptions(Picker):
         for control in (self.steps, self.rate, self.profile, self.outlive):
             control.observe(self.read, "value")
         self.read()
+
+    @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """See :class:`Picker`."""
+        return {"num_steps": self.steps, "learning_rate": self.rate}
 
     def make(self) -> tuple[object, ...]:
         """Return the inputs as typed; the task itself checks them."""
@@ -195,6 +201,16 @@ class TaskPicker(Picker):
             fields["learning_rate"] = rate_near(ss.Pretrain.learning_rate, plan)
         return ss.Pretrain(**fields)
 
+    @property
+    def boxes(self) -> dict[str, widgets.Widget]:
+        """See :class:`Picker`."""
+        return {"text": self.text, "code": self.code}
+
+    def changes_of(self, error: FieldError) -> dict[str, object]:
+        """See :class:`Picker`; a script or function that is spelled almost so is a fix."""
+        near = error.fix if error.field == CODE and error.fix != A_SCRIPT else ""
+        return {CODE: near} if near else super().changes_of(error)
+
     def make(self) -> tuple[str, str, str]:
         """Return the inputs as typed; :meth:`task` checks them."""
         return (self.kind, self.text.value, self.code.value)
@@ -250,9 +266,9 @@ class TaskPicker(Picker):
             scripts = {}
         near = get_close_matches(name, [*known, *scripts], n=1)
         allowed = "the path of a script, or the name of a function f(ctx) of this notebook"
-        fix = near[0] if near else "the path of a .py file"
+        fix = near[0] if near else A_SCRIPT
         problem = f"No script {name[:60]!r} is here, and no function of that name"
-        raise FieldError("Task.code", name, allowed, fix, problem)
+        raise FieldError(CODE, name, allowed, fix, problem)
 
 
 def _takes_context(function: Callable[..., Any]) -> bool:

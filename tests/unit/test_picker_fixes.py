@@ -1,0 +1,147 @@
+"""Errors at an input come with a button that fixes them, and each picker says its value in a few words."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+
+import shardscope as ss
+from shardscope_widgets import Studio
+from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
+
+
+def shown(row: Any) -> str:
+    """What stands under the row's input."""
+    return unescape(re.sub("<[^>]+>", "", row.children[-1].value))
+
+
+def press(row: Any) -> None:
+    """Press the button of the message under the row's input."""
+    assert "data-act='fix'" in row.children[-1].value, shown(row)
+    row.children[-1].press("fix")
+
+
+@pytest.fixture
+def studio() -> Any:
+    return Studio()
+
+
+def test_a_batch_that_does_not_divide_is_fixed_by_a_button(studio: Any) -> None:
+    studio.cluster.count.value = "6"
+    row = studio.recipe.rows["global_batch_size"]
+    assert shown(row) == "64 does not divide over 6 GPUs. Use 66"
+    press(row)
+    assert studio.plan.recipe.global_batch_size == 66 and studio.plan.cluster.num_gpus == 6
+    assert not row.message and not studio.recipe.is_wrong
+
+
+def test_a_number_that_is_none_is_fixed_by_a_button(studio: Any) -> None:
+    studio.recipe.seq_len.value = "many"
+    press(studio.recipe.rows["seq_len"])
+    assert not studio.recipe.is_wrong and studio.plan.recipe.seq_len == 1
+    studio.options.steps.value = "0"
+    row = studio.options.rows["num_steps"]
+    press(row)
+    assert studio.options.steps.value == "1" and not row.message and not studio.launch.button.disabled
+
+
+def test_a_script_whose_name_is_misspelt(studio: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("pass\n")
+    studio.task.menu.value = "own"
+    studio.task.code.value = "trian.py"
+    press(studio.task.rows["code"])
+    assert studio.task.code.value == "train.py" and not studio.task.rows["code"].message
+    studio.task.code.value = "something else"
+    assert "data-act" not in studio.task.rows["code"].children[-1].value
+
+
+def test_a_fix_may_be_in_another_picker(studio: Any) -> None:
+    """Falcon has no formulas in Megatron-core: the error is the model's, the fix another framework."""
+    studio.architecture.name.value = "falcon-7b"
+    studio.layout_picker.framework.value = "megatron"
+    row = studio.architecture.rows["model"]
+    assert "Use FSDP2" in shown(row)
+    press(row)
+    assert not row.message and studio.plan.layout.framework == "fsdp2"
+    assert studio.plan.architecture.name == "falcon-7b"
+
+
+def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
+    picker = ArchitecturePicker()
+    row = picker.rows["model"]
+    picker.name.value = "lama-3.1-8b"
+    press(row)
+    assert picker.name.value == "llama-3.1-8b" and not picker.is_wrong
+    for name in ("nonsense", "meta-llama/Llama-9-8B", "<b>x</b>"):
+        picker.name.value = name
+        assert f"'{name}' is not in the catalogue" in shown(row)
+        assert "data-act" not in row.children[-1].value and "<b>" not in row.children[-1].value
+        assert not any(model in row.message for model in ss.models)
+
+
+def test_a_folder_without_a_model(tmp_path: Any) -> None:
+    picker = ArchitecturePicker()
+    picker.name.value = str(tmp_path)
+    assert "no config.json" in shown(picker.rows["model"]) and picker.weights_folder is None
+
+
+def test_an_applied_model_is_never_mistaken_for_the_catalogues() -> None:
+    picker = ArchitecturePicker()
+    other = ss.Architecture.from_dict({**ss.models["gpt2"].to_dict(), "num_hidden_layers": 6})
+    picker.take(other)
+    assert picker.value == other
+    picker.name.value = "gpt2"
+    assert picker.value == ss.models["gpt2"]
+
+
+def is_shown(row: Any) -> bool:
+    return "ss-off" not in row._dom_classes
+
+
+def test_host_memory_is_asked_for_where_it_is_not_known() -> None:
+    picker = ClusterPicker("8xh100-sxm-80gb")
+    host = picker.rows["host_memory_bytes"]
+    assert not is_shown(host) and not is_shown(picker.host_hint)
+    picker.type.value = "mi300x-192gb"
+    assert is_shown(host) and is_shown(picker.host_hint) and "not known" in picker.host_hint.value
+    picker.host.value = "1,024"
+    assert picker.value.host_memory_bytes == 2**40 and not is_shown(picker.host_hint)
+    picker.more.click()
+    assert is_shown(host) and is_shown(picker.rows["nvme_bytes"])
+    picker.nvme.value = "lots"
+    picker.more.click()
+    assert is_shown(picker.rows["nvme_bytes"]), "its message is seen"
+
+
+def test_a_frameworks_first_degrees_suit_the_model_and_the_users_stay(studio: Any) -> None:
+    studio.cluster.fill(ss.Cluster.parse("8x8xh100-sxm-80gb"))
+    studio.architecture.name.value = "llama-3.1-70b"
+    controls = studio.layout_picker._controls
+    studio.layout_picker.framework.value = "megatron"
+    assert studio.plan.layout.tp * studio.plan.layout.pp > 1 and studio.plan.memory().fits
+    controls["megatron"]["tp"].value = 2
+    studio.layout_picker.framework.value = "fsdp2"
+    controls["fsdp2"]["tp"].value = 4
+    studio.layout_picker.framework.value = "megatron"
+    assert studio.plan.layout.tp == 2
+    studio.layout_picker.framework.value = "fsdp2"
+    assert studio.plan.layout.tp == 4
+
+
+def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
+    pickers = (studio.architecture, studio.cluster, studio.recipe, studio.layout_picker, studio.options)
+    answers = [picker.answer for picker in (*pickers, studio.task)]
+    assert answers == [
+        "8.03B, 32 layers",
+        "8 × H100 80 GB, NVLink 4",
+        "full, bf16-mixed, 4,096 tokens",
+        "FSDP2, shard 8",
+        "40 steps, traced",
+        "Pretrain",
+    ]
+    for alone in (ArchitecturePicker(), ClusterPicker(), RecipePicker(), LayoutPicker()):
+        assert alone.value is not None
