@@ -101,7 +101,9 @@ def nothing_sticks_out(page: Any) -> None:
         for width in WIDTHS:
             page.evaluate("w => { document.querySelector('.ss-run').style.width = w + 'px'; }", width)
             page.wait_for_timeout(900)
-            outside = page.evaluate(STICKING_OUT.replace(".ss-studio", ".ss-run"))
+            outside = page.evaluate(
+                STICKING_OUT.replace(".ss-studio", ".ss-run").replace("svg,", "svg, .ss-clipped,")
+            )
             assert outside == [], (theme, width)
             view.screenshot(path=str(SCREENSHOTS / f"attached_{width}_{theme.lower()}.png"))
 

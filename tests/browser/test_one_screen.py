@@ -21,17 +21,16 @@ SIZES = {
 
 @pytest.fixture
 def open_page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iterator[Callable[..., Any]]:
-    """Open the Studio's notebook in a window of some size."""
+    """Open the Studio's notebook in a window of some size, in JupyterLab's light theme or its dark one."""
     pages = []
 
-    def open_one(width: int, height: int, scale: int = 1, **options: Any) -> Any:
-        page = browser.new_page(
-            viewport={"width": 1440, "height": 900}, device_scale_factor=scale, **options
-        )
+    def open_one(width: int, height: int, scale: int = 1, theme: str = "Light", **options: Any) -> Any:
+        page = browser.new_page(viewport={"width": 1440, "height": 900}, device_scale_factor=scale, **options)
         pages.append(page)
         page.set_default_timeout(60_000)
         offline(page)
         open_studio(page, lab)
+        use_theme(page, f"JupyterLab {theme}", light="true" if theme == "Light" else "false")
         if width < 1200:  # Beside the file browser there would be no room for a notebook.
             page.keyboard.press("Escape")
             page.keyboard.press("Control+b")
@@ -106,18 +105,13 @@ def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_shows_the_head_and_nothing_sticks_out(open_page: Callable[..., Any], size: str) -> None:
-    width, height, scale = SIZES[size]
-    page = open_page(width, height, scale)
-    page.locator(".ss-studio").scroll_into_view_if_needed()
-    for theme, light in (("Light", "true"), ("Dark", "false")):
-        if width >= 1000:
-            use_theme(page, f"JupyterLab {theme}", light=light)
+    for theme in ("Light", "Dark"):
+        page = open_page(*SIZES[size], theme=theme)
         page.locator(".ss-studio").scroll_into_view_if_needed()
         page.locator(".ss-studio").screenshot(path=str(shot(f"studio_{size}_{theme.lower()}")))
-        if width < 1000:
-            break
-    assert sticking_out(page) == []
-    assert page.locator(".ss-verdict").is_visible()
+        assert sticking_out(page) == []
+        assert page.locator(".ss-verdict").is_visible()
+        assert is_in_sight(page, ".ss-head button.ss-main-button")
 
 
 def test_high_contrast_and_colour_blindness_are_kept_as_pictures(open_page: Callable[..., Any]) -> None:

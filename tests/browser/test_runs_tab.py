@@ -58,6 +58,19 @@ OVERLAPPING = """() => {
 }"""
 
 
+LAUNCH = """
+import shardscope as ss
+from shardscope_widgets.run.runs_view import RunsView
+plan = ss.Plan(
+    ss.Architecture.of_size("2m"), ss.Cluster.parse("2xcpu"), ss.Recipe(seq_len=64, global_batch_size=2),
+    ss.Layout.ddp(),
+)
+run = ss.launch(plan, ss.Pretrain(num_steps=600), name="to-resume")
+view = RunsView()
+view
+"""
+
+
 @pytest.fixture
 def page(lab: Lab, browser: Any, offline: Any) -> Any:
     """A notebook whose cell shows the list of some runs."""
@@ -67,11 +80,21 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     write_run("stopped", "stopped", parent=runs, number=2, num_done=25, checkpoint=25)
     fail(write_run("failed", "failed", parent=runs, number=3, num_done=6, is_own_task=True), 1, ERROR)
     write_run("evil", "<img src=x onerror='window.wasRun = 1'>", parent=runs, number=4, reason="<b>bold</b>")
+    page = run_cell(lab, browser, CELL)
+    offline(page)
+    page.wait_for_selector(".ss-runs tbody tr")
+    page.keyboard.press("Control+b")
+    yield page
+    page.close()
+
+
+def run_cell(lab: Lab, browser: Any, source: str) -> Any:
+    """A page of JupyterLab whose notebook has run its only cell."""
     cell = {
         "cell_type": "code",
         "id": "a",
         "metadata": {},
-        "source": CELL,
+        "source": source,
         "outputs": [],
         "execution_count": None,
     }
@@ -80,14 +103,31 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
     (lab.folder / NOTEBOOK).write_text(json.dumps(notebook))
     page = browser.new_page(viewport={"width": 1500, "height": 1000})
     page.set_default_timeout(60_000)
-    offline(page)
     page.goto(lab.notebook_url(NOTEBOOK))
     page.wait_for_function("() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)")
     page.locator(".jp-Notebook .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
-    page.wait_for_selector(".ss-runs tbody tr")
-    page.keyboard.press("Control+b")
-    yield page
+    return page
+
+
+@pytest.mark.alone
+def test_a_run_that_was_saved_and_stopped_is_resumed_by_a_click(lab: Lab, browser: Any) -> None:
+    needs("torch")
+    needs("transformers")
+    page = run_cell(lab, browser, LAUNCH)
+    page.get_by_role("button", name="to-resume", exact=True).click()
+    page.wait_for_function("() => parseInt(document.querySelector('.ss-facts b')?.innerText) > 5")
+    page.get_by_role("button", name="Save and stop").click()
+    page.wait_for_selector(".ss-run .ss-status[data-status=stopped]")
+    page.locator(".ss-runs-bar button", has_text="Resume").click()
+    page.wait_for_selector(".ss-run-name:has-text('to-resume-2')")
+    page.wait_for_selector(".ss-run .ss-status[data-status=finished]", timeout=120_000)
+    assert "600 of 600" in page.locator(".ss-facts").inner_text()
+    back(page)
+    page.locator(".ss-runs tr", has_text="continues to-resume").wait_for()
+    first, second = (ss.Run.attach(lab.folder / "runs" / name) for name in ("to-resume", "to-resume-2"))
+    done = max(line["step"] for line in first.metrics())
+    assert min(line["step"] for line in second.metrics()) == done + 1
     page.close()
 
 

@@ -17,6 +17,7 @@ from tests.faults import all_of_them
 
 import shardscope as ss
 from shardscope_widgets import AdviceView, MemoryView, RankingView, RunView, StepView, Studio
+from shardscope_widgets.run.runs_view import RunsView
 
 PLAN = ss.Plan(
     ss.models["gpt2"], ss.Cluster.parse("8xh100-sxm-80gb"), ss.Recipe(seq_len=512), ss.Layout.fsdp2()
@@ -25,6 +26,13 @@ PLAN = ss.Plan(
 
 def run_view() -> RunView:
     return RunView(FakeRun([record(loss=1.0)]))
+
+
+def runs_view() -> RunsView:
+    """With a living run opened, and awaited."""
+    made = RunsView()
+    made.open(FakeRun([record(loss=1.0)]))  # type: ignore[arg-type]
+    return made
 
 
 def studio() -> Studio:
@@ -41,6 +49,7 @@ VIEWS: dict[str, tuple[Callable[[], Any], int]] = {
     "ranking": (RankingView, 10),
     "advice": (AdviceView, 10),
     "run": (run_view, 2),
+    "runs": (runs_view, 2),
     "studio": (studio, 1),
 }
 """How each is made, and how many `make test` makes: a hundred take a minute."""

@@ -17,7 +17,7 @@ from shardscope.validation import FieldError, refuse
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 
-LABEL_WIDTH = "72px"
+LABEL_WIDTH = "76px"
 THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 
 

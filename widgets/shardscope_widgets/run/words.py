@@ -41,15 +41,16 @@ STATUS_CLASSES = {
 SVG_DASHES = {"solid": "", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}
 
 
-def status_sign(status: str, reason: str = "") -> str:
+def status_sign(status: str, reason: str = "", place: str = "ss-row-status") -> str:
     """Return shape and word of a status as HTML, with ``reason`` as its tooltip.
 
     The status comes from a file of the run folder: one that no run has is shown as "unknown".
+    ``place`` is the CSS class: of a row of the list, or of the opened run.
     """
     known = status if status in STATUS_SIGNS else "unknown"
     tooltip = f" title='{escape(reason, quote=True)}'" if reason else ""
     return (
-        f"<b class='ss-status {STATUS_CLASSES.get(known, '')}' data-status='{known}'{tooltip}>"
+        f"<b class='{place} {STATUS_CLASSES.get(known, '')}' data-status='{known}'{tooltip}>"
         f"<span class='ss-shape' aria-hidden='true'>{STATUS_SIGNS[known]}</span> {known}</b>"
     )
 
@@ -62,7 +63,8 @@ def status_words(run: ss.Run, status: str) -> str:
         plan = ""
     name, reason = escape(run.name, quote=True), escape(run.reason, quote=True)
     return (
-        f"<div class='ss-clipped'>{status_sign(status)} <span class='ss-run-name'>{name}</span></div>"
+        f"<div class='ss-clipped'>{status_sign(status, place='ss-status')} "
+        f"<span class='ss-run-name'>{name}</span></div>"
         f"<div class='ss-hint ss-clipped' title='{reason}'>{reason or '&nbsp;'}</div>"
         f"<div class='ss-hint ss-clipped' title='{_text(plan)}'>{plan or '&nbsp;'}</div>"
     )
