@@ -130,7 +130,7 @@ def test_a_report_tells_itself_in_a_table_and_in_words() -> None:
     assert "MFU" in repr(report)
     assert "Narayanan" in report.explain("bubble")
     told = report.explain("tensor_parallel")
-    assert "beneath arithmetic" in told
+    assert "overlapped with arithmetic" in told
     assert "reduce-scatter of" in told and "among 8 ranks over nvlink-4" in told
     with pytest.raises(ValueError, match=r"part is 'bubbles'.*'bubble'"):
         report.explain("bubbles")
