@@ -1,4 +1,4 @@
-"""Faults 1 to 48 in words: what goes wrong, what a person sees then, and what no test shows."""
+"""Faults 1 to 48 and 62 to 64 in words: what goes wrong, what the user sees then, and what no test shows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ROOMS = {
     33: "What the planner reads",
     38: "Traces and snapshots",
     42: "Widgets",
+    62: "Found in a browser",
 }
 """The first number of each part of the table."""
 
@@ -205,10 +206,22 @@ FAULTS = {
     ),
     47: Fault(
         "A notebook is opened without a kernel",
-        "The views' words and tables as plain HTML, wherever widgets are not shown (GitHub, for one); "
-        "no charts.",
-        "JupyterLab itself prefers the widget, and says of a trusted notebook without a kernel in its own "
-        "words that there is no model. Our test reads what the notebook keeps, not other people's viewers.",
+        "A picture of each view's last state: sentence, chart and table, in JupyterLab, GitHub, nbviewer and "
+        "nbconvert's exports. It is replaced by the living view when the cell is run.",
+        "GitHub's and nbviewer's pages are not ours to test; what they read is in the file.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
+    62: Fault(
+        "A key of JupyterLab's command mode is pressed in a menu, tab, button, chart or canvas of a view",
+        "The view takes it or nobody does: the notebook's cells and the kernel stay as they are. Escape, Tab "
+        "and Ctrl+S are still JupyterLab's.",
+    ),
+    63: Fault(
+        "A view's cell is moved, deleted and undone, collapsed, shown twice, reloaded or in another theme",
+        "Every view's chart is that of the plan in its sentence.",
+    ),
+    64: Fault(
+        "A view is attached late, resized, in a hidden tab, or the theme changes meanwhile",
+        "It is drawn in the theme's colours and at the size that it has when it is seen.",
+    ),
 }

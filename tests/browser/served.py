@@ -66,8 +66,11 @@ def running_chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def running_lab(home: Path) -> Iterator[Lab]:
-    """JupyterLab on a free port of the loopback, with settings and state of its own in ``home``."""
+def running_lab(home: Path, base_url: str = "/") -> Iterator[Lab]:
+    """JupyterLab on a free port of the loopback, with settings and state of its own in ``home``.
+
+    ``base_url`` is where it is served, as JupyterHub's ``/user/name/``.
+    """
     folder = home / "notebooks"
     shutil.copytree(
         REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints")
@@ -94,6 +97,7 @@ def running_lab(home: Path) -> Iterator[Lab]:
                 "--ServerApp.port_retries=0",
                 f"--IdentityProvider.token={token}",
                 f"--ServerApp.root_dir={folder}",
+                f"--ServerApp.base_url={base_url}",
                 "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
             ],
             stdout=log,
@@ -102,7 +106,7 @@ def running_lab(home: Path) -> Iterator[Lab]:
             cwd=folder,
             start_new_session=True,
         )
-    lab = Lab(f"http://127.0.0.1:{port}", token, folder)
+    lab = Lab(f"http://127.0.0.1:{port}{base_url.rstrip('/')}", token, folder)
     try:
         _wait_until_up(lab, server, home / "lab.log")
         yield lab

@@ -1,4 +1,4 @@
-"""A chart whose cell is moved, deleted and brought back, shown twice, collapsed, reloaded or put in another theme."""
+"""A chart whose cell is moved, deleted and undone, shown twice, collapsed, reloaded, in another theme."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, run_all_cells, write_notebook
+from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
 from test_main_job import use_theme
 
@@ -24,12 +24,16 @@ plans = itertools.cycle(
     for name in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 )
 view = MemoryView(next(plans))
+def show_click(trace, point, words):
+    view.caption.value = f"clicked {{trace}} {{point}}"
+view.figure.on_click(show_click)
 view"""
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.1-70b", "qwen3-8b")
 
-# The predicted bar of every chart in sight, as plotly has laid it out, in GiB.
-TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(each => each.checkVisibility()).map(
-    each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
+# The first bar of every chart in sight, as plotly has laid it out, in GiB.
+TOTALS = """() => [...document.querySelectorAll('.js-plotly-plot')]
+    .filter(each => each.checkVisibility())
+    .map(each => each.calcdata.filter(marks => marks[0].trace.type === 'bar')
         .reduce((sum, marks) => sum + (marks[0].s || 0), 0))"""
 ALL_ARE = f"([count, total]) => {{ const all = ({TOTALS})(); window.seenTotals = all; " + (
     "return all.length === count && all.every(each => Math.abs(each / total - 1) < 1e-6); }"
@@ -149,8 +153,23 @@ def opened(lab: Lab, browser: Any) -> Iterator[Opened]:
 
 
 @pytest.mark.parametrize("how", ACTS)
-def test_fault_63_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
+def test_fault_63_64_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
     """One after another, as in a day's work."""
     count = ACTS[how](opened) or 1
     for _ in range(2):
         opened.every_view_shows_the_next_plan(count)
+
+
+def test_a_click_on_a_bar_is_reported_from_every_view(opened: Opened) -> None:
+    """The view above and the second one, which is open by now."""
+    page = opened.page
+    for number in range(page.locator(".js-plotly-plot >> visible=true").count()):
+        opened.every_view_shows_the_next_plan(2)
+        chart = page.locator(".js-plotly-plot >> visible=true").nth(number)
+        bar = chart.locator(".barlayer .trace").nth(3).locator("path").first
+        box = bar.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.locator(".ss-chart.ss-at-mark").wait_for()
+        page.mouse.down()
+        page.mouse.up()
+        page.locator(".ss-memory", has_text="clicked 3 0").first.wait_for()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from IPython.core.events import EventManager
 from test_run_view import FakeRun, record, until
 
 import shardscope as ss
@@ -42,6 +44,54 @@ def test_fault_47_the_studio_keeps_its_sentence_and_its_table() -> None:
     assert "Llama 3.1 8B on" in words and "Fits" in words and "activations" in words
     studio.architecture.name.value = "llama-3.1-70b"
     assert "Llama 3.1 70B on" in picture(studio) and "Does not fit" in picture(studio)
+
+
+def test_fault_47_the_chart_is_kept() -> None:
+    html = MemoryView(PLAN)._repr_mimebundle_()["text/html"]
+    assert html.count("<rect") >= 5 and "<img alt='chart' src='data:image/svg+xml;base64," in html
+    assert "<button" not in html and "<input" not in html, "nothing that cannot be pressed"
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Any]:
+    """What is published to a notebook, and what happens at the end of each of its cells."""
+    published: list[Any] = []
+    shell = SimpleNamespace(events=EventManager(SimpleNamespace(), ["post_run_cell"]))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    monkeypatch.setattr(
+        "IPython.display.publish_display_data", lambda data, **how: published.append((data, how))
+    )
+    return published, shell.events
+
+
+def test_fault_47_the_saved_output_follows_the_view(notebook: tuple[list[Any], Any]) -> None:
+    published, events = notebook
+    studio = Studio()
+    studio._ipython_display_()
+    (live, _), (picture, how) = published
+    assert WIDGET in live and "text/html" not in live, "the living view is an output of its own"
+    assert "Llama 3.1 8B" in picture["text/html"] and WIDGET not in picture
+    published.clear()
+    events.trigger("post_run_cell", None)
+    assert not published, "nothing has changed"
+    studio.architecture.name.value = "llama-3.1-70b"
+    events.trigger("post_run_cell", None)
+    ((picture, update),) = published
+    assert update == {**how, "update": True} and "Llama 3.1 70B" in picture["text/html"]
+    studio.tabs.value = "Time"
+    events.trigger("post_run_cell", None)
+    assert "matrices" in published[-1][0]["text/html"], "the page in sight, made only now"
+    count = len(published)
+    studio.close()
+    events.trigger("post_run_cell", None)
+    assert len(published) == count
+
+
+def test_fault_47_a_view_is_shown_whatever_its_chart_is_made_of(notebook: tuple[list[Any], Any]) -> None:
+    view = MemoryView(PLAN)
+    view.figure.to_svg = lambda: 1 / 0
+    view._ipython_display_()
+    assert WIDGET in notebook[0][0][0] and "optimizer" in notebook[0][1][0]["text/html"]
 
 
 def test_fault_47_a_run_keeps_its_end() -> None:

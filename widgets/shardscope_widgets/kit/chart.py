@@ -22,12 +22,12 @@ ClickListener = Callable[[int, int, Any], None]
 """Called with the trace's index, the point's index in it, and the point's ``customdata``."""
 
 PLOTLY_PROTOCOL = ("_py2js_", "_js2py_", "_widget_", "_last_")
-"""Beginnings of the names of those traits by which plotly's own front end is sent changes."""
+"""Prefixes of the traits by which plotly's own front end is sent changes."""
 
 POINTS = ("x", "y", "customdata", "text")
 
-# plotly.js is no module: it looks for CommonJS first, and writes itself into the page's globals in any case, where
-# another plotly may be.
+# plotly.js is no module: it looks for CommonJS first, and writes itself into the page's globals in any case,
+# where another plotly may be.
 AS_MODULE = """
 const module = {{ exports: {{}} }}, found = globalThis.Plotly;
 {script}
@@ -112,12 +112,12 @@ class Chart(go.FigureWidget):
 
     # Each of these sends a change to plotly's own front end (plotly/basewidget.py).
     _send_relayout_msg = _send_restyle_msg = _send_update_msg = _send_animate_msg = _send_figure
-    _send_addTraces_msg = _send_moveTraces_msg = _send_deleteTraces_msg = _send_figure
+    _send_addTraces_msg = _send_moveTraces_msg = _send_deleteTraces_msg = _send_figure  # noqa: N815
 
     def redraw(self, traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
         """Give each trace and the layout these properties, in one update.
 
-        Only what differs from the last redraw is set: plotly takes a tenth of a millisecond to check a property.
+        Only what differs from the last redraw is set: plotly takes 0.1 ms to check a property.
         """
         with self.batch_update():
             nodes = (self.layout, *self.data)

@@ -1,7 +1,7 @@
 """A plotly figure as SVG, drawn in Python: bars, lines, areas and markers, as the views use them.
 
-It stands in saved notebooks, where no browser and no kernel draws: text takes the colour of its page, and nothing
-in it runs or is fetched.
+It stands in saved notebooks, where no kernel draws: text takes the colour of its page, and nothing in it
+runs or is fetched.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Axis:
             return
         if self.props.get("tickvals") is not None:
             words = self.props.get("ticktext") or self.props["tickvals"]
-            yield from ((self.at(value), str(text)) for value, text in zip(self.props["tickvals"], words))
+            yield from (
+                (self.at(value), str(text))
+                for value, text in zip(self.props["tickvals"], words, strict=False)
+            )
             return
         if self.categories:
             yield from ((self.at(name), name) for name in self.categories)
@@ -116,7 +119,9 @@ class _Drawing:
         axis.low, axis.high = self._range(props, axis, own, values)
         return axis
 
-    def _range(self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]) -> tuple[float, float]:
+    def _range(
+        self, props: Props, axis: Axis, own: Sequence[Props], values: list[Any]
+    ) -> tuple[float, float]:
         given = props.get("range")
         if given is not None and None not in given:
             return float(given[0]), float(given[1])
@@ -136,7 +141,7 @@ class _Drawing:
         parts = [*self._grid(), *self._bars(), *self._scatters(), *self._shapes(), *self._annotations()]
         return (
             f"<svg viewBox='0 0 {self.width} {self.height}' width='{self.width}' height='{self.height}' "
-            "role='img' aria-label='chart' style='max-width:100%;height:auto' fill='currentColor' "
+            "role='img' aria-label='chart' style='max-width:100%;display:block' fill='currentColor' "
             f"font-family='system-ui,sans-serif' font-size='12'>{''.join(parts)}</svg>"
         )
 
@@ -180,7 +185,9 @@ class _Drawing:
                 continue
             thick = (1 - gap) * abs(place.at(1.0) - place.at(0.0))
             marker = trace.get("marker") or {}
-            for number, (at, size) in enumerate(zip(_listed(trace.get(across)), _listed(trace.get(long)))):
+            for number, (at, size) in enumerate(
+                zip(_listed(trace.get(across)), _listed(trace.get(long)), strict=False)
+            ):
                 if not size or not math.isfinite(size):
                     continue
                 key = (*names, at)
@@ -206,13 +213,13 @@ class _Drawing:
                 continue
             points = [
                 (each_x, float(each_y))
-                for each_x, each_y in zip(_listed(trace.get("x")), _listed(trace.get("y")))
+                for each_x, each_y in zip(_listed(trace.get("x")), _listed(trace.get("y")), strict=False)
                 if each_y is not None
             ]
             if trace.get("stackgroup"):
                 key = (trace.get("yaxis") or "y", trace["stackgroup"])
                 below = heights.get(key, [0.0] * len(points))
-                above = [(each_x, low + each_y) for (each_x, each_y), low in zip(points, below)]
+                above = [(each_x, low + each_y) for (each_x, each_y), low in zip(points, below, strict=False)]
                 heights[key] = [each_y for _, each_y in above]
                 yield _area(x, y, above, below, trace.get("fillcolor") or INK, str(trace.get("name") or ""))
                 continue
@@ -352,7 +359,7 @@ def _area(
     x: Axis, y: Axis, above: Iterable[tuple[Any, float]], below: Sequence[float], colour: str, name: str
 ) -> str:
     top = [(x.at(across), y.at(height)) for across, height in above]
-    under = [(place[0], y.at(height)) for place, height in zip(top, below)]
+    under = [(place[0], y.at(height)) for place, height in zip(top, below, strict=False)]
     corners = " ".join(f"{across:.1f},{down:.1f}" for across, down in [*top, *reversed(under)])
     return f"<polygon points='{corners}' fill='{_colour(colour)}'><title>{escape(name)}</title></polygon>"
 
@@ -370,7 +377,9 @@ def _text(x: float, y: float, words: str, anchor: str, *, size: float = 12, opac
     """Write plotly's words, whose only markup is kept as bold."""
     plain = escape(re.sub(r"<br\s*/?>", " ", words).replace("<b>", "\0").replace("</b>", "\1"), quote=False)
     plain = re.sub(r"&lt;/?\w+[^&]*&gt;", "", plain).replace("&amp;lt;", "&lt;").replace("&amp;gt;", "&gt;")
-    bold = plain.replace("\0", "<tspan font-weight='600'>").replace("\1", "</tspan>")
+    is_balanced = plain.count("\0") == plain.count("\1")
+    begin, end = ("<tspan font-weight='600'>", "</tspan>") if is_balanced else ("", "")
+    bold = plain.replace("\0", begin).replace("\1", end)
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' font-size='{size:g}' opacity='{opacity:g}'>"
         f"{bold}</text>"

@@ -34,6 +34,9 @@ class Clickable(anywidget.AnyWidget):
     Both raise ``IgnoredError`` for words that they do not know; ``on_answer`` also ``ValueError`` for what
     was typed.
 
+    In an element with ``data-roving``, Tab stops once and arrow keys move between its buttons, links and rows
+    (``front_end/roving.js``); the view's ``Sheet`` sees to it.
+
     One model for a whole table: a widget for each of its buttons would cost a reloaded page its time.
     """
 

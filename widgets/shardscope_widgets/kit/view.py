@@ -1,4 +1,4 @@
-"""What all views share: closing one leaves nothing, and where no kernel is its words are still read."""
+"""The base of all views: closing one leaves nothing behind, and a saved notebook shows its last state."""
 
 from __future__ import annotations
 
@@ -8,46 +8,42 @@ from typing import Any
 import ipywidgets as widgets
 
 from shardscope_widgets.kit import controls
-from shardscope_widgets.kit.clickable import Clickable
-from shardscope_widgets.run.log_pane import LogPane
-
-WORDS = (widgets.HTML, Clickable, LogPane)
-"""Widgets whose value is HTML."""
+from shardscope_widgets.kit.saved_output import SavedOutput
+from shardscope_widgets.kit.static_picture import draw_picture
 
 
 class View(widgets.VBox):
-    """A view that people put into a notebook, and that may be closed at any moment."""
+    """A view that is put into a notebook, and that may be closed at any moment."""
+
+    _saved: SavedOutput | None = None
 
     def close(self) -> None:
         """Close this view and all of its parts, which ipywidgets would keep for the kernel's lifetime."""
         if self.comm is None:  # closed already; __del__ closes once more
             return
+        if self._saved is not None:
+            self._saved.close()
         for part in list(_parts(self)):
             if part is not self:
                 part.close()
         super().close()
 
+    def _ipython_display_(self) -> None:
+        """Show the live view, and beside it its picture for readers without a kernel."""
+        if self._saved is None:
+            self._saved = SavedOutput(self)
+        self._saved.display()
+
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any] | None:
-        """With the words as plain HTML, for GitHub and for notebooks of others, which show no widgets."""
+        """Return the widget with its picture as HTML, for front ends that ask for both at once."""
         bundle: dict[str, Any] | None = super()._repr_mimebundle_(**kwargs)
         if bundle is not None:
-            bundle["text/html"] = "\n".join(f"<div>{words}</div>" for words in _words(self))
+            bundle["text/html"] = draw_picture(self)
         return bundle
 
 
-def _words(widget: widgets.Widget) -> Iterator[str]:
-    """The HTML in sight, from the top to the bottom."""
-    if not isinstance(widget, (widgets.Box, *WORDS)) or widget.layout.display == "none":
-        return
-    if not isinstance(widget, widgets.Box):
-        yield from filter(None, [widget.value])
-        return
-    for child in widget.children:
-        yield from _words(child)
-
-
 def _parts(view: widgets.Widget) -> Iterator[widgets.Widget]:
-    """Every widget that belongs to ``view`` alone, itself first, each once."""
+    """Yield every widget that belongs to ``view`` alone, itself first, each once."""
     found, waiting = {view.model_id}, [view]
     while waiting:
         widget = waiting.pop()

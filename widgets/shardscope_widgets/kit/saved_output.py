@@ -1,0 +1,153 @@
+"""The static picture beside a live view in a notebook's saved output, kept up to date.
+
+A view is displayed as two outputs: the widget, and its picture. While the widget lives, the picture is
+hidden. Where there is no widget (GitHub, nbviewer, nbconvert, a notebook whose kernel has gone), the picture
+is seen, and JupyterLab's "Error displaying widget" is not. An update of the picture leaves the widget's own
+output alone, which JupyterLab would draw anew (``OutputArea._setOutput`` of 4.6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from shardscope_widgets.kit import controls
+from shardscope_widgets.kit.chart import Chart
+from shardscope_widgets.kit.sheet import Sheet
+from shardscope_widgets.kit.static_picture import WORDS, draw_picture
+
+if TYPE_CHECKING:
+    from shardscope_widgets.kit.view import View
+
+PAUSE_SECONDS = 1.0
+"""After so long without a change, the picture is drawn again."""
+LONGEST_SECONDS = 15.0
+"""Of a view that never rests, as a run's, at the latest after this."""
+
+# `:has` finds the living widget wherever a front end puts the two outputs. A browser without it shows both.
+HIDING = """<style>
+body:has(.ss-live-{id}) .ss-static-{id},
+body:has(.ss-live-{id}) .jp-OutputArea-child:has(.ss-static-{id}),
+.jp-OutputArea-child:not(:has(.ss-live-{id})):has(+ .jp-OutputArea-child .ss-static-{id}) {{ display: none; }}
+</style>"""
+
+
+class SavedOutput:
+    """Displays a view with its picture, and follows it."""
+
+    def __init__(self, view: View) -> None:
+        self._view = weakref.ref(view)
+        self._id = view.model_id
+        self._published = ""
+        self._changed_since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shell: Any = None
+        self._followed: dict[str, tuple[widgets.Widget, str]] = {}
+        """By model: what is observed, and which of its traits."""
+
+    def display(self) -> None:
+        """Show the live view and, for those who cannot have it, its picture."""
+        from IPython import get_ipython
+        from IPython.display import publish_display_data
+
+        view = self._view()
+        if view is None:
+            return
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:  # A kernel without a loop: the end of each cell is enough.
+            self._loop = None
+        if self._shell is None and (shell := get_ipython()) is not None:
+            self._shell = shell
+            shell.events.register("post_run_cell", self._publish_changes)
+        view.add_class(f"ss-live-{self._id}")
+        live = widgets.DOMWidget._repr_mimebundle_(view) or {}
+        publish_display_data({**live, "text/plain": ""})
+        self._follow(view)
+        self._published = draw_picture(view)
+        publish_display_data(self._bundle(), transient={"display_id": self._display_id})
+
+    def close(self) -> None:
+        """Follow the view no longer; the last picture stays."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for widget, name in self._followed.values():
+            widget.unobserve(self._changed, name)
+        self._followed.clear()
+        if self._shell is not None:
+            self._shell.events.unregister("post_run_cell", self._publish_changes)
+            self._shell = None
+
+    @property
+    def _display_id(self) -> str:
+        return f"shardscope-{self._id}"
+
+    def _bundle(self) -> dict[str, str]:
+        html = f"{HIDING.format(id=self._id)}<div class='ss-static-{self._id}'>{self._published}</div>"
+        view = self._view()
+        return {"text/html": html, "text/plain": f"<{type(view).__name__}>"}
+
+    def _follow(self, widget: widgets.Widget) -> None:
+        """Hear of every change of what the picture shows, now and in parts that come later."""
+        if widget.comm is None or widget.model_id in self._followed:
+            return
+        if isinstance(widget, Chart):
+            self._observe(widget, "revision")
+        elif isinstance(widget, WORDS):
+            self._observe(widget, "value")
+        elif isinstance(widget, widgets.Box):
+            self._observe(widget, "children")
+        else:
+            return
+        if not isinstance(widget, Chart) and not controls.is_shared(widget.layout):
+            self._observe(widget.layout, "display")
+        for child in getattr(widget, "children", ()):
+            self._follow(child)
+
+    def _observe(self, widget: widgets.Widget, name: str) -> None:
+        self._followed[widget.model_id] = (widget, name)
+        widget.observe(self._changed, name)
+
+    def _changed(self, change: Any) -> None:
+        if change["name"] == "children":
+            self._followed = {key: it for key, it in self._followed.items() if it[0].comm is not None}
+            for child in change["new"]:
+                self._follow(child)
+        is_first, now = self._changed_since is None, time.monotonic()
+        self._changed_since = self._changed_since or now
+        # Runs change their views in threads of their own, and only the loop's own may start its timers. Each
+        # change moves the pause.
+        if self._loop is not None and (is_first or now - self._changed_since < LONGEST_SECONDS):
+            with contextlib.suppress(RuntimeError):  # The kernel ends.
+                self._loop.call_soon_threadsafe(self._wait)
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._changed_since is None or self._loop is None:
+            return
+        left = self._changed_since + LONGEST_SECONDS - time.monotonic()
+        self._timer = self._loop.call_later(max(0.0, min(PAUSE_SECONDS, left)), self._publish_changes)
+
+    def _publish_changes(self, *_: object) -> None:
+        from IPython.display import publish_display_data
+
+        view = self._view()
+        if self._changed_since is None or view is None or view.comm is None:
+            return
+        self._changed_since = None
+        picture = draw_picture(view)
+        if picture != self._published:
+            self._published = picture
+            bundle = self._bundle()
+            publish_display_data(bundle, transient={"display_id": self._display_id}, update=True)
+            # JupyterLab has forgotten whose output that was once the page was reloaded or the cell moved.
+            for child in view.children:
+                if isinstance(child, Sheet):
+                    child.send({"picture": bundle["text/html"], "of": f"ss-static-{self._id}"})
