@@ -62,8 +62,8 @@ class Communication(NamedTuple):
         return self.seconds - self.hidden_seconds
 
     def told(self) -> str:
-        """``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it hidden``."""
-        hidden = f", {seconds_words(self.hidden_seconds)} of it hidden" if self.hidden_seconds else ""
+        """``all-gather of 12.3 GiB among 8 ranks over nvlink-4: 45.6 ms, 40.1 ms of it overlapped``."""
+        hidden = f", {seconds_words(self.hidden_seconds)} of it overlapped" if self.hidden_seconds else ""
         called, moved = self.collective.replace("_", "-"), f"{gib(self.num_bytes)} GiB"
         took = f"{seconds_words(self.seconds)}{hidden}"
         return f"{called} of {moved} among {self.ranks:,} ranks over {self.link}: {took}"
@@ -251,7 +251,7 @@ class StepReport:
         )
         return (
             f"<table><caption>{self._summary()}</caption><thead><tr><th>part</th><th>exposed</th>"
-            f"<th>hidden</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>{self._from()}"
+            f"<th>overlapped</th><th>share</th></tr></thead><tbody>{rows}</tbody></table>{self._from()}"
         )
 
     def _from(self) -> str:

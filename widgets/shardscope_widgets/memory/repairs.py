@@ -146,6 +146,13 @@ class RepairsPanel(widgets.VBox):
         if list(self.buttons.children) != chips:
             self.buttons.children = chips
 
+    def close(self) -> None:
+        """Close the chips too: those that are not offered are no children."""
+        self._offered = None  # What a search still finds is nobody's.
+        for chip in self._chips:
+            chip.close()
+        super().close()
+
     def _freeze(self, frozen: bool) -> None:
         for button in (self.make_it_fit, *self._chips):
             button.disabled = frozen
