@@ -71,18 +71,18 @@ def the_head_and_the_time_follow_the_model(page: Any) -> None:
     show(page, "Time")
     page.wait_for_selector(".ss-step .barlayer path", state="attached")
     rates, bars = page.locator(".ss-rates").inner_text(), exposed(page)
-    assert "TFLOP/s per GPU" in rates and "per M tokens" in rates and bars["matrices"] > 0
-    table = page.locator(".ss-step .ss-legend").inner_text()
+    assert "tokens/s per GPU" in rates and "per M tokens" in rates and bars["matrices"] > 0
+    table = page.locator(".ss-step .ss-parts").last.inner_text()
     fill(page, "Model", "llama-3.1-70b")
     page.wait_for_function("before => document.querySelector('.ss-rates').innerText !== before", arg=rates)
     page.wait_for_function(
         "before => document.querySelector('.ss-step .js-plotly-plot').data[0].x[0] !== before",
         arg=bars["matrices"],
     )
-    assert page.locator(".ss-step .ss-legend").inner_text() != table
-    first = page.locator(".ss-step .ss-legend details").first
-    first.locator("summary").click()
-    assert "TFLOP" in first.locator("p").inner_text()
+    assert page.locator(".ss-step .ss-parts").last.inner_text() != table
+    page.locator(".ss-step [data-opens=matrices] .ss-name").click()
+    assert "TFLOP" in page.locator(".ss-step [data-why=matrices]").inner_text()
+    page.locator(".ss-step [data-opens='MFU, %'] .ss-name").click()
     assert "causal attention, no recomputation" in page.locator(".ss-step").inner_text()
 
 

@@ -69,6 +69,9 @@ class Framework:
     layout_class: type[Layout]
     engine: str
     """``module:Class`` of what really trains, imported on a rank only."""
+    effort: int = 3
+    """What it asks of a team that does not know it: 0 and 1 torch alone, with and without sharding; 2 another
+    library around the model; 3 another library's model."""
     before_fork: str | None = None
     """``module:function``, called with a plan and "cuda" or "cpu" in the launcher before it forks ranks: the
     environment and the imports that all ranks share, and what would be compiled on each. It never
@@ -105,20 +108,30 @@ def _part(framework: str, module: str) -> Any:
 frameworks: dict[str, Framework] = {
     framework.name: framework
     for framework in (
-        Framework(name="ddp", layout_class=DdpLayout, engine="shardscope.frameworks.ddp.engine:DdpEngine"),
         Framework(
-            name="fsdp2", layout_class=Fsdp2Layout, engine="shardscope.frameworks.fsdp2.engines:engine_of"
+            name="ddp",
+            layout_class=DdpLayout,
+            engine="shardscope.frameworks.ddp.engine:DdpEngine",
+            effort=0,
+        ),
+        Framework(
+            name="fsdp2",
+            layout_class=Fsdp2Layout,
+            engine="shardscope.frameworks.fsdp2.engines:engine_of",
+            effort=1,
         ),
         Framework(
             name="deepspeed",
             layout_class=ZeroLayout,
             engine="shardscope.frameworks.deepspeed.engines:engine_of",
+            effort=2,
             before_fork="shardscope.frameworks.deepspeed.launching:before_fork",
         ),
         Framework(
             name="megatron",
             layout_class=MegatronLayout,
             engine="shardscope.frameworks.megatron.engine:MegatronEngine",
+            effort=3,
             before_fork="shardscope.frameworks.megatron.launching:before_fork",
         ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 from collections.abc import Callable
@@ -54,6 +53,10 @@ class RepairsPanel(widgets.VBox):
         self._fit: Fit | None = None
         self._asked: tuple[ss.Plan, MemoryReport] | None = None
         self._offered: ss.Plan | None = None
+        self._wanted: ss.Plan | None = None
+        """The plan that the thread searches next."""
+        self._lock = threading.Lock()
+        self.is_searching = False
         self._pause = Later(self._offer_asked, PAUSE_SECONDS)
         self.make_it_fit = controls.button(
             "Make it fit", "ss-button", "ss-make-it-fit", layout=widgets.Layout()
@@ -104,14 +107,25 @@ class RepairsPanel(widgets.VBox):
         self._freeze(False)
 
     def _search(self, plan: ss.Plan) -> None:
-        """Search the cheapest combination: in a thread where a kernel waits for the next message."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            self._show_fit(plan, make_it_fit(plan))
-            return
-        search = threading.Thread(target=lambda: self._show_fit(plan, make_it_fit(plan)), daemon=True)
-        search.start()
+        """Search the cheapest combination in a thread, which goes on with the plan asked about last."""
+        with self._lock:
+            self._wanted = plan
+            if self.is_searching:
+                return
+            self.is_searching = True
+        threading.Thread(target=self._search_wanted, daemon=True, name="shardscope-make-it-fit").start()
+
+    def _search_wanted(self) -> None:
+        while True:
+            with self._lock:
+                plan, self._wanted = self._wanted, None
+                if plan is None:
+                    self.is_searching = False
+                    return
+            try:
+                self._show_fit(plan, make_it_fit(plan))
+            except Exception as error:  # a notebook shows nobody what is raised in a thread
+                self.fit_words.value = escape(str(error) or type(error).__name__)
 
     def _show_fit(self, plan: ss.Plan, fit: Fit | None) -> None:
         if plan != self._offered:  # Meanwhile the user went on to another plan.

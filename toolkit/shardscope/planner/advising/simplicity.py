@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardscope.frameworks.registry import frameworks
 from shardscope.planner.grid import DATA_PARALLEL, DEGREES
 
 if TYPE_CHECKING:
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from shardscope.planner.ranking import Ranking
     from shardscope.recipe import Recipe
 
-EFFORT = {"ddp": 0, "fsdp2": 1, "deepspeed": 2, "megatron": 3}
-"""How much a framework asks of a team that does not know it: torch alone, another library around the model,
-another library's model."""
-
 COUNTED = tuple(name for name in DEGREES if name != DATA_PARALLEL)
 """Degrees that count as a setting where they are above 1."""
 
@@ -30,7 +27,7 @@ class Simplicity(NamedTuple):
     """What a plan asks of its users; less is simpler."""
 
     effort: int
-    """Of its framework, as in :data:`EFFORT`; 0 for one that the team knows."""
+    """``Framework.effort`` of its framework; 0 for one that the team knows."""
     settings: int
     """Degrees above 1, options that are not the framework's defaults, and recomputation or a loss that is not
     the wanted one."""
@@ -69,7 +66,7 @@ def outdoes(tried: Tried, other: Tried, wanted: Recipe, familiar: Collection[str
 
 
 def _effort(framework: str, familiar: Collection[str]) -> int:
-    return 0 if framework in familiar else EFFORT.get(framework, max(EFFORT.values()))
+    return 0 if framework in familiar else frameworks[framework].effort
 
 
 def _num_options(layout: Layout) -> int:
