@@ -76,7 +76,7 @@ def test_a_misspelt_model_is_fixed_and_an_unknown_one_is_not_guessed() -> None:
     picker.name.value = "lama-3.1-8b"
     press(row)
     assert picker.name.value == "llama-3.1-8b" and not picker.is_wrong
-    for name in ("nonsense", "meta-llama/Llama-9-8B", "<b>x</b>"):
+    for name in ("nonsense", "meta-llama/Llama-9-8B", "/nowhere/config.json", "<b>x</b>"):
         picker.name.value = name
         assert f"'{name}' is not in the catalogue" in shown(row)
         assert "data-act" not in row.children[-1].value and "<b>" not in row.children[-1].value

@@ -123,6 +123,8 @@ def _near(text: str) -> str:
     if not text:
         return ""
     near, asked = model_names().nearest(text), text.lower().rpartition("/")[2]
+    if not near:
+        return ""
     if asked.startswith(near):
         return near
     is_close = SequenceMatcher(None, asked, near).ratio() >= CLOSE
