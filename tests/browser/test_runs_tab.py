@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
+from tests.needs import needs
 
 import shardscope as ss
 

@@ -19,6 +19,7 @@ from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.verdict import Verdict, assess
+from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Later
@@ -148,7 +149,7 @@ class Studio(View):
             "Memory": lambda: self.memory.show(self.plan, self._report),
             "Time": lambda: self.time.show(self.plan),
             "Plans": lambda: self.plans.offer(self.plan),
-            "Checks": lambda: self.checks.show(self.findings),
+            "Checks": self._draw_checks,
         }
         panel = widgets.VBox(list(self._pages.values()), layout=controls.layout())
         panel.add_class("ss-panel")
@@ -189,10 +190,16 @@ class Studio(View):
     @cached_property
     def checks(self) -> ChecksView:
         """The Checks tab's view."""
-        return self._put("Checks", ChecksView(on_apply=self.apply, on_apply_task=self._apply_task))
+        view = ChecksView(on_apply=self.apply, on_apply_task=self._apply_task)
+        return self._put("Checks", view, self.script)
 
-    def _put(self, tab: str, view: Page) -> Page:
-        self._pages[tab].children = [view]
+    @cached_property
+    def script(self) -> ScriptChecks:
+        """The checks of the user's own script, below those of the plan."""
+        return ScriptChecks(self.plan)
+
+    def _put(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
+        self._pages[tab].children = [view, *below]
         return view
 
     # ---- inputs to plan
@@ -282,7 +289,7 @@ class Studio(View):
         self.launch.blocked = "Correct the input marked in red first." if wrong else ""
         self.fit.button.disabled = wrong
         self.export_panel.is_blocked = wrong
-        for page in ("plans", "checks"):
+        for page in ("plans", "checks", "script"):
             if page in vars(self):
                 getattr(self, page).freeze(wrong)
 
@@ -345,6 +352,10 @@ class Studio(View):
                 getattr(self, view).pins = self.pins
 
     # ---- checks
+
+    def _draw_checks(self) -> None:
+        self.checks.show(self.findings)
+        self.script.offer(self.plan)
 
     @property
     def findings(self) -> list[Finding]:
