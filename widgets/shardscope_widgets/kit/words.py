@@ -6,13 +6,10 @@ import re
 from html import escape
 from typing import TYPE_CHECKING
 
-from shardscope.memory.overheads import TIGHT_PERCENT
-from shardscope.memory.words import count, gib
-from shardscope.planner.room import Place, beside_the_card, shortages
+from shardscope.memory.words import count
 
 if TYPE_CHECKING:
     import shardscope as ss
-    from shardscope.memory.report import MemoryReport
 
 _SPELLED = {
     "sxm": "SXM",
@@ -77,38 +74,3 @@ def sentence(plan: ss.Plan) -> str:
         f"<b>{escape(devices(plan.cluster))}</b> with <b>{escape(plan.layout.description)}</b>, "
         f"{method}, {escape(plan.recipe.precision)}</span>"
     )
-
-
-def verdict(plan: ss.Plan, report: MemoryReport) -> str:
-    """``Fits: 61.3 of 79.1 GiB on each of 8 GPUs`` or ``Does not fit: short by 12.4 GiB ...``.
-
-    What a node's host memory or NVMe is short of counts as well, and is named; where their size is not known,
-    what they must have is part of the sentence.
-    """
-    where = (
-        f"on each of {device_count(plan.cluster)}"
-        if plan.world_size > 1
-        else "on the one " + ("CPU rank" if plan.cluster.gpu.name == "cpu" else "GPU")
-    )
-    if plan.degrees.pp > 1:
-        where = f"on the fullest of {device_count(plan.cluster)}, stage {report.worst_stage.stage}"
-    room = f"{gib(report.peak_bytes)} of {gib(report.usable_bytes)} GiB {where}"
-    lacks = [_short(place, room) for place in shortages(plan, report)]
-    unknown = [place for place in beside_the_card(plan, report) if place.room_bytes is None]
-    given = " and ".join(f"{gib(place.needed_bytes)} GiB of {place.name}" for place in unknown)
-    if lacks:
-        return f"Does not fit: {', and '.join(lacks)}" + (f"; it needs {given} on each node" if given else "")
-    tight = f", barely: over {TIGHT_PERCENT} % some runs run out of memory"
-    return (
-        f"Fits: {room}"
-        + (f", if {'each' if plan.cluster.num_nodes > 1 else 'the'} node has {given}" if given else "")
-        + (tight if report.is_tight else "")
-    )
-
-
-def _short(place: Place, on_the_card: str) -> str:
-    """What one kind of memory lacks, and of how much."""
-    if place.name == "GPU memory":
-        return f"short by {gib(place.short_bytes)} GiB ({on_the_card})"
-    needed, room = gib(place.needed_bytes), gib(place.room_bytes or 0)
-    return f"{place.name} short by {gib(place.short_bytes)} GiB ({needed} of {room} GiB on each node)"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardscope.runs.expected import Expected
-from shardscope_widgets.kit.chart import Chart, survive_reload
+from shardscope_widgets.kit.chart import Chart
 from shardscope_widgets.kit.numbers import short
 from shardscope_widgets.kit.theme import RANK_COLOURS, RANK_DASHES
 from shardscope_widgets.run.lines import Line
@@ -322,7 +322,7 @@ def _empty_figure() -> Chart:
     }
     figure = Chart(data=[], layout=layout)
     figure._config = {"displayModeBar": False, "responsive": True}
-    return survive_reload(figure)
+    return figure
 
 
 def _title(words: str, place: Place) -> dict[str, Any]:
