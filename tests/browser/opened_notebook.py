@@ -7,7 +7,7 @@ from typing import Any
 
 from served import Lab
 
-SHOWN = 60_000
+SHOWN = 120_000
 """Milliseconds for anything to appear on a busy machine."""
 KERNEL_IS_IDLE = "() => /\\| Idle/.test(document.querySelector('#jp-main-statusbar')?.innerText)"
 CELLS_HAVE_RUN = """count => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
