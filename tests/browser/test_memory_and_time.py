@@ -40,11 +40,18 @@ def page(lab: Lab, browser: Any) -> Any:
     page.close()
 
 
-def test_memory_and_time_as_they_are_used(page: Any) -> None:
+def test_the_memory_tab_is_on_one_screen_and_its_bars_open_rows(page: Any) -> None:
     the_whole_memory_tab_is_on_one_screen(page)
-    a_bar_opens_its_row(page)
+    a_bar_opens_its_row(page, ".ss-memory", 3, "activations", "layers")
     a_row_opens_by_keyboard(page)
     a_plan_is_pinned_and_unpinned_by_mouse(page)
+
+
+def test_a_bar_of_the_time_chart_opens_its_row(page: Any) -> None:
+    a_bar_opens_its_row(page, ".ss-step", 0, "matrices", "FLOPs")
+
+
+def test_no_words_touch_in_a_narrow_chart(page: Any) -> None:
     no_words_touch_in_a_narrow_chart(page)
 
 
@@ -77,18 +84,14 @@ def click_bar(page: Any, view: str, index: int) -> None:
     page.mouse.up()
 
 
-def a_bar_opens_its_row(page: Any) -> None:
-    # Traces are drawn in the order of the components and parts.
-    for view, index, key, formula in (
-        (".ss-memory", 3, "activations", "layers"),
-        (".ss-step", 0, "matrices", "FLOPs"),
-    ):
-        assert page.evaluate(OPENED, view) == []
-        click_bar(page, view, index)
-        row = page.locator(f"{view} [data-why='{key}']")
-        row.wait_for()
-        assert page.evaluate(OPENED, view) == [key] and formula in row.inner_text()
-        assert page.evaluate("() => document.activeElement.closest('[data-opens]').dataset.opens") == key
+def a_bar_opens_its_row(page: Any, view: str, index: int, key: str, formula: str) -> None:
+    """``index``: traces are drawn in the order of the components and parts."""
+    assert page.evaluate(OPENED, view) == []
+    click_bar(page, view, index)
+    row = page.locator(f"{view} [data-why='{key}']")
+    row.wait_for()
+    assert page.evaluate(OPENED, view) == [key] and formula in row.inner_text()
+    assert page.evaluate("() => document.activeElement.closest('[data-opens]').dataset.opens") == key
 
 
 def a_row_opens_by_keyboard(page: Any) -> None:
