@@ -184,6 +184,8 @@ def wait_for_step(page: Any) -> None:
 
 
 def reload_and_find_everything_as_it_was(page: Any) -> None:
+    page.locator(".ss-tabs button", has_text="Memory").click()
+    page.locator(".ss-studio .ss-memory .js-plotly-plot").wait_for()
     bars = chart(page)
     page.get_by_role("menuitem", name="File", exact=True).click()
     page.get_by_text("Save Notebook", exact=True).click()
