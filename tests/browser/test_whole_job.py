@@ -52,8 +52,9 @@ def test_the_whole_job_by_mouse(page: Any, lab: Lab, folder: Path) -> None:
     page.wait_for_selector(".ss-status[data-status=finished]", timeout=RUN_ENDS)
     picture(page, "whole_job_run")
     (run,) = (lab.folder / "runs").iterdir()
-    task = json.loads((run / "run.json").read_text())["task"]
-    assert "tiny-llama" in json.dumps(task), "the run begins with the folder's weights"
+    described = json.loads((run / "run.json").read_text())
+    assert described["task"].endswith("Finetune"), described["task"]
+    assert str(folder) in json.dumps(described["asked"]), "the run begins with the folder's weights"
 
 
 def test_yesterdays_run_by_keyboard(page: Any, lab: Lab, folder: Path) -> None:

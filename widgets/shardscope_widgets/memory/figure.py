@@ -209,7 +209,7 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
         "shapes": _marks(rows),
         "annotations": [
             *(_total(row) for row in rows),
-            _capacity_label(rows[0].capacity_bytes / GIB, widest, sum(row.is_on_gpu for row in rows)),
+            _capacity_label(rows, widest),
         ],
     }
 
@@ -268,13 +268,15 @@ def _total(row: Bar) -> dict[str, Any]:
     }
 
 
-def _capacity_label(capacity: float, widest: float, num_rows: int) -> dict[str, Any]:
-    """Return the words under the mark of the GPU's capacity, which is ``num_rows`` long."""
+def _capacity_label(rows: list[Bar], widest: float) -> dict[str, Any]:
+    """Return the words for the mark of the GPU's capacity, below all rows so that no bar crosses them."""
+    capacity = rows[0].capacity_bytes / GIB
+    where = "" if all(row.is_on_gpu for row in rows) else " on each GPU"
     is_left = capacity < 0.5 * widest
     return {
         "x": capacity, "xref": "x", "xanchor": "left" if is_left else "right", "xshift": -2 if is_left else 2,
-        "y": num_rows - 0.5, "yref": "y", "yanchor": "top", "yshift": 1, "showarrow": False, "font": SMALL,
-        "text": f"{gib(capacity * GIB)} GiB usable", "opacity": 0.75,
+        "y": len(rows) - 0.5, "yref": "y", "yanchor": "top", "yshift": 1, "showarrow": False, "font": SMALL,
+        "text": f"{gib(capacity * GIB)} GiB usable{where}", "opacity": 0.75,
     }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class ClusterPicker(Picker):
         self._known = {name: ss.gpus[name] for name in ss.gpus}
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
         self.type = controls.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
-        self.count = controls.text(cluster.gpus_per_node, "GPUs in each node", "48px")
+        self.count = controls.text(cluster.gpus_per_node, "GPUs in each node", "36px")
         self.nodes = controls.text(cluster.num_nodes, "Nodes", "40px")
         self.host = controls.text("", "Host memory of each node, in GiB; empty: not known", "64px")
         self.nvme = controls.text("", "NVMe space of each node, in GiB; empty: not known", "64px")

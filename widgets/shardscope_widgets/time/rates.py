@@ -19,7 +19,7 @@ def rates(shown: ShownStep) -> str:
         numbers = [(DASH, unit, reason) for unit in UNITS]
     else:
         cost, mfu = report.cost_per_token, report.mfu
-        share = DASH if mfu is None else f"{100 * mfu:.0f} %"
+        share = DASH if mfu is None else _percent(mfu)
         why_mfu = "the GPU's peak in this precision is not known" if mfu is None else MODEL_FLOPS
         numbers = [
             (short(report.tokens_per_second_per_gpu), UNITS[0], "predicted"),
@@ -34,3 +34,8 @@ def _cell(value: str, unit: str, why: str) -> str:
     # A dash alone says nothing to a screen reader.
     reason = f"<span class='ss-off-screen'> {escape(why)}</span>" if value == DASH else ""
     return f"<span title='{hint}'><b>{escape(value)}</b> <span>{unit}</span>{reason}</span>"
+
+
+def _percent(share: float) -> str:
+    """Return ``39 %``, and ``< 1 %`` for what would round to nothing."""
+    return f"{100 * share:.0f} %" if share >= 0.005 else "< 1 %"
