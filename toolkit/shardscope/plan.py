@@ -308,7 +308,7 @@ def _how_to_make(noun: type, value: object) -> str:
     if noun is Architecture and isinstance(value, str):
         from shardscope.catalog import model_names  # Only where it is asked for.
 
-        name = model_names().find(value) or model_names().nearest(value)
+        name = model_names().find(value) or model_names().near(value)
         # One that is not in the catalogue may be a folder, or a repository of the Hub.
         return f'ss.models["{name}"]' if name else f"ss.Architecture.from_hf({value!r})"
     return {

@@ -58,7 +58,7 @@ class Catalogue(Mapping[str, Noun], Generic[Noun]):
         known = entries(self._kind)
         found = self._find(name)
         if found is None:
-            close = model_names().nearest(name) if self._kind == "models" else near(name, known)
+            close = model_names().near(name) if self._kind == "models" else near(name, known)
             nearest = f"; nearest: {close!r}" if close else ""
             raise KeyError(
                 f"{self._kind[:-1]} {name!r} is not in the catalogue{nearest}; "

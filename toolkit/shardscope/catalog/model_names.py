@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from shardscope.validation import near
+from shardscope.validation import near, nearest
 
 _REPOSITORY = re.compile(r"^https://huggingface\.co/([^/\s;]+/[^/\s;]+)/")
 
@@ -36,14 +36,29 @@ class ModelNames:
         lower = text.lower()
         return lower if lower in self._known else self._by_repository.get(lower)
 
-    def nearest(self, text: object) -> str | None:
+    def near(self, text: object) -> str | None:
         """Return the name in the catalogue that is spelled much like ``text``, or whose repository's is; None
         if none is near."""
+        wanted, called = self._spellings(text)
+        close = _longest_beginning(wanted, called) or near(wanted, called)
+        return None if close is None else called[close]
+
+    def nearest(self, text: object) -> str:
+        """Return the name in the catalogue that is spelled most like ``text``, however far that is."""
+        wanted, called = self._spellings(text)
+        return called[_longest_beginning(wanted, called) or nearest(wanted, list(called))]
+
+    def _spellings(self, text: object) -> tuple[str, dict[str, str]]:
+        """Return ``text`` without an owner, and the catalogue's name of every spelling that is known."""
         called = {name: name for name in self._known}
         called |= {repository.partition("/")[2]: name for repository, name in self._by_repository.items()}
         # Whose copy of a model it is says nothing of its shape.
-        wanted = text.lower().rpartition("/")[2] if isinstance(text, str) else ""
-        # "llama-3.1-8b-instruct" is the one of that size, though llama-3.3-70b-instruct is nearer by letters.
-        begun = [name for name in called if wanted.startswith(f"{name}-")]
-        close = max(begun, key=len) if begun else near(wanted, called)
-        return None if close is None else called[close]
+        return text.lower().rpartition("/")[2] if isinstance(text, str) else "", called
+
+
+def _longest_beginning(wanted: str, called: Mapping[str, str]) -> str | None:
+    """Return the longest name that ``wanted`` begins with.
+
+    "llama-3.1-8b-instruct" is the model of that size, though llama-3.3-70b-instruct is nearer by letters.
+    """
+    return max((name for name in called if wanted.startswith(f"{name}-")), key=len, default=None)
