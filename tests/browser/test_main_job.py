@@ -179,7 +179,7 @@ def wait_for_step(page: Any) -> None:
         timeout=STEPS_ARRIVE,
     )
     page.wait_for_function(
-        "() => document.querySelector('.ss-run .js-plotly-plot').data[0].x.length >= 3", timeout=STEPS_ARRIVE
+        "() => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.length >= 3", timeout=STEPS_ARRIVE
     )
 
 

@@ -33,7 +33,7 @@ def test_fault_26_reloaded_and_opened_twice_while_a_run_is_under_way(
     second.goto(lab.notebook_url(NOTEBOOK))
     wait_for_chart(second)
     before = steps(page)
-    grown = "before => document.querySelector('.ss-run .js-plotly-plot').data[0].x.at(-1) > before"
+    grown = "before => document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1) > before"
     for each in (page, second):
         each.wait_for_function(grown, arg=before, timeout=STEPS_ARRIVE)
     page.close()
@@ -53,4 +53,4 @@ def wait_for_chart(page: Any) -> None:
 
 def steps(page: Any) -> float:
     """The last step that the chart shows."""
-    return float(page.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0].x.at(-1)"))
+    return float(page.evaluate("document.querySelector('.ss-run .js-plotly-plot').data[0]?.x.at(-1)"))
