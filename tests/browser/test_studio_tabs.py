@@ -82,6 +82,9 @@ def the_head_and_the_time_follow_the_model(page: Any) -> None:
     assert page.locator(".ss-step .ss-parts").last.inner_text() != table
     page.locator(".ss-step [data-opens=matrices] .ss-name").click()
     assert "TFLOP" in page.locator(".ss-step [data-why=matrices]").inner_text()
+    assert "tokens/s" not in page.locator(".ss-head").inner_text(), "no rate of a plan that does not fit"
+    fill(page, "Model", "llama-3.1-8b")
+    page.wait_for_selector(".ss-verdict[data-state=fits]")
     page.locator(".ss-step [data-opens='MFU, %'] .ss-name").click()
     assert "causal attention, no recomputation" in page.locator(".ss-step").inner_text()
 

@@ -125,7 +125,7 @@ def test_a_node_without_room_to_make_it_does_not_fit(crowded: ss.Plan) -> None:
     (short,) = shortages(crowded, report)
     assert (short.name, short.needed_bytes) == (MAKING, 8 * 4 * LLAMA.num_parameters)
     assert verdict(crowded, report) == (
-        "Does not fit: host memory while the model is made short by 111 GiB (239 of 128 GiB on each node)"
+        "Does not fit: needs 239 GiB of host memory while the model is made on each node, which has 128"
     )
 
 

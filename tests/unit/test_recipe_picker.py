@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 def shown(picker: RecipePicker) -> set[str]:
-    return {field for field, row in picker.advanced.rows.items() if row.layout.display != "none"}
+    return {field for field, row in picker.advanced.rows.items() if row.is_shown}
 
 
 def test_the_advanced_part_waits_behind_its_button() -> None:

@@ -45,11 +45,11 @@ def test_what_the_host_cannot_hold_does_not_fit(too_much_for_the_host: ss.Plan) 
     (lacking,) = shortages(plan, report)
     assert lacking.name == "host memory"
     assert lacking.short_bytes == 8 * report.host_bytes - plan.cluster.host_memory_bytes  # type: ignore[operator]
-    numbers = r"short by ([\d,]+) GiB \(([\d,]+) of 2,048 GiB on each node\)"
-    said = re.fullmatch(rf"Does not fit: host memory {numbers}", verdict(plan, report))
-    assert said
-    short, needed = (int(number.replace(",", "")) for number in said.groups())
-    assert needed - 2048 == pytest.approx(short, abs=1)
+    said = re.fullmatch(
+        r"Does not fit: needs ([\d,]+) GiB of host memory on each node, which has 2,048",
+        verdict(plan, report),
+    )
+    assert said and int(said[1].replace(",", "")) == pytest.approx(8 * report.host_bytes / GIB, abs=1)
 
 
 def test_what_is_short_twice_is_said_twice(too_much_for_the_host: ss.Plan) -> None:
@@ -57,9 +57,8 @@ def test_what_is_short_twice_is_said_twice(too_much_for_the_host: ss.Plan) -> No
         too_much_for_the_host, recipe=ss.Recipe(seq_len=65_536, global_batch_size=8, recompute="none")
     )
     said = verdict(plan, plan.memory())
-    assert re.match(
-        r"Does not fit: short by .* on each of 8 GPUs\), and host memory short by [\d,]+ GiB", said
-    )
+    pattern = r"Does not fit: needs [\d,]+ GiB on each GPU, which has 79\.1 and [\d,]+ GiB of host memory on"
+    assert re.match(pattern, said)
 
 
 def test_where_the_host_is_not_known_its_need_is_part_of_the_sentence() -> None:
@@ -68,12 +67,11 @@ def test_where_the_host_is_not_known_its_need_is_part_of_the_sentence() -> None:
     assert plan.cluster.host_memory_bytes is None and fits(plan, report)
     needed = round(report.host_bytes / GIB)
     said = verdict(plan, report)
-    assert said.startswith("Fits: ") and said.endswith(
-        f"on the one GPU, if the node has {needed} GiB of host memory"
-    )
-    # Known, it is said no more.
+    assert said.startswith("Fits the GPU: ") and f"needs {needed} GiB of host memory" in said
+    # Known, it is no part of the sentence any more.
     assert "host" not in verdict(with_host(plan, 2**40), report)
-    assert "Does not fit: host memory" in verdict(with_host(plan, 2**36), report)
+    lacks = verdict(with_host(plan, 2**36), report)
+    assert lacks.startswith("Does not fit") and "of host memory" in lacks
 
 
 def test_nvme_is_a_place_as_well() -> None:
@@ -82,9 +80,9 @@ def test_nvme_is_a_place_as_well() -> None:
     report = plan.memory()
     drives = next(place for place in beside_the_card(plan, report) if place.name == "NVMe")
     assert drives.needed_bytes == 8 * report.nvme_bytes and drives.room_bytes is None
-    assert "if the node has" in verdict(plan, report) and "GiB of NVMe" in verdict(plan, report)
+    assert "GiB of NVMe on each node, not known" in verdict(plan, report)
     small = replace(plan, cluster=replace(plan.cluster, nvme_bytes=2**30))
-    assert "NVMe short by" in verdict(small, report)
+    assert re.search(r"needs [\d,]+ GiB on NVMe on each node, which has 1", verdict(small, report))
 
 
 def test_pipeline_stages_of_one_node_are_added_up() -> None:
@@ -135,8 +133,10 @@ def test_the_studio_says_so_everywhere_at_once(too_much_for_the_host: ss.Plan) -
     studio.architecture.name.value = "llama-3.1-405b"
     studio.apply(replace(too_much_for_the_host, recipe=too_much_for_the_host.recipe))
     assert studio.plan.memory().fits
-    assert "ss-lacks" in studio.headline.value and "host memory short by" in words(studio.headline.value)
-    assert studio.repairs.is_searching or studio.repairs.make_it_fit.layout.display == ""
+    assert "ss-lacks" in studio.headline.value and "of host memory on each node, which has 2,048" in words(
+        studio.headline.value
+    )
+    assert studio.memory.repairs.is_searching or studio.memory.repairs.make_it_fit.layout.display == ""
     assert "of 2,048 GiB on each node" in words(studio.memory.caption.value)
 
 

@@ -272,10 +272,10 @@ def test_a_refusal_is_told_and_no_old_number_stays(monkeypatch: pytest.MonkeyPat
     view.show(plan_of(seq_len=2048))
     assert "ss.calibrate()" in words(view.caption.value) and "&lt;peak&gt;" in view.caption.value
     assert drawn(view) == {} and notes(view)["predicted"].startswith("not known")
-    assert not view.figures.value and not view.table.value and view.budget_row.layout.display == "none"
+    assert not view.figures.value and not view.table.value and not view.budget_row.is_shown
     monkeypatch.undo()
     view.show(plan_of())
-    assert drawn(view)["predicted"] and view.budget_row.layout.display == ""
+    assert drawn(view)["predicted"] and view.budget_row.is_shown
 
 
 # ----------------------------------------------------------------------------------------- measured

@@ -24,11 +24,6 @@ STACKS = FIXTURE.parent / "trace_with_stacks"
 BESIDE_THE_REPOSITORY = Path(__file__).parents[3] / "shared" / "data" / "traces"
 REAL = Path(os.environ.get("SHARDSCOPE_REAL_TRACES") or BESIDE_THE_REPOSITORY)
 
-NO_REAL_TRACES = (
-    "traces recorded by others are too large for the repository; this runs by hand, when the loader changes: "
-    "SHARDSCOPE_REAL_TRACES=<their folder> python -m pytest tests/unit/test_trace_load.py -k real"
-)
-
 
 def event(name: str = "op", ts: Any = 0.0, dur: Any = 10.0, **more: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, **more}
@@ -186,7 +181,9 @@ def test_python_stacks_are_tracks_of_their_own_after_gpu_and_operators() -> None
     assert rows["python"] >= 38 and rows["cpu"] < 12
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=NO_REAL_TRACES)
+@pytest.mark.skipif(
+    not REAL.is_dir(), reason="too large for the repository; set SHARDSCOPE_REAL_TRACES to a folder of traces"
+)
 def test_real_threads_have_their_names_and_streams_come_first() -> None:
     tracks = Trace.load(REAL / "nccl_parser_config__nccl_data.json.gz").tracks
     assert [track.kind for track in tracks] == ["gpu", "gpu", "cpu", "cpu", "cpu"]
@@ -438,7 +435,9 @@ def test_arguments_are_decoded_on_request(tmp_path: Path) -> None:
     assert trace.args(1) == {}
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=NO_REAL_TRACES)
+@pytest.mark.skipif(
+    not REAL.is_dir(), reason="too large for the repository; set SHARDSCOPE_REAL_TRACES to a folder of traces"
+)
 @pytest.mark.parametrize(
     "path", [*sorted(REAL.glob("*.json.gz")), *REAL.glob("dlrm_8rank")], ids=lambda path: path.name
 )

@@ -41,8 +41,13 @@ class Axis:
 
     @property
     def is_visible(self) -> bool:
-        """Whether the axis, and what is drawn on it, is shown."""
+        """Whether the axis itself, its ticks and its title, is shown."""
         return self.props.get("visible", True) is not False
+
+    @property
+    def is_collapsed(self) -> bool:
+        """Whether the axis has no room: what belongs to it is not drawn."""
+        return abs(self.end - self.start) < 2
 
     def at(self, value: Any) -> float:
         """Return the pixel of ``value``: a number, or the name of a category."""
@@ -149,7 +154,7 @@ class _Drawing:
 
     def _grid(self) -> Iterator[str]:
         for name, axis in self.axes.items():
-            if not axis.is_visible:
+            if not axis.is_visible or axis.is_collapsed:
                 continue
             other = self.axis(axis.props.get("anchor") or ("y" if name[0] == "x" else "x") + name[1:])
             has_grid = axis.props.get("showgrid") is not False and not axis.categories
@@ -181,7 +186,7 @@ class _Drawing:
             long, across = ("x", "y") if lies else ("y", "x")
             names = trace.get(f"{long}axis") or long, trace.get(f"{across}axis") or across
             length, place = self.axis(names[0]), self.axis(names[1])
-            if not (length.is_visible and place.is_visible):
+            if length.is_collapsed or place.is_collapsed:
                 continue
             thick = (1 - gap) * abs(place.at(1.0) - place.at(0.0))
             marker = trace.get("marker") or {}
@@ -209,7 +214,7 @@ class _Drawing:
             if trace.get("type", "scatter") != "scatter":
                 continue
             x, y = self.axis(trace.get("xaxis") or "x"), self.axis(trace.get("yaxis") or "y")
-            if not (x.is_visible and y.is_visible):
+            if x.is_collapsed or y.is_collapsed:
                 continue
             points = [
                 (each_x, float(each_y))

@@ -30,8 +30,15 @@ class Row(widgets.HBox):
         """The error message; empty: no error."""
         self._error: Clickable | None = None
         self._fix: Callable[[], None] | None = None
-        super().__init__([self.name, *inputs])
+        # A class hides it, so that all rows share one layout: a reloaded page has less to fetch.
+        super().__init__([self.name, *inputs], layout=controls.layout())
         self.add_class("ss-row")
+        self.is_shown = True
+
+    def show(self, is_shown: bool) -> None:
+        """Show the row, or hide it."""
+        self.is_shown = is_shown
+        (self.remove_class if is_shown else self.add_class)("ss-off")
 
     def show_error(
         self, message: str, *, short: str = "", fix: str = "", on_fix: Callable[[], None] | None = None

@@ -194,7 +194,7 @@ class LayoutPicker(Picker):
                     control.options = options
                 if current in values:
                     control.value = NOTHING if current is None else current
-                self._rows[layout.framework][field].layout.display = "" if len(values) > 1 else "none"
+                self._rows[layout.framework][field].show(len(values) > 1)
             self.hint.value = _hint(layout, *self._situation)
             self.answer = _answer(layout, *self._situation)
         finally:

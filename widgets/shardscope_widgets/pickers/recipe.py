@@ -181,7 +181,7 @@ class RecipePicker(Picker):
         """Take the inputs over; the rank is asked for only with LoRA."""
         if self._taking:
             return
-        self._rank_row.layout.display = "" if self.method.value != "full" else "none"
+        self._rank_row.show(self.method.value != "full")
         super().read(change)
         if self.value is not None:
             self._say_unshown()

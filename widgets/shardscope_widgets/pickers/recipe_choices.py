@@ -119,7 +119,7 @@ class Advanced:
         self.button.icon = "chevron-down" if is_open else "chevron-right"
         for field, row in self.rows.items():
             wanted = is_open and field not in self._meaningless
-            row.layout.display = "" if wanted or row.message else "none"
+            row.show(wanted or bool(row.message))
 
     def fit(self, has_adapters: bool, recomputes: bool) -> None:
         """Put away what would mean nothing: a base's type without adapters, an interval of nothing."""

@@ -34,6 +34,14 @@ TRACE_PIXELS = 440
 HINT = "Select two runs to compare them."
 
 
+def count_runs() -> int:
+    """Return how many runs, damaged ones included, lie in the folder; 0 where it cannot be read."""
+    try:
+        return sum(1 for _ in Path(FOLDER).glob("*/run.json"))
+    except OSError:
+        return 0
+
+
 class RunsView(View):
     """Lists the runs in ``./runs``, living ones first, and shows one of them, or two side by side, in place.
 

@@ -53,8 +53,6 @@ def verdict_line(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
     if verdict.state == "tight":
         return f"Tight: {room}; may run out of memory"
     if verdict.state == "unknown":
-        names = " and ".join(
-            dict.fromkeys(place.name.removesuffix(" while the model is made") for place in verdict.unknown)
-        )
-        return f"Fits the {unit}: {room}; {names} not known"
+        needs = " and ".join(f"{gib(place.needed_bytes)} GiB of {place.name}" for place in verdict.unknown)
+        return f"Fits the {unit}: {room}; needs {needs} on each node, not known"
     return f"Fits: {room}"

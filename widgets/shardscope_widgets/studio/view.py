@@ -42,7 +42,8 @@ from shardscope_widgets.pickers.open_plan import OpenPlan
 from shardscope_widgets.plans.page import PlansPage
 from shardscope_widgets.run.export_panel import ExportPanel
 from shardscope_widgets.run.launch_button import LaunchButton
-from shardscope_widgets.run.runs_view import RunsView
+from shardscope_widgets.run.runs_view import RunsView, count_runs
+from shardscope_widgets.run.view import RunView
 from shardscope_widgets.studio.fit_button import FitButton
 from shardscope_widgets.studio.headline import headline
 from shardscope_widgets.studio.notice import Notice
@@ -133,16 +134,11 @@ class Studio(View):
     def _make_pages(self) -> None:
         """Make the tabs. Pages are filled when first shown: a reloaded page then has less to fetch."""
         self.memory = MemoryView(on_pin=self._pin, on_apply=self.apply)
-        self.runs = RunsView(
-            on_open_trace=self._open_trace, on_end=self._run_ended, on_resume=self._watch_resumed
-        )
-        self.run_view = self.runs.run_view
         self.tabs = Tabs(TABS)
         self.trace_holder = widgets.VBox([_hint(NO_TRACE)])
         self._pages: dict[str, widgets.Box] = {
             "Memory": widgets.VBox([self.memory]),
-            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks")},
-            "Runs": widgets.VBox([self.runs]),
+            **{name: widgets.VBox() for name in ("Time", "Plans", "Checks", "Runs")},
             "Trace": self.trace_holder,
         }
         self._drawers: dict[str, Callable[[], None]] = {
@@ -197,6 +193,17 @@ class Studio(View):
     def script(self) -> ScriptChecks:
         """The checks of the user's own script, below those of the plan."""
         return ScriptChecks(self.plan)
+
+    @cached_property
+    def runs(self) -> RunsView:
+        """The Runs tab's view."""
+        view = RunsView(on_open_trace=self._open_trace, on_end=self._run_ended, on_resume=self._watch_resumed)
+        return self._put("Runs", view)
+
+    @property
+    def run_view(self) -> RunView:
+        """The view of the run that is open in the Runs tab."""
+        return self.runs.run_view
 
     def _put(self, tab: str, view: Page, *below: widgets.Widget) -> Page:
         self._pages[tab].children = [view, *below]
@@ -387,7 +394,8 @@ class Studio(View):
     def _on_pause(self) -> None:
         worst = worst_first(self.findings)[0].severity if self.findings else ""
         self.tabs.mark("Checks", len(self.findings), summary(self.findings), worst)
-        self.tabs.mark("Runs", self.runs.num_runs, f"{self.runs.num_runs} runs in this folder", "")
+        num_runs = self.runs.num_runs if "runs" in vars(self) else count_runs()
+        self.tabs.mark("Runs", num_runs, f"{num_runs} runs in this folder", "")
 
     # ---- runs
 

@@ -120,7 +120,7 @@ class StepView(View):
     def _show_budget(self, change: object = None) -> None:
         """Show days and price of the tokens typed; an error stands at the input."""
         report = self.report
-        self.budget_row.layout.display = "none" if report is None else ""
+        self.budget_row.show(report is not None)
         self.budget_row.show_error("")
         if report is None or self.shown is None:
             return
