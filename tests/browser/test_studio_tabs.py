@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from served import Lab
-from studio_page import NOTEBOOK, SCREENSHOTS, fill, use_theme
+from studio_page import NOTEBOOK, SCREENSHOTS, fill, open_fold, show, use_theme
 
 WIDTHS = (1180, 760, 582, 400, 320)
 """582: in a window of 700 pixels, beside JupyterLab's own."""
@@ -19,7 +19,7 @@ STICKING_OUT = """() => {
     const studio = document.querySelector('.ss-studio');
     const edge = studio.getBoundingClientRect().right + 1;
     return [...studio.querySelectorAll('*')]
-        .filter(each => !each.closest('.ss-scroll, svg, .ss-off-screen'))
+        .filter(each => !each.closest('.ss-scroll, .ss-headline, .ss-tabs, svg, .ss-off-screen'))
         .filter(each => { const box = each.getBoundingClientRect(); return box.width && box.right > edge; })
         .map(each => each.className || each.tagName);
 }"""
@@ -54,7 +54,7 @@ def page(lab: Lab, browser: Any, offline: Any) -> Any:
 def test_fault_46_48_time_plans_and_checks(page: Any) -> None:
     the_head_and_the_time_follow_the_model(page)
     a_budget_is_typed(page)
-    checks_are_counted_and_one_is_mended(page)
+    checks_are_counted_and_one_is_fixed(page)
     advice_is_applied(page)
     an_answer_to_another_question_cannot_be_pressed(page)
     what_the_team_knows_is_asked_about_at_once(page)
@@ -119,7 +119,7 @@ COUNTED_AND_STILL = """() => {
 """As many findings as the tab says, for two seconds."""
 
 
-def checks_are_counted_and_one_is_mended(page: Any) -> None:
+def checks_are_counted_and_one_is_fixed(page: Any) -> None:
     fill(page, "Model", "llama-3.1-8b")
     fill(page, "Batch", "4")
     count = page.locator(".ss-tabs button", has_text="Checks").locator("sup")
@@ -131,7 +131,7 @@ def checks_are_counted_and_one_is_mended(page: Any) -> None:
     assert "danger" in page.locator(".ss-findings li").first.inner_text()
     assert count.get_attribute("class") == "ss-is-danger"
     page.locator(".ss-findings button").first.click()
-    page.wait_for_function("() => document.querySelector('.ss-verdict').innerText.startsWith('Fits')")
+    page.wait_for_selector(".ss-verdict:is([data-state=fits], [data-state=tight])")
     page.wait_for_function(
         "before => document.querySelectorAll('.ss-findings li').length < before", arg=found
     )
@@ -182,6 +182,7 @@ def what_the_team_knows_is_asked_about_at_once(page: Any) -> None:
 
 def files_are_listed_and_a_command_is_copied(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    open_fold(page, "Run")
     page.get_by_role("button", name="Write files to train it elsewhere").click()
     page.locator(".ss-files li", has_text="train.py").first.wait_for(timeout=ASKED)
     button = page.get_by_role("button", name="Copy the command that starts").first
@@ -239,11 +240,6 @@ def nothing_sticks_out(page: Any, theme: str, widths: tuple[int, ...]) -> None:
             picture = SCREENSHOTS / f"{tab.lower()}_{width}_{theme}.png"
             page.locator(".ss-studio").screenshot(path=str(picture))
         page.evaluate("() => { document.querySelector('.ss-studio').style.width = ''; }")
-
-
-def show(page: Any, tab: str) -> None:
-    page.locator(".ss-tabs button", has_text=tab).click()
-    page.locator(".ss-tabs [aria-selected=true]", has_text=tab).wait_for()
 
 
 def exposed(page: Any) -> dict[str, float]:
