@@ -1,5 +1,6 @@
 # Two commands: `make lab` opens the Studio in JupyterLab, `make test` passes the tests. Both make the
-# environment first. The others: test-nvme (DeepSpeed's real files), test-resume, test-faults, test-kernels, soak
+# environment first. The others: test-browser (every browser test), test-nvme (DeepSpeed's real files),
+# test-resume, test-faults, test-kernels, soak
 # (launches with faults leave nothing), check (ruff, mypy), bench (ratios), parity
 # (one loss curve under every framework), verify (the same on this machine's GPUs), accuracy (predictions against
 # measured runs), env, clean.
@@ -22,7 +23,7 @@ LAB_FLAGS ?= $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # Runs a command as root where that needs no password; says so and goes on where it does not.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo env || (sudo -n true 2>/dev/null && echo sudo -n) || echo false)
 
-.PHONY: lab test test-all test-nvme test-resume test-faults test-kernels soak check bench accuracy parity verify env browser clean
+.PHONY: lab test test-all test-browser test-nvme test-resume test-faults test-kernels soak check bench accuracy parity verify env browser clean
 
 # The address that JupyterLab prints is what people on a remote machine copy, and it counts from the root: here.
 # Using a notebook shall not count as a change in git: .ci/clean_notebook.py says how.
@@ -44,6 +45,10 @@ test: $(STAMP) browser check
 # Every case of laws of which `make test` takes some of each kind.
 test-all:
 	SHARDSCOPE_TESTS=all $(MAKE) test
+
+# Every browser test, one after another: every key, size, theme and way to move a cell.
+test-browser: $(STAMP) browser
+	SHARDSCOPE_TESTS=all SHARDSCOPE_FAULTS=all $(BIN)/python -m pytest tests/browser
 
 # Real ranks that write to a disk: DeepSpeed compiles its async_io for them, for minutes in a new environment.
 test-nvme: $(STAMP)

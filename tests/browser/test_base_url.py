@@ -22,7 +22,7 @@ def test_the_studio_works_under_a_base_url(tmp_path: Path, browser: Any, offline
         page.on("pageerror", lambda error: failed.append(str(error)))
         run_all_cells(page, 1)
         page.wait_for_selector(".ss-studio .js-plotly-plot .barlayer path", state="attached", timeout=SHOWN)
-        assert "GiB on each of" in page.locator(".ss-studio .ss-verdict").inner_text()
+        assert "GiB on each GPU" in page.locator(".ss-studio .ss-verdict").inner_text()
         # What JupyterLab itself asks for in vain (a workspace that is new, say) is none of ours.
         assert not [url for url in failed if ours(url) or "/user/ada/" not in url]
         page.close()

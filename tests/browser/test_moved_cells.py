@@ -9,6 +9,7 @@ import pytest
 from opened_notebook import KERNEL_IS_IDLE, SHOWN, menu, open_notebook, write_notebook
 from served import Lab
 from studio_page import use_theme
+from tests.needs import few
 
 import shardscope as ss
 
@@ -152,7 +153,7 @@ def opened(lab: Lab, browser: Any) -> Iterator[Opened]:
     page.close()
 
 
-@pytest.mark.parametrize("how", ACTS)
+@pytest.mark.parametrize("how", few(ACTS, ["moved", "deleted and undone", "shown twice"]))
 def test_fault_63_64_every_view_shows_the_plan_of_its_sentence(how: str, opened: Opened) -> None:
     """One after another, as in a day's work."""
     count = ACTS[how](opened) or 1

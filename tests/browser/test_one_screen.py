@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import TimeoutError
 from served import Lab
 from studio_page import SCREENSHOTS, fill, open_fold, open_studio, use_theme
+from tests.needs import few, thorough
 
 PIXELS = 640
 SIZES = {
@@ -44,9 +46,9 @@ def open_page(lab: Lab, browser: Any, offline: Callable[[object], None]) -> Iter
 
 
 def is_in_sight(page: Any, selector: str) -> bool:
-    """Whether the middle of the element is what a click there would hit, in the window as it is."""
-    return bool(
-        page.evaluate(
+    """Return whether the middle of the element comes to be what a click there would hit."""
+    try:
+        page.wait_for_function(
             """selector => {
                 const element = document.querySelector(selector);
                 const box = element.getBoundingClientRect();
@@ -55,14 +57,23 @@ def is_in_sight(page: Any, selector: str) -> bool:
                 const hit = isInside && document.elementFromPoint(x, y);
                 return Boolean(hit) && (element.contains(hit) || hit.contains(element));
             }""",
-            selector,
+            arg=selector,
+            timeout=10_000,
         )
-    )
+    except TimeoutError:
+        page.screenshot(path=str(shot("out_of_sight")))
+        return False
+    return True
+
+
+def bring_into_sight(page: Any) -> None:
+    """Scroll the Studio to the middle of the window, as a user does."""
+    page.locator(".ss-studio").evaluate("studio => studio.scrollIntoView({ block: 'center' })")
 
 
 def test_sentence_framework_and_launch_are_seen_together(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900)
-    page.locator(".ss-studio").scroll_into_view_if_needed()
+    bring_into_sight(page)
     assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
     for selector in (".ss-verdict", ".ss-head button.ss-main-button", ".ss-memory .js-plotly-plot"):
         assert is_in_sight(page, selector), f"{selector} is out of sight"
@@ -89,7 +100,7 @@ def test_the_head_keeps_its_height_and_place(open_page: Callable[..., Any]) -> N
 
 def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
     page = open_page(1024, 768)
-    page.locator(".ss-studio").scroll_into_view_if_needed()
+    bring_into_sight(page)
     page.get_by_role("button", name="Full window").click()
     assert page.locator(".ss-studio").bounding_box() == {"x": 0, "y": 0, "width": 1024, "height": 768}
     for tab in ("Time", "Memory"):
@@ -103,17 +114,18 @@ def test_full_window_and_back(open_page: Callable[..., Any]) -> None:
     assert page.locator(".ss-studio").bounding_box()["height"] <= PIXELS
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", few(SIZES, ["390x844"]))
 def test_every_size_shows_the_head_and_nothing_sticks_out(open_page: Callable[..., Any], size: str) -> None:
     for theme in ("Light", "Dark"):
         page = open_page(*SIZES[size], theme=theme)
-        page.locator(".ss-studio").scroll_into_view_if_needed()
+        bring_into_sight(page)
         page.locator(".ss-studio").screenshot(path=str(shot(f"studio_{size}_{theme.lower()}")))
         assert sticking_out(page) == []
         assert page.locator(".ss-verdict").is_visible()
         assert is_in_sight(page, ".ss-head button.ss-main-button")
 
 
+@thorough()
 def test_high_contrast_and_colour_blindness_are_kept_as_pictures(open_page: Callable[..., Any]) -> None:
     page = open_page(1440, 900, forced_colors="active")
     page.locator(".ss-studio").screenshot(path=str(shot("studio_high_contrast")))
