@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 
 import ipywidgets as widgets
-from shardscope.planner.make_it_fit import Fit, make_it_fit
 
 import shardscope as ss
+from shardscope.planner.make_it_fit import Fit, make_it_fit
 from shardscope.planner.verdict import Verdict
 from shardscope_widgets.kit import controls
 
