@@ -196,6 +196,10 @@ def a_row_of_the_search_is_applied(page: Any) -> None:
     page.get_by_role("button", name="All layouts").click()
     page.locator(".ss-ranked tbody tr").first.wait_for(timeout=ASKED)
     page.wait_for_selector(".ss-ranking .scatterlayer path.point", state="attached")
+    # The tab scrolls: nothing in it is squeezed into its height.
+    box = page.locator(".ss-ranking .ss-chart").bounding_box()
+    table = page.locator(".ss-ranked").bounding_box()
+    assert box["height"] > 200 and table["y"] >= box["y"] + box["height"] - 1, "the chart is above its table"
     # By memory, upwards: the first row is another framework's or another micro-batch than what is applied.
     page.locator(".ss-ranked th button", has_text="peak").click()
     page.locator(".ss-ranked th[aria-sort=ascending] button", has_text="peak").wait_for()

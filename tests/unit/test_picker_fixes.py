@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.planner.first_layout import first_layout
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
 
@@ -145,3 +146,16 @@ def test_every_picker_answers_in_a_few_words(studio: Any) -> None:
     ]
     for alone in (ArchitecturePicker(), ClusterPicker(), RecipePicker(), LayoutPicker()):
         assert alone.value is not None
+
+
+def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
+    picker, recipe = LayoutPicker(), ss.Recipe()
+    eight = ss.Cluster.parse("8xh100-sxm-80gb")
+    picker.offer(ss.models["llama-3.1-8b"], eight, recipe)
+    picker.framework.value = "megatron"
+    nodes = ss.Cluster.parse("8x8xh100-sxm-80gb")
+    picker.offer(ss.models["llama-3.1-405b"], nodes, recipe)
+    assert picker.value == first_layout("megatron", ss.models["llama-3.1-405b"], nodes, recipe)
+    picker.boxes["pp"].value = 2
+    picker.offer(ss.models["llama-3.1-70b"], nodes, recipe)
+    assert picker.value.pp == 2, "what the user set stays"

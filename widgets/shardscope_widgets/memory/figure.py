@@ -208,7 +208,7 @@ def _bars_layout(rows: list[Bar], inner_pixels: int) -> dict[str, Any]:
         "yaxis.ticktext": [wrap_label(row.label) for row in rows],
         "shapes": _marks(rows),
         "annotations": [
-            *(_total(row) for row in rows),
+            *(_total(row, widest) for row in rows),
             _capacity_label(rows, widest),
         ],
     }
@@ -241,13 +241,16 @@ def _marks(rows: list[Bar]) -> list[dict[str, Any]]:
     return marks
 
 
-def _total(row: Bar) -> dict[str, Any]:
+def _total(row: Bar, widest: float) -> dict[str, Any]:
     """Return the bar's bytes in the right margin or, in the place of an empty bar, why it is empty."""
     note = {"yref": "y", "y": row.key, "showarrow": False}
     if not row.components:
+        capacity = row.capacity_bytes / GIB
         return {
             **note,
-            "x": 0,
+            # Beside the mark of the capacity where that would cross the words.
+            "x": capacity if capacity < 0.45 * widest else 0,
+            "xshift": 6 if capacity < 0.45 * widest else 0,
             "xref": "x",
             "xanchor": "left",
             "text": row.note,

@@ -32,8 +32,8 @@ class ClusterPicker(Picker):
         self._known = {name: ss.gpus[name] for name in ss.gpus}
         self._known.setdefault(self.machine.gpu.name, self.machine.gpu)
         self.type = controls.dropdown(options=list(self._known), value=cluster.gpu.name, tooltip="GPU type")
-        self.count = controls.text(cluster.gpus_per_node, "GPUs in each node", "36px")
-        self.nodes = controls.text(cluster.num_nodes, "Nodes", "40px")
+        self.count = controls.text(cluster.gpus_per_node, "GPUs in each node", "34px")
+        self.nodes = controls.text(cluster.num_nodes, "Nodes", "36px")
         self.host = controls.text("", "Host memory of each node, in GiB; empty: not known", "64px")
         self.nvme = controls.text("", "NVMe space of each node, in GiB; empty: not known", "64px")
         self.speed = controls.text("", "What a node reads from its NVMe, in GB/s; empty: not known", "48px")

@@ -63,6 +63,8 @@ class LayoutPicker(Picker):
         self._taken: ss.Layout | None = None
         self._first: dict[str, tuple[ss.Architecture, ss.Cluster]] = {}
         """Framework -> the model and cluster for which its degrees were chosen, by us or by the user."""
+        self._auto: dict[str, ss.Layout] = {}
+        """Framework -> the layout that we chose for it, until the user changes it."""
         self.hint = controls.html("", "ss-hint")
         self._below = [self.hint] if below is None else [self.hint, below]
         super().__init__({"framework": self._framework_row}, self.hint)
@@ -84,6 +86,12 @@ class LayoutPicker(Picker):
     def offer(self, architecture: ss.Architecture, cluster: ss.Cluster, recipe: ss.Recipe) -> None:
         """Restrict choices to what can run here; one that no longer can falls back to the nearest."""
         self._situation = (architecture, cluster, recipe)
+        name = self.framework.value
+        # Degrees that nobody set follow the model and the cluster for which they were chosen.
+        is_ours = name in self._auto and self._auto[name] == self._layouts[name]
+        if is_ours and self._first.get(name) != self._situation[:2]:
+            self._take_first(name)
+            return
         self.read()
 
     def take(
@@ -120,9 +128,15 @@ class LayoutPicker(Picker):
         """Start with degrees that suit the model and the cluster, once for each of these."""
         name, situation = self.framework.value, self._situation
         if not self._offering and situation is not None and self._first.get(name) != situation[:2]:
-            self.take(first_layout(name, *situation))
+            self._take_first(name)
             return
         self.read()
+
+    def _take_first(self, name: str) -> None:
+        """Set the degrees to those that suit the model and the cluster."""
+        assert self._situation is not None
+        self.take(first_layout(name, *self._situation))
+        self._auto[name] = self._layouts[name]
 
     def make(self) -> ss.Layout:
         """The layout that the inputs describe, fallen back to what can run."""

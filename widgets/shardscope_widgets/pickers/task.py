@@ -121,7 +121,9 @@ class TaskPicker(Picker):
         self.code.placeholder = "train.py, or a function's name"
         self._text_row, self._code_row = Row("Text", self.text), Row("Code", self.code)
         self.note = controls.html("", "ss-hint")
-        rows = {"kind": Row("Task", self.menu), "text": self._text_row, "code": self._code_row}
+        kind_row = Row("Task", self.menu)
+        kind_row.add_class("ss-wide")
+        rows = {"kind": kind_row, "text": self._text_row, "code": self._code_row}
         others = {"weights": rows["kind"], "source": self._code_row, "arguments": self._code_row}
         super().__init__({**rows, **others}, self.note)
         self.menu.observe(self._choose, "value")

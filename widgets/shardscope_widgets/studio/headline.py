@@ -54,5 +54,5 @@ def verdict_line(plan: ss.Plan, report: MemoryReport, verdict: Verdict) -> str:
         return f"Tight: {room}; may run out of memory"
     if verdict.state == "unknown":
         needs = " and ".join(f"{gib(place.needed_bytes)} GiB of {place.name}" for place in verdict.unknown)
-        return f"Fits the {unit}: {room}; needs {needs} on each node, not known"
+        return f"Fits if {'each' if plan.cluster.num_nodes > 1 else 'the'} node has {needs}"
     return f"Fits: {room}"
