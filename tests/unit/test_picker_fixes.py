@@ -10,6 +10,7 @@ import pytest
 
 import shardscope as ss
 from shardscope.planner.first_layout import first_layout
+from shardscope.planner.make_it_fit import make_it_fit
 from shardscope_widgets import Studio
 from shardscope_widgets.pickers import ArchitecturePicker, ClusterPicker, LayoutPicker, RecipePicker
 
@@ -159,3 +160,20 @@ def test_degrees_that_nobody_set_follow_the_model_and_the_cluster() -> None:
     picker.boxes["pp"].value = 2
     picker.offer(ss.models["llama-3.1-70b"], nodes, recipe)
     assert picker.value.pp == 2, "what the user set stays"
+
+
+def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
+    studio = Studio()
+    studio.cluster.nodes.value = "8"
+    studio.architecture.name.value = "llama-3.1-405b"
+    studio.layout_picker.framework.value = "megatron"
+    before, fit = studio.plan, make_it_fit(studio.plan)
+    assert fit is not None and fit.plan.layout.framework == "deepspeed"
+    studio._made_to_fit(before, fit)
+    assert studio.plan == fit.plan
+    studio.notice.press("Undo")
+    assert studio.plan.degrees == before.degrees and studio.plan.recipe == before.recipe
+    studio.layout_picker.framework.value = "deepspeed"
+    expected = first_layout("deepspeed", before.architecture, before.cluster, before.recipe)
+    assert studio.layout_picker.value == expected
+    studio.close()

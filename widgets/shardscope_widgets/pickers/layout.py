@@ -124,6 +124,13 @@ class LayoutPicker(Picker):
         finally:
             self._taken = None
 
+    def forget(self, framework: str) -> None:
+        """Forget the degrees and options of a framework that is not chosen: choosing it starts anew."""
+        if framework != self.framework.value:
+            self._layouts[framework] = frameworks[framework].layout_class()
+            self._first.pop(framework, None)
+            self._auto.pop(framework, None)
+
     def _choose_framework(self, change: object = None) -> None:
         """Start with degrees that suit the model and the cluster, once for each of these."""
         name, situation = self.framework.value, self._situation

@@ -287,7 +287,12 @@ class Studio(View):
             self.notice.say(words, is_error=True)
             return
         self.apply(fit.plan)
-        self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self.apply(before)})
+        self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
+
+    def _undo(self, undone: ss.Plan, before: ss.Plan) -> None:
+        """Apply ``before`` again; nothing of the plan that is undone comes back with its framework."""
+        self.apply(before)
+        self.layout_picker.forget(undone.layout.framework)
 
     def _show_staleness(self, change: object = None) -> None:
         """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
