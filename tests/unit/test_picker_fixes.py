@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.weights_folders import write_folder
 
 import shardscope as ss
 from shardscope.planner.first_layout import first_layout
@@ -176,4 +179,34 @@ def test_what_was_undone_does_not_come_back_with_its_framework() -> None:
     studio.layout_picker.framework.value = "deepspeed"
     expected = first_layout("deepspeed", before.architecture, before.cluster, before.recipe)
     assert studio.layout_picker.value == expected
+    studio.close()
+
+
+def test_the_task_trains_the_folder_that_is_chosen_last(tmp_path: Path) -> None:
+    """Two folders of one name whose models are the same: the plan does not change, the weights do."""
+    first, second = (write_folder(tmp_path / name / "m") for name in ("x", "y"))
+    studio = Studio()
+    studio.recipe.seq_len.value = "32"
+    for folder in (first, second):
+        studio.architecture.name.value = str(folder)
+        assert studio.task.task(studio.plan).weights == folder
+    studio.apply(studio.plan)
+    assert studio.task.task(studio.plan).weights == second
+    studio.close()
+
+
+def test_an_opened_plan_is_the_plan_that_is_shown() -> None:
+    studio = Studio()
+    for layers in (4, 16):
+        arch = replace(ss.Architecture.of_size("2m"), name="my-model", num_hidden_layers=layers)
+        studio._open_plan(replace(studio.plan, architecture=arch))
+        assert studio.plan.architecture == arch and "opened" in studio.notice.value
+    before = studio.plan
+    studio.cluster.count.value = "6"  # 64 does not divide: the last plan stays.
+    assert studio.plan == before
+    wider = replace(before, recipe=replace(before.recipe, global_batch_size=96))
+    studio._open_plan(wider)
+    assert studio.plan.cluster.num_gpus == 8 and studio.plan.recipe.global_batch_size == 96
+    studio.recipe.seq_len.value = "512"
+    assert not studio.notice.value, "what was said, and its Undo, was about the plan before"
     studio.close()

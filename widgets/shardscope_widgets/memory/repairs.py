@@ -17,6 +17,7 @@ from shardscope.planner.changes import ladders
 from shardscope.planner.make_it_fit import Fit, make_it_fit
 from shardscope.planner.repairs import Repair
 from shardscope.planner.room import fits, shortages
+from shardscope.planner.verdict import assess
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.debounce import Later
 
@@ -245,4 +246,6 @@ def fit_words(plan: ss.Plan, fit: Fit) -> str:
     cost = cost_words(fit.seconds_lost, _seconds(plan))
     about = "" if cost in ("as fast", "time not known") else "about "
     changes = ", ".join(fit.changes)
-    return f"{changes[:1].upper()}{changes[1:]}: fits, {room}, {about}{cost}"
+    state = assess(fit.plan, report).state
+    verdict = {"unknown": "fits the GPU, the node's memory is not known"}.get(state, state)
+    return f"{changes[:1].upper()}{changes[1:]}: {verdict}, {room}, {about}{cost}"

@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import ipywidgets as widgets
+import traitlets
 
 import shardscope as ss
 from shardscope.catalog import model_names
@@ -24,6 +25,10 @@ CLOSE = 0.8
 class ArchitecturePicker(Picker):
     """Type to search the catalogue; "7b" is a Llama-shaped model of that size; a path reads a config.json."""
 
+    weights_folder = traitlets.Any(
+        allow_none=True, default_value=None, help="The chosen folder, if it holds weights to begin from."
+    )
+
     def __init__(self, name: str = "llama-3.1-8b") -> None:
         self.name = widgets.Combobox(
             layout=controls.filling(),
@@ -35,8 +40,8 @@ class ArchitecturePicker(Picker):
             "config.json",
         )
         self.hint = controls.html("", "ss-hint")
-        self.weights_folder: Path | None = None
-        """The chosen folder, if it holds weights to begin from."""
+        self._weights: Path | None = None
+        """The folder of weights that :meth:`make` found last."""
         self._taken: dict[str, ss.Architecture] = {}
         """Architectures of other views, by the text that stands for them."""
         self._folders: dict[str, ss.Architecture] = {}
@@ -53,7 +58,7 @@ class ArchitecturePicker(Picker):
     def make(self) -> ss.Architecture:
         """Return the architecture that the text names."""
         text = self.name.value.strip()
-        self.weights_folder = None
+        self._weights = None
         # "meta-llama/Llama-3.1-8B" may be a folder here as well, and then is what is in there.
         if text in ss.models and not ("/" in text and _exists(text)):
             return ss.models[text]
@@ -68,8 +73,9 @@ class ArchitecturePicker(Picker):
             refuse("model", text, allowed, "the folder of a model", f"There is no config.json in {text[:60]}")
         if path is not None:
             found = ss.Architecture.from_hf(path)
+            self._folders.pop(text, None)
             self._folders[text] = found
-            self.weights_folder = path.resolve() if path.is_dir() and _has_weights(path) else None
+            self._weights = path.resolve() if path.is_dir() and _has_weights(path) else None
             return found
         near = _near(text)
         raise FieldError(
@@ -89,18 +95,24 @@ class ArchitecturePicker(Picker):
     def take(self, architecture: ss.Architecture) -> None:
         """Set the input to an architecture that another view has: its folder if it came from one, else its
         name."""
-        text = next((text for text, known in self._folders.items() if known == architecture), None)
+        # Several folders may hold such a model: the one in the box, or else the one read last.
+        texts = [self.name.value.strip(), *reversed(self._folders)]
+        text = next((text for text in texts if self._folders.get(text) == architecture), None)
         if text is None:
             text = architecture.name
             if ss.models.get(text, architecture) != architecture:
                 text = f"{text} (changed)"
             self._taken[text] = architecture
+        if self.name.value == text:
+            self.read()  # The text may stand for another model than before.
         self.name.value = text
 
     def read(self, change: object = None) -> None:
         """Take the text over and say what it stands for."""
         super().read(change)
         arch = self.value
+        if not self.is_wrong:
+            self.weights_folder = self._weights
         if arch is not None:
             experts = arch.mixture_of_experts
             mixture = (

@@ -21,6 +21,8 @@ from shardscope_widgets.pickers.base import Row
 from shardscope_widgets.run.export_panel import folder_name
 
 MAX_BYTES = 4 * 2**20
+MAX_WORDS = 100_000
+"""Characters of a script's arguments; real ones have a few thousand."""
 MAPPING = re.compile(r"^\w+:", re.MULTILINE)
 """A key of a YAML mapping, which Megatron-LM's arguments do not have."""
 ARRAY = re.compile(r"(\w+)=\(([^)]*)\)")
@@ -79,6 +81,8 @@ def read_script_arguments(text: str) -> list[str]:
     command = next((line for line in commands if TORCHRUN_SCRIPT.search(line)), "")
     words = TORCHRUN_SCRIPT.split(command, maxsplit=1)[-1]
     for _ in range(MAX_NESTED):
+        if len(words) > MAX_WORDS:  # Variables of variables may grow without end.
+            refuse("OpenPlan.path", "a shell script", f"{MAX_WORDS:,} characters of arguments", "fewer")
         words = VARIABLE.sub(lambda found: values.get(found[1], ""), words)
     if not command or "--" not in words:
         allowed = "a script that calls pretrain_gpt.py, or another .py file, with Megatron-LM's arguments"
@@ -94,7 +98,7 @@ def read_script_arguments(text: str) -> list[str]:
 def _read_json(path: Path, text: str, given: dict[str, Any]) -> ss.Plan:
     try:
         keys = set(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse("OpenPlan.path", str(path), ALLOWED, f"valid JSON ({error})")
     if keys & NOUNS or "plan" in keys:
         return ss.Plan.from_json(text)

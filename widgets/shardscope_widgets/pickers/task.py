@@ -134,8 +134,10 @@ class TaskPicker(Picker):
 
     def offer(self, plan: ss.Plan, weights: Path | None) -> None:
         """Say for which plan, and which folder of weights the model was read from, if from any."""
-        self._plan, self._weights = plan, weights
+        is_other, self._plan, self._weights = weights != self._weights, plan, weights
         self._offer_kinds()
+        if is_other:
+            self.read()  # The answer names the folder.
         self._say_what_trains()
         self.show_usual_rate(plan)
 

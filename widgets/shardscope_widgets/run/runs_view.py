@@ -362,8 +362,11 @@ class RunsView(View):
                 if not self._should_watch():
                     self._is_watching = False
                     return
-            self.look()
-            self._report_ended()
+            try:
+                self.look()
+                self._report_ended()
+            except Exception as error:  # A damaged folder: the list goes on with the next look.
+                self._say(f"The list could not be read: {error}")
 
 
 def _back(rest: str) -> str:

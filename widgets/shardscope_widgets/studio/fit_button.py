@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -18,9 +19,9 @@ TOOLTIP = "Apply the cheapest combination of changes that fits"
 
 
 class FitButton:
-    """Shows :attr:`button` while the plan on offer does not fit; ``on_fit`` gets that plan and the fit."""
+    """Shows :attr:`button` while the plan on offer does not fit; ``on_fit`` gets the plan and its fit."""
 
-    def __init__(self, on_fit: Callable[[ss.Plan, Fit | None], None]) -> None:
+    def __init__(self, on_fit: Callable[[ss.Plan, Fit | Exception | None], None]) -> None:
         self._on_fit = on_fit
         self._plan: ss.Plan | None = None
         self._thread: threading.Thread | None = None
@@ -40,14 +41,29 @@ class FitButton:
         if plan is None or (self._thread is not None and self._thread.is_alive()):
             return
         self.button.description, self.button.disabled = LOOKING, True
-        self._thread = threading.Thread(target=self._look, args=(plan,), daemon=True, name="shardscope-fit")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # A script: there are no inputs that could change at the same time.
+            loop = None
+        self._thread = threading.Thread(
+            target=self._look, args=(plan, loop), daemon=True, name="shardscope-fit"
+        )
         self._thread.start()
 
-    def _look(self, plan: ss.Plan) -> None:
+    def _look(self, plan: ss.Plan, loop: asyncio.AbstractEventLoop | None) -> None:
+        found: Fit | Exception | None
         try:
             found = make_it_fit(plan)
-        finally:
-            self.button.description, self.button.disabled = LABEL, False
-        # An input that was moved meanwhile asks another question.
+        except Exception as error:  # Raised in a thread, it would be shown nowhere.
+            found = error
+        # Inputs are set by the kernel's own thread: a user may change one at this moment.
+        if loop is None:
+            self._report(plan, found)
+        else:
+            loop.call_soon_threadsafe(self._report, plan, found)
+
+    def _report(self, plan: ss.Plan, found: Fit | Exception | None) -> None:
+        self.button.description, self.button.disabled = LABEL, False
+        # An input that was changed meanwhile asks another question.
         if self._plan is plan:
             self._on_fit(plan, found)

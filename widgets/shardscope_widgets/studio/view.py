@@ -19,6 +19,7 @@ from shardscope.planner.make_it_fit import Fit
 from shardscope.planner.preflight import Finding
 from shardscope.planner.preflight.usual_rates import rate_near
 from shardscope.planner.verdict import Verdict, assess
+from shardscope.runs.folder import FINAL
 from shardscope_widgets.checks.script import ScriptChecks
 from shardscope_widgets.checks.view import ChecksView, summary, worst_first
 from shardscope_widgets.kit import controls
@@ -167,6 +168,7 @@ class Studio(View):
             picker.observe(self._show_staleness, "is_wrong")
         for picker in (self.task, self.options):
             picker.observe(self._recheck, "value")
+        self.architecture.observe(self._change_weights, "weights_folder")
         self.tabs.observe(self._show_page, "value")
 
     @cached_property
@@ -242,9 +244,9 @@ class Studio(View):
         """Set the inputs to what ``plan`` trains, on what, and how: all changes go through them."""
         self._planning = True
         try:
-            if plan.cluster != self.plan.cluster or self.cluster.is_wrong:
+            if plan.cluster != self.cluster.value or self.cluster.is_wrong:
                 self.cluster.fill(plan.cluster)
-            if plan.architecture != self.plan.architecture or self.architecture.is_wrong:
+            if plan.architecture != self.architecture.value or self.architecture.is_wrong:
                 self.architecture.take(plan.architecture)
             # What this framework has and the last one had not must be on offer before it is chosen.
             self.recipe.offer(plan.layout)
@@ -279,12 +281,20 @@ class Studio(View):
     def _open_plan(self, plan: ss.Plan) -> None:
         before = self.plan
         self.apply(plan)
-        self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
+        if self.is_wrong:
+            self.notice.say("The plan was opened in part: correct the input marked in red.", is_error=True)
+        else:
+            self.notice.say("The plan was opened.", {"Undo": lambda: self.apply(before)})
 
-    def _made_to_fit(self, before: ss.Plan, fit: Fit | None) -> None:
+    def _made_to_fit(self, before: ss.Plan, fit: Fit | Exception | None) -> None:
+        if isinstance(fit, Exception):
+            self.notice.say(f"Looking for a way failed: {type(fit).__name__}: {fit}", is_error=True)
+            return
         if fit is None:
             words = "No combination of changes fits on these GPUs: choose more GPUs or a smaller model."
             self.notice.say(words, is_error=True)
+            return
+        if self.is_wrong:  # An input was changed while the changes were looked for.
             return
         self.apply(fit.plan)
         self.notice.say(f"Made it fit: {fit.words}.", {"Undo": lambda: self._undo(fit.plan, before)})
@@ -294,9 +304,14 @@ class Studio(View):
         self.apply(before)
         self.layout_picker.forget(undone.layout.framework)
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether an input is wrong, so that the plan is not that of the inputs."""
+        return any(picker.is_wrong for picker in self._pickers)
+
     def _show_staleness(self, change: object = None) -> None:
         """While an input is wrong, the last valid picture stays, pale, and nothing can be started."""
-        wrong = any(picker.is_wrong for picker in self._pickers)
+        wrong = self.is_wrong
         (self.add_class if wrong else self.remove_class)("ss-stale")
         self.launch.blocked = "Correct the input marked in red first." if wrong else ""
         self.fit.button.disabled = wrong
@@ -317,6 +332,7 @@ class Studio(View):
     def _draw(self, change: object) -> None:
         plan, report = self.plan, self.plan.memory()
         self._report = report
+        self.notice.say("")  # It was about the plan before.
         self._verdict = assess(plan, report)
         self.headline.value = headline(plan, report, self._verdict)
         self.fit.offer(plan, self._verdict)
@@ -331,6 +347,12 @@ class Studio(View):
         self.task.offer(self.plan, self.architecture.weights_folder)
         if self._report is not None:
             self.launch.offer(self.plan, self._report)
+
+    def _change_weights(self, change: object) -> None:
+        """Offer to fine-tune another folder, whose model may be the same."""
+        if not self._planning and self._report is not None:
+            self._offer_launch()
+            self._recheck()
 
     def _show_rates(self) -> None:
         lacks = self._verdict is not None and self._verdict.state == "does not fit"
@@ -411,6 +433,8 @@ class Studio(View):
         self._show_trace(_hint("The trace appears here when the run has ended."))
         self.runs.open(run)
         self.tabs.value = "Runs"
+        if run.status in FINAL:  # It ended before it was opened: nothing else reports that.
+            self._run_ended(run)
 
     def _watch_resumed(self, run: ss.Run) -> None:
         """Treat a run that Resume launched like one that the button launched."""
@@ -422,7 +446,8 @@ class Studio(View):
         self.notice.say(words, {"Launch all the same": retry} if retry else {}, is_error=True)
 
     def _run_ended(self, run: ss.Run) -> None:
-        self.launch.busy = False
+        if self.run is None or self.run.folder == run.folder:
+            self.launch.busy = False
         self._offer_launch()
         self._keep_measured(run)
         vars(self).pop("_earlier_runs", None)
