@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import TimeoutError
 from served import Lab
 from studio_page import SCREENSHOTS, use_theme
 from tests.needs import needs
@@ -159,11 +160,14 @@ def lines_and_words_stay_apart(page: Any) -> None:
     assert page.locator(".ss-latest tfoot", has_text="predicted").count() == 1
     for width in WIDTHS:
         use_width(page, width)
-        page.wait_for_timeout(
-            800
-        )  # The width is reported once an edge rests, and the charts are placed anew.
-        assert page.evaluate(LINES_OUTSIDE) == []
-        assert page.evaluate(OVERLAPPING) == []
+        # The width is reported once an edge rests, and the charts are placed anew by the kernel.
+        page.wait_for_timeout(800)
+        for outside in (LINES_OUTSIDE, OVERLAPPING):
+            try:
+                page.wait_for_function(f"() => ({outside})().length === 0", timeout=10_000)
+            except TimeoutError:
+                page.screenshot(path=str(SCREENSHOTS / "runs_overlapping.png"))
+                raise AssertionError(f"{width} pixels: {page.evaluate(outside)}") from None
         it_is_tidy(page, "run", width)
     use_width(page, None)
 
