@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 from served import Lab
-from studio_page import NOTEBOOK, SCREENSHOTS, SHOWN, chart, fill, screenshot, show, use_theme
+from studio_page import NOTEBOOK, SCREENSHOTS, SHOWN, chart, fill, open_fold, screenshot, show, use_theme
 
 STEPS_ARRIVE = 120_000
 RUN_ENDS = 240_000
@@ -107,6 +107,11 @@ def a_bad_input_says_so_and_the_picture_stays(page: Any) -> None:
     page.locator(".ss-side .ss-error button").click()  # The fix is a button at the input.
     error.wait_for(state="detached")
     fill(page, "Sequence", "4096")
+    boxes = [open_fold(page, "Training").locator(".ss-row", has_text=name) for name in ("Sequence", "Batch")]
+    border = "box => getComputedStyle(box).borderTopColor"
+    page.locator(".ss-fold-line").first.focus()
+    colours = {box.first.locator("input").last.evaluate(border) for box in boxes}
+    assert len(colours) == 1, "no input is marked any more"
 
 
 def what_does_not_fit_is_fixed_by_a_button(page: Any) -> None:

@@ -60,7 +60,6 @@ class Row(widgets.HBox):
         self._error.value = (
             f"<span role='alert' title='{whole}'>{escape(short or message)}</span>{button}" if message else ""
         )
-        (self._error.remove_class if message else self._error.add_class)("ss-off")
 
     def _press(self, act: str) -> None:
         if act != "fix" or self._fix is None:
