@@ -1,4 +1,4 @@
-"""Faults 1 to 48 and 62 to 64 in words: what goes wrong, what the user sees then, and what no test shows."""
+"""Faults 1 to 64 in words: what goes wrong, what the user sees then, and what no test shows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ROOMS = {
     33: "What the planner reads",
     38: "Traces and snapshots",
     42: "Widgets",
+    51: "Found by attack",
     62: "Found in a browser",
 }
 """The first number of each part of the table."""
@@ -80,8 +81,13 @@ FAULTS = {
         "An exception without readable text, or with a megabyte of it",
         "Its type, and as much of its text as there is room for.",
     ),
-    14: Fault("Somebody takes the port meanwhile", "The launch takes another one, and gives up in words."),
-    15: Fault("Two runs at once", "Each has a folder and a port of its own; both finish."),
+    14: Fault(
+        "Somebody takes the port meanwhile",
+        "Nothing: no port is bound. Ranks meet in memory that they inherit; `MASTER_PORT` is only a "
+        "number that frameworks may read, and `init_process_group` of `env://` meets there as well.",
+        "Code of the user's own that serves a store at `MASTER_PORT` itself may find it taken.",
+    ),
+    15: Fault("Two runs at once", "Each has a folder and a `MASTER_PORT` of its own; both finish."),
     16: Fault(
         "The cell is run again while its run is alive",
         "A name that a living run has is refused with the way to stop it. The Studio's button is off "
@@ -211,6 +217,65 @@ FAULTS = {
         "GitHub's and nbviewer's pages are not ours to test; what they read is in the file.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
+    51: Fault(
+        "SIGCHLD is ignored in the kernel (`env --ignore-signal=CHLD`), so exit codes are lost",
+        "The true end. Supervisor and launcher reset the signal, and a run is finished only where each rank "
+        "itself has written that its task returned. torch shares the fault: there `torchrun` exits with 0 "
+        "although a rank failed, and `notebook_launcher` raises `TypeError` although all returned.",
+    ),
+    52: Fault(
+        "The task closes `sys.stdout` or descriptor 1, sets it to None or to an object without `flush`",
+        "Finished, with all output up to then in the log; a task that fails is reported with its own "
+        "exception. Under `torchrun` a rank without `flush` exits with 120, and the job fails.",
+    ),
+    54: Fault(
+        "The kernel has descriptor 0, 1 or 2 closed",
+        "Nothing: the run's processes get standard streams of their own, and the lease is none of them.",
+    ),
+    56: Fault(
+        "A thread, or a process that was forked twice, goes on after the task returned on every rank",
+        "Finished 10 s later (`SHARDSCOPE_GRACE_SECONDS`), or 10 s after the last time that it wrote 1 MiB a "
+        "second, ten minutes at most: a checkpoint may be under way. It is ended; the reason names it, and "
+        "the log of its rank has the stacks.",
+    ),
+    57: Fault(
+        "The task is `async def` or a generator, so calling it runs nothing",
+        "Refused at launch, by the function's name and with the fix, through `functools.partial` and "
+        "`__call__` too. Where only the call shows it, as of a lambda, the run fails and says so.",
+    ),
+    59: Fault(
+        "Another user of the machine connects to the ports of a run, or opens the files of its processes",
+        "No store answers: neither torch elastic's agent nor a rank serves a `TCPStore`, which has no "
+        "authentication (torchrun and accelerate start one). The ranks of a run, and of a calibration, "
+        "meet in memory without a name that only they and their user can open. Tested from a second uid; "
+        "the run goes on.",
+        "gloo and NCCL listen on the loopback interface for the connections between ranks. They are no "
+        "store, but gloo authenticates nobody, and NCCL only by a number: who connects in the moment in "
+        "which ranks join could take a rank's place. Where the system has no anonymous memory (macOS) it "
+        "is a file of mode 0600 in the run folder. The user's own code may serve a store of its own.",
+    ),
+    60: Fault(
+        "A task logs metrics without a pause, 60,000 lines a second",
+        "All lines are in the run folder. The supervisor reads 0.5 MiB a second of them, needs less than "
+        "150 MiB, and says that TensorBoard gets a sample; Stop ends the run within 5 s. A view shows an "
+        "even sample, and which share it is; metrics.csv has every n-th line if there is more than 1 GiB.",
+        "`run.metrics()` returns every line, and so takes the memory for them. The disk fills: fault 23.",
+    ),
+    61: Fault(
+        "`sys.exit(0)` in mid-task; a limit on the size of files (EFBIG); a second supervisor on a folder; "
+        "the loopback interface is down; a task prints control sequences, names a metric as a spreadsheet's "
+        "formula, or sets a token in mid-run and lets it out in logs and in names of metrics",
+        "Failed: the rank called `sys.exit(0)` before its task returned; of a `Script`, it is the end. "
+        "Output beyond the limit is lost, as on a full disk, and the run goes on. A second supervisor exits "
+        "with an error message and changes nothing. "
+        "A machine that cannot connect to itself is said so at once, with the fix. `run.logs()`, errors "
+        "and views have no escape and no C1 control left, in whatever way they are nested. A name or text "
+        "that a spreadsheet would run has a quote before it in metrics.csv. A token that a rank puts "
+        "into `os.environ` is masked as one that was there at the launch.",
+        "A token that a native library puts into the environment, or that was printed before it was put "
+        "there, and has no known form. What ranks print is masked a second later: `run.logs()` may show "
+        "it until then, as it does if the supervisor was killed.",
+    ),
     62: Fault(
         "A key of JupyterLab's command mode is pressed in a menu, tab, button, chart or canvas of a view",
         "The view takes it or nobody does: the notebook's cells and the kernel stay as they are. Escape, Tab "

@@ -302,3 +302,51 @@ def takes_all_memory(ctx: Any) -> None:
             held.append(b"x" * 2**26)
             time.sleep(0.1)
     ctx.barrier()
+
+
+class Sums:
+    """Sums over the ranks at each step until asked to stop."""
+
+    def __call__(self, ctx: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        while not ctx.should_stop:
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            ctx.log(total=total)
+            time.sleep(0.05)
+
+
+def makes_its_group_anew(ctx: Any) -> None:
+    """Ends its group and makes two others one after the other, as a user's own script may."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        total = torch.ones(1) * ctx.rank
+        dist.all_reduce(total)
+        ctx.log(total=total)
+
+
+def floods(ctx: Any) -> None:
+    """Logs as fast as it can."""
+    metrics = {f"m{number}": 1.0 for number in range(40)}
+    while True:
+        ctx.log(**metrics)
+
+
+def sets_a_secret(ctx: Any) -> None:
+    """Puts a token into the environment, and lets it out in every way."""
+    token = " ".join(["fetched", "in", "mid", "run"])
+    os.environ["SERVICE_TOKEN"] = token
+    print(f"the token is {token}", flush=True)
+    ctx.log(**{f"loss/{token}": 1.0, "text": token})
+    ctx.record("engine", {token: token})
+    del os.environ["SERVICE_TOKEN"]
+    time.sleep(1.5)
+    os.write(2, f"once more: {token}\n".encode())
+    ctx.barrier()
+    raise LookupError(f"the service refused {token}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from needs import needs
 
@@ -45,3 +46,40 @@ def test_groups_have_one_thread_on_the_interfaces_that_are_named() -> None:
             check=False,
         )
         assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+LEAVES_AT_ONCE = """
+import pathlib, sys, time
+import torch.distributed as dist
+from shardscope.runs import gloo
+
+rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+make = gloo.ProcessGroupGloo
+
+class Slow:
+    _Options, create_default_device = make._Options, staticmethod(make.create_default_device)
+
+    def __new__(cls, *arguments):
+        group = make(*arguments)
+        if rank == 1:
+            time.sleep(1)
+            (folder / "connected").touch()
+        return group
+
+gloo.ProcessGroupGloo = Slow
+store = dist.FileStore(str(folder / "store"), 2)
+group = gloo.SerialGloo(dist.PrefixStore("group", store), rank, 2)
+assert (folder / "connected").exists()
+print("done")
+"""
+
+
+def test_a_group_is_handed_out_when_every_rank_has_connected(tmp_path: Path) -> None:
+    """A rank that left before would close connections that the others are still making."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES_AT_ONCE, str(rank), str(tmp_path)], stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == [b"done\n", b"done\n"]

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 FEW = (
     "kill -9 of the supervisor, ranks left processes",
     "kill -9 of the kernel, outlived",
-    "the port taken each time",
+    "the port taken",
     "stop twice at once",
 )
 """Of kinds of faults that other tests here have in other forms."""

@@ -142,8 +142,8 @@ def _saves(chance: random.Random, _: int) -> Any:
     return tasks.UntilAsked() if chance.random() < 0.6 else ss.Pretrain(num_steps=tasks.FOREVER)
 
 
-def _port_taken(times: int) -> Work:
-    return lambda chance, ranks: tasks.PortTaken(_few_steps(chance, ranks), times)
+def _port_taken(chance: random.Random, ranks: int) -> Any:
+    return tasks.PortTaken(_few_steps(chance, ranks))
 
 
 RETURNED = r"finished: the task returned on every rank"
@@ -165,14 +165,7 @@ FAULTS = (
         work=lambda chance, _: tasks.Floods(chance.randrange(1, 20) * MIB),
         ends_alone=True,
     ),
-    Fault(name="the port taken", strike=_nothing, expected=RETURNED, work=_port_taken(1), ends_alone=True),
-    Fault(
-        name="the port taken each time",
-        strike=_nothing,
-        expected=r"failed: the launcher raised OSError: .*in use",
-        work=_port_taken(3),
-        ends_alone=True,
-    ),
+    Fault(name="the port taken", strike=_nothing, expected=RETURNED, work=_port_taken, ends_alone=True),
     Fault(name="stop during start-up", strike=_stop_at_start, expected=STOPPED),
     Fault(name="stop mid step", strike=_stop, expected=STOPPED + "$"),
     Fault(name="stop twice at once", strike=_stop_twice, expected=STOPPED + "$"),

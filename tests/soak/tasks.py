@@ -121,31 +121,30 @@ class LeavesChildren(Steps):
 
 
 class PortTaken:
-    """``task``, whose launcher finds its port taken ``times`` times between choosing and binding it."""
+    """``task``, whose launcher finds the port that it chose taken."""
 
-    def __init__(self, task: Any, times: int) -> None:
-        self.task, self.times = task, times
+    def __init__(self, task: Any) -> None:
+        self.task = task
 
     def __call__(self, ctx: Any) -> None:
         """Never: what a launcher unpickles is the task itself."""
         raise AssertionError
 
     def __reduce__(self) -> Any:
-        return _take_ports, (self.task, self.times)
+        return _take_port, (self.task,)
 
 
-def _take_ports(task: Any, times: int) -> Any:
+def _take_port(task: Any) -> Any:
     """Runs in the launcher when it unpickles the task: whatever is chosen next, somebody else has it."""
     held: list[socket.socket] = []
 
     def choose() -> int:
         port = processes.free_port()
-        if len(held) < times:
-            thief = socket.socket()
-            thief.bind(("127.0.0.1", port))
-            thief.listen()
-            held.append(thief)
+        thief = socket.socket()
+        thief.bind(("127.0.0.1", port))
+        thief.listen()
+        held.append(thief)
         return port
 
-    sys.modules["__main__"].on_a_fresh_port.__defaults__ = (choose,)  # type: ignore[attr-defined]
+    sys.modules["__main__"].free_port = choose  # type: ignore[attr-defined]
     return task

@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import write_json
+from shardscope.runs.run import Run
+from shardscope.runs.terminal_text import plain_text
 from shardscope_widgets.run.ansi import to_html
 from shardscope_widgets.run.log import marked
 
@@ -80,3 +84,40 @@ def test_marked_words_are_escaped_as_well(line: str, words: str) -> None:
 def test_marks_stand_where_the_words_are() -> None:
     assert marked("Loss <loss>", "loss") == "<mark>Loss</mark> &lt;<mark>loss</mark>&gt;"
     assert marked("a+b aab", "a+") == "<mark>a+</mark>b aab"
+
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+ESCAPES = {
+    "\x1bcreset": "reset",  # RIS
+    "\x9b31mred\x9b0m": "red",  # CSI as a C1 control
+    "\x1b]0;title\x07text": "text",
+    "\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\": "link",
+    "\x9d0;title\x9ctext": "text",
+    "\x1bPq#0\x1b\\sixel": "sixel",
+    "\x1b[3\x1b[1m1m nested": "1m nested",
+    "\x1b\x1b[0m[31mformed": "[31mformed",
+    "\x1b]0;\x1b]0;title\x07twice": "twice",
+    "\x1b(Bcharset \x1b7saved": "charset saved",
+    "nobody ends it \x1b]0;title\nnext": "nobody ends it \nnext",
+    "cut \x1b[38;5": "cut ",
+    "alone \x1b": "alone ",
+    "\x07bell\x08\x7f\x85": "bell",
+    "tab\tand\rreturn\n": "tab\tand\rreturn\n",
+}
+
+
+@pytest.mark.parametrize(("printed", "shown"), ESCAPES.items())
+def test_fault_61_what_a_terminal_would_obey_is_taken_out_of_logs(
+    printed: str, shown: str, folder: RunFolder
+) -> None:
+    write_json(folder.run_json, {"world_size": 1, "created": 1.0})
+    folder.log(0).write_text(printed, newline="")
+    assert Run(folder).logs(0) == shown
+    assert PLAIN.sub("", unescape(to_html(printed))).rstrip() == shown.rpartition("\r")[2].rstrip()
+
+
+@given(st.text(st.sampled_from("\x1b\x9b\x9d\x9c\x90[]()P^_cm;0m1\\\x07\n\rab")))
+def test_fault_61_no_nesting_of_escapes_leaves_one(printed: str) -> None:
+    assert not CONTROLS.search(plain_text(printed))
+    assert not CONTROLS.search(to_html(printed))
+    assert plain_text(printed).count("\n") == printed.count("\n")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardscope as ss
+from shardscope.runs import follow as follow_module
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.follow import PIECE_BYTES
 from shardscope.runs.measured import predicted_tensors
@@ -123,6 +125,27 @@ def test_a_long_run_is_followed_in_pieces_and_nothing_is_lost(tmp_path: Path) ->
     assert follow.read() == []
     append_line(folder.events(0), {"step": 4001, "rank": 0, "time": 2.0})
     assert [record["step"] for record in follow.read()] == [4001]
+
+
+def test_fault_60_a_reader_far_behind_takes_an_even_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = attach(tmp_path, ON_CPUS)
+    folder = RunFolder(run.folder)
+    monkeypatch.setattr(follow_module, "MAX_BEHIND_BYTES", 2 * 2**18)  # For two ranks.
+    monkeypatch.setattr(follow_module, "SAMPLE_BYTES", 2**11)
+    lines = [json.dumps({"step": step, "rank": 0, "time": 1.0}) + "\n" for step in range(200_000)]
+    folder.events(0).write_text("".join(lines))
+    size = folder.events(0).stat().st_size
+    follow = run.follow()
+    steps = [record["step"] for record in follow.read()]
+    while follow.is_behind:
+        steps += [record["step"] for record in follow.read()]
+    assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 199_999
+    assert max(after - before for before, after in pairwise(steps)) < 4000, "no part of it is left out"
+    assert follow.num_read_bytes < size / 4 and follow.num_read_bytes + follow.num_skipped_bytes == size
+    folder.events(0).write_text("".join([*lines, json.dumps({"step": 200_000, "rank": 0}) + "\n"]))
+    assert [record["step"] for record in follow.read()] == [200_000]
 
 
 def test_a_note_stays_with_the_run(tmp_path: Path) -> None:

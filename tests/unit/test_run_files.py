@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from shardscope.runs import metrics_table, redaction
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.metrics_table import csv_in_pieces, curve
+from shardscope.runs.new_secrets import SecretReceiver
 from shardscope.runs.processes import this_machine
 from shardscope.runs.records import append_line, encode, read_json, read_lines, write_json
 from shardscope.runs.redaction import LogCleaner, redact
 from shardscope.runs.run import Run
+from shardscope.runs.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile, crc32c, scalars
 
 HF = "hf_" + "aB3" * 11
@@ -163,13 +168,13 @@ def test_tensorboards_events(tmp_path: Path) -> None:
 
 
 def test_metrics_as_a_table(folder: RunFolder) -> None:
-    assert list(csv_in_pieces(folder, 2)) and not folder.csv.exists()
+    assert list(csv_in_pieces(folder, 2, print)) and not folder.csv.exists()
     append_line(folder.events(0), {"step": 0, "rank": 0, "time": 1.5, "loss": float("nan")})
     append_line(
         folder.events(0), {"step": 1, "rank": 0, "time": 2.5, "loss": 2.0, "note": "=1+1", "a,b": 'q"'}
     )
     append_line(folder.events(1), {"step": 1, "rank": 1, "time": 2.5, "loss": 4.0})
-    assert len(list(csv_in_pieces(folder, 2))) == 4  # Two ranks, twice.
+    assert len(list(csv_in_pieces(folder, 2, print))) == 4  # Two ranks, twice.
     with folder.csv.open(newline="") as file:
         rows = list(csv.reader(file))
     assert rows == [
@@ -181,6 +186,90 @@ def test_metrics_as_a_table(folder: RunFolder) -> None:
     assert folder.csv.stat().st_mode & 0o777 == 0o600
     records = read_lines(folder.events(0)) + read_lines(folder.events(1))
     assert curve(records, "loss") == {1: 3.0} and curve(records, "note") == {}
+
+
+def test_fault_61_text_that_a_spreadsheet_would_run(folder: RunFolder) -> None:
+    """Names of metrics as well as their values."""
+    names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\n=1", "＝1"]
+    append_line(
+        folder.events(0), {"step": 0, "rank": 0, "time": 1.0, "loss": -1.5, **dict.fromkeys(names, "x")}
+    )
+    append_line(folder.events(0), {"step": 1, "rank": 0, "time": 1.0, **{name: name for name in names}})
+    assert list(csv_in_pieces(folder, 1, print))
+    with folder.csv.open(newline="") as file:
+        header, first, second = csv.reader(file)
+    told = [f"'{name}" for name in names]
+    assert header == ["step", "rank", "time", "loss", *told]
+    assert first[3] == "-1.5", "a number stays one"
+    assert second[4:] == told
+
+
+def test_fault_60_a_table_of_too_many_lines_is_a_sample(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        for step in range(1000):
+            append_line(folder.events(rank), {"step": step, "rank": rank, "time": 1.0})
+    num_bytes = folder.events(0).stat().st_size + folder.events(1).stat().st_size
+    monkeypatch.setattr(metrics_table, "MAX_BYTES", num_bytes // 4 + 1)
+    monkeypatch.setattr(metrics_table, "PIECE_BYTES", 1000)
+    told: list[str] = []
+    assert list(csv_in_pieces(folder, 2, told.append))
+    with folder.csv.open(newline="") as file:
+        _, *rows = csv.reader(file)
+    assert [row[:2] for row in rows] == [
+        [str(step), str(rank)] for rank in range(2) for step in range(0, 1000, 4)
+    ], "the same steps of each rank"
+    assert len(told) == 1 and "one of 4 lines of each rank" in told[0]
+
+
+def test_fault_60_what_is_logged_too_fast_is_sampled(folder: RunFolder) -> None:
+    """The supervisor reads a piece at each look, and goes on with the latest lines if it is far behind."""
+    lines = SampledLines(folder.events(0), piece_bytes=1000, max_behind_bytes=20_000)
+    assert lines.read() == [] and not lines.is_behind
+    with folder.events(0).open("ab") as file:
+        file.write(b"".join(encode({"step": step}) for step in range(300)))
+    steps = [record["step"] for record in lines.read()]
+    while lines.is_behind:
+        steps += [record["step"] for record in lines.read()]
+    assert steps + [record["step"] for record in lines.read()] == list(range(300)), "what is near is not lost"
+    assert lines.num_skipped_bytes == 0
+    with folder.events(0).open("ab") as file:
+        file.write(b"".join(encode({"step": step}) for step in range(300, 50_000)))
+    steps = [record["step"] for record in lines.read()]
+    assert 0 < len(steps) < 100 and steps[0] > 49_900 and steps == sorted(steps)
+    assert lines.num_skipped_bytes > 600_000
+    with folder.events(0).open("ab") as file:
+        file.write(encode({"step": 50_000, "text": "x" * 5000}) + encode({"step": 50_001}))
+    steps = [record["step"] for _ in range(10) for record in lines.read()]
+    assert steps[-1] == 50_001, "a line longer than a piece holds nobody up"
+
+
+def test_fault_61_secrets_in_the_names_of_metrics(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "correct horse battery")
+    append_line(folder.events(0), {"loss/correct horse battery": 1.0, "of": {HF: [HF]}})
+    text = folder.events(0).read_text()
+    assert "correct horse" not in text and HF not in text and '"loss/***' in text
+
+
+def test_fault_61_secrets_that_a_process_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor of a rank's: long ones in parts, and those that stood in the log before it looked."""
+    monkeypatch.setattr(redaction, "_learned", set())
+    receiver = SecretReceiver()
+    long = "\n".join(f"line {number} of a key without a form" for number in range(50))
+    code = (
+        "import os, sys\nfrom shardscope.runs.new_secrets import send_new_secrets\n"
+        f"send_new_secrets({receiver.for_launcher})\nos.environ['LATE_TOKEN'] = 'set in mid run'\n"
+        f"os.environ['OTHER_KEY'] = {long!r}\nos.environ['PLAIN'] = 'is no secret'\n"
+        f"if not os.fork(): os.putenv('FORKED_SECRET', 'of a worker'); os._exit(0)\nos.wait()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, pass_fds=(receiver.for_launcher,), timeout=30)
+    receiver.keep_reading_end()
+    log = tmp_path / "log"
+    log.write_text(f"set in mid run, of a worker, is no secret, {long}\n")
+    assert LogCleaner(log, receiver.secrets).clean() > 3
+    assert re.fullmatch(r"\*{14}, \*{11}, is no secret, \*+\n", log.read_text())
+    assert redact("of a worker") == "*" * 11
 
 
 def test_a_lost_run_has_that_in_its_history_since_the_last_sign_of_life(folder: RunFolder) -> None:

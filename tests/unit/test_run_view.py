@@ -30,6 +30,8 @@ class FakeFollow:
     """New records of a list, each once."""
 
     is_behind = False
+    num_read_bytes = 1
+    num_skipped_bytes = 0
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self.records, self.place = records, 0
@@ -66,7 +68,8 @@ class FakeRun:
         (self.folder / "logs" / f"rank-{rank}.log").write_bytes(data)
 
     def follow(self) -> FakeFollow:
-        return FakeFollow(self.records)
+        self.follower = FakeFollow(self.records)
+        return self.follower
 
     def expected(self) -> Expected | None:
         return self.prediction
@@ -108,6 +111,17 @@ def test_fault_45_an_odd_loss_is_survived_and_the_run_can_be_stopped(loss: Any) 
     assert until(lambda: "2.500" in view.facts.value)
     view.stop_button.click()
     assert until(lambda: view.status == "stopped")
+
+
+def test_fault_60_a_view_says_what_share_of_the_metrics_it_shows() -> None:
+    run = FakeRun([record(loss=2.5)])
+    view = RunView(run)
+    assert until(lambda: "2.500" in view.facts.value) and "lines are shown" not in view.facts.value
+    run.follower.num_skipped_bytes = 3
+    run.records.append(record(step=1, loss=2.25))
+    assert until(lambda: "2.250" in view.facts.value and "25 %" in view.facts.value)
+    assert "of the logged lines are shown" in view.facts.value
+    run.status = "finished"
 
 
 def test_fault_45_the_end_is_told_once_even_if_the_last_look_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import IO, Any
 from shardscope.cluster import Cluster
 from shardscope.host import host_cores
 from shardscope.runs.environment import launcher_environment
+from shardscope.runs.private_file import open_private_file
 from shardscope.timing.calibration import Calibration
 from shardscope.timing.calibration_store import (
     check_writable,
@@ -153,19 +153,26 @@ def _measured(cluster: Cluster, seconds: float, progress: Progress | None) -> di
     ranks: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as held:
         held.callback(_end, ranks)
-        listening = held.enter_context(socket.socket())
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
+        # Where ranks meet, as those of a run do.
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardscope-"))
+        store, store_path = open_private_file(Path(folder))
+        held.callback(os.close, store)
         complaints: list[IO[bytes]] = [
             held.enter_context(tempfile.TemporaryFile()) for _ in range(cluster.num_gpus)
         ]
         for rank, complaint in enumerate(complaints):
-            ranks.append(_start(cluster, rank, seconds, limit, listening, complaint))
+            ranks.append(_start(cluster, rank, seconds, limit, store, store_path, complaint))
         return _listen(ranks, complaints, limit, progress)
 
 
 def _start(
-    cluster: Cluster, rank: int, seconds: float, limit: float, listening: socket.socket, complaint: IO[bytes]
+    cluster: Cluster,
+    rank: int,
+    seconds: float,
+    limit: float,
+    store: int,
+    store_path: str,
+    complaint: IO[bytes],
 ) -> subprocess.Popen[bytes]:
     device = "cpu" if cluster.gpu.vendor == "cpu" else "cuda"
     settings = {
@@ -175,8 +182,7 @@ def _start(
         "seconds": seconds,
         "timeout_seconds": limit,
         "most_bytes": int(cluster.usable_bytes_per_gpu * MEMORY_SHARE),
-        "port": listening.getsockname()[1],
-        "listening": listening.fileno(),
+        "store": store_path,
     }
     # The environment of launched ranks: as many threads each, and gloo on the loopback interface.
     environment = launcher_environment(dict(os.environ), {"world_size": cluster.num_gpus, "device": device})
@@ -194,7 +200,7 @@ def _start(
         stdout=subprocess.PIPE if rank == 0 else complaint,
         stderr=complaint,
         env=environment,
-        pass_fds=(listening.fileno(),) if rank == 0 else (),
+        pass_fds=(store,),
         start_new_session=True,  # An interrupt is the kernel's: it ends the ranks itself.
     )
 

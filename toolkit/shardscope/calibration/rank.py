@@ -54,16 +54,8 @@ def _measure(settings: dict[str, Any], said: Any) -> dict[str, Any]:
         from shardscope.runs.gloo import use_one_thread
 
         patience = timedelta(seconds=settings["timeout_seconds"])
-        store = dist.TCPStore(
-            "127.0.0.1",
-            settings["port"],
-            num_ranks,
-            is_master=rank == 0,
-            timeout=patience,
-            wait_for_workers=False,
-            # A socket that the kernel bound: no port can be lost between choosing and taking it.
-            **({"master_listen_fd": settings["listening"]} if rank == 0 else {}),
-        )
+        store = dist.FileStore(settings["store"])  # Not a TCPStore, which other users could write to.
+        store.set_timeout(patience)
         use_one_thread()  # As in a run, which is what these curves are for.
         # gloo beside NCCL: ranks agree on times by small tensors of the host.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -6,6 +6,7 @@ Whatever goes wrong here costs what it was for, and never the run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,19 +16,29 @@ from shardscope.runs.hang import HangWatch
 from shardscope.runs.host_watch import HostWatch
 from shardscope.runs.metrics_table import csv_in_pieces
 from shardscope.runs.quiet import QuietWatch
-from shardscope.runs.records import LineTail
-from shardscope.runs.redaction import LogCleaner
+from shardscope.runs.redaction import LogCleaner, known_secrets
+from shardscope.runs.sampled_lines import SampledLines
 from shardscope.runs.tensorboard import ScalarFile
 
 LOOK_SECONDS = 1.0
 BYTES_PER_LOOK = 2**25
 """Of all logs: however much ranks print, a stop is obeyed soon. What is left is looked at next time."""
+METRIC_BYTES_PER_LOOK = 2**19
+"""Of all ranks' metrics, some 5,000 lines: parsed and written for TensorBoard in a tenth of a second."""
+MAX_BEHIND_BYTES = 2**24
+"""Of all ranks' metrics, what may wait for the next looks. Of more only the latest lines are read."""
 
 
 class Beside:
-    """One run's; ``say`` takes a line for the supervisor's log."""
+    """One run's; ``say`` takes a line for the supervisor's log, ``secrets`` gives those to mask by then."""
 
-    def __init__(self, folder: RunFolder, world_size: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        world_size: int,
+        say: Callable[[str], None],
+        secrets: Callable[[], list[str]] = known_secrets,
+    ) -> None:
         self.folder = folder
         self.world_size = world_size
         self.host = HostWatch(folder, world_size)
@@ -36,10 +47,18 @@ class Beside:
         self._given_up: set[str] = set()
         self._hang = HangWatch(folder, world_size)
         self._quiet = QuietWatch(folder, world_size)
-        self._events = [LineTail(folder.events(rank)) for rank in range(world_size)]
+        self._events = [
+            SampledLines(
+                folder.events(rank),
+                piece_bytes=METRIC_BYTES_PER_LOOK // world_size,
+                max_behind_bytes=MAX_BEHIND_BYTES // world_size,
+            )
+            for rank in range(world_size)
+        ]
+        self._is_sampling = False
         self._scalars = [ScalarFile(folder.tensorboard / f"rank-{rank}") for rank in range(world_size)]
         logs = [folder.launcher_log, folder.supervisor_log, *map(folder.log, range(world_size))]
-        self._logs = [LogCleaner(path) for path in logs]
+        self._logs = [LogCleaner(path, secrets) for path in logs]
 
     @property
     def hangs(self) -> bool:
@@ -48,7 +67,7 @@ class Beside:
 
     def look(self, seconds: float, *, is_running: bool) -> str | None:
         """``seconds`` since the last look. What there is to say of the run while it goes on, or None."""
-        new = {rank: tail.read() for rank, tail in enumerate(self._events)}
+        new = {rank: lines.read() for rank, lines in enumerate(self._events)}
         self._try("TensorBoard events", lambda: self._write_scalars(new))
         self._try("secrets in logs", lambda: self._clean(BYTES_PER_LOOK // len(self._logs)))
         self._try("the host's memory", self.host.look)
@@ -59,7 +78,19 @@ class Beside:
         still: str | None = self._try(
             "a standstill", lambda: self._quiet.look(new, seconds, has_steps=self._hang.has_steps)
         )
-        return found or still
+        return found or still or self._begin_to_sample()
+
+    def _begin_to_sample(self) -> str | None:
+        """Return a sentence when lines of metrics were skipped for the first time, else None."""
+        ranks = [str(rank) for rank, lines in enumerate(self._events) if lines.num_skipped_bytes]
+        if self._is_sampling or not ranks:
+            return None
+        self._is_sampling = True
+        return (
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} log{'s' * (len(ranks) == 1)} more lines of "
+            "metrics than can be read: all of them are in the run folder, TensorBoard gets a sample. Nearest "
+            "fix: call ctx.log once per step"
+        )
 
     def finish(self) -> Iterator[None]:
         """The last look, and what is written at the end: a piece of work for each time that it is asked.
@@ -70,10 +101,13 @@ class Beside:
         # A log of gigabytes keeps the others' secrets waiting no longer than it must.
         for log in sorted(self._logs, key=LogCleaner.num_left):
             yield from self._pieces("secrets in logs", log.finish())
-        new = {rank: tail.read() for rank, tail in enumerate(self._events)}
-        self._try("TensorBoard events", lambda: self._write_scalars(new))
-        yield
-        yield from self._pieces("metrics.csv", csv_in_pieces(self.folder, self.world_size))
+        while True:
+            new = {rank: lines.read() for rank, lines in enumerate(self._events)}
+            self._try("TensorBoard events", functools.partial(self._write_scalars, new))
+            yield
+            if not any(lines.is_behind for lines in self._events):
+                break
+        yield from self._pieces("metrics.csv", csv_in_pieces(self.folder, self.world_size, self._say))
 
     def _write_scalars(self, new: dict[int, list[dict[str, Any]]]) -> None:
         for rank, records in new.items():

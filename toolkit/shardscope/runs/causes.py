@@ -99,6 +99,15 @@ def describe_exit(code: int | None, *, on_full_disk: bool = False) -> str:
     return SIGNAL_WORDS.get(number, f"was ended by {number.name}")
 
 
+def describe_late_exit(code: int | None) -> str:
+    """The same of a process whose task had returned already."""
+    if code is None or code < 0:
+        return (
+            f"{describe_exit(code)}, after its task had returned" if code else "ended after its task returned"
+        )
+    return f"exited with code {code} after its task had returned"
+
+
 def died_untimely(folder: RunFolder) -> bool:
     """Whether some rank process ended other than by returning from its task."""
     return any(_died(folder, record) is not None for record in _exits(folder))
@@ -161,7 +170,11 @@ def _died(folder: RunFolder, record: dict[str, Any]) -> Failure | None:
     marker = read_json(folder.rank(rank)) or {}
     if code in (0, None) and marker.get("exit") == "finished":
         return None
-    reason = f"rank {rank} {describe_exit(code, on_full_disk=folder.is_on_full_disk)}"
+    if marker.get("exit") == "finished":
+        how = describe_late_exit(code)
+    else:
+        how = describe_exit(code, on_full_disk=folder.is_on_full_disk)
+    reason = f"rank {rank} {how}"
     log = read_tail_text(folder.log(rank), 4096)
     return Failure(
         rank=rank,

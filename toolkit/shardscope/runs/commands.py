@@ -7,31 +7,61 @@ how many bytes of the file count, and every other rank takes the same number at 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import mmap
+import os
+import struct
+from typing import Any
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import LineTail
 
-FORGET_AFTER = 1000
-"""Polls after which a decision is deleted; no rank runs that far ahead of another."""
+NUM_SLOTS = 1024
+"""Polls whose decision is kept; no rank runs that far ahead of another."""
+SLOT = struct.Struct("<qq")
+"""A poll, counted from 1, and the size that was decided on."""
 
 
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used here."""
+class PollTable:
+    """The decisions of the latest polls, in memory that the ranks of one machine share.
 
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    torch's ``FileStore`` would do, but it never forgets a key: a run of a million steps would leave 100 MB.
+    """
 
-    def delete_key(self, key: str, /) -> bool: ...
+    @staticmethod
+    def make_room(descriptor: int) -> None:
+        """Give a new file its size, before ranks open it. Raises ``OSError``."""
+        os.ftruncate(descriptor, NUM_SLOTS * SLOT.size)
+
+    def __init__(self, path: str) -> None:
+        """Open the table at ``path``. Raises ``OSError``."""
+        # Opened anew: of a descriptor that ranks inherited they would share the lock as well (flock(2)).
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._slots = mmap.mmap(self._descriptor, NUM_SLOTS * SLOT.size)
+
+    def agree(self, poll: int, size: int) -> int:
+        """Return the size that the first rank to come to ``poll`` gave; ``poll`` is counted from 1."""
+        import fcntl  # Not above: Windows, where nothing is launched, has none.
+
+        place = poll % NUM_SLOTS * SLOT.size
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            last, decided = SLOT.unpack_from(self._slots, place)
+            if last == poll:
+                return int(decided)
+            if last < poll:
+                SLOT.pack_into(self._slots, place, poll, size)
+            return size
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 class CommandFeed:
     """The commands of ``control.jsonl``, the same ones at the same poll on every rank."""
 
-    def __init__(self, folder: RunFolder, store: Store, *, rank: int, world_size: int) -> None:
+    def __init__(self, folder: RunFolder, table: PollTable | None) -> None:
+        """``table``: None for a rank that has nobody to agree with."""
         self._tail = LineTail(folder.control)
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._table = table
         self._num_polls = 0
 
     def poll(self) -> list[dict[str, Any]]:
@@ -45,13 +75,7 @@ class CommandFeed:
 
     def _agreed_size(self) -> int:
         size = self._size()
-        if self._world_size == 1:
-            return size
-        key = f"poll/{self._num_polls}"
-        agreed = int(self._store.compare_set(key, "", str(size)))
-        if self._rank == 0 and self._num_polls > FORGET_AFTER:
-            self._store.delete_key(f"poll/{self._num_polls - FORGET_AFTER}")
-        return agreed
+        return size if self._table is None else self._table.agree(self._num_polls, size)
 
     def _size(self) -> int:
         try:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.commands import CommandFeed, Store
+from shardscope.runs.commands import CommandFeed, PollTable
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.profiling import Profile
 from shardscope.runs.records import encode, write_json
@@ -37,7 +37,7 @@ class Context:
         device: torch.device,
         plan: Any,
         folder: RunFolder,
-        store: Store,
+        polls: PollTable | None = None,
     ) -> None:
         self.rank = rank
         """From 0 to ``world_size - 1``."""
@@ -48,7 +48,7 @@ class Context:
         self.plan = plan
         """The plan that was launched."""
         self._folder = folder
-        self._feed = CommandFeed(folder, store, rank=rank, world_size=world_size)
+        self._feed = CommandFeed(folder, polls)
         self._pending: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
         self._recorded: dict[str, Any] = {}
         self._stop_asked = False
@@ -135,7 +135,7 @@ class Context:
         return self._taken()
 
     def look(self) -> tuple[bool, list[dict[str, Any]]]:
-        """``should_stop`` and ``commands()`` in one look: each look is a round trip to the ranks' store."""
+        """``should_stop`` and ``commands()`` in one look: each look takes a lock that all ranks share."""
         return self._look_for_stop(), self._taken()
 
     def record(self, name: str, mapping: Mapping[str, Any]) -> None:

@@ -4,6 +4,9 @@ Both threads of a group write the name of the collective that they ended last in
 without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of more than 15 characters, as coalesced
 gathers have, lie on the heap: one thread frees the text that the other is writing, and a later ``malloc``
 aborts the rank. Two collectives in flight in one group are enough: torch's ring attention does that.
+
+A group is handed out once all its ranks have theirs. A rank that leaves a new group at once closes its
+connections, and a slower rank, woken only then, raises "Connection closed by peer" while it still connects.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.elastic.utils.store import barrier
 
 
 class _Serial(type):
@@ -24,7 +28,9 @@ class _Serial(type):
         options._timeout = timeout
         options._devices = _devices()
         options._threads = 1
-        return ProcessGroupGloo(store, rank, size, options)
+        group = ProcessGroupGloo(store, rank, size, options)
+        barrier(store, size, "shardscope/connected", timeout.total_seconds())
+        return group
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(ProcessGroupGloo, name)

@@ -24,6 +24,7 @@ from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.free_memory import check_free_host, check_free_memory, holders
+from shardscope.runs.lazy_functions import refuse_lazy_function
 from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
@@ -106,6 +107,7 @@ def _check_task(task: object) -> None:
         refuse("launch.task", task, allowed, f"{task.__name__}(...)")
     if not callable(task):
         refuse("launch.task", task, allowed, "def task(ctx): ...")
+    refuse_lazy_function("launch.task", task)
 
 
 def _check_together(plan: Plan, task: object, parent: Path, name: str | None) -> None:

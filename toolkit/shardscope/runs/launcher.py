@@ -1,7 +1,8 @@
 """The launcher: its main thread calls ``accelerate.notebook_launcher``, and ranks fork from it.
 
 It imports what the ranks need before it forks, never initialises CUDA, and writes how each rank process
-ended. ``python -m shardscope.runs.launcher <folder> <pid of the supervisor>`` is started by the supervisor.
+ended. The supervisor starts ``python -m shardscope.runs.launcher <folder> <pid of the supervisor> <pipe>``,
+where the pipe is the one of new_secrets.py.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import popen_fork
+from pathlib import Path
 from typing import Any
 
 from shardscope.frameworks.registry import before_fork
 from shardscope.runs.environment import restore_python_path
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.loopback import ADDRESS, check_loopback
+from shardscope.runs.new_secrets import send_new_secrets
 from shardscope.runs.packing import take_task, unpack
-from shardscope.runs.processes import die_with_parent, free_port, is_port_taken
+from shardscope.runs.patient_output import flush_output
+from shardscope.runs.processes import die_with_parent, free_port, keep_exit_codes
 from shardscope.runs.records import append_line, read_json, read_lines, write_json
-
-MAX_PORTS = 3
-"""How many ports are tried when somebody takes ours between choosing and binding it."""
 
 
 def main(folder: RunFolder) -> int:
@@ -38,6 +40,7 @@ def main(folder: RunFolder) -> int:
     tempfile.tempdir = str(folder.temporary)  # torch elastic leaves its folder behind when it is killed.
     try:
         payload = take_task(folder)
+        check_loopback()
         import torch
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,6 +50,8 @@ def main(folder: RunFolder) -> int:
         before_fork(plan, description["device"])
         for module in getattr(task, "preload", ()):
             importlib.import_module(module)
+        if world_size > 1:
+            keep_exit_codes()  # A module of the task may have changed it; a single rank has that to itself.
         if torch.cuda.is_initialized():
             raise RuntimeError(
                 "The task, or a module it imports, uses CUDA already when it is loaded; ranks could "
@@ -60,7 +65,7 @@ def main(folder: RunFolder) -> int:
     watch_ranks(folder, world_size)
     arguments = (str(folder.path), os.getpid(), task, plan, description["device"])
     try:
-        on_a_fresh_port(lambda port: _notebook_launcher(run_rank, arguments, world_size, port))
+        _notebook_launcher(run_rank, arguments, world_size, free_port())
     except ChildFailedError as error:
         known = _codes_told(folder, world_size)
         for rank, failure in error.failures.items():
@@ -94,19 +99,6 @@ def write_tracebacks_plainly() -> None:
     for name in ("torch", "torch.distributed"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(plainly)
-
-
-def on_a_fresh_port(launch: Callable[[int], None], choose_port: Callable[[], int] = free_port) -> None:
-    """Call ``launch(port)``; choose anew, a few times, if somebody took the port before torch bound it."""
-    for attempt in range(1, MAX_PORTS + 1):
-        port = choose_port()
-        try:
-            launch(port)
-            return
-        except Exception as error:
-            if not is_port_taken(error) or attempt == MAX_PORTS:
-                raise
-            print(f"port {port} was taken meanwhile, trying another", file=sys.stderr, flush=True)
 
 
 def watch_ranks(folder: RunFolder, world_size: int) -> None:
@@ -210,29 +202,35 @@ def _write_exit(folder: RunFolder, rank: int, code: int | None, when: dict[str, 
 def _notebook_launcher(
     function: Callable[..., None], arguments: tuple[Any, ...], world_size: int, port: int
 ) -> None:
+    """Call ``function(*arguments, port, place)`` on every rank. Nobody listens at ``port``.
+
+    It is what ``MASTER_PORT`` says, which frameworks read without using it where a group is up.
+    """
     from accelerate import notebook_launcher
 
-    from shardscope.runs import loopback
+    from shardscope.runs import local_store
 
-    loopback.register_rendezvous()
+    local_store.register_rendezvous()
+    place = local_store.MeetingPlace(Path(tempfile.gettempdir()))
     # For one rank the launcher passes nothing on, so the port travels in the arguments as well.
     # mixed_precision is left alone: it has no effect here with several processes.
     notebook_launcher(
         function,
-        (*arguments, port),
+        (*arguments, port, place),
         num_processes=world_size,
         use_port=str(port),
-        master_addr=loopback.ADDRESS,
-        rdzv_backend=loopback.BACKEND,
-        rdzv_endpoint=f"{loopback.ADDRESS}:{port}",
+        master_addr=ADDRESS,
+        rdzv_backend=local_store.BACKEND,
+        rdzv_endpoint=f"{ADDRESS}:{port}",
     )
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
+    keep_exit_codes()
+    send_new_secrets(int(sys.argv[3]))
     exit_code = main(RunFolder(sys.argv[1]))
     if "WORLD_SIZE" in os.environ:  # A single rank ran here; libraries it used may have work left to do.
         sys.exit(exit_code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(exit_code)  # Interpreter shutdown with torch loaded costs up to a second at the end of each run.

@@ -14,9 +14,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from shardscope.runs.folder import RunFolder
-from shardscope.runs.processes import end_session, ended_well
-from shardscope.runs.records import delete_halves
+from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.runs.processes import end_session, ended_well, move_past_standard_streams, start_of
+from shardscope.runs.records import delete_halves, read_lines
 from shardscope.runs.redaction import LogCleaner
 
 TIDY_SECONDS = 5.0
@@ -35,9 +35,13 @@ _held = _Held()
 
 
 def open_lease() -> tuple[int, int]:
-    """A new pipe as (read end for the supervisor, write end kept here). Neither is inheritable."""
+    """A new pipe as (read end for the supervisor, write end kept here). Neither is inheritable.
+
+    Neither is 0, 1 or 2, even where the kernel has closed these: the supervisor has other files there, and
+    what the kernel's native libraries print would go into the pipe.
+    """
     with _held.lock:
-        read_end, write_end = os.pipe()
+        read_end, write_end = (move_past_standard_streams(end) for end in os.pipe())
         _held.write_ends.add(write_end)
     return read_end, write_end
 
@@ -55,7 +59,12 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
 
     def wait() -> None:
         well = ended_well(supervisor.pid)
-        if not well:  # What ranks had started is in its session, and ranks themselves die with it.
+        if well is None:
+            well = _has_final_status(folder)
+        # A process that has its number by now is another one, with a session of its own.
+        if (
+            not well and start_of(supervisor.pid) is None
+        ):  # What ranks had started is in its session, and ranks themselves die with it.
             end_session(supervisor.pid)
         supervisor.wait()
         if write_end is not None:
@@ -64,6 +73,10 @@ def hold_until_end(supervisor: subprocess.Popen[bytes], write_end: int | None, f
             tidy(folder)
 
     threading.Thread(target=wait, name=f"shardscope-lease-{supervisor.pid}", daemon=True).start()
+
+
+def _has_final_status(folder: RunFolder) -> bool:
+    return any(record.get("status") in FINAL for record in read_lines(folder.status))
 
 
 def tidy(folder: RunFolder) -> None:

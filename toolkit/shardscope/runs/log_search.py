@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from pathlib import Path
 
 from shardscope.runs.redaction import redact
+from shardscope.runs.terminal_text import as_shown, plain_text
 
 MAX_MATCHES = 200
 """The last lines that are kept; all are counted."""
 MAX_LINE = 2000
 """Characters that are kept of a line."""
 PIECE_BYTES = 2**22
-ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-"""Escape sequences: colours, movements of the cursor, titles of windows."""
 
 
 class LogSearch:
@@ -61,7 +59,7 @@ class LogSearch:
         # What has no newline for megabytes counts as lines of that size, else it would be kept whole.
         whole, self._rest = (whole, rest) if newline else (rest, b"")
         text = whole.decode(errors="replace")
-        lines = (ANSI.sub("", text) if "\x1b" in text else text).split("\n")
+        lines = plain_text(text).split("\n")
         # Folded as a whole: line by line, the log of a long run would take a minute.
         for place, folded in enumerate("\n".join(lines).casefold().split("\n")):
             if self._wanted in folded and self._wanted in (plain := as_shown(lines[place])).casefold():
@@ -69,11 +67,6 @@ class LogSearch:
                 shown = _around(redact(plain), self._wanted)
                 self.matches.append((self.num_lines + place + 1, shown))
         self.num_lines += len(lines)
-
-
-def as_shown(line: str) -> str:
-    """As a terminal leaves it: what came after the last carriage return, as progress bars have it."""
-    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _around(line: str, wanted: str) -> str:

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import LineTail, finite_or_special
 
 FIRST = ("step", "rank", "time")
-PIECE_BYTES = 2**22
+PIECE_BYTES = 2**20
 """Read at a time."""
+MAX_BYTES = 2**30
+"""Of metrics that become a table as a whole: ten million lines, which take minutes."""
+FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 
 
-def csv_in_pieces(folder: RunFolder, world_size: int) -> Iterator[None]:
+def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]) -> Iterator[None]:
     """Write ``metrics.csv``: a line per logged line, a column per name; no file if nothing was logged.
+
+    Of more than :data:`MAX_BYTES` of metrics it has every n-th line of each rank, which ``say`` is told.
 
     Read twice, in pieces after each of which it yields: a long run of many ranks needs no more memory than a
     short one, and whoever writes it has time for something else. Raises ``OSError``.
     """
+    stride = _stride(folder, world_size)
+    if stride > 1:
+        say(f"metrics.csv has one of {stride} lines of each rank: all are more than {stride - 1} GiB")
     names: dict[str, None] = {}
-    for records in _pieces(folder, world_size):
+    for records in _pieces(folder, world_size, stride):
         for record in records:
             names.update(dict.fromkeys(record))
         yield
@@ -33,8 +42,8 @@ def csv_in_pieces(folder: RunFolder, world_size: int) -> Iterator[None]:
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
-        lines.writerow(columns)
-        for records in _pieces(folder, world_size):
+        lines.writerow(map(_cell, columns))
+        for records in _pieces(folder, world_size, stride):
             lines.writerows([_cell(record.get(name)) for name in columns] for record in records)
             yield
     partial.replace(folder.csv)
@@ -50,15 +59,33 @@ def curve(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
     return {step: sum(values) / len(values) for step, values in sorted(found.items())}
 
 
-def _pieces(folder: RunFolder, world_size: int) -> Iterator[list[dict[str, Any]]]:
+def _stride(folder: RunFolder, world_size: int) -> int:
+    """Return 1, or more where only one of so many lines fits into the table."""
+    num_bytes = sum(_size(folder.events(rank)) for rank in range(world_size))
+    return max(1, -(-num_bytes // MAX_BYTES))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[list[dict[str, Any]]]:
     for rank in range(world_size):
-        tail = LineTail(folder.events(rank))
-        size = folder.events(rank).stat().st_size if folder.events(rank).exists() else 0
+        tail, size = LineTail(folder.events(rank)), _size(folder.events(rank))
+        first = 0
         for end in (*range(PIECE_BYTES, size, PIECE_BYTES), size):
-            yield tail.read(end)
+            records = tail.read(end)
+            yield records[first::stride]
+            first = (first - len(records)) % stride
 
 
 def _cell(value: Any) -> Any:
-    """Spreadsheets run a cell that begins with one of ``=+-@``; a number may."""
+    """Return a value for the table. Spreadsheets run text that begins with one of ``=+-@``; a number may.
+
+    OWASP's page on CSV injection has the list, blanks before it and full-width forms included.
+    """
     value = finite_or_special(value)
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
+    if not isinstance(value, str):
+        return value
+    runs = value[:1] in "\t\r\n" or value.lstrip()[:1] in FORMULA_STARTS
+    return f"'{value}" if value and runs else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import os
 import signal
@@ -68,6 +67,16 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def keep_exit_codes() -> None:
+    """Have this process learn how its children end. Call it in the main thread, before a child is started.
+
+    Where SIGCHLD is ignored, the system drops exit codes (wait(2), ECHILD), and ``subprocess`` takes that for
+    0. The setting is inherited, past ``exec`` too: from a shell, from ``env --ignore-signal=CHLD``.
+    """
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies, so that none escapes us (Linux)."""
     if sys.platform == "linux":
@@ -116,18 +125,19 @@ def _in_session(leader: int) -> list[int]:
     return found
 
 
-def ended_well(pid: int) -> bool:
-    """Wait until ``pid``, a child, has ended; whether with code 0, as far as can be told.
+def ended_well(pid: int) -> bool | None:
+    """Wait until ``pid``, a child, has ended. Return whether with code 0; None if nobody can tell.
 
-    It is not reaped: until somebody does, no other process gets its number.
+    It is not reaped: until somebody does, no other process gets its number. Nobody can tell where it was
+    reaped already, by another thread or, where SIGCHLD is ignored, by the system.
     """
     if not hasattr(os, "waitid"):
-        return True
+        return True  # Nobody can look without reaping it.
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # Somebody was quicker to reap it.
-        return True
-    return ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_code == os.CLD_EXITED and ended.si_status == 0
 
 
 def signal_process(pid: int, number: int) -> None:
@@ -142,9 +152,16 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def is_port_taken(error: BaseException) -> bool:
-    """Whether the store could not listen on the port it was given."""
-    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+def move_past_standard_streams(descriptor: int) -> int:
+    """Return ``descriptor``, or a duplicate if it is 0, 1 or 2, the place of a standard stream."""
+    import fcntl  # Not above: the planner works on Windows, which has none.
+
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
 
 
 def free_port() -> int:

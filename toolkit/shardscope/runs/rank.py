@@ -11,21 +11,32 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.exceptions import exception_record
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.patient_output import print_patiently
-from shardscope.runs.processes import die_with_parent, is_port_taken, start_of
+from shardscope.runs.lazy_functions import check_was_run
+from shardscope.runs.loopback import ADDRESS
+from shardscope.runs.patient_output import flush_output, print_patiently, restore_output
+from shardscope.runs.processes import die_with_parent, move_past_standard_streams, start_of
 from shardscope.runs.records import keep_json, read_json, write_json
 from shardscope.runs.stacks import answer_with_stacks
+
+if TYPE_CHECKING:
+    from shardscope.runs.local_store import MeetingPlace
 
 EXIT_GRACE_SECONDS = 10.0
 """How long a failed rank may take to leave: a thread of a broken process group can hang in its destructor."""
 
 
 def run_rank(
-    path: str, launcher: int, task: Callable[..., Any], plan: Any, device_type: str, port: int
+    path: str,
+    launcher: int,
+    task: Callable[..., Any],
+    plan: Any,
+    device_type: str,
+    port: int,
+    place: MeetingPlace,
 ) -> None:
     """Run ``task(ctx)`` in this process. Returns if it returned; exits with a code otherwise."""
     if os.getpid() != launcher:
@@ -37,52 +48,51 @@ def run_rank(
     tempfile.tempdir = None
     rank = _complete_environment(port)
     _write_marker(folder, rank)
-    _redirect_output(folder, rank)
+    log = _redirect_output(folder, rank)
     try:
-        context = _make_context(folder, plan, device_type)
+        context = _make_context(folder, plan, device_type, place)
         _write_marker(folder, rank, ready=time.time())
-        try:
-            task(context)
-        except SystemExit as ending:
-            if ending.code not in (None, 0):
-                raise
+        # sys.exit(0) ends in the middle of a task as well, while other ranks wait: it is no return.
+        check_was_run(task(context))
+        restore_output(log)
         context.close()
         _leave_process_group()
         _write_marker(folder, rank, exit="finished", ended=time.time())
     except BaseException as error:
-        if _is_lost_port(error):
-            raise
+        restore_output(log)
         _record_failure(folder, rank, error)
         _exit_soon(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
 
 
 def _complete_environment(port: int) -> int:
     """Fill in what notebook_launcher leaves out for a single rank. The rank of this process."""
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
         os.environ.setdefault(name, str(value))
-    if os.environ["WORLD_SIZE"] == "1":  # Assigned, not defaulted: a second attempt comes with another port.
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = ADDRESS, str(port)
     return int(os.environ["RANK"])
 
 
-def _redirect_output(folder: RunFolder, rank: int) -> None:
-    """Send descriptors 1 and 2 to the rank's log, so that native libraries' output lands there as well."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(folder.log(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+def _redirect_output(folder: RunFolder, rank: int) -> int:
+    """Send descriptors 1 and 2 to the rank's log, so that native libraries' output lands there as well.
+
+    Return a third one of it, which no task closes by accident: the last output goes there.
+    """
+    flush_output()
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    log = move_past_standard_streams(os.open(folder.log(rank), flags, 0o600))
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.close(log)
     print_patiently()
-    faulthandler.enable(file=2)
+    faulthandler.enable(file=log)
     with contextlib.suppress(OSError):  # A full disk: this rank is then not asked.
         answer_with_stacks(folder.stacks(rank))
+    return log
 
 
-def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
+def _make_context(folder: RunFolder, plan: Any, device_type: str, place: MeetingPlace) -> Any:
     """Bring up the process group and wrap it for the task."""
     import torch
     import torch.distributed as dist
@@ -90,7 +100,7 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
 
     from shardscope.runs.context import Context
     from shardscope.runs.gloo import use_one_thread
-    from shardscope.runs.loopback import TIMEOUT_SECONDS, serve_store
+    from shardscope.runs.local_store import TIMEOUT_SECONDS, use_for_env_rendezvous
 
     use_one_thread()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -100,11 +110,8 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
         backend = "cpu:gloo,cuda:nccl"  # gloo beside NCCL: checkpoints gather CPU tensors.
     else:
         device, backend = torch.device("cpu"), "gloo"
-    if world_size == 1:
-        # Several ranks connect to the launcher's store; one has none.
-        store: dist.Store = serve_store(int(os.environ["MASTER_PORT"]), world_size)
-    else:
-        store, _, _ = next(dist.rendezvous("env://"))
+    use_for_env_rendezvous(place)
+    store = place.connect()
     if not dist.is_initialized():
         group_store = dist.PrefixStore("shardscope/group", store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
@@ -117,7 +124,7 @@ def _make_context(folder: RunFolder, plan: Any, device_type: str) -> Any:
         device=device,
         plan=plan,
         folder=folder,
-        store=dist.PrefixStore("shardscope/commands", store),
+        polls=place.open_poll_table() if world_size > 1 else None,
     )
 
 
@@ -138,13 +145,11 @@ def _write_marker(folder: RunFolder, rank: int, **more: Any) -> None:
         print(f"shardscope: could not write {folder.rank(rank)}: {error}", file=sys.stderr)
 
 
-def _is_lost_port(error: BaseException) -> bool:
-    return isinstance(error, Exception) and os.environ["WORLD_SIZE"] == "1" and is_port_taken(error)
-
-
 def _record_failure(folder: RunFolder, rank: int, error: BaseException) -> None:
     """Write why, before anything that might hang or end the process."""
     record = exception_record(error)
+    if isinstance(error, SystemExit):
+        record["summary"] += " before its task returned"
     try:
         with contextlib.suppress(OSError):  # A full disk: its exit code is all that is left of it.
             write_json(folder.error(rank), {"rank": rank, **record})

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardscope.runs.processes import start_of
-from shardscope.runs.redaction import redact
+from shardscope.runs.redaction import redactor
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
     """``record`` as one line of JSON with its newline; secrets stay in the values named ``as_is``."""
-    clean = {str(name): _jsonable(item, str if name in as_is else redact) for name, item in record.items()}
+    redact = redactor()
+    clean = {
+        redact(str(name)): _jsonable(item, str if name in as_is else redact) for name, item in record.items()
+    }
     return (json.dumps(clean, allow_nan=False, ensure_ascii=False) + "\n").encode(errors="replace")
 
 
@@ -152,7 +155,7 @@ def _jsonable(value: Any, words: Callable[[str], str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {str(key): _jsonable(item, words) for key, item in value.items()}
+        return {words(str(key)): _jsonable(item, words) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_jsonable(item, words) for item in value]
     if value is None or isinstance(value, int | float):

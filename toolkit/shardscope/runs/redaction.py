@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import AnyStr
 
@@ -18,6 +18,8 @@ from shardscope.runs.secret_forms import KNOWN_FORMS, is_path, is_secret_name
 MASK = "*"
 MIN_LENGTH = 8
 """Shorter values are words that a log may rightly have."""
+NAME_LENGTH = 64
+"""Of texts up to that length it is kept how they are without secrets."""
 CHUNK_BYTES = 2**20
 OVERLAP_BYTES = 2**14
 """Of what was looked at, so much at the least is looked at again: a secret may be printed in two writes, and
@@ -32,20 +34,50 @@ PIECE_BYTES = 2**23
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
     """The values in ``environment`` that are secrets by their names, the longest first."""
-    found = {
-        value
-        for name, value in environment.items()
-        if is_secret_name(name) and len(value) >= MIN_LENGTH and not is_path(value)
-    }
+    # Names first: os.environ decodes every value that it gives.
+    values = {environment.get(name, "") for name in environment if is_secret_name(name)}
+    found = {value for value in values if len(value) >= MIN_LENGTH and not is_path(value)}
     return sorted(found, key=len, reverse=True)
+
+
+_learned: set[str] = set()
+"""Secrets of other processes' environments, and of this one's at other times; in memory only."""
+
+
+def learn_secret(value: str) -> None:
+    """Mask ``value`` from now on, unless it is too short, whether or not it is in the environment."""
+    if len(value) >= MIN_LENGTH:
+        _learned.add(value)
+
+
+def known_secrets() -> list[str]:
+    """Secrets in the environment, looked up anew each time, and those that were learned; longest first."""
+    values = secret_values(os.environ)
+    return sorted(_learned.union(values), key=len, reverse=True) if _learned else values
 
 
 def redact(text: str) -> str:
     """``text`` with every secret overwritten by as many asterisks."""
-    if len(text) < MIN_LENGTH:
-        return text
     # Asked anew each time: a notebook sets its tokens whenever it likes.
-    forms = _text_forms(tuple(secret_values(os.environ)))
+    return text if len(text) < MIN_LENGTH else _redact(text, tuple(known_secrets()))
+
+
+def redactor() -> Callable[[str], str]:
+    """Return :func:`redact` for several texts at once, names that come again and again among them."""
+    secrets: list[tuple[str, ...]] = []
+
+    def clean(text: str) -> str:
+        if len(text) < MIN_LENGTH:
+            return text
+        if not secrets:
+            secrets.append(tuple(known_secrets()))
+        return _redact_again(text, secrets[0]) if len(text) <= NAME_LENGTH else _redact(text, secrets[0])
+
+    return clean
+
+
+def _redact(text: str, secrets: tuple[str, ...]) -> str:
+    forms = _text_forms(secrets)
     pieces, done = [], 0
     for start, end in sorted(found.span(1) for found in _secrets(text, forms)):
         if end > done:
@@ -53,6 +85,9 @@ def redact(text: str) -> str:
             pieces += [text[done:start], MASK * (end - start)]
             done = end
     return "".join([*pieces, text[done:]])
+
+
+_redact_again = functools.lru_cache(maxsize=1024)(_redact)
 
 
 def _secrets(data: AnyStr, forms: Sequence[tuple[AnyStr, re.Pattern[AnyStr]]]) -> list[re.Match[AnyStr]]:
@@ -81,9 +116,11 @@ class LogCleaner:
     bytes are kept as they were written: however much later a secret goes on, its rest is overwritten as well.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secrets: Callable[[], list[str]] = known_secrets) -> None:
+        """``secrets`` is called after the end of the file was looked up: it knows all that stands before."""
         self.path = path
         self.offset = 0
+        self._secrets = secrets
         self._seen = b""
         """What stood before ``offset``, secrets included; in memory only."""
 
@@ -99,7 +136,7 @@ class LogCleaner:
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
         if end <= self.offset:
             return 0
-        values = secret_values(os.environ)
+        values = self._secrets()
         forms = _byte_forms(tuple(values))
         longest = max((len(os.fsencode(value)) for value in values), default=0)
         overlap, num_found = max(OVERLAP_BYTES, longest + 2 * MARGIN_BYTES), 0

@@ -15,7 +15,6 @@ from shardscope.runs.causes import all_failures
 from shardscope.runs.description import read_description
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
-from shardscope.runs.log_search import ANSI
 from shardscope.runs.logged_memory import LoggedMemory
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
@@ -30,6 +29,7 @@ from shardscope.runs.records import (
 from shardscope.runs.redaction import redact
 from shardscope.runs.stopping import Button, every_rank_looks, notebook
 from shardscope.runs.story import tell
+from shardscope.runs.terminal_text import plain_text
 from shardscope.validation import flag, real_number, refuse, whole_number
 
 if TYPE_CHECKING:
@@ -113,18 +113,18 @@ class Run:
     @property
     def reason(self) -> str:
         """Why the status is what it is, in one line."""
-        return str(self._state()["reason"])
+        return plain_text(str(self._state()["reason"]))
 
     @property
     def error(self) -> str | None:
         """The traceback of the rank that failed first, or the end of its log if it left none."""
         state = self._state()
         if "error" in state:
-            return str(state["error"])
+            return plain_text(str(state["error"]))
         if state["status"] in ("finished", "stopped"):
             return None
         failures = all_failures(self._folder, self._world_size)
-        return tell(failures, self._description).text if failures else None
+        return plain_text(tell(failures, self._description).text) if failures else None
 
     @property
     def is_here(self) -> bool:
@@ -250,11 +250,11 @@ class Run:
         return {rank: record for rank, record in records.items() if record is not None}
 
     def logs(self, rank: int = 0, max_bytes: int = 64 * 1024) -> str:
-        """The end of what ``rank`` printed, at most ``max_bytes`` of it, without terminal colours."""
+        """The end of what ``rank`` printed, at most ``max_bytes`` of it, without control sequences."""
         rank = whole_number("run.logs rank", rank, low=0, high=self._world_size - 1)
         max_bytes = whole_number("run.logs max_bytes", max_bytes, low=1, high=2**31)
         # The supervisor masks secrets in the file a moment later than they come.
-        return redact(ANSI.sub("", read_tail_text(self._folder.log(rank), max_bytes)))
+        return redact(plain_text(read_tail_text(self._folder.log(rank), max_bytes)))
 
     def trace(self) -> Any:
         """The :class:`shardscope.Trace` of all ranks. Raises ``ValueError`` if nothing was recorded."""

@@ -20,12 +20,15 @@ from typing import Any, Literal
 
 from shardscope.runs import processes
 from shardscope.runs.beside import LOOK_SECONDS, Beside
-from shardscope.runs.causes import Failure, all_failures, describe_exit, died_untimely
+from shardscope.runs.causes import Failure, all_failures, died_untimely
 from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder, Status
-from shardscope.runs.records import LineTail, delete_halves, open_log, read_json, write_json
+from shardscope.runs.left_behind import LeftBehind
+from shardscope.runs.new_secrets import SecretReceiver
+from shardscope.runs.records import LineTail, delete_halves, open_log, read_json, read_lines, write_json
 from shardscope.runs.stopping import who_asked
 from shardscope.runs.story import Story, tell
+from shardscope.runs.verdict import Evidence, Verdict, decide_status
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 2.0
@@ -53,21 +56,28 @@ class Supervisor:
         self.description: dict[str, Any] = read_json(folder.run_json) or {}
         self.world_size = int(self.description.get("world_size", 1))
         self.ranks_are_up = False
-        self.phase: Literal["run", "checkpoint", "terminate", "kill"] = "run"
+        self.phase: Literal["run", "checkpoint", "leave", "terminate", "kill"] = "run"
         self.deadline = float("inf")
         self.stop_reason: str | None = None
         self.stop_time = 0.0
+        self.returned_first = False
+        """Whether the task had returned on every rank when the stop came, which then stopped nothing."""
         self.asked_to_save = 0.0
         self.a_rank_died = False
         self.signalled: int | None = None
         self.next_heartbeat = 0.0
-        self.beside = Beside(folder, self.world_size, self._say)
+        self.secrets = SecretReceiver()
+        self.beside = Beside(folder, self.world_size, self._say, self.secrets.secrets)
+        self.left_behind = LeftBehind(folder, self.world_size)
+        self.ended_words = ""
+        """Of what was left behind and ended; empty otherwise."""
         self.last_look = time.monotonic()
 
     def run(self) -> None:
         """Start the launcher, watch until it is gone, leave nothing behind, write the final status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        processes.keep_exit_codes()
         processes.adopt_orphans()
         pid = os.getpid()
         record = {"pid": pid, "started": processes.start_of(pid), "machine": processes.this_machine()}
@@ -90,13 +100,16 @@ class Supervisor:
                     "shardscope.runs.launcher",
                     str(self.folder.path),
                     str(os.getpid()),
+                    str(self.secrets.for_launcher),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=launcher_environment(dict(os.environ), self.description),
                 process_group=0,
+                pass_fds=(self.secrets.for_launcher,),
             )
+        self.secrets.keep_reading_end()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -108,7 +121,8 @@ class Supervisor:
         self._obey_control()
         if not self.ranks_are_up and self.phase == "run":
             self._see_whether_ranks_are_up()
-        if now - self.last_look >= LOOK_SECONDS:
+        # Not while it ends: a look takes time, and the last one comes in any case.
+        if self.phase in ("run", "checkpoint") and now - self.last_look >= LOOK_SECONDS:
             self._look_beside(now)
         if self._a_rank_just_died():
             self.deadline = min(self.deadline, now + FAILURE_GRACE_SECONDS)
@@ -118,6 +132,8 @@ class Supervisor:
     def _look_beside(self, now: float) -> None:
         seconds, self.last_look = now - self.last_look, now
         is_running = self.ranks_are_up and self.phase in ("run", "checkpoint") and not self.a_rank_died
+        if self.phase in ("run", "checkpoint") and self.launcher is not None:
+            self._end_left_behind(seconds, self.launcher.pid)
         words = self.beside.look(seconds, is_running=is_running)
         if words is None:
             return
@@ -127,6 +143,15 @@ class Supervisor:
         else:
             self.deadline = self._save_until(now)
             self._set_status("stopping", f"{self.stop_reason}; {words}")
+
+    def _end_left_behind(self, seconds: float, launcher: int) -> None:
+        left = self.left_behind.look(seconds, launcher)
+        if left is None:
+            return
+        self.ended_words = left
+        self._say(f"the task returned on every rank, and something goes on; ended {left}")
+        self.phase, self.deadline = "leave", time.monotonic() + TERMINATION_GRACE_SECONDS
+        self._signal_all(signal.SIGKILL)
 
     def _a_rank_just_died(self) -> bool:
         if self.a_rank_died or self.phase not in ("run", "checkpoint") or not self.exits.read():
@@ -169,8 +194,10 @@ class Supervisor:
         return min(latest, now + HANG_GRACE_SECONDS) if self.beside.hangs else latest
 
     def _terminate(self, reason: str) -> None:
-        if self.phase in ("terminate", "kill"):
+        if self.phase in ("leave", "terminate", "kill"):
             return
+        if self.stop_reason is None:
+            self.returned_first = self.left_behind.every_rank_returned()
         self.stop_reason, self.stop_time = reason, time.monotonic()
         self._set_status("stopping", reason)
         self._signal_all(signal.SIGTERM)
@@ -225,10 +252,9 @@ class Supervisor:
         beside, until = self._finish_beside(), time.monotonic() + FINISH_SECONDS
         while next(beside, None) and time.monotonic() < until:
             pass
-        code = 0 if self.launcher is None else self.launcher.returncode
         failures = all_failures(self.folder, self.world_size)
         failure = failures[0] if failures else None
-        status, reason = self._verdict(code, failure)
+        status, reason = self._verdict(failures)
         # After a stop every rank dies by our signals; only what went wrong before is worth telling.
         shown = failure if status == "failed" or (failure and failure.time < self.stop_time) else None
         more: dict[str, Any] = {}
@@ -265,24 +291,26 @@ class Supervisor:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._say(f"the measured step was not kept: {error}")
 
-    def _verdict(self, code: int, failure: Failure | None) -> tuple[Status, str]:
-        if self.phase in ("terminate", "kill") and self.stop_reason is not None and not self.a_rank_died:
-            return "stopped", self.stop_reason
-        if self.launcher is None and self.stop_reason is not None:
-            return "stopped", f"{self.stop_reason} before any rank started"
-        if code == 0 and self._every_rank_returned():
-            if self.stop_reason is None:
-                return "finished", "the task returned on every rank"
-            return "stopped", f"{self.stop_reason}: the ranks ended by themselves"
-        if failure is not None:
-            return "failed", failure.reason
-        who, rank = ("rank 0", 0) if self.world_size == 1 else ("the launcher", None)
-        killer = f": {self.beside.host.words(rank)}" if code == -signal.SIGKILL else ""
-        return "failed", f"{who} {describe_exit(code, on_full_disk=self.folder.is_on_full_disk)}{killer}"
+    def _verdict(self, failures: list[Failure]) -> Verdict:
+        ended = self.phase in ("terminate", "kill") and not self.a_rank_died
+        return decide_status(
+            Evidence(
+                markers=[read_json(self.folder.rank(rank)) or {} for rank in range(self.world_size)],
+                failures=failures,
+                launcher_code=None if self.launcher is None else self.launcher.returncode,
+                stop_reason=None if self.returned_first else self.stop_reason,
+                was_ended=ended,
+                left_behind=self.ended_words,
+                is_disk_full=self.folder.is_on_full_disk,
+                killer=self._killer(),
+            )
+        )
 
-    def _every_rank_returned(self) -> bool:
-        """Given that the launcher exited with 0: elastic does so only then, a single rank may os._exit(0)."""
-        return self.world_size > 1 or (read_json(self.folder.rank(0)) or {}).get("exit") == "finished"
+    def _killer(self) -> str:
+        """Return the likely origin of the SIGKILL that ended the launcher; empty if it did not end so."""
+        if self.launcher is None or self.launcher.returncode != -signal.SIGKILL:
+            return ""
+        return self.beside.host.words(0 if self.world_size == 1 else None)
 
     def _set_status(self, status: Status, reason: str, **more: Any) -> None:
         try:
@@ -299,9 +327,40 @@ class Supervisor:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
+def lock_run(folder: RunFolder) -> int | None:
+    """Lock the run for this process and return the descriptor that holds the lock until the process ends.
+
+    None where the file system has no locks. Raises ``ValueError`` if the run has a supervisor, or had one: a
+    second one would find no task and write that the run failed.
+    """
+    import fcntl  # Not above: other modules of this package are imported on Windows, which has none.
+
+    try:
+        # That file is there already, and is never replaced.
+        descriptor = os.open(
+            folder.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder.path} has a supervisor already, which is at work.") from None
+    except OSError:
+        return None
+    known = {str(record.get("status")) for record in read_lines(folder.status)} - {"starting"}
+    if known:
+        raise ValueError(
+            f"the run in {folder.path} was started before; its status came to {', '.join(known)}."
+        )
+    return descriptor
+
+
 def main(arguments: list[str]) -> None:
     """Supervise the run in ``arguments[0]``; ``arguments[1]``, if given, is the lease's read end."""
-    Supervisor(RunFolder(arguments[0]), int(arguments[1]) if len(arguments) > 1 else None).run()
+    folder = RunFolder(arguments[0])
+    try:
+        lock_run(folder)  # The descriptor is never closed.
+    except ValueError as error:
+        sys.exit(f"shardscope: {error}")
+    Supervisor(folder, int(arguments[1]) if len(arguments) > 1 else None).run()
 
 
 if __name__ == "__main__":

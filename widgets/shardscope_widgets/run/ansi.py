@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from html import escape
 
-from shardscope.runs.log_search import ANSI, as_shown
+from shardscope.runs.terminal_text import CONTROLS, as_shown
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 GREY = "grey"
 """Bright black; other bright colours are shown as the plain ones, which are chosen for each theme."""
 FLAGS = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse", 9: "strike"}
 ENDED_FLAGS = {22: ("bold", "dim"), 23: ("italic",), 24: ("underline",), 27: ("inverse",), 29: ("strike",)}
-SGR = re.compile(r"\x1b\[([0-9;:]*)m")
+SGR = re.compile(r"(?:\x1b\[|\x9b)([0-9;:]*)m")
 """Select Graphic Rendition, ECMA-48 8.3.117; the only escape sequence that is interpreted."""
-OTHER_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 MAX_CODES = 32
 """Codes of one escape sequence; a longer one is no colour."""
 
@@ -30,7 +29,7 @@ def to_html(text: str) -> str:
     for line in text.split("\n"):
         shown = as_shown(line)
         end = 0
-        for found in ANSI.finditer(shown):
+        for found in CONTROLS.finditer(shown):
             parts.append(state.html(shown[end : found.start()]))
             end = found.end()
             if colour := SGR.fullmatch(found[0]):
@@ -50,7 +49,7 @@ class _State:
 
     def html(self, text: str) -> str:
         """Return ``text`` in the current style."""
-        clean = escape(OTHER_CONTROLS.sub("", text))
+        clean = escape(text)
         classes = [f"ss-t-{name}" for name in sorted(self.flags)]
         classes += [f"ss-t-{self.ink}"] if self.ink else []
         classes += [f"ss-tb-{self.ground}"] if self.ground else []

@@ -332,6 +332,8 @@ class RunView(View):
             entries.append((run_words.seconds_words(took), "in all", "From its launch to its end"))
         elif is_known and not has_ended:
             entries.append((PLACEHOLDER, "to go", "Known after some steps"))
+        if self._follow is not None and self._follow.num_skipped_bytes:
+            entries.append(run_words.sample_words(self._follow))
         if slowest is not None:
             entries.append(run_words.slowest_words(slowest))
         elif is_known and run.world_size > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import shardscope as ss
 from shardscope.runs.expected import Expected
+from shardscope.runs.follow import Follow
 from shardscope.runs.memory_by_rank import RankMemory
 from shardscope.runs.pace import Slowest
 from shardscope_widgets.kit.numbers import Scale, Unit
@@ -104,6 +105,16 @@ def seconds_words(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.1f} hours"
     return f"{seconds / 86_400:.1f} days"
+
+
+def sample_words(follow: Follow) -> tuple[str, str, str]:
+    """Return how much of the metrics is shown, where they are too many, as an entry of :func:`facts`."""
+    share = follow.num_read_bytes / (follow.num_read_bytes + follow.num_skipped_bytes)
+    why = (
+        "The ranks log more lines than a view can read: numbers and charts show an even sample of them, and "
+        "the latest ones. run.metrics() and the folder's events have all."
+    )
+    return f"{max(1, round(100 * share))} %", "of the logged lines are shown", why
 
 
 def slowest_words(slowest: Slowest) -> tuple[str, str, str]:

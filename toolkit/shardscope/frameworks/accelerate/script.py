@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardscope.frameworks.accelerate import plugins
+from shardscope.runs.lazy_functions import check_was_run, refuse_lazy_function
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Script:
             return
         if inspect.isclass(self.source) or not callable(self.source):
             refuse("Script.source", self.source, "a script's path, or a function", 'Script("train.py")')
+        refuse_lazy_function("Script.source", self.source)
         self._check_call(self.source)
 
     def _check_call(self, function: Callable[..., object]) -> None:
@@ -138,7 +140,7 @@ class Script:
                 runpy.run_path(str(self.source), run_name="__main__")
         else:
             assert callable(self.source)
-            self.source(*self.arguments)
+            check_was_run(self.source(*self.arguments))
 
     def _file_of_code(self) -> str:
         if isinstance(self.source, Path):
