@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import shardscope as ss
+from shardscope.records import json_values
 from shardscope.runs import records
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.logged_memory import LoggedMemory
@@ -75,11 +76,11 @@ def long_run(folder: RunFolder) -> Run:
 def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
 
-    def loads(text: str) -> Any:
-        parsed.append(text)
-        return json.JSONDecoder().decode(text)
+    def parse_object(data: bytes) -> dict[str, Any]:
+        parsed.append(data)
+        return json_values.parse_object(data)
 
-    monkeypatch.setattr(records.json, "loads", loads)
+    monkeypatch.setattr(records, "parse_object", parse_object)
     tracemalloc.start()
     (memory,) = long_run._logged_memory()
     _, peak = tracemalloc.get_traced_memory()

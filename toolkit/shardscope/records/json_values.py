@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any, NoReturn
 
 from shardscope.json_text import MAX_DEPTH, check_depth
 
-# Most records have nothing of the kind, and are parsed without a call for each number.
-_ODD_NUMBERS = re.compile(rb"\d{18}|[eE]\+?\d{3}|Infinity|NaN")
 MAX_INT = 10**17
 """Larger integers become floats: no count of bytes, steps or processes is as large."""
 
@@ -24,10 +21,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     text = data.decode(errors="replace")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
         check_depth("JSON", text)
-    if _ODD_NUMBERS.search(data) is None:
-        value = json.loads(text)
-    else:
-        value = json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_refuse)
+    value = _DECODER.decode(text)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
@@ -60,3 +54,6 @@ def _float(digits: str) -> float:
 
 def _refuse(number: str) -> NoReturn:
     raise ValueError(f"the number {number} is beyond the range of floats")
+
+
+_DECODER = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_refuse)

@@ -90,6 +90,10 @@ def check_regular(path: Path) -> os.stat_result | None:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refusal(path, "behind a link in a circle") from error
+        raise
     if not stat.S_ISREG(status.st_mode):
         kind = next((words for is_kind, words in _KINDS if is_kind(status.st_mode)), "no regular file")
         raise _refusal(path, kind)

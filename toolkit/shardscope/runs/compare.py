@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,9 @@ class Runs(list["Run"]):
         Empty where something is not known. A damaged folder is a row at the end: its status is "damaged", its
         ``plan`` says why. Of an ended run numbers are computed once and kept in its folder.
         """
-        return _frame(self, self.damaged)
+        import pandas as pd
+
+        return pd.DataFrame(_rows(self, self.damaged), columns=list(COLUMNS))
 
     def curves(self, metric: str = "loss") -> pd.DataFrame:
         """``metric`` by step, the mean over ranks, a column for each run that logged it.
@@ -100,13 +102,12 @@ class Runs(list["Run"]):
         if not self and not self.damaged:
             return "<p>No runs here.</p>"
         shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
-        frame = _frame(shown, damaged)
         # A run without a name of its own is called by its start: once is enough, and leaves room for errors.
-        if all(_NAMED_BY_START.match(run.name) for run in shown):
-            frame = frame.drop(columns="started")
-        left = len(self) + len(self.damaged) - len(frame)
+        is_said = all(_NAMED_BY_START.match(run.name) for run in shown)
+        columns = [name for name in COLUMNS if name != "started" or not is_said]
+        left = len(self) + len(self.damaged) - len(shown) - len(damaged)
         more = f"<p>{left:,} older ones are not shown: ss.runs().to_frame() has all.</p>" if left else ""
-        return _html(frame) + more
+        return _html(_rows(shown, damaged), columns) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,7 @@ class Comparison:
         return self.runs.curves(metric)
 
     def _repr_html_(self) -> str:
-        table = _html_in_columns(self.runs.to_frame())
+        table = _html_in_columns(_rows(self.runs, self.runs.damaged))
         words = f"<p>{escape(self._plan_words())}</p><p>{escape(self._task_words())}</p>"
         return (
             "<div style='display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start'>"
@@ -209,21 +210,18 @@ def _is_same(folder: Path, other: Path) -> bool:
 
 
 _NAMED_BY_START = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
-_COLUMNS = (
+COLUMNS = (
     *("run", "status", "started", "seconds", "plan", "ranks", "steps", "loss"),
     *("step_seconds", "predicted_step_seconds", "step_error"),
     *("tensors_gib", "predicted_tensors_gib", "memory_error"),
 )
 
 
-def _frame(runs: Iterable[Run], damaged: Iterable[RunSummary]) -> pd.DataFrame:
-    import pandas as pd
-
+def _rows(runs: Iterable[Run], damaged: Iterable[RunSummary]) -> list[dict[str, Any]]:
     from shardscope.runs.summaries import summarize
 
     rows = [_row(summarize(run.folder, run)) for run in runs]
-    rows += [_damaged_row(one.name, one.damage) for one in damaged]
-    return pd.DataFrame(rows, columns=list(_COLUMNS))
+    return rows + [_damaged_row(one.name, one.damage) for one in damaged]
 
 
 def _row(summary: RunSummary) -> dict[str, Any]:
@@ -260,12 +258,10 @@ def _damaged_row(name: str, damage: str) -> dict[str, Any]:
     return {"run": name, "status": "damaged", "plan": damage}
 
 
-def _moment(seconds: float) -> pd.Timestamp | None:
-    import pandas as pd
-
+def _moment(seconds: float) -> datetime | None:
     try:
-        return pd.Timestamp(seconds, unit="s", tz="UTC")
-    except (ValueError, OverflowError):  # A year that no calendar has.
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError):  # A year that no calendar has.
         return None
 
 
@@ -273,12 +269,10 @@ def _gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 2**30
 
 
-def _html(frame: pd.DataFrame) -> str:
+def _html(lines: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
     """Written by hand: pandas' own needs jinja2 for formats of columns that have gaps."""
-    head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in frame.columns)
-    rows = "".join(
-        f"<tr>{''.join(_cell(name, value) for name, value in line.items())}</tr>" for line in _lines(frame)
-    )
+    head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in columns)
+    rows = "".join(f"<tr>{''.join(_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines)
     # Notebooks make all columns equally wide, which breaks a name into four lines.
     return (
         "<div style='overflow-x:auto'><table style='table-layout:auto'>"
@@ -298,10 +292,9 @@ def _cell(name: str, value: Any) -> str:
     return f"<td{_STYLES.get(name, '')}>{_shown(name, value)}</td>"
 
 
-def _html_in_columns(frame: pd.DataFrame) -> str:
+def _html_in_columns(lines: Sequence[dict[str, Any]]) -> str:
     """The same with a column for each run, which leaves room for curves."""
-    lines = _lines(frame)
-    rows = {name: "".join(f"<td>{_shown(name, line[name])}</td>" for line in lines) for name in frame.columns}
+    rows = {name: "".join(f"<td>{_shown(name, line.get(name))}</td>" for line in lines) for name in COLUMNS}
     head = rows.pop("run").replace("td>", "th>")
     body = "".join(
         f"<tr><th scope='row' style='text-align:left'>{_heading(name)}</th>{cells}</tr>"
@@ -322,7 +315,3 @@ def _shown(name: str, value: Any) -> str:
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
     return escape(SHOWN[name].format(value) if name in SHOWN else str(value))
-
-
-def _lines(frame: pd.DataFrame) -> Sequence[dict[str, Any]]:
-    return [{str(name): value for name, value in line.items()} for line in frame.to_dict("records")]

@@ -58,21 +58,18 @@ def _check_inside(path: str) -> None:
                 check_regular(RunFolder(path).path / entry.name)
 
 
-def read_description(folder: RunFolder) -> bytes:
-    """Return ``run.json`` as it stands. Raises ``ValueError`` for what no run has written."""
+def read_description(folder: RunFolder) -> tuple[bytes, dict[str, Any]]:
+    """Return ``run.json`` as it stands, and parsed. Raises ``ValueError`` for what no run has written."""
     try:
         data = load_json(folder.run_json, MAX_DESCRIPTION_BYTES)
-        parse_description(data)
+        return data, _checked_description(parse_object(data))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno in SHORT_OF:
             raise
         raise _damaged(folder, "run.json", error) from error
-    return data
 
 
-def parse_description(data: bytes) -> dict[str, Any]:
-    """Return the checked content of ``run.json``. Raises ``ValueError`` that does not name the file."""
-    record = parse_object(data)
+def _checked_description(record: dict[str, Any]) -> dict[str, Any]:
     whole_number("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
     record["created"] = real_number("created", record.get("created", 0), low=0, high=1e12)
     _check_types(record, _DESCRIPTION)

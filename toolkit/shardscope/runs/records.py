@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from shardscope.records.json_values import parse_object
 from shardscope.records.regular_files import (
+    check_regular,
     is_hole,
     open_new,
     open_to_append,
@@ -60,8 +61,10 @@ def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) 
         with open_new(partial) as file:
             file.write(encode(record, as_is))
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, IsADirectoryError):
+            check_regular(path)  # Of a damaged run folder, which that says in words.
         raise
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.records.json_values import parse_object
 from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.runs.asked import why_no_trace
 from shardscope.runs.causes import all_failures
@@ -17,7 +18,6 @@ from shardscope.runs.damage import (
     check_kinds,
     check_supervisor,
     check_transition,
-    parse_description,
     read_description,
 )
 from shardscope.runs.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
@@ -69,8 +69,7 @@ class Run:
         self._statuses = LineTail(folder.status)
         self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
         # As bytes: of thousands of runs, parsed plans would fill the memory.
-        self._run_json = read_description(folder)
-        description = self._description
+        self._run_json, description = read_description(folder)
         self._world_size: int = description["world_size"]
         self._created: float = description["created"]
         self._metrics: list[dict[str, Any]] = []
@@ -113,7 +112,7 @@ class Run:
 
     @property
     def _description(self) -> dict[str, Any]:
-        return parse_description(self._run_json)
+        return parse_object(self._run_json)
 
     @cached_property
     def _events(self) -> list[LineTail]:

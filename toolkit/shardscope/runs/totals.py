@@ -60,7 +60,10 @@ def totals_of(run: Run) -> RunTotals:
     kept = _kept(folder, source)
     if kept is not None:
         return kept
-    found = _compute(run, folder)
+    from shardscope.runs.run import Run
+
+    # By a handle of its own, which goes: a handle keeps its plan and what it has read of its metrics.
+    found = _compute(Run(folder), folder)
     if run.status in FINAL:
         _keep(folder, found, source)
     return found
