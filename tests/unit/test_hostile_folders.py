@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -16,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_runs import plant_text, plant_text_everywhere, write_full_run
 from tests.faults import all_of_them
-from written_runs import PLAN, fail, write_run
+from written_runs import PLAN, write_run
 
 import shardscope as ss
 from shardscope.runs import launch as launch_module
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.free_now import free_now
 from shardscope.runs.log_search import LogSearch
-from shardscope.runs.records import append_line, write_json
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.summaries import RunSummaries
 from shardscope_widgets.kit.clickable import IgnoredError
@@ -61,32 +60,6 @@ def bounded() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def write_full_run(name: str, status: str = "running", *, parent: Path | str = "runs") -> Path:
-    """Write a run folder that has every file that is ever read."""
-    text = "some words"
-    path = write_run(name, status, num_done=6, has_trace=True, reason=text, parent=parent)
-    folder = RunFolder(path)
-    append_line(folder.exits, {"rank": 1, "code": 3, "time": 1.0, "monotonic": 2.0})
-    append_line(folder.control, {"command": "profile", "time": 1.0})
-    append_line(folder.cards, {"time": 1.0, "utilisation_percent": [1, 2]})
-    write_json(folder.note, {"note": text})
-    write_json(folder.launcher_error, {"summary": text, "traceback": text, "time": 1.0, "monotonic": 9.0})
-    folder.launcher_log.write_text(text)
-    folder.supervisor_log.write_text(text)
-    folder.csv.write_text("step\n")
-    folder.task.write_bytes(b"")
-    folder.memory_snapshot(0).parent.mkdir()
-    folder.memory_snapshot(0).write_bytes(b"N.")
-    for rank in (0, 1):
-        fail(path, rank, text)
-        write_json(folder.rank(rank), {"pid": 2**22 + rank, "started": 1.0, "looks_for_stop": True})
-        folder.stacks(rank).write_text(text)
-        memory = {"device": "cpu", "step": 2, "phases": {"rest": {"parameters": 2**20}}}
-        engine = {"sentence": text, "num_parameters": PLAN.architecture.num_parameters}
-        write_json(folder.what_it_was(rank), {"memory": memory, "engine": engine})
-    return path
 
 
 NAMES = (
@@ -267,7 +240,7 @@ def check_lists(path: Path) -> None:
 def cases() -> list[tuple[str, str]]:
     """Every kind of file in every place; a sample has each kind and each place some times."""
     every = [(name, kind) for name in NAMES for kind in KINDS]
-    return every if all_of_them() else every[::11]
+    return every if all_of_them() else every[::17]
 
 
 @pytest.mark.parametrize(("name", "kind"), cases(), ids=lambda value: value.replace("/", "-"))
@@ -298,13 +271,6 @@ def test_fault_55_every_call_answers_whatever_stands_in_a_files_place(
 # ---------------------------------------------------------------------------- hostile text
 
 EVIL = "<img src=x onerror=alert(1)>' onfocus='alert(2)' x=\" onblur=\"alert(3)\" </script></style></title>"
-TEXT_FILES = (
-    "supervisor.log",
-    "logs/rank-0.log",
-    "logs/rank-1.log",
-    "logs/launcher.log",
-    "stacks/rank-0.txt",
-)
 
 
 class Markup(HTMLParser):
@@ -389,22 +355,6 @@ def assert_only_text(path: Path) -> None:
     assert "&lt;img" in shown, "the text was shown nowhere, which proves nothing"
 
 
-def plant_text(path: Path, name: str, place: tuple[str | int, ...], *, is_key: bool) -> None:
-    """Put the hostile text in the place of one value, or of one key beside it, of a JSON file."""
-    file = path / name
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for record in lines:
-        inside: Any = record
-        with suppress(KeyError, IndexError, TypeError):
-            for step in place[:-1]:
-                inside = inside[step]
-            if is_key:
-                inside[EVIL] = EVIL
-            else:
-                inside[place[-1]] = EVIL
-    file.write_text("".join(json.dumps(record) + "\n" for record in lines))
-
-
 def places_in(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inside in items:
@@ -445,7 +395,7 @@ def test_fault_49_text_in_any_field_of_a_run_folder_is_shown_as_text(name: str, 
         path = copy_of(example)
         # That a damaged folder is shown at all, its name says.
         path = path.rename(path.with_name("<img src=x onerror=alert(1)>"))
-        plant_text(path, name, place, is_key=index % 2 == 1)
+        plant_text(path, name, place, EVIL, is_key=index % 2 == 1)
         assert_only_text(path)
         shutil.rmtree("runs")
 
@@ -453,32 +403,7 @@ def test_fault_49_text_in_any_field_of_a_run_folder_is_shown_as_text(name: str, 
 def test_fault_49_text_everywhere_in_a_run_folder_is_shown_as_text(example: Path) -> None:
     path = copy_of(example)
     path = path.rename(path.with_name(EVIL.replace("/", "")))
-    for name in TEXT_FILES:
-        (path / name).write_text(f"{EVIL}\n\x1b[31m{EVIL}\x1b[0m\n{EVIL}")
-    for name, keys in {
-        "run.json": ("name", "asked_name", "task", "device"),
-        "status.jsonl": ("reason", "error"),
-        "note.json": ("note",),
-        "errors/rank-1.json": ("summary", "traceback", "type"),
-        "errors/launcher.json": ("summary", "traceback"),
-        "what_it_was/rank-0.json": ("engine",),
-    }.items():
-        for key in keys:
-            plant_text(path, name, (key,), is_key=False)
-    plant_text(path, "what_it_was/rank-1.json", ("engine", "sentence"), is_key=False)
-    for name in ("name", "model_type"):
-        plant_text(path, "run.json", ("plan", "architecture", name), is_key=False)
-    for place in (("asked", "x"), ("predicted", "x"), ("versions", "x"), ("plan", "x")):
-        plant_text(path, "run.json", place, is_key=True)
-    with RunFolder(path).events(0).open("a") as file:
-        for step in range(8):
-            file.write(
-                json.dumps({"step": step, "rank": 0, "time": 1.0, EVIL: 1.0 + step, "loss": EVIL}) + "\n"
-            )
-    event = {"ph": "X", "cat": EVIL, "name": EVIL, "pid": EVIL, "tid": EVIL, "ts": 10.0, "dur": 5.0}
-    named = {"ph": "M", "name": "process_name", "pid": EVIL, "args": {"name": EVIL}}
-    with gzip.open(RunFolder(path).trace(0), "wt") as packed:
-        json.dump({"traceEvents": [event, named, {**named, "name": "thread_name", "tid": EVIL}]}, packed)
+    plant_text_everywhere(path, EVIL)
     assert_only_text(path)
 
 

@@ -92,7 +92,8 @@ def delete_halves(folder: Path) -> None:
 def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """Return the bytes of a JSON file. Raises ``OSError``, and ``ValueError`` for a larger one."""
     with open_to_read(path) as file:
-        data = file.read(max_bytes + 1)
+        # read() takes the memory of its argument at once.
+        data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes / 2**20:,.0f} MiB")
     return data
@@ -194,8 +195,9 @@ def read_tail(path: Path, max_bytes: int) -> bytes:
     """The last ``max_bytes`` of a file; empty if it is missing or no regular file."""
     try:
         with open_to_read(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
-            return file.read(max_bytes)
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - max_bytes))
+            return file.read(min(size, max_bytes))
     except OSError:
         return b""
 
