@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks import other_searcher, picker, planning, search, training
+from benchmarks import many_runs, other_searcher, picker, planning, search, training
 from benchmarks.spread import spread
 
 IMPORT_BUDGET_SECONDS = 0.3
@@ -21,6 +21,8 @@ MEMORY_BUDGET_MICROSECONDS = 200
 TIME_BUDGET_MICROSECONDS = 200
 SEARCH_BUDGET_SECONDS = 1.0
 PLANS_BUDGET = 1_000_000
+LIST_BUDGET_SECONDS = 2.0
+LIST_BUDGET_BYTES = 100 * 2**20
 FIRST_STEP_BUDGET = 1.3
 TOKENS_BUDGET = 0.98
 
@@ -79,6 +81,19 @@ def searcher() -> None:
     row("the same asked of llm-analysis", f"{rate:,.0f}", note=note)
 
 
+def lister() -> None:
+    """Listing thousands of runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, again = many_runs.measure(Path(folder))
+    name = f"ss.runs() of {again.num_runs:,} runs, as a table"
+    note = f"in a fresh process; the first time {first.seconds:.2f} s"
+    holds = again.seconds < LIST_BUDGET_SECONDS
+    row(name, f"{again.seconds:.2f} s", f"{LIST_BUDGET_SECONDS:g} s", holds, note)
+    budget = f"{LIST_BUDGET_BYTES / 2**20:.0f} MiB"
+    holds = first.resident_bytes < LIST_BUDGET_BYTES
+    row("memory of that process", f"{first.resident_bytes / 2**20:.0f} MiB", budget, holds)
+
+
 def trainer(frameworks: list[str], num_starts: int, num_turns: int) -> None:
     """Launching and training, against the bare script of the same job."""
     for framework in frameworks:
@@ -135,6 +150,7 @@ def main() -> None:
     parts = {
         "planning": planner,
         "search": searcher,
+        "runs": lister,
         "browser": browser,
         "training": lambda: trainer(arguments.frameworks, arguments.starts, arguments.turns),
     }

@@ -10,7 +10,7 @@ ROOMS = {
     33: "What the planner reads",
     38: "Traces and snapshots",
     42: "Widgets",
-    51: "Found by attack",
+    49: "Found by attack",
     62: "Found in a browser",
 }
 """The first number of each part of the table."""
@@ -217,6 +217,12 @@ FAULTS = {
         "GitHub's and nbviewer's pages are not ours to test; what they read is in the file.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
+    49: Fault(
+        "HTML in a run folder that somebody else made: its name, its status, any text or name in its files",
+        "Text. A status that no run has, and a value of another type, make the folder a damaged one, which is "
+        "a row that says so. What is shown of a folder is escaped: in tables, charts, logs, errors, traces and "
+        "the pictures of saved notebooks. In a browser no handler runs.",
+    ),
     51: Fault(
         "SIGCHLD is ignored in the kernel (`env --ignore-signal=CHLD`), so exit codes are lost",
         "The true end. Supervisor and launcher reset the signal, and a run is finished only where each rank "
@@ -232,6 +238,16 @@ FAULTS = {
         "The kernel has descriptor 0, 1 or 2 closed",
         "Nothing: the run's processes get standard streams of their own, and the lease is none of them.",
     ),
+    55: Fault(
+        "A pipe, device, socket, link, circle of links, folder, sparse file of 10 GiB, no JSON, wrong types, huge "
+        "numbers or deep nesting in the place of any file of a run folder",
+        "Every call answers, or raises `ValueError` that names the file. Only regular files are opened, never "
+        "through a link and without waiting, and a bounded part is read. In `ss.runs()`, the Runs tab and a "
+        "comparison the folder is one row that says what is damaged, and hides no other. Stop and notes write "
+        "to no other file: a link in the place of `control.jsonl` is refused.",
+        "A link in the place of the run folder itself is followed: users keep runs on other disks. Hard links "
+        "are regular files.",
+    ),
     56: Fault(
         "A thread, or a process that was forked twice, goes on after the task returned on every rank",
         "Finished 10 s later (`SHARDSCOPE_GRACE_SECONDS`), or 10 s after the last time that it wrote 1 MiB a "
@@ -242,6 +258,13 @@ FAULTS = {
         "The task is `async def` or a generator, so calling it runs nothing",
         "Refused at launch, by the function's name and with the fix, through `functools.partial` and "
         "`__call__` too. Where only the call shows it, as of a lambda, the run fails and says so.",
+    ),
+    58: Fault(
+        "5,000 runs in a folder; runs of 100,000 steps on 16 ranks",
+        "Listed in a second or two and 50 MiB. A list keeps no metrics: what those of an ended run come to is "
+        "computed once and kept in `summary.json` of its folder, which never has a status and is not believed "
+        "when the files beside it have changed. The table shows the newest 200; `to_frame()` has all.",
+        "The first `to_frame()` of runs without a summary reads all of their metrics once.",
     ),
     59: Fault(
         "Another user of the machine connects to the ports of a run, or opens the files of its processes",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import shardscope as ss
-from shardscope.runs import logged_memory
+from shardscope.records import json_values
+from shardscope.runs import records
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.logged_memory import LoggedMemory
 from shardscope.runs.records import append_line, encode, write_json
@@ -28,7 +29,7 @@ def line(step: int, rank: int, **metrics: Any) -> dict[str, Any]:
 
 
 def test_the_latest_and_the_highest_of_each_rank(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged_memory, "PIECE_BYTES", 100)
+    monkeypatch.setattr(records, "PIECE_BYTES", 100)
     told = LoggedMemory(folder, 4)
     assert told.read() == []
     write(folder, 0, [line(0, 0, loss=1.0), line(1, 0, memory_bytes=7, peak_memory_bytes=30)])
@@ -75,19 +76,19 @@ def long_run(folder: RunFolder) -> Run:
 def test_memory_of_a_long_run_parses_one_line(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
 
-    def loads(text: str) -> Any:
-        parsed.append(text)
-        return json.JSONDecoder().decode(text)
+    def parse_object(data: bytes) -> dict[str, Any]:
+        parsed.append(data)
+        return json_values.parse_object(data)
 
-    monkeypatch.setattr(logged_memory.json, "loads", loads)
+    monkeypatch.setattr(records, "parse_object", parse_object)
     tracemalloc.start()
     (memory,) = long_run._logged_memory()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert memory["peak_memory_bytes"] == 2006 and memory["step"] == NUM_LINES - 1
-    pieces = long_run.folder.joinpath("events", "rank-0.jsonl").stat().st_size // logged_memory.PIECE_BYTES
+    pieces = long_run.folder.joinpath("events", "rank-0.jsonl").stat().st_size // records.PIECE_BYTES
     assert len(parsed) <= pieces + 1
-    assert peak < 6 * logged_memory.PIECE_BYTES
+    assert peak < 6 * records.PIECE_BYTES
 
 
 def test_the_studio_reads_no_more_of_it_than_it_shows(long_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shardscope.detection import ask_quietly
+from shardscope.records.json_values import is_number
+from shardscope.records.regular_files import open_new
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import append_line, encode, read_json, read_lines
 
@@ -111,8 +113,7 @@ class CardWatch:
         older, dense = self._samples[:-DENSE_SAMPLES], self._samples[-DENSE_SAMPLES:]
         self._samples = _thinned(older, len(older) // 2) + dense
         partial = self.folder.cards.with_name(f".{self.folder.cards.name}.{os.getpid()}")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with open_new(partial) as file:
             file.writelines(map(encode, self._samples))
         partial.replace(self.folder.cards)
 
@@ -143,14 +144,14 @@ def card_samples(folder: RunFolder, cards: list[int]) -> list[dict[str, Any]]:
     records = []
     for line in read_lines(folder.cards):
         when = line.get("time")
-        if not isinstance(when, int | float):
+        if not is_number(when):
             continue
         for rank, card in enumerate(cards):
             record = {"time": when, "rank": rank, "gpu": card}
             for name in ASKED:
                 answers = line.get(name)
                 value = answers[rank] if isinstance(answers, list) and rank < len(answers) else None
-                if isinstance(value, int | float):
+                if is_number(value):
                     record[name] = value
             if len(record) > 3:
                 records.append(record)

@@ -12,6 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from shardscope.records.json_values import is_number
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import read_json, read_lines, read_tail_text
 
@@ -136,7 +137,8 @@ def last_raised(log: str, code: int | None) -> str:
 
 
 def _when(record: dict[str, Any]) -> float:
-    return float(record.get("monotonic", record.get("time", 0)))
+    known = (record.get(name) for name in ("monotonic", "time"))
+    return next((float(value) for value in known if is_number(value)), 0.0)
 
 
 def _raised(folder: RunFolder, rank: int) -> Failure | None:

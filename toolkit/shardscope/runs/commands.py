@@ -12,6 +12,7 @@ import os
 import struct
 from typing import Any
 
+from shardscope.records.regular_files import size_of
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import LineTail
 
@@ -74,11 +75,5 @@ class CommandFeed:
         ]
 
     def _agreed_size(self) -> int:
-        size = self._size()
+        size = size_of(self._tail.path)
         return size if self._table is None else self._table.agree(self._num_polls, size)
-
-    def _size(self) -> int:
-        try:
-            return self._tail.path.stat().st_size
-        except OSError:
-            return 0

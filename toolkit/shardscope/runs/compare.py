@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.records.json_values import is_number
 from shardscope.runs.asked import differences_of_tasks, kept_what_was_asked
 from shardscope.runs.chart_scale import of_steps
 from shardscope.runs.curve_chart import Curve, chart, legend
-from shardscope.runs.folder import FINAL
-from shardscope.runs.metrics_table import FIRST, curve
+from shardscope.runs.damage import short_words
+from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.runs.metrics_table import FIRST, curve, curves
+from shardscope.runs.totals import records_of, totals_of
 from shardscope.validation import one_of, refuse
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from shardscope.runs.run import Run
+    from shardscope.runs.summaries import RunSummary
 
+TOKENS = "tokens_per_second_all_ranks"
 SHOWN = {
     "seconds": "{:,.0f}",
     "loss": "{:.4g}",
@@ -34,8 +40,17 @@ SHOWN = {
 }
 
 
+MAX_SHOWN = 200
+"""Rows of the table at the end of a cell; ``to_frame`` has all."""
+
+
 class Runs(list["Run"]):
     """A list of runs; at the end of a cell it is a table, and ``compare`` puts two of them side by side."""
+
+    def __init__(self, runs: Iterable[Run] = (), damaged: Sequence[RunSummary] = ()) -> None:
+        super().__init__(runs)
+        self.damaged = tuple(damaged)
+        """Folders that cannot be read, with their ``name`` and ``damage``; rows of the table."""
 
     def to_frame(self) -> pd.DataFrame:
         """One line per run.
@@ -43,11 +58,12 @@ class Runs(list["Run"]):
         ``run``, ``status``, ``started`` (UTC, as its zone says), ``seconds`` it took, ``plan``, ``ranks``,
         ``steps``, last ``loss`` (mean over ranks), median and predicted ``step_seconds``, measured and
         predicted tensors at the peak (GiB). An error is (predicted - measured) / measured.
-        Empty where something is not known.
+        Empty where something is not known. A damaged folder is a row at the end: its status is "damaged", its
+        ``plan`` says why. Of an ended run numbers are computed once and kept in its folder.
         """
         import pandas as pd
 
-        return pd.DataFrame([_row(run) for run in self], columns=list(_COLUMNS))
+        return pd.DataFrame(_rows(self, self.damaged), columns=list(COLUMNS))
 
     def curves(self, metric: str = "loss") -> pd.DataFrame:
         """``metric`` by step, the mean over ranks, a column for each run that logged it.
@@ -56,9 +72,9 @@ class Runs(list["Run"]):
         """
         import pandas as pd
 
-        found = {run.name: curve(run.metrics(), metric) for run in self}
+        found = {run.name: curve(records_of(run), metric) for run in self}
         if not any(found.values()):
-            logged = sorted({name for run in self for line in run.metrics() for name in line} - {*FIRST})
+            logged = sorted({name for run in self for line in records_of(run) for name in line} - {*FIRST})
             refuse("curves metric", metric, f"what was logged: {', '.join(logged) or 'nothing'}", "'loss'")
         frame = pd.DataFrame({name: pd.Series(steps, dtype=float) for name, steps in found.items() if steps})
         frame.index.name = "step"
@@ -71,22 +87,27 @@ class Runs(list["Run"]):
     def _named(self, name: str | Run) -> Run:
         names = [run.name for run in self]
         if isinstance(name, str):
+            for one in self.damaged:
+                if one.name == name:
+                    raise ValueError(f"compare run is {name!r}, whose folder is damaged: {one.damage}")
             return self[names.index(one_of("compare run", name, names))]
         # By the folder, which is the run: there may be any number of handles on it.
         wanted = getattr(name, "folder", None)
-        found = next((run for run in self if wanted and run.folder.resolve() == wanted.resolve()), None)
+        found = next((run for run in self if wanted and _is_same(run.folder, wanted)), None)
         if found is None:
             refuse("compare run", name, f"one of these: {', '.join(names)}", "its name")
         return found
 
     def _repr_html_(self) -> str:
-        if not self:
+        if not self and not self.damaged:
             return "<p>No runs here.</p>"
-        frame = self.to_frame()
+        shown, damaged = self[-MAX_SHOWN:], self.damaged[-MAX_SHOWN:]
         # A run without a name of its own is called by its start: once is enough, and leaves room for errors.
-        if all(_NAMED_BY_START.match(run.name) for run in self):
-            frame = frame.drop(columns="started")
-        return _html(frame)
+        is_said = all(_NAMED_BY_START.match(run.name) for run in shown)
+        columns = [name for name in COLUMNS if name != "started" or not is_said]
+        left = len(self) + len(self.damaged) - len(shown) - len(damaged)
+        more = f"<p>{left:,} older ones are not shown: ss.runs().to_frame() has all.</p>" if left else ""
+        return _html(_rows(shown, damaged), columns) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +147,7 @@ class Comparison:
         return self.runs.curves(metric)
 
     def _repr_html_(self) -> str:
-        table = _html_in_columns(self.runs.to_frame())
+        table = _html_in_columns(_rows(self.runs, self.runs.damaged))
         words = f"<p>{escape(self._plan_words())}</p><p>{escape(self._task_words())}</p>"
         return (
             "<div style='display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start'>"
@@ -149,24 +170,25 @@ class Comparison:
         return f"Task settings that differ: {words}{limit}."
 
     def _charts(self) -> str:
-        losses = [Curve(run=run.name, points=curve(run.metrics(), "loss")) for run in self.runs]
-        label, paces = _paces(self.runs)
+        found = [curves(records_of(run), "loss", TOKENS, "step_seconds") for run in self.runs]
+        losses = [
+            Curve(run=run.name, points=each["loss"]) for run, each in zip(self.runs, found, strict=True)
+        ]
+        label, paces = _paces(self.runs, found)
         steps = {step for line in losses + paces for step in line.points}
         x = of_steps(steps) if steps else None
         return legend(paces) + chart("loss", losses, x) + chart(label, paces, x, from_zero=True)
 
 
-def _paces(runs: Runs) -> tuple[str, list[Curve]]:
+def _paces(runs: Runs, found: Sequence[dict[str, dict[int, float]]]) -> tuple[str, list[Curve]]:
     """Tokens a second, which compare plans of any batch; the seconds of a step where no run logged them."""
-    tokens = [curve(run.metrics(), "tokens_per_second_all_ranks") for run in runs]
-    if any(tokens):
-        pairs = zip(runs, tokens, strict=True)
-        return "tokens/s of all ranks", [
-            Curve(run=run.name, points=points, predicted=_predicted_pace(run)) for run, points in pairs
-        ]
-    seconds = [(run, curve(run.metrics(), "step_seconds")) for run in runs]
-    return "step seconds", [
-        Curve(run=run.name, points=points, predicted=_predicted_seconds(run)) for run, points in seconds
+    if any(each[TOKENS] for each in found):
+        name, label, predict = TOKENS, "tokens/s of all ranks", _predicted_pace
+    else:
+        name, label, predict = "step_seconds", "step seconds", _predicted_seconds
+    return label, [
+        Curve(run=run.name, points=each[name], predicted=predict(run))
+        for run, each in zip(runs, found, strict=True)
     ]
 
 
@@ -180,66 +202,77 @@ def _predicted_pace(run: Run) -> float | None:
     return run.plan.recipe.global_batch_size * run.plan.recipe.seq_len / seconds if seconds else None
 
 
+def _is_same(folder: Path, other: Path) -> bool:
+    try:
+        return folder.resolve() == other.resolve()
+    except (OSError, RuntimeError):  # A link in a circle.
+        return folder == other
+
+
 _NAMED_BY_START = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
-_COLUMNS = (
+COLUMNS = (
     *("run", "status", "started", "seconds", "plan", "ranks", "steps", "loss"),
     *("step_seconds", "predicted_step_seconds", "step_error"),
     *("tensors_gib", "predicted_tensors_gib", "memory_error"),
 )
 
 
-def _row(run: Run) -> dict[str, Any]:
-    import pandas as pd
+def _rows(runs: Iterable[Run], damaged: Iterable[RunSummary]) -> list[dict[str, Any]]:
+    from shardscope.runs.summaries import summarize
 
-    from shardscope.timing.calibration_runs import median_step
+    rows = [_row(summarize(run.folder, run)) for run in runs]
+    return rows + [_damaged_row(one.name, one.damage) for one in damaged]
 
-    metrics, history = run.metrics(), run.history
-    losses, step = curve(metrics, "loss"), median_step(metrics)
-    times = [record["time"] for record in history if isinstance(record["time"], int | float)]
-    until = times[-1] if times and history[-1]["status"] in FINAL else time.time()
+
+def _row(summary: RunSummary) -> dict[str, Any]:
+    run = summary.run
+    if run is None:
+        return _damaged_row(summary.name, summary.damage)
+    try:
+        totals = totals_of(run)
+    except (ValueError, OSError) as error:
+        return _damaged_row(run.name, short_words(RunFolder(run.folder), error))
+    times = [record["time"] for record in run.history if is_number(record["time"])]
+    until = times[-1] if times and summary.status in FINAL else time.time()
     row: dict[str, Any] = {
         "run": run.name,
-        "status": run.status,
-        "started": pd.Timestamp(times[0], unit="s", tz="UTC") if times else None,
+        "status": summary.status,
+        "started": _moment(times[0]) if times else None,
         "seconds": until - times[0] if times else None,
-        "plan": _plan_words(run),
+        "plan": totals.plan,
         "ranks": run.world_size,
-        "steps": len({line["step"] for line in metrics if isinstance(line.get("step"), int)}),
-        "loss": losses[max(losses)] if losses else None,
-        "step_seconds": step[1] if step else None,
+        "steps": totals.num_steps,
+        "loss": totals.loss,
+        "step_seconds": totals.step_seconds,
         "predicted_step_seconds": run.predicted_step_seconds,
+        "memory_error": totals.memory_error,
+        "tensors_gib": _gib(totals.tensor_bytes),
+        "predicted_tensors_gib": _gib(totals.predicted_tensor_bytes),
     }
-    if step and run.predicted_step_seconds:
-        row["step_error"] = run.predicted_step_seconds / step[1] - 1
-    return row | _memory(run)
-
-
-def _memory(run: Run) -> dict[str, float]:
-    from shardscope.runs.measured import predicted_tensors
-
-    found = run.memory()
-    row = {}
-    if found.predicted is not None:
-        row["predicted_tensors_gib"] = predicted_tensors(found.predicted) / 2**30
-    if found.tensor_bytes and (error := found.error) is not None:
-        row |= {"tensors_gib": found.tensor_bytes / 2**30, "memory_error": error}
+    if totals.step_seconds and run.predicted_step_seconds:
+        row["step_error"] = run.predicted_step_seconds / totals.step_seconds - 1
     return row
 
 
-def _plan_words(run: Run) -> str:
+def _damaged_row(name: str, damage: str) -> dict[str, Any]:
+    return {"run": name, "status": "damaged", "plan": damage}
+
+
+def _moment(seconds: float) -> datetime | None:
     try:
-        plan = run.plan
-    except ValueError:
-        return "cannot be read"
-    return f"{plan.architecture.name}, {plan.cluster}, {plan.layout.description}"
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError):  # A year that no calendar has.
+        return None
 
 
-def _html(frame: pd.DataFrame) -> str:
+def _gib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**30
+
+
+def _html(lines: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
     """Written by hand: pandas' own needs jinja2 for formats of columns that have gaps."""
-    head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in frame.columns)
-    rows = "".join(
-        f"<tr>{''.join(_cell(name, value) for name, value in line.items())}</tr>" for line in _lines(frame)
-    )
+    head = "".join(f"<th{_STYLES.get(name, '')}>{_heading(name)}</th>" for name in columns)
+    rows = "".join(f"<tr>{''.join(_cell(name, line.get(name)) for name in columns)}</tr>" for line in lines)
     # Notebooks make all columns equally wide, which breaks a name into four lines.
     return (
         "<div style='overflow-x:auto'><table style='table-layout:auto'>"
@@ -259,10 +292,9 @@ def _cell(name: str, value: Any) -> str:
     return f"<td{_STYLES.get(name, '')}>{_shown(name, value)}</td>"
 
 
-def _html_in_columns(frame: pd.DataFrame) -> str:
+def _html_in_columns(lines: Sequence[dict[str, Any]]) -> str:
     """The same with a column for each run, which leaves room for curves."""
-    lines = _lines(frame)
-    rows = {name: "".join(f"<td>{_shown(name, line[name])}</td>" for line in lines) for name in frame.columns}
+    rows = {name: "".join(f"<td>{_shown(name, line.get(name))}</td>" for line in lines) for name in COLUMNS}
     head = rows.pop("run").replace("td>", "th>")
     body = "".join(
         f"<tr><th scope='row' style='text-align:left'>{_heading(name)}</th>{cells}</tr>"
@@ -283,7 +315,3 @@ def _shown(name: str, value: Any) -> str:
         local = datetime.fromtimestamp(value.timestamp()).astimezone()
         return local.isoformat(sep=" ", timespec="minutes")
     return escape(SHOWN[name].format(value) if name in SHOWN else str(value))
-
-
-def _lines(frame: pd.DataFrame) -> Sequence[dict[str, Any]]:
-    return [{str(name): value for name, value in line.items()} for line in frame.to_dict("records")]

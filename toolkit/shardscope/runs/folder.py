@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardscope.runs.records import append_line
 from shardscope.validation import refuse
@@ -14,6 +14,7 @@ from shardscope.validation import refuse
 Status = Literal["starting", "running", "stopping", "finished", "stopped", "failed", "lost"]
 FULL_BYTES = 2**20
 """With less left on its disk, what a run writes may be lost."""
+STATUSES: frozenset[str] = frozenset(get_args(Status))
 FINAL: frozenset[str] = frozenset({"finished", "stopped", "failed", "lost"})
 
 
@@ -34,31 +35,86 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        self.run_json = self.path / "run.json"
+
+    @property
+    def run_json(self) -> Path:
         """Name, plan, versions, task: written once by ``launch``."""
-        self.status = self.path / "status.jsonl"
+        return self.path / "run.json"
+
+    @property
+    def status(self) -> Path:
         """Every transition with its time and reason; the last one counts."""
-        self.control = self.path / "control.jsonl"
+        return self.path / "status.jsonl"
+
+    @property
+    def control(self) -> Path:
         """Commands to the run; whoever can write here can stop it."""
-        self.supervisor = self.path / "supervisor.json"
+        return self.path / "control.jsonl"
+
+    @property
+    def supervisor(self) -> Path:
         """Which process supervises, on which machine; touched every two seconds as a heartbeat."""
-        self.task = self.path / "task.pkl"
+        return self.path / "supervisor.json"
+
+    @property
+    def task(self) -> Path:
         """The cloudpickled task: 0600, unlinked as soon as it was read."""
-        self.exits = self.path / "exits.jsonl"
+        return self.path / "task.pkl"
+
+    @property
+    def exits(self) -> Path:
         """How rank processes ended, as their parent saw it."""
-        self.launcher_error = self.path / "errors" / "launcher.json"
-        self.launcher_log = self.path / "logs" / "launcher.log"
-        self.supervisor_log = self.path / "supervisor.log"
-        self.cards = self.path / "cards.jsonl"
+        return self.path / "exits.jsonl"
+
+    @property
+    def launcher_error(self) -> Path:
+        """The exception that ended the launcher."""
+        return self.path / "errors" / "launcher.json"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher printed."""
+        return self.path / "logs" / "launcher.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor printed."""
+        return self.path / "supervisor.log"
+
+    @property
+    def cards(self) -> Path:
         """How busy, hot and hungry its cards were; a run on CPU ranks has none."""
-        self.note = self.path / "note.json"
+        return self.path / "cards.jsonl"
+
+    @property
+    def note(self) -> Path:
         """What whoever launched it says of it to people who watch it."""
-        self.csv = self.path / "metrics.csv"
+        return self.path / "note.json"
+
+    @property
+    def summary(self) -> Path:
+        """What its metrics come to; written by whoever first lists the run after its end."""
+        return self.path / "summary.json"
+
+    @property
+    def csv(self) -> Path:
         """All metrics as a table, written when the run has ended."""
-        self.tensorboard = self.path / "tensorboard"
+        return self.path / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
         """The same as TensorBoard's events, a folder per rank, written while the run goes on."""
-        self.traces = self.path / "traces"
-        self.temporary = self.path / "tmp"
+        return self.path / "tensorboard"
+
+    @property
+    def traces(self) -> Path:
+        """The profiler's recordings, a file per rank."""
+        return self.path / "traces"
+
+    @property
+    def temporary(self) -> Path:
+        """What the launcher and the profiler write meanwhile; deleted when the run has ended."""
+        return self.path / "tmp"
 
     def events(self, rank: int) -> Path:
         """Metrics of one rank, as JSON lines."""

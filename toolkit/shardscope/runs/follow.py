@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardscope.records.regular_files import size_of
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import LineTail, finite_or_special
 
@@ -41,10 +42,7 @@ class Follow:
         self.is_behind = False
         new = []
         for rank, tail in enumerate(self._tails):
-            try:
-                size = tail.path.stat().st_size
-            except OSError:
-                continue
+            size = size_of(tail.path)
             if size - tail.offset > self._max_behind:
                 new += self._sample(tail, size)
                 self.is_behind = True

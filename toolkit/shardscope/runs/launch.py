@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardscope.detection import gpus_now
 from shardscope.frameworks.registry import check_trained
 from shardscope.own_code.script import names_engine
+from shardscope.records.regular_files import open_to_append
 from shardscope.runs.asked import asked_of
 from shardscope.runs.environment import with_toolkit
 from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
@@ -29,7 +30,7 @@ from shardscope.runs.lease import hold_until_end, open_lease, release
 from shardscope.runs.measured_step import predicted_step
 from shardscope.runs.packing import describe, pack, write_task
 from shardscope.runs.processes import num_cores, start_of, this_machine
-from shardscope.runs.records import open_log, write_json
+from shardscope.runs.records import write_json
 from shardscope.runs.run import Run, runs
 from shardscope.validation import flag, refuse
 
@@ -269,7 +270,7 @@ def _start_supervisor(folder: RunFolder, outlive_kernel: bool) -> None:
     read_end, write_end = (None, None) if outlive_kernel else open_lease()
     inherited = () if read_end is None else (read_end,)
     try:
-        with open_log(folder.supervisor_log) as log:
+        with open_to_append(folder.supervisor_log) as log:
             supervisor = subprocess.Popen(
                 [
                     sys.executable,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from pathlib import Path
 
+from shardscope.records.regular_files import is_hole, open_to_read, skip_hole
 from shardscope.runs.redaction import redact
 from shardscope.runs.terminal_text import as_shown, plain_text
 
@@ -38,14 +40,17 @@ class LogSearch:
         A last line without its newline waits for the rest.
         """
         try:
-            size = self.path.stat().st_size
-            if size < self._offset:  # Somebody emptied or replaced it.
-                self._begin()
-            end = self._offset + max_bytes
-            with self.path.open("rb") as file:
+            with open_to_read(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:  # Somebody emptied or replaced it.
+                    self._begin()
+                end = self._offset + max_bytes
                 file.seek(self._offset)
                 while self._offset < end and (data := file.read(min(PIECE_BYTES, end - self._offset))):
                     self._offset += len(data)
+                    if is_hole(data):
+                        self._offset = skip_hole(file, self._offset)
+                        break
                     self._take(data)
         except OSError:
             return False

@@ -5,18 +5,15 @@ Lines are searched, not parsed: of a million only the latest becomes a record, a
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from shardscope.runs.folder import RunFolder
+from shardscope.runs.records import LineTail, parse_lines
 
-PIECE_BYTES = 2**22
-"""Read at a time."""
 # As ``records.encode`` writes it. In a value that is text the quotes of such words have backslashes.
-_NUMBER = re.compile(rb'"(peak_)?memory_bytes": (\d+)(?=[,}])')
+_NUMBER = re.compile(rb'"(peak_)?memory_bytes": (\d{1,17})(?=[,}])')
 
 
 class LoggedMemory:
@@ -49,28 +46,20 @@ class _RankLines:
     """One rank's file, as far as it was read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.latest: dict[str, Any] = {}
         """The latest line with any such number."""
         self.now: int | None = None
         self.highest = 0
-        self._offset = 0
+        self._tail = LineTail(path)
+        self._num_restarts = 0
 
     def go_on(self) -> None:
         """Take in what was appended, in pieces of whole lines."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
-                    # Replaced by a shorter file: somebody restored or copied the folder.
-                    self.latest, self.now, self.highest, self._offset = {}, None, 0, 0
-                file.seek(self._offset)
-                rest = b""
-                while piece := file.read(PIECE_BYTES):
-                    lines, newline, rest = (rest + piece).rpartition(b"\n")
-                    self._offset += len(lines) + len(newline)
-                    self._take(lines)
-        except OSError:  # The folder may be gone, or the rank has logged nothing yet.
-            return
+        for lines in self._tail.pieces():
+            if self._tail.num_restarts != self._num_restarts:
+                self._num_restarts = self._tail.num_restarts
+                self.latest, self.now, self.highest = {}, None, 0
+            self._take(lines)
 
     def _take(self, lines: bytes) -> None:
         last = None
@@ -81,4 +70,5 @@ class _RankLines:
                 self.now = number
         if last is not None:
             start, end = lines.rfind(b"\n", 0, last.start()) + 1, lines.find(b"\n", last.end())
-            self.latest = json.loads(lines[start : end if end >= 0 else None].decode(errors="replace"))
+            found = parse_lines(lines[start : end if end >= 0 else None]).records
+            self.latest = found[0] if found else self.latest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.folder import RunFolder
-from shardscope.runs.records import read_tail_text
+from shardscope.runs.records import parse_lines, read_tail
 from shardscope.timing.calibration_runs import MeasuredStep, median_step
 from shardscope.timing.calibration_store import store_step
 
@@ -74,10 +73,5 @@ def _load(description: Mapping[str, Any]) -> float:
 def latest_lines(folder: RunFolder, world_size: int) -> Iterator[dict[str, Any]]:
     """What the first ranks logged last, rank by rank: enough for a median, however long the run was."""
     for rank in range(min(MAX_RANKS, world_size)):
-        for line in read_tail_text(folder.events(rank), TAIL_BYTES).splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # The first line of a tail is rarely whole.
-                continue
-            if isinstance(record, dict):
-                yield record
+        # The first line of a tail is rarely whole.
+        yield from parse_lines(read_tail(folder.events(rank), TAIL_BYTES)).records

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from shardscope.records.regular_files import open_new, size_of
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.records import LineTail, finite_or_special
 
@@ -39,8 +40,7 @@ def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]
         return
     columns = [*FIRST, *(name for name in names if name not in FIRST)]
     partial = folder.csv.with_name(f".{folder.csv.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", newline="", encoding="utf-8") as file:
+    with io.TextIOWrapper(open_new(partial), newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(map(_cell, columns))
         for records in _pieces(folder, world_size, stride):
@@ -49,29 +49,39 @@ def csv_in_pieces(folder: RunFolder, world_size: int, say: Callable[[str], None]
     partial.replace(folder.csv)
 
 
-def curve(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
+def curve(records: Iterable[Mapping[str, Any]], name: str) -> dict[int, float]:
     """``name`` by step: the mean over the ranks that logged it as a number."""
-    found: dict[int, list[float]] = {}
+    return curves(records, name)[name]
+
+
+def curves(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[int, float]]:
+    """:func:`curve` of each of ``names``, in one pass over ``records``."""
+    sums: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     for record in records:
-        value, step = record.get(name), record.get("step")
-        if isinstance(step, int) and isinstance(value, int | float) and not isinstance(value, bool):
-            found.setdefault(step, []).append(float(value))
-    return {step: sum(values) / len(values) for step, values in sorted(found.items())}
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        for name, found in sums.items():
+            value = record.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                total = found.setdefault(step, [0.0, 0.0])
+                total[0] += value
+                total[1] += 1
+    return {
+        name: {step: total / num_ranks for step, (total, num_ranks) in sorted(found.items())}
+        for name, found in sums.items()
+    }
 
 
 def _stride(folder: RunFolder, world_size: int) -> int:
     """Return 1, or more where only one of so many lines fits into the table."""
-    num_bytes = sum(_size(folder.events(rank)) for rank in range(world_size))
+    num_bytes = sum(size_of(folder.events(rank)) for rank in range(world_size))
     return max(1, -(-num_bytes // MAX_BYTES))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _pieces(folder: RunFolder, world_size: int, stride: int) -> Iterator[list[dict[str, Any]]]:
     for rank in range(world_size):
-        tail, size = LineTail(folder.events(rank)), _size(folder.events(rank))
+        tail, size = LineTail(folder.events(rank)), size_of(folder.events(rank))
         first = 0
         for end in (*range(PIECE_BYTES, size, PIECE_BYTES), size):
             records = tail.read(end)

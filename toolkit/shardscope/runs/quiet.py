@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardscope.records.regular_files import size_of
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.hang import BUSY_FACTOR, MAX_GAP_SECONDS, default_least_seconds
 from shardscope.runs.stack_calls import ANSWER_SECONDS, NO_ANSWER, StackCalls, places
@@ -134,10 +135,7 @@ class QuietWatch:
         return found
 
     def _printed(self, rank: int) -> int:
-        try:
-            return self.folder.log(rank).stat().st_size
-        except OSError:
-            return 0
+        return size_of(self.folder.log(rank))
 
 
 def _place(answer: str) -> Sequence[object]:

@@ -10,14 +10,30 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+from shardscope.records.json_values import parse_object
+from shardscope.records.regular_files import (
+    check_regular,
+    is_hole,
+    open_new,
+    open_to_append,
+    open_to_change,
+    open_to_read,
+    skip_hole,
+)
 from shardscope.runs.processes import start_of
 from shardscope.runs.redaction import redactor
 
 SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+MAX_RECORD_BYTES = 2**24
+"""Of a JSON file, and of one line in a file of JSON lines: a traceback of a megabyte is the largest."""
+MAX_LINES_BYTES = 2**26
+"""Read of a file of JSON lines that is no rank's metrics: transitions, exits, samples of cards."""
+PIECE_BYTES = 2**22
+"""Read at a time."""
 
 
 def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
@@ -31,16 +47,8 @@ def encode(record: dict[str, Any], as_is: Collection[str] = ()) -> bytes:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one record. One write call, so lines of several writers never mix. Raises ``OSError``."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, encode(record))
-    finally:
-        os.close(descriptor)
-
-
-def open_log(path: Path) -> BinaryIO:
-    """``path`` for appending what a process prints, readable by this user only. Raises ``OSError``."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
+    with open_to_append(path) as file:
+        os.write(file.fileno(), encode(record))
 
 
 def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) -> None:
@@ -49,13 +57,14 @@ def write_json(path: Path, record: dict[str, Any], as_is: Collection[str] = ()) 
     ``as_is``: what a process acts on later, and so keeps even what looks like a secret: paths, say.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open_new(partial) as file:
             file.write(encode(record, as_is))
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, IsADirectoryError):
+            check_regular(path)  # Of a damaged run folder, which that says in words.
         raise
 
 
@@ -67,7 +76,7 @@ def keep_json(path: Path, record: dict[str, Any]) -> None:
     try:
         write_json(path, record)
     except OSError:
-        with path.open("r+b") as file:
+        with open_to_change(path) as file:
             file.write(encode(record))
             file.truncate()
 
@@ -80,13 +89,22 @@ def delete_halves(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def load_json(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
+    """Return the bytes of a JSON file. Raises ``OSError``, and ``ValueError`` for a larger one."""
+    with open_to_read(path) as file:
+        # read() takes the memory of its argument at once.
+        data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes / 2**20:,.0f} MiB")
+    return data
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The record in ``path``, or None if it is missing, half written or no JSON object."""
+    """The record in ``path``, or None if it is missing, no regular file, half written or no JSON object."""
     try:
-        record = json.loads(path.read_bytes())
+        return parse_object(load_json(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
 
 
 def finite_or_special(value: Any) -> Any:
@@ -94,61 +112,99 @@ def finite_or_special(value: Any) -> Any:
     return SPECIAL_FLOATS.get(value, value) if isinstance(value, str) else value
 
 
+class Lines(NamedTuple):
+    """What is in a part of a file of JSON lines."""
+
+    records: list[dict[str, Any]]
+    num_malformed: int
+    """Lines that are no JSON object."""
+
+
+def parse_lines(data: bytes) -> Lines:
+    """Parse whole lines."""
+    records, num_malformed = [], 0
+    for line in data.splitlines():
+        try:
+            records.append(parse_object(line))
+        except (ValueError, RecursionError):
+            num_malformed += bool(line.strip())
+    return Lines(records, num_malformed)
+
+
 class LineTail:
     """Reads the JSON lines that were appended to a file since the last call.
 
     A last line without its newline waits for the rest; lines that are no JSON object are skipped and counted
-    in ``num_malformed``; a file that is missing, or vanished with its folder, has no lines.
+    in ``num_malformed``; a file that is missing, no regular file, or vanished with its folder, has no lines.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_malformed = 0
         self.offset = 0
+        self.num_restarts = 0
+        """How often the file was shorter than what had been read of it, and so was read anew."""
 
     def read(self, up_to: int | None = None) -> list[dict[str, Any]]:
         """New complete records, oldest first, not reading past byte ``up_to`` if it is given."""
-        try:
-            size = self.path.stat().st_size
-            if size < self.offset:  # Replaced by a shorter file: somebody restored or copied the folder.
-                self.offset = 0
-            end = size if up_to is None else min(size, up_to)
-            if end <= self.offset:
-                return []
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read(end - self.offset)
-        except OSError:
-            return []
-        complete = data.rfind(b"\n") + 1
-        self.offset += complete
-        records = []
-        for line in data[:complete].splitlines():
-            try:
-                record = json.loads(line.decode(errors="replace"))
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            elif line.strip():
-                self.num_malformed += 1
+        records: list[dict[str, Any]] = []
+        for lines in self.pieces(up_to):
+            found = parse_lines(lines)
+            self.num_malformed += found.num_malformed
+            records += found.records
         return records
+
+    def pieces(self, up_to: int | None = None) -> Iterator[bytes]:
+        """The same as bytes: whole lines, some megabytes at a time."""
+        try:
+            with open_to_read(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self.offset:  # Replaced by a shorter file: somebody restored or copied the folder.
+                    self.offset = 0
+                    self.num_restarts += 1
+                yield from self._pieces(file, size if up_to is None else min(size, up_to))
+        except OSError:
+            return  # What was read up to then counts.
+
+    def _pieces(self, file: BinaryIO, end: int) -> Iterator[bytes]:
+        rest = b""
+        while (place := self.offset + len(rest)) < end:
+            file.seek(place)
+            piece = file.read(min(PIECE_BYTES, end - place))
+            if not piece:
+                return
+            if is_hole(piece):
+                self.num_malformed += 1
+                self.offset, rest = min(end, skip_hole(file, place + len(piece))), b""
+                continue
+            lines, newline, rest = (rest + piece).rpartition(b"\n")
+            self.offset += len(lines) + len(newline)
+            if lines:
+                yield lines
+            if len(rest) > MAX_RECORD_BYTES:
+                self.num_malformed += 1
+                self.offset, rest = self.offset + len(rest), b""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete record of ``path``."""
-    return LineTail(path).read()
+    """Every complete record of ``path``, of its first :data:`MAX_LINES_BYTES`."""
+    return LineTail(path).read(MAX_LINES_BYTES)
+
+
+def read_tail(path: Path, max_bytes: int) -> bytes:
+    """The last ``max_bytes`` of a file; empty if it is missing or no regular file."""
+    try:
+        with open_to_read(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - max_bytes))
+            return file.read(min(size, max_bytes))
+    except OSError:
+        return b""
 
 
 def read_tail_text(path: Path, max_bytes: int) -> str:
-    """The last ``max_bytes`` of a log as text; bytes that are no UTF-8 become the replacement character."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - max_bytes))
-            return file.read(max_bytes).decode(errors="replace")
-    except OSError:
-        return ""
+    """The same as text; bytes that are no UTF-8 become the replacement character."""
+    return read_tail(path, max_bytes).decode(errors="replace")
 
 
 def _jsonable(value: Any, words: Callable[[str], str]) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import AnyStr
 
+from shardscope.records.regular_files import open_to_change, size_of
 from shardscope.runs.secret_forms import KNOWN_FORMS, is_path, is_secret_name
 
 MASK = "*"
@@ -129,10 +130,7 @@ class LogCleaner:
 
         Raises ``OSError``.
         """
-        try:
-            size = self.path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        size = size_of(self.path)
         end = size if max_bytes is None else min(size, self.offset + max_bytes)
         if end <= self.offset:
             return 0
@@ -140,7 +138,7 @@ class LogCleaner:
         forms = _byte_forms(tuple(values))
         longest = max((len(os.fsencode(value)) for value in values), default=0)
         overlap, num_found = max(OVERLAP_BYTES, longest + 2 * MARGIN_BYTES), 0
-        with self.path.open("r+b") as file:
+        with open_to_change(self.path) as file:
             while self.offset < end:
                 file.seek(self.offset)
                 new = file.read(min(CHUNK_BYTES, end - self.offset))
@@ -164,13 +162,10 @@ class LogCleaner:
 
     def num_left(self) -> int:
         """Bytes that nobody has looked at yet."""
-        try:
-            return self.path.stat().st_size - self.offset
-        except OSError:
-            return 0
+        return size_of(self.path) - self.offset
 
     def finish(self) -> Iterator[int]:
         """What is left, when nobody writes any more, in pieces. Raises ``OSError``."""
-        while self.path.exists() and self.path.stat().st_size > self.offset + PIECE_BYTES:
+        while size_of(self.path) > self.offset + PIECE_BYTES:
             yield self.clean(PIECE_BYTES)
         yield self.clean()

@@ -10,14 +10,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardscope.records.json_values import parse_object
+from shardscope.records.regular_files import NotRegularFileError, check_regular
 from shardscope.runs.asked import why_no_trace
 from shardscope.runs.causes import all_failures
-from shardscope.runs.description import read_description
-from shardscope.runs.folder import FINAL, RunFolder, checked_path, unwritable
+from shardscope.runs.damage import (
+    check_kinds,
+    check_supervisor,
+    check_transition,
+    read_description,
+)
+from shardscope.runs.folder import FINAL, STATUSES, RunFolder, checked_path, unwritable
 from shardscope.runs.follow import Follow
 from shardscope.runs.logged_memory import LoggedMemory
 from shardscope.runs.processes import is_alive, this_machine
 from shardscope.runs.records import (
+    MAX_LINES_BYTES,
     LineTail,
     append_line,
     finite_or_special,
@@ -45,6 +53,8 @@ MAX_WAIT_SECONDS = 1e9
 """Some thirty years."""
 START_GRACE_SECONDS = 30.0
 """How long a run may be "starting" before a supervisor that never wrote its record counts as lost."""
+MAX_NAMES = 20
+"""Of runs in a folder that is none, in an error message."""
 HEARTBEAT_PATIENCE_SECONDS = 30.0
 """How long the heartbeat of a supervisor on another machine may stand still before the run counts as lost."""
 
@@ -53,33 +63,64 @@ class Run:
     """One launched run. Everything it tells is read from its folder; it is safe to use from any thread."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """Raises ``ValueError`` if ``run.json`` cannot be read."""
+        """Raises ``ValueError`` if ``run.json`` or ``status.jsonl`` is damaged."""
         self._folder = folder
         self._lock = threading.Lock()
         self._statuses = LineTail(folder.status)
         self._last: dict[str, Any] = {"status": "starting", "reason": "", "time": time.time()}
-        self._description = read_description(folder)
-        self._world_size: int = self._description["world_size"]
-        self._events = [LineTail(folder.events(rank)) for rank in range(self._world_size)]
+        # As bytes: of thousands of runs, parsed plans would fill the memory.
+        self._run_json, description = read_description(folder)
+        self._world_size: int = description["world_size"]
+        self._created: float = description["created"]
         self._metrics: list[dict[str, Any]] = []
-        self._memory = LoggedMemory(folder, self._world_size)
         self._heartbeat = (0.0, time.monotonic())
         self._looks_for_stop = False
+        self._check_status()
 
     @classmethod
     def attach(cls, folder: str | os.PathLike[str]) -> Run:
         """The run in ``folder``, stop included. A folder that holds exactly one run stands for that one.
 
-        Raises ``ValueError`` if there is no run, or several, or one whose ``run.json`` is damaged.
+        Raises ``ValueError`` if there is no run, or several, or one that is damaged, by the name of its file.
         """
+        from shardscope.runs.summaries import is_run, list_runs
+
         candidate = RunFolder(checked_path("Run.attach folder", folder))
-        if candidate.run_json.is_file():
+        if is_run(candidate.path):
+            check_kinds(candidate, inside=True)
+            check_supervisor(candidate)
             return cls(candidate)
-        inside, damaged = _runs_in(candidate.path)
-        if len(inside) == 1:
-            return inside[0]
-        found = ", ".join([run.name for run in inside] + damaged) or "no run at all"
+        inside = list_runs(candidate.path)
+        whole = [one for one in inside if one.run is not None]
+        if len(whole) == 1:
+            return cls.attach(candidate.path / whole[0].name)
+        names = [f"{one.name}{' (damaged)' * (one.run is None)}" for one in inside[:MAX_NAMES]]
+        names += [f"{len(inside) - MAX_NAMES} more"] * (len(inside) > MAX_NAMES)
+        found = ", ".join(names) or "no run at all"
         raise ValueError(f"folder is {candidate.path}, which is no run folder; it holds: {found}.")
+
+    @property
+    def created(self) -> float:
+        """When it was launched, in seconds since the epoch; 0 where its folder does not say."""
+        return self._created
+
+    @property
+    def asked(self) -> dict[str, Any] | None:
+        """The fields of its task that its folder keeps; None of a task that is somebody's own."""
+        asked = self._description.get("asked")
+        return asked if isinstance(asked, dict) else None
+
+    @property
+    def _description(self) -> dict[str, Any]:
+        return parse_object(self._run_json)
+
+    @cached_property
+    def _events(self) -> list[LineTail]:
+        return [LineTail(self._folder.events(rank)) for rank in range(self._world_size)]
+
+    @cached_property
+    def _memory(self) -> LoggedMemory:
+        return LoggedMemory(self._folder, self._world_size)
 
     @property
     def folder(self) -> Path:
@@ -113,7 +154,7 @@ class Run:
     @property
     def reason(self) -> str:
         """Why the status is what it is, in one line."""
-        return plain_text(str(self._state()["reason"]))
+        return plain_text(str(self._state()["reason"] or ""))
 
     @property
     def error(self) -> str | None:
@@ -144,7 +185,7 @@ class Run:
         A run that is lost is so since its supervisor's last sign of life; None where there was none.
         """
         kept = ("time", "status", "reason")
-        records = [record for record in read_lines(self._folder.status) if "status" in record]
+        records = [record for record in read_lines(self._folder.status) if _is_transition(record)]
         state = self._state()
         if state["status"] == "lost":
             try:
@@ -181,7 +222,8 @@ class Run:
     @property
     def note(self) -> str:
         """What whoever launched it says of it to people who watch it; may be set. Raises ``OSError``."""
-        return str((read_json(self._folder.note) or {}).get("note", ""))
+        note = (read_json(self._folder.note) or {}).get("note", "")
+        return note if isinstance(note, str) else ""
 
     @note.setter
     def note(self, words: str) -> None:
@@ -216,8 +258,11 @@ class Run:
         """All that ranks logged: dicts of step, rank, time (seconds since the epoch) and the metrics by name.
 
         In the order in which it was read, so a later call's list begins with an earlier call's; per rank that
-        is the order of logging. Only what is new is read from disk.
+        is the order of logging. Only what is new is read from disk. Raises ``ValueError`` where another kind
+        of file is in the place of one.
         """
+        for rank in range(self._world_size):
+            check_regular(self._folder.events(rank))
         with self._lock:
             for tail in self._events:
                 for record in tail.read():
@@ -250,9 +295,13 @@ class Run:
         return {rank: record for rank, record in records.items() if record is not None}
 
     def logs(self, rank: int = 0, max_bytes: int = 64 * 1024) -> str:
-        """The end of what ``rank`` printed, at most ``max_bytes`` of it, without control sequences."""
+        """The end of what ``rank`` printed, at most ``max_bytes`` of it, without control sequences.
+
+        Raises ``ValueError`` for a rank that it has not, and for a log that is no regular file.
+        """
         rank = whole_number("run.logs rank", rank, low=0, high=self._world_size - 1)
         max_bytes = whole_number("run.logs max_bytes", max_bytes, low=1, high=2**31)
+        check_regular(self._folder.log(rank))
         # The supervisor masks secrets in the file a moment later than they come.
         return redact(plain_text(read_tail_text(self._folder.log(rank), max_bytes)))
 
@@ -269,7 +318,7 @@ class Run:
 
         With ``checkpoint`` the ranks first finish their step and save, if their task looks at
         ``ctx.should_stop``. Raises ``ValueError`` where it is known that the task never looks, and
-        ``OSError`` if the folder cannot be written.
+        ``OSError`` if the folder cannot be written; both where ``control.jsonl`` is no regular file.
         """
         if flag("run.stop checkpoint", checkpoint) and self._description.get("saves_when_asked") is False:
             task = str(self._description.get("task")).rpartition(".")[2]
@@ -293,6 +342,8 @@ class Run:
             append_line(self._folder.control, {"command": command, "time": time.time(), **arguments})
         except FileNotFoundError:
             return  # The folder was deleted meanwhile; the supervisor ends such a run by itself.
+        except NotRegularFileError:
+            raise
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
@@ -341,9 +392,20 @@ class Run:
             self._read_status()  # It may have ended in good order just before we looked.
             return self._last if self._last["status"] in FINAL else {"status": "lost", "reason": gone}
 
-    def _read_status(self) -> None:
-        for record in self._statuses.read():
+    def _check_status(self) -> None:
+        """Read status.jsonl for the first time. Raises ``ValueError`` if it is damaged."""
+        check_regular(self._folder.status)
+        records = self._statuses.read(MAX_LINES_BYTES)
+        if self._statuses.num_malformed and not records:
+            raise ValueError(f"{self._folder.status} is damaged: no line of it is a JSON object.")
+        for record in records:
             if "status" in record:
+                check_transition(self._folder, record)
+                self._last = {"reason": "", **record}
+
+    def _read_status(self) -> None:
+        for record in self._statuses.read(MAX_LINES_BYTES):
+            if _is_transition(record):
                 self._last = {"reason": "", **record}
 
     def _why_supervisor_is_gone(self) -> str | None:
@@ -377,6 +439,11 @@ class Run:
         return time.monotonic() - self._heartbeat[1] > HEARTBEAT_PATIENCE_SECONDS
 
 
+def _is_transition(record: dict[str, Any]) -> bool:
+    status = record.get("status")
+    return isinstance(status, str) and status in STATUSES
+
+
 def _looks(timeout: float | None) -> Iterator[float]:
     """Seconds to sleep between one look at a run and the next, until ``timeout`` seconds are over."""
     if timeout is not None:
@@ -389,20 +456,11 @@ def _looks(timeout: float | None) -> Iterator[float]:
 def runs(folder: str | os.PathLike[str] | None = None) -> Runs:
     """Every run in ``folder`` (by default ``./runs``), oldest first: a list that shows itself as a table.
 
-    Left out are folders whose ``run.json`` is damaged; :meth:`Run.attach` says what is wrong with one.
+    Damaged folders are rows of that table, and summaries in ``.damaged``. Raises ``OSError`` if ``folder``
+    cannot be read.
     """
     from shardscope.runs.compare import Runs
+    from shardscope.runs.summaries import list_runs
 
-    return Runs(_runs_in(Path("runs") if folder is None else checked_path("runs folder", folder))[0])
-
-
-def _runs_in(parent: Path) -> tuple[list[Run], list[str]]:
-    """The runs in ``parent``, oldest first, and the names of the damaged ones."""
-    found, damaged = [], []
-    for file in parent.glob("*/run.json"):
-        try:
-            found.append(Run(RunFolder(file.parent)))
-        except ValueError:
-            damaged.append(f"{file.parent.name} (damaged)")
-    found.sort(key=lambda run: (run._description["created"], run.name))
-    return found, sorted(damaged)
+    found = list_runs(Path("runs") if folder is None else checked_path("runs folder", folder))
+    return Runs([one.run for one in found if one.run is not None], [one for one in found if one.run is None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardscope.records.regular_files import size_of
 from shardscope.runs.records import LineTail
 
 
@@ -22,11 +23,7 @@ class SampledLines:
 
     def read(self) -> list[dict[str, Any]]:
         """Return new complete records, oldest first, of ``piece_bytes`` at most."""
-        try:
-            size = self._tail.path.stat().st_size
-        except OSError:
-            self.is_behind = False
-            return []
+        size = size_of(self._tail.path)
         if size - self._tail.offset > self._max_behind_bytes:
             self._skip_to(size - self._piece_bytes)
         before, end = self._tail.offset, self._tail.offset + self._piece_bytes

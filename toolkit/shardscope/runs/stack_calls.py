@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
+from shardscope.records.regular_files import open_to_append, size_of
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.processes import signal_process, start_of
 from shardscope.runs.records import read_json, read_tail_text
@@ -52,20 +53,12 @@ class StackCalls:
                 self._write(rank, f"\nshardscope: {what}; where rank {rank} stands:\n{answer}")
 
     def _write(self, rank: int, text: str) -> None:
-        descriptor = os.open(
-            self.folder.log(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        try:
-            os.write(descriptor, text.encode(errors="replace"))
-        finally:
-            os.close(descriptor)
+        with open_to_append(self.folder.log(rank)) as file:
+            os.write(file.fileno(), text.encode(errors="replace"))
 
     def _answer(self, rank: int) -> str:
         path = self.folder.stacks(rank)
-        try:
-            grown = path.stat().st_size - self.marks.get(rank, 0)
-        except OSError:
-            grown = 0
+        grown = size_of(path) - self.marks.get(rank, 0)
         if grown > 0:
             return read_tail_text(path, min(grown, MAX_BYTES))
         pid = (read_json(self.folder.rank(rank)) or {}).get("pid")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from shardscope.runs.folder import FINAL, RunFolder, Status
-from shardscope.runs.records import finite_or_special, read_json, read_tail_text
+from shardscope.records.json_values import is_number
+from shardscope.runs.damage import SHORT_OF, check_kinds, short_words
+from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.runs.records import finite_or_special, parse_lines, read_tail
 from shardscope.runs.resume import why_not_resumable
 from shardscope.runs.run import Run
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 TAIL_BYTES = 8 * 1024
 """Read from the end of rank 0's metrics: some ten lines of a task that logs thirty metrics."""
-KNOWN_STATUSES: frozenset[str] = frozenset(get_args(Status))
-UNKNOWN = "unknown"
+DAMAGED = "damaged"
+"""The status of a folder that cannot be read; no run has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,17 +35,16 @@ class RunSummary:
     """None where the folder is damaged."""
     damage: str = ""
     """Why the folder cannot be read."""
-    status: str = UNKNOWN
-    """One of the statuses of a run, or "unknown" for anything else that a file may say."""
+    status: str = DAMAGED
+    """One of the statuses of a run, or "damaged"."""
     reason: str = ""
     created: float = 0.0
     """Seconds since the epoch; 0 where not known."""
-    description: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_living(self) -> bool:
         """Whether the run has not ended yet."""
-        return self.run is not None and self.status != UNKNOWN and self.status not in FINAL
+        return self.run is not None and self.status not in FINAL
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -109,7 +110,7 @@ class RunSummary:
     @cached_property
     def resumed_from(self) -> str | None:
         """The run whose checkpoint this one started from, by name; None if it started from the beginning."""
-        asked = self.description.get("asked")
+        asked = None if self.run is None else self.run.asked
         path = asked.get("resume") if isinstance(asked, dict) else None
         if not isinstance(path, str):
             return None
@@ -128,14 +129,7 @@ class RunSummaries:
 
     def read(self) -> list[RunSummary]:
         """Return a summary of each run, damaged ones included. Raises ``OSError`` if it cannot list them."""
-        if not self.folder.is_dir():
-            self._known = {}
-            return []
-        known: dict[Path, tuple[tuple[int, ...], RunSummary]] = {}
-        for path in self.folder.iterdir():
-            # A folder without both files is no run: users keep other things beside their runs.
-            if _is_run(path):
-                known[path] = self._summary(path)
+        known = {path: self._summary(path) for path in run_folders(self.folder)}
         self._known = known
         summaries = [summary for _, summary in known.values()]
         return sorted(summaries, key=lambda one: (one.is_living, one.created, one.name), reverse=True)
@@ -154,55 +148,66 @@ class RunSummaries:
         return changed, summarize(path, run)
 
 
+def run_folders(parent: Path) -> Iterator[Path]:
+    """Yield the folders in ``parent`` that a run made, damaged ones included; none if there is no ``parent``.
+
+    Users keep other things beside their runs. Raises ``OSError`` if ``parent`` cannot be listed.
+    """
+    try:
+        entries = list(os.scandir(parent))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        try:
+            is_folder = entry.is_dir()
+        except OSError:  # A link in a circle, or into another user's folder.
+            continue
+        path = Path(entry.path)
+        if is_folder and is_run(path):
+            yield path
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` has the name of one of the two files that every run has, whatever stands there."""
+    return os.path.lexists(path / "run.json") or os.path.lexists(path / "status.jsonl")
+
+
+def list_runs(parent: Path) -> list[RunSummary]:
+    """Return a summary of each run in ``parent``, damaged ones included, oldest first. Raises ``OSError``."""
+    return sorted(map(summarize, run_folders(parent)), key=lambda one: (one.created, one.name))
+
+
 def summarize(path: Path, run: Run | None = None) -> RunSummary:
     """Return the summary of the run in ``path``, by its handle if there is one already.
 
-    Never raises: whatever is wrong becomes the summary's ``damage``.
+    Whatever is wrong with the folder becomes the summary's ``damage``. Raises ``OSError`` where this process
+    lacks descriptors or memory.
     """
+    folder = RunFolder(path)
     try:
-        folder = RunFolder(path)
+        check_kinds(folder)
         run = Run(folder) if run is None else run
-        description = read_json(folder.run_json) or {}
-        status = run.status
-        known = status if status in KNOWN_STATUSES else UNKNOWN
-        return RunSummary(
-            name=path.name,
-            run=run,
-            status=known,
-            reason=run.reason if known != UNKNOWN else "status.jsonl holds a status that no run has",
-            created=_number(description.get("created")) or 0.0,
-            description=description,
-        )
+        return RunSummary(name=path.name, run=run, status=run.status, reason=run.reason, created=run.created)
     except Exception as error:  # One damaged folder must not hide the others.
-        words = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-        short = words.replace(f"{path.absolute()}{os.sep}", "")
-        return RunSummary(name=path.name, run=None, damage=short, created=_modified(path) / 1e9)
+        if isinstance(error, OSError) and error.errno in SHORT_OF:
+            raise
+        damage = short_words(folder, error)
+        return RunSummary(name=path.name, run=None, damage=damage, created=_modified(path) / 1e9)
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the last value of each metric in the tail of ``path``, a file of JSON lines."""
     found: dict[str, Any] = {}
-    text = read_tail_text(path, TAIL_BYTES)
+    data = read_tail(path, TAIL_BYTES)
     # A line without its newline is still being written; the first one may have been cut.
-    for line in reversed(text[: text.rfind("\n") + 1].splitlines()):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found = {**{name: finite_or_special(value) for name, value in record.items()}, **found}
+    for record in reversed(parse_lines(data[: data.rfind(b"\n") + 1]).records):
+        found = {**{name: finite_or_special(value) for name, value in record.items()}, **found}
     return found
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return path.is_dir() and ((path / "run.json").exists() or (path / "status.jsonl").exists())
-    except OSError:  # Another user's folder, or a link in a circle.
-        return False
+    # A loss may be infinite, or not a number.
+    return float(value) if isinstance(value, float) or is_number(value) else None
 
 
 def _modified(path: Path) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
+from shardscope.records.regular_files import open_to_append
 from shardscope.runs import processes
 from shardscope.runs.beside import LOOK_SECONDS, Beside
 from shardscope.runs.causes import Failure, all_failures, died_untimely
@@ -25,7 +26,7 @@ from shardscope.runs.environment import launcher_environment
 from shardscope.runs.folder import RunFolder, Status
 from shardscope.runs.left_behind import LeftBehind
 from shardscope.runs.new_secrets import SecretReceiver
-from shardscope.runs.records import LineTail, delete_halves, open_log, read_json, read_lines, write_json
+from shardscope.runs.records import LineTail, delete_halves, read_json, read_lines, write_json
 from shardscope.runs.stopping import who_asked
 from shardscope.runs.story import Story, tell
 from shardscope.runs.verdict import Evidence, Verdict, decide_status
@@ -91,7 +92,7 @@ class Supervisor:
         self._finish()
 
     def _start_launcher(self) -> None:
-        with open_log(self.folder.launcher_log) as log:
+        with open_to_append(self.folder.launcher_log) as log:
             self.launcher = subprocess.Popen(
                 [
                     sys.executable,

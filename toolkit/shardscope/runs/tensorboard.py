@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardscope.runs.records import finite_or_special, open_log
+from shardscope.records.regular_files import open_to_append
+from shardscope.runs.records import finite_or_special
 
 NOT_METRICS = ("step", "rank", "time")
 MAX_STEP = 2**63 - 1
@@ -36,7 +37,7 @@ class ScalarFile:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             self._path = self.folder / f"events.out.tfevents.{int(time.time())}.shardscope"
             data = framed(_version(time.time())) + data
-        with open_log(self._path) as file:
+        with open_to_append(self._path) as file:
             file.write(data)
 
 

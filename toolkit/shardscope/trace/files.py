@@ -57,7 +57,7 @@ def trace_files(source: object) -> list[Path]:
 def read_bytes(path: Path) -> bytes:
     """All of one trace file, gunzipped if it is gzip. Raises ``ValueError`` for all but regular files."""
     if path.is_symlink():
-        refuse_file(path, "is a symbolic link", f"load the file that it points to, {path.resolve()}")
+        refuse_file(path, "is a symbolic link", f"load the file that it points to, {_target(path)}")
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer that may never come.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -79,6 +79,13 @@ def read_bytes(path: Path) -> bytes:
         if status.st_size > MAX_JSON_BYTES:
             _refuse_size(path)
         return file.read()
+
+
+def _target(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # A link in a circle.
+        return path.readlink()
 
 
 def _gunzip(path: Path, file: BinaryIO, packed_bytes: int) -> bytes:

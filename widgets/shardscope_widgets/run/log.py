@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets as widgets
 
 import shardscope as ss
+from shardscope.records.regular_files import check_regular
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.log_search import MAX_MATCHES, LogSearch
 from shardscope.runs.records import read_tail_text
@@ -103,10 +104,10 @@ class RunLog(widgets.VBox):
 
     def _show_end(self, path: Path, has_ended: bool) -> None:
         try:
-            stat = path.stat()
-            size, changed = stat.st_size, stat.st_mtime_ns
+            status = check_regular(path)
         except OSError:
-            size, changed = 0, 0
+            status = None
+        size, changed = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
         # The supervisor masks secrets in place: the length of the file does not change.
         seen = (path, size, changed, has_ended)
         if seen == self._seen:

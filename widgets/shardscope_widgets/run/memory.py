@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import shardscope as ss
+from shardscope.records.regular_files import check_regular
 from shardscope.runs.folder import RunFolder
 from shardscope.runs.measured import measured_memory
 from shardscope.runs.memory_by_rank import memory_by_rank, predicted_tensors_by_component
@@ -59,6 +60,7 @@ class RunMemory:
 
 def _changed(folder: RunFolder, rank: int) -> int:
     try:
-        return folder.what_it_was(rank).stat().st_mtime_ns
+        status = check_regular(folder.what_it_was(rank))
     except OSError:
         return 0
+    return 0 if status is None else status.st_mtime_ns

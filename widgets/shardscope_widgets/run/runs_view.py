@@ -17,7 +17,7 @@ from shardscope.runs.compare import Runs
 from shardscope.runs.folder import FINAL
 from shardscope.runs.free_memory import TooLittleFreeError
 from shardscope.runs.resume import resume_run
-from shardscope.runs.summaries import RunSummaries, RunSummary
+from shardscope.runs.summaries import RunSummaries, RunSummary, run_folders
 from shardscope_widgets.kit import controls
 from shardscope_widgets.kit.clickable import Clickable, IgnoredError
 from shardscope_widgets.kit.sheet import Sheet
@@ -37,7 +37,7 @@ HINT = "Select two runs to compare them."
 def count_runs() -> int:
     """Return how many runs, damaged ones included, lie in the folder; 0 where it cannot be read."""
     try:
-        return sum(1 for _ in Path(FOLDER).glob("*/run.json"))
+        return sum(1 for _ in run_folders(Path(FOLDER)))
     except OSError:
         return 0
 

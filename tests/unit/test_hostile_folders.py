@@ -1,0 +1,428 @@
+"""Run folders that somebody else prepared: odd kinds of files in every place, odd values, hostile text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_runs import plant_text, plant_text_everywhere, write_full_run
+from tests.faults import all_of_them
+from written_runs import PLAN, write_run
+
+import shardscope as ss
+from shardscope.runs import launch as launch_module
+from shardscope.runs.folder import RunFolder
+from shardscope.runs.free_now import free_now
+from shardscope.runs.log_search import LogSearch
+from shardscope.runs.resume import why_not_resumable
+from shardscope.runs.summaries import RunSummaries
+from shardscope_widgets.kit.clickable import IgnoredError
+from shardscope_widgets.kit.static_picture import WORDS
+from shardscope_widgets.kit.view import _parts as parts_of
+from shardscope_widgets.run.runs_view import RunsView
+from shardscope_widgets.run.view import RunView
+
+HANG_SECONDS = 10.0
+"""A call that has not answered by then waits for ever, or reads without end; it takes a tenth of a second."""
+PRECIOUS = "a file of the user's\n"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class HangError(BaseException):
+    """No answer in time. No Exception: nothing that handles errors shall take it for one."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Interrupt what hangs, also in a system call."""
+
+    def give_up(*_: object) -> None:
+        raise HangError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+NAMES = (
+    *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "exits.jsonl"),
+    *("cards.jsonl", "note.json", "summary.json", "metrics.csv", "task.pkl"),
+    *("events/rank-0.jsonl", "logs/rank-0.log", "logs/launcher.log", "errors/rank-1.json"),
+    *("errors/launcher.json", "ranks/rank-0.json", "stacks/rank-0.txt", "what_it_was/rank-0.json"),
+    *("traces/rank-0.json.gz", "memory_snapshots/rank-0.pickle"),
+    *("events", "logs", "errors", "ranks", "what_it_was", "traces", "stacks", "memory_snapshots"),
+)
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(10 * 2**30)
+
+
+def sparse_after_a_line(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write(b'{"step": 1, "rank": 0}\n')
+        file.truncate(10 * 2**30)
+
+
+def bind(path: Path) -> None:
+    # A relative name: that of a socket has 107 bytes at most.
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def write(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
+
+
+LISTS = dict.fromkeys(
+    ("status", "time", "reason", "rank", "step", "loss", "pid", "started", "code", "note"), ()
+)
+ODD = {"summary": [1], "traceback": {}, "monotonic": {}, "memory": 3, "engine": [], "plan": [], "asked": 1}
+WRONG_TYPES = json.dumps({**LISTS, **ODD, "world_size": 2, "gpus": "x", "machine": 7, "predicted": 3}) + "\n"
+NUMBERS = (
+    *("time", "rank", "step", "loss", "pid", "started", "code", "monotonic", "num_steps", "step_seconds"),
+    *("memory_bytes", "peak_memory_bytes", "looks_for_stop", "created", "tokens_per_second"),
+)
+OF_NUMBERS = (
+    '{"status": "running", "world_size": 2, "utilisation_percent": [NUMBER, NUMBER], '
+    + ", ".join(f'"{name}": NUMBER' for name in NUMBERS)
+    + "}\n"
+)
+KINDS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "link to /dev/zero": link_to("/dev/zero"),
+    "link to a file": link_to("../../precious"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nothing": link_to("nothing"),
+    "folder": Path.mkdir,
+    "socket": bind,
+    "sparse": sparse,
+    "sparse after a line": sparse_after_a_line,
+    "no JSON": write("\x00nonsense\n{\n"),
+    "list": write("[1]\n"),
+    "wrong types": write(WRONG_TYPES),
+    "huge integers": write(OF_NUMBERS.replace("NUMBER", "1" + "0" * 400)),
+    "large integers": write(OF_NUMBERS.replace("NUMBER", "1" + "0" * 300)),
+    "infinite": write(OF_NUMBERS.replace("NUMBER", "1e999")),
+    "negative": write(OF_NUMBERS.replace("NUMBER", "-1")),
+    "deep": write('{"status": ' + "[" * 100_000 + "]" * 100_000 + "}\n"),
+    "deep enough": write('{"status": ' + "[" * 900 + "]" * 900 + "}\n"),
+    "many digits": write('{"status": "running", "time": ' + "9" * 2_000_000 + "}\n"),
+}
+if os.getuid() == 0:
+    KINDS["device"] = lambda path: os.mknod(path, 0o20600, os.makedev(1, 5))  # /dev/zero itself
+
+
+def plant(folder: Path, name: str, kind: str) -> None:
+    path = folder / name
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    KINDS[kind](path)
+
+
+def of_a_handle(run: ss.Run) -> Iterator[Callable[[], object]]:
+    """Every public use of a handle that somebody had before the folder was changed."""
+    yield lambda: (run.status, run.reason, run.error, run.history, run.note, run.created, run.asked)
+    yield lambda: (run.name, run.world_size, run.plan, run.gpus, run.num_steps, run.predicted_step_seconds)
+    yield lambda: (run.is_here, run.trains_the_plan, run.looks_for_stop, repr(run))
+    yield run.metrics
+    yield lambda: (run.memory(), run.memory().to_html(), run.memory().error)
+    yield lambda: run.memory().snapshot()
+    yield run.what_it_was
+    yield run.logs
+    yield lambda: run.logs(1)
+    yield run.cards
+    yield run.expected
+    yield lambda: run.follow().read()
+    yield run.trace
+    yield lambda: ss.Trace.load(run.folder)
+    yield lambda: run.wait(0)
+    yield run._repr_html_
+    yield lambda: why_not_resumable(run)
+    yield lambda: LogSearch(run.folder / "logs" / "rank-0.log", "text").look()
+    yield run.stop
+    yield lambda: run.stop(checkpoint=True)
+    yield lambda: run.press("Save and stop")
+    yield lambda: setattr(run, "note", "a new one")
+
+
+def of_a_folder(path: Path) -> Iterator[Callable[[], object]]:
+    """Every public use of a folder with runs, one of which is ``path``."""
+    parent = path.parent
+    yield lambda: ss.Run.attach(path)
+    yield lambda: ss.runs(parent).compare("whole", path.name)._repr_html_()
+    yield lambda: ss.runs(parent).compare("whole", path.name).to_frame()
+    yield lambda: ss.runs(parent).curves("loss")
+    yield lambda: free_now(parent)
+    yield lambda: launch_module._is_alive(RunFolder(path))
+
+
+def answer(call: Callable[[], object]) -> None:
+    with bounded(), suppress(ValueError):
+        call()
+
+
+def every_part(summary: Any) -> None:
+    for part in ("plan", "last", "loss", "num_steps_done", "num_steps", "seconds", "has_trace", "is_living"):
+        getattr(summary, part)
+    assert summary.failed_early in (True, False)
+    assert summary.why_not_resumable is None or isinstance(summary.why_not_resumable, str)
+    assert summary.resumed_from is None or isinstance(summary.resumed_from, str)
+
+
+def views(path: Path) -> None:
+    """The list shows both runs, and opens and compares them, whatever is in the folder."""
+    view = RunsView()
+    try:
+        assert view.num_runs == 2 and "whole" in view.table.value and path.name in view.table.value
+        found = [summary.run for summary in view._rows.values() if summary.run is not None]
+        for run in found:
+            shown = RunView()
+            try:
+                shown.run, shown._follow = None, None
+                shown.show(run)
+                shown.refresh()
+            finally:
+                shown.close()
+        if len(found) == 2:
+            view.compare(*found)
+    finally:
+        view.close()
+
+
+def check_lists(path: Path) -> None:
+    """A damaged folder is one row in every list, and hides no other."""
+    with bounded():
+        for summary in RunSummaries(path.parent).read():
+            every_part(summary)
+        found = ss.runs(path.parent)
+        names = [run.name for run in found] + [one.name for one in found.damaged]
+        assert sorted(names) == sorted(["whole", path.name])
+        assert all(one.damage for one in found.damaged)
+        frame = found.to_frame()
+        assert sorted(frame["run"]) == sorted(names) and "whole" in found._repr_html_()
+        whole = frame[frame["run"] == "whole"].iloc[0]
+        assert whole["status"] == "finished" and whole["loss"] > 0
+        for name, status, plan in zip(frame["run"], frame["status"], frame["plan"], strict=True):
+            assert status != "damaged" or ((name == path.name and " is " in plan) or "damaged" in plan), plan
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every kind of file in every place; a sample has each kind and each place some times."""
+    every = [(name, kind) for name in NAMES for kind in KINDS]
+    return every if all_of_them() else every[::17]
+
+
+@pytest.mark.parametrize(("name", "kind"), cases(), ids=lambda value: value.replace("/", "-"))
+def test_fault_55_every_call_answers_whatever_stands_in_a_files_place(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "_start_supervisor", lambda *_: None)
+    Path("precious").write_text(PRECIOUS)
+    write_run("whole", number=1)
+    path = write_full_run("odd")
+    run = ss.Run.attach(path)
+    plant(path, name, kind)
+    for call in of_a_handle(run):
+        answer(call)
+    plant(path, name, kind)  # Setting a note, or a summary that is kept, may have replaced it.
+    for call in of_a_folder(path):
+        answer(call)
+    check_lists(path)
+    with bounded():
+        views(path)
+    task = ss.Pretrain(num_steps=1)
+    answer(lambda: ss.launch(PLAN, task, name="odd", force=True))
+    with bounded():
+        assert ss.launch(PLAN, task, name="new", force=True).name == "new"
+    assert Path("precious").read_text() == PRECIOUS
+
+
+# ---------------------------------------------------------------------------- hostile text
+
+EVIL = "<img src=x onerror=alert(1)>' onfocus='alert(2)' x=\" onblur=\"alert(3)\" </script></style></title>"
+
+
+class Markup(HTMLParser):
+    """Finds elements and attributes that no view of ours writes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        # The picture of a chart for notebooks whose output is not trusted.
+        is_chart = tag == "img" and (given.get("src") or "").startswith("data:image/svg+xml;base64,")
+        if is_chart:
+            self.found += Markup(b64decode((given["src"] or "").partition(",")[2]).decode()).found
+        elif tag in ("img", "script", "iframe", "object", "embed", "a"):
+            self.found.append(tag)
+        self.found += [f"{tag} {name}" for name in given if name.startswith("on")]
+
+
+def html_of_toolkit(path: Path) -> Iterator[tuple[str, object]]:
+    """All HTML that the toolkit writes of the runs beside ``path``, and of that run."""
+    found = ss.runs(path.parent)
+    yield "runs", found._repr_html_()
+    for run in found:
+        yield run.name, run._repr_html_()
+        yield "memory", run.memory().to_html()
+        yield "compared", found.compare("whole", run)._repr_html_()
+        with suppress(ValueError):
+            trace = run.trace()
+            yield "trace", trace._repr_html_()
+            yield "kernels", trace.summary()._repr_html_()
+        with suppress(ValueError):
+            yield "plan", run.plan._repr_html_()
+            yield "plan's memory", run.plan.memory().to_html()
+
+
+def html_of_views(path: Path) -> Iterator[tuple[str, object]]:
+    """All HTML of the widgets that show these runs, and of the pictures of them in a saved notebook."""
+    view = RunsView()
+    try:
+        yield from html_of_widget("list", view)
+        for key, summary in list(view._rows.items()):
+            if summary.run is None:
+                continue
+            view.open(summary.run)
+            for whose in (0, 1, "launcher", "supervisor"):
+                view.run_view.logs.whose.value = whose
+                for words in ("", "img"):
+                    view.run_view.logs.words.value = words
+                    view.run_view.refresh()
+                    yield from html_of_widget("run", view)
+            yield "charts", json.dumps(view.run_view.figure.widget.to_dict(), default=str).replace('\\"', "'")
+            view.show_list()
+            with suppress(IgnoredError):
+                view._press(f"trace:{key}")
+                yield from html_of_widget("trace", view)
+            view.show_list()
+        runs = [summary.run for summary in view._rows.values() if summary.run is not None]
+        if len(runs) == 2:
+            view.compare(*runs)
+            yield from html_of_widget("comparison", view)
+    finally:
+        view.close()
+
+
+def html_of_widget(name: str, view: Any) -> Iterator[tuple[str, object]]:
+    for part in parts_of(view):
+        if isinstance(part, WORDS):
+            yield f"{name}, {type(part).__name__}", part.value
+    yield f"{name}, static picture", view._repr_mimebundle_()["text/html"]
+
+
+def assert_only_text(path: Path) -> None:
+    shown = ""
+    for where, html in (*html_of_toolkit(path), *html_of_views(path)):
+        assert isinstance(html, str)
+        assert not Markup(html).found, f"{where}: {Markup(html).found} in {html}"
+        shown += html
+    assert "&lt;img" in shown, "the text was shown nowhere, which proves nothing"
+
+
+def places_in(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inside in items:
+        yield (*above, key)
+        yield from places_in(inside, (*above, key))
+
+
+JSON_FILES = (
+    *("run.json", "status.jsonl", "supervisor.json", "exits.jsonl", "cards.jsonl", "note.json"),
+    *("events/rank-0.jsonl", "errors/rank-1.json", "errors/launcher.json", "ranks/rank-0.json"),
+    *("what_it_was/rank-0.json", "summary.json"),
+)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with every file, the kept summary included, and a whole one beside it."""
+    parent = tmp_path_factory.mktemp("example") / "runs"
+    write_run("whole", number=1, parent=parent)
+    path = write_full_run("odd", "failed", parent=parent)
+    ss.runs(parent).to_frame()
+    return path
+
+
+def copy_of(example: Path) -> Path:
+    """Copy with times, by which a summary knows its files."""
+    shutil.copytree(example.parent, "runs")
+    return Path("runs") / example.name
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_fault_49_text_in_any_field_of_a_run_folder_is_shown_as_text(name: str, example: Path) -> None:
+    record = json.loads((example / name).read_text().splitlines()[0])
+    every = list(places_in(record))
+    # Each value, or a key beside it; a sample takes one of each file.
+    step = 1 if all_of_them() else len(every)
+    for index, place in enumerate(every[::step]):
+        path = copy_of(example)
+        # That a damaged folder is shown at all, its name says.
+        path = path.rename(path.with_name("<img src=x onerror=alert(1)>"))
+        plant_text(path, name, place, EVIL, is_key=index % 2 == 1)
+        assert_only_text(path)
+        shutil.rmtree("runs")
+
+
+def test_fault_49_text_everywhere_in_a_run_folder_is_shown_as_text(example: Path) -> None:
+    path = copy_of(example)
+    path = path.rename(path.with_name(EVIL.replace("/", "")))
+    plant_text_everywhere(path, EVIL)
+    assert_only_text(path)
+
+
+@pytest.mark.parametrize("status", [EVIL, "Finished", "", None, 3, ["finished"], {}, True])
+def test_fault_49_a_status_that_no_run_has_is_damage(status: object) -> None:
+    write_run("whole", number=1)
+    path = write_run(EVIL.replace("/", ""))
+    (path / "supervisor.json").unlink()
+    with (path / "status.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 1.0, "status": status, "reason": ""}) + "\n")
+    with pytest.raises(ValueError, match=r"status\.jsonl is damaged: it has the status .*, which no run has"):
+        ss.Run.attach(path)
+    assert [one.name for one in ss.runs().damaged] == [path.name]
+    assert_only_text(path)
+
+
+def test_fault_49_a_status_that_comes_later_is_not_taken() -> None:
+    path = write_run("odd", "running")
+    run = ss.Run.attach(path)
+    with (path / "status.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 1.0, "status": EVIL, "reason": EVIL}) + "\n")
+    assert run.status == "running" and EVIL not in str(run.history)

@@ -1,0 +1,59 @@
+"""Parsing JSON that anybody may have written: no number is beyond float range, and nothing nests deeply."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn, TypeGuard
+
+from shardscope.json_text import MAX_DEPTH, check_depth
+
+MAX_INT = 10**17
+"""Larger integers become floats: no count of bytes, steps or processes is as large."""
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``data``; bytes that are no UTF-8 become the replacement character.
+
+    Integers of more than 17 digits become floats. Raises ``ValueError`` for anything but an object, for
+    numbers beyond float range and for what nests deeper than :data:`shardscope.json_text.MAX_DEPTH`.
+    """
+    text = data.decode(errors="replace")
+    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+        check_depth("JSON", text)
+    value = _DECODER.decode(text)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is an integer and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is a finite number and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _int(digits: str) -> int | float:
+    # Before int(), which takes seconds for a million digits, or refuses them.
+    if len(digits) > len(str(MAX_INT)):
+        return _float(digits)
+    number = int(digits)
+    return number if abs(number) < MAX_INT else float(number)
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        _refuse(f"{digits[:20]}{'...' * (len(digits) > 20)}")
+    return number
+
+
+def _refuse(number: str) -> NoReturn:
+    raise ValueError(f"the number {number} is beyond the range of floats")
+
+
+_DECODER = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_refuse)

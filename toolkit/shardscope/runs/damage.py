@@ -1,0 +1,163 @@
+"""Checks of a run folder, which anybody may have made: kinds of files, known statuses, types of values."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from shardscope.records.json_values import is_int, is_number, parse_object
+from shardscope.records.regular_files import check_regular
+from shardscope.runs.folder import STATUSES, RunFolder
+from shardscope.runs.records import load_json
+from shardscope.validation import real_number, whole_number
+
+MAX_WORLD_SIZE = 16_384
+"""Ranks that a handle follows; a run.json with more is damaged."""
+MAX_DESCRIPTION_BYTES = 2**20
+MAX_ENTRIES = 4 * MAX_WORLD_SIZE
+"""Of one folder in a run folder; further ones are not looked at."""
+FILES = frozenset({
+    *("run.json", "status.jsonl", "control.jsonl", "supervisor.json", "supervisor.log", "task.pkl"),
+    *("exits.jsonl", "cards.jsonl", "note.json", "metrics.csv", "summary.json"),
+})  # fmt: skip
+FOLDERS = frozenset({
+    *("events", "logs", "errors", "ranks", "traces", "what_it_was", "stacks", "memory_snapshots"),
+})  # fmt: skip
+"""Folders whose files are read, each of which is a regular one."""
+SHORT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What this process or machine lacks, and no fault of a folder."""
+
+
+def check_kinds(folder: RunFolder, *, inside: bool = False) -> None:
+    """Check that every known file is a regular file, and every known folder a folder and no link.
+
+    ``inside`` checks the files in these folders, too, which takes some ten times as long. Raises
+    ``ValueError`` that names the file, and ``OSError`` if ``folder`` cannot be listed.
+    """
+    with os.scandir(folder.path) as entries:
+        for entry in entries:
+            if entry.name in FILES and not entry.is_file(follow_symlinks=False):
+                check_regular(folder.path / entry.name)
+            elif entry.name in FOLDERS:
+                if not entry.is_dir(follow_symlinks=False):
+                    raise ValueError(
+                        f"{folder.path / entry.name} is damaged: it is a file or a link, "
+                        "and a run has a folder there."
+                    )
+                if inside:
+                    _check_inside(entry.path)
+
+
+def _check_inside(path: str) -> None:
+    with os.scandir(path) as entries:
+        for entry in islice(entries, MAX_ENTRIES):
+            if not entry.is_file(follow_symlinks=False):
+                check_regular(RunFolder(path).path / entry.name)
+
+
+def read_description(folder: RunFolder) -> tuple[bytes, dict[str, Any]]:
+    """Return ``run.json`` as it stands, and parsed. Raises ``ValueError`` for what no run has written."""
+    try:
+        data = load_json(folder.run_json, MAX_DESCRIPTION_BYTES)
+        return data, _checked_description(parse_object(data))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in SHORT_OF:
+            raise
+        raise _damaged(folder, "run.json", error) from error
+
+
+def _checked_description(record: dict[str, Any]) -> dict[str, Any]:
+    whole_number("world_size", record.get("world_size"), low=1, high=MAX_WORLD_SIZE)
+    record["created"] = real_number("created", record.get("created", 0), low=0, high=1e12)
+    _check_types(record, _DESCRIPTION)
+    return record
+
+
+def check_transition(folder: RunFolder, record: Mapping[str, Any]) -> None:
+    """Check one line of status.jsonl. Raises ``ValueError`` for a status that no run has."""
+    try:
+        status = record["status"]
+        if not isinstance(status, str) or status not in STATUSES:
+            raise ValueError(f"it has the status {_shown(status)}, which no run has")
+        _check_types(record, _TRANSITION)
+    except ValueError as error:
+        raise _damaged(folder, "status.jsonl", error) from error
+
+
+def check_supervisor(folder: RunFolder) -> None:
+    """Check supervisor.json, if it is there. Raises ``ValueError``, or ``OSError`` if it cannot be read."""
+    try:
+        _check_types(parse_object(load_json(folder.supervisor)), _SUPERVISOR)
+    except FileNotFoundError:
+        return
+    except (ValueError, RecursionError) as error:
+        raise _damaged(folder, "supervisor.json", error) from error
+
+
+def short_words(folder: RunFolder, error: Exception) -> str:
+    """Return ``error`` without the path of ``folder``, for a row that has its name already."""
+    words = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+    return words.replace(f"{folder.path}{os.sep}", "")
+
+
+def _damaged(folder: RunFolder, name: str, error: Exception) -> ValueError:
+    words = str(error).partition(" is damaged: ")[2] or str(error)
+    if isinstance(error, OSError) and error.strerror:
+        words = f"it cannot be read: {error.strerror}"
+    if isinstance(error, RecursionError):
+        words = "it nests too deeply"
+    fix = "Nearest fix: attach another run, or restore the file."
+    return ValueError(f"{folder.path / name} is damaged: {words.rstrip('.')}. {fix}")
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _check_types(record: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Check the values that are there; a record of an older version lacks some."""
+    for name, is_right in checks.items():
+        value = record.get(name)
+        if value is not None and not is_right(value):
+            raise ValueError(f"its {name} is {_shown(value)}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+_DESCRIPTION: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("name", "asked_name", "machine", "task", "device", "pythonpath"), _is_text),
+    **dict.fromkeys(("trains_the_plan", "saves_when_asked", "outlive_kernel"), _is_flag),
+    **dict.fromkeys(("predicted", "asked", "versions"), _is_mapping),
+    "num_steps": is_int,
+    "gpus": _is_list_of(is_int),
+    "sys_path": _is_list_of(_is_text),
+}
+"""The plan is checked by :meth:`shardscope.Plan.from_json`: a run whose plan is unreadable is still a run."""
+_TRANSITION: Mapping[str, Callable[[Any], bool]] = {
+    "time": is_number,
+    "reason": _is_text,
+    "error": _is_text,
+}
+_SUPERVISOR: Mapping[str, Callable[[Any], bool]] = {
+    "pid": is_int,
+    "started": is_number,
+    "machine": _is_text,
+}

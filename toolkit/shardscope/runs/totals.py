@@ -1,0 +1,175 @@
+"""Totals of a run's metrics, for lists of runs: computed once, and kept in the folder of an ended run.
+
+``summary.json`` has no status, and is believed only where it names the very files that it was computed from,
+by size and time. Whoever could forge it could forge the metrics as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardscope.records.json_values import is_int, is_number
+from shardscope.records.regular_files import check_regular, size_of
+from shardscope.runs.folder import FINAL, RunFolder
+from shardscope.runs.metrics_table import curve
+from shardscope.runs.records import LineTail, finite_or_special, parse_lines, read_json, read_tail, write_json
+
+if TYPE_CHECKING:
+    from shardscope.runs.run import Run
+
+TAIL_BYTES = 2**20
+"""Read from the end of each rank's metrics for the last loss and the median step: thousands of steps."""
+ALL_TAILS_BYTES = 2**26
+MAX_STEPS_BYTES = 2**30
+"""Of all ranks' metrics, in which steps are counted."""
+# As ``records.encode`` writes it. In a value that is text the quotes of such words have backslashes.
+_STEP = re.compile(rb'"step":\s*(\d{1,17})(?=\s*[,}])')
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTotals:
+    """Numbers of one run; None where they are not known."""
+
+    plan: str
+    """The plan in words."""
+    num_steps: int | None = None
+    """Different steps that ranks logged."""
+    loss: float | None = None
+    """The last one, the mean over ranks."""
+    step_seconds: float | None = None
+    """The median, of the last steps if the run was long."""
+    tensor_bytes: int | None = None
+    """Measured at the peak; None where nothing tells its error."""
+    predicted_tensor_bytes: int | None = None
+    memory_error: float | None = None
+    """(predicted - measured) / measured."""
+
+
+def totals_of(run: Run) -> RunTotals:
+    """Return the totals of ``run``. Raises ``ValueError`` if one of its files is no regular file."""
+    folder = RunFolder(run.folder)
+    # Before the metrics are read: what is logged meanwhile makes the summary an old one.
+    source = _source(folder)
+    kept = _kept(folder, source)
+    if kept is not None:
+        return kept
+    from shardscope.runs.run import Run
+
+    # By a handle of its own, which goes: a handle keeps its plan and what it has read of its metrics.
+    found = _compute(Run(folder), folder)
+    if run.status in FINAL:
+        _keep(folder, found, source)
+    return found
+
+
+def records_of(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield what ranks logged, as ``run.metrics()`` has it, and keep none of it.
+
+    Raises ``ValueError`` if one of the files is no regular file.
+    """
+    folder = RunFolder(run.folder)
+    for rank in range(run.world_size):
+        check_regular(folder.events(rank))
+        for lines in LineTail(folder.events(rank)).pieces():
+            yield from map(_as_logged, parse_lines(lines).records)
+
+
+def _compute(run: Run, folder: RunFolder) -> RunTotals:
+    from shardscope.runs.measured import predicted_tensors
+    from shardscope.timing.calibration_runs import median_step
+
+    tail_bytes = min(TAIL_BYTES, ALL_TAILS_BYTES // run.world_size)
+    latest = [
+        _as_logged(record)
+        for rank in range(run.world_size)
+        # The first line of a tail is rarely whole.
+        for record in parse_lines(read_tail(folder.events(rank), tail_bytes)).records
+    ]
+    losses, step = curve(latest, "loss"), median_step(latest)
+    memory = run.memory()
+    error = memory.error if memory.tensor_bytes else None
+    return RunTotals(
+        plan=_plan_words(run),
+        num_steps=_count_steps([folder.events(rank) for rank in range(run.world_size)]),
+        loss=losses[max(losses)] if losses else None,
+        step_seconds=step[1] if step else None,
+        tensor_bytes=memory.tensor_bytes if error is not None else None,
+        predicted_tensor_bytes=None if memory.predicted is None else predicted_tensors(memory.predicted),
+        memory_error=error,
+    )
+
+
+def _count_steps(files: list[Path]) -> int | None:
+    if sum(map(size_of, files)) > MAX_STEPS_BYTES:
+        return None
+    steps: set[bytes] = set()
+    for file in files:
+        for lines in LineTail(file).pieces():
+            steps.update(_STEP.findall(lines))
+    return len(steps)
+
+
+def _plan_words(run: Run) -> str:
+    try:
+        plan = run.plan
+    except ValueError:
+        return "cannot be read"
+    return f"{plan.architecture.name}, {plan.cluster}, {plan.layout.description}"
+
+
+def _as_logged(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: finite_or_special(value) for name, value in record.items()}
+
+
+# ---- summary.json
+
+
+def _source(folder: RunFolder) -> str:
+    """Name the files that totals are computed from: each by size and time, and this version's formulas."""
+    from shardscope import __version__
+
+    parts = [__version__, _stamp(folder.run_json)]
+    for path in (folder.events(0).parent, folder.what_it_was(0).parent):
+        try:
+            with os.scandir(path) as entries:
+                parts += sorted(f"{entry.name} {_stamp(Path(entry.path))}" for entry in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()
+
+
+def _stamp(path: Path) -> str:
+    status = check_regular(path)
+    return "" if status is None else f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _kept(folder: RunFolder, source: str) -> RunTotals | None:
+    record = read_json(folder.summary)
+    if record is None or record.pop("source", None) != source or not isinstance(record.get("plan"), str):
+        return None
+    whole = ("num_steps", "tensor_bytes", "predicted_tensor_bytes")
+    for name, value in record.items():
+        if name == "plan" or value is None:
+            continue
+        if name in ("loss", "step_seconds", "memory_error"):
+            record[name] = value = finite_or_special(value)
+            is_right = isinstance(value, float) or is_number(value)
+        else:
+            is_right = name in whole and is_int(value) and value >= 0
+        if not is_right:
+            return None
+    return RunTotals(**record)
+
+
+def _keep(folder: RunFolder, found: RunTotals, source: str) -> None:
+    """Write ``summary.json`` into a folder of this user's; others' folders stay as they are."""
+    with contextlib.suppress(OSError):
+        if hasattr(os, "getuid") and folder.path.stat().st_uid == os.getuid():
+            write_json(folder.summary, {**asdict(found), "source": source})
