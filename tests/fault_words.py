@@ -10,7 +10,7 @@ ROOMS = {
     33: "What the planner reads",
     38: "Traces and snapshots",
     42: "Widgets",
-    51: "Found by attack",
+    50: "Found by attack",
     62: "Found in a browser",
 }
 """The first number of each part of the table."""
@@ -217,6 +217,18 @@ FAULTS = {
         "GitHub's and nbviewer's pages are not ours to test; what they read is in the file.",
     ),
     48: Fault("No network", "Everything works; no request leaves the machine, which the browser asserts."),
+    50: Fault(
+        "A stranger's checkpoint, whose pickles run code, lies beside the user's runs under the name of one of "
+        "them, and the task has `resume=True`",
+        "Not taken. Where Shardscope picks, here and in the Runs tab, it takes only checkpoints whose manifest has "
+        "an HMAC under the user's own key (`~/.local/state/shardscope/checkpoint.key`). Others, older ones "
+        "without a manifest too, are named with the reason, and with the path by which they are taken all the "
+        "same: read so, a pickle that asks for anything but tensors, plain values and its format's classes is "
+        "refused by the name of file and class.",
+        "The HMAC covers pickles, position and random states, and the size of every file, but not the values of "
+        "tensors. DeepSpeed's loss scaler of fp16, and a checkpoint with its state on NVMe: no test here "
+        "writes these.",
+    ),
     51: Fault(
         "SIGCHLD is ignored in the kernel (`env --ignore-signal=CHLD`), so exit codes are lost",
         "The true end. Supervisor and launcher reset the signal, and a run is finished only where each rank "

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardscope.runs.folder import FINAL, RunFolder
 from shardscope.runs.records import read_json
-from shardscope.training.checkpoint_folders import (
-    POSITION_FILE,
-    checkpoint_in,
-    earlier_checkpoint,
-    newest_checkpoint,
-)
+from shardscope.training.checkpoint_choice import choose_for_resume
+from shardscope.training.checkpoint_folders import POSITION_FILE
 from shardscope.validation import refuse
 
 if TYPE_CHECKING:
@@ -69,18 +65,6 @@ def why_not_resumable(run: Run) -> str | None:
     return None
 
 
-def checkpoint_to_resume(folder: Path, description: Mapping[str, Any]) -> Path | None:
-    """Return the newest complete checkpoint of the run in ``folder``, or the one that it started from."""
-    own = newest_checkpoint(folder)
-    if own is not None:
-        return own
-    asked = description.get("asked")
-    before = asked.get("resume") if isinstance(asked, Mapping) else None
-    if before is True:
-        return earlier_checkpoint(folder)
-    return checkpoint_in(Path(before)) if isinstance(before, str) else None
-
-
 class _CannotResumeError(Exception):
     """``reason`` is a clause without its end, ``fix`` the nearest fix."""
 
@@ -97,7 +81,14 @@ def _resuming_task(run: Run, description: Mapping[str, Any]) -> TextTask:
         raise _CannotResumeError("the run has finished", "launch a task with resume= and a larger num_steps")
     # Checked before the checkpoint: a function that saved nothing would not be resumable with one either.
     kind = _task_class(description)
-    checkpoint = checkpoint_to_resume(run.folder, description)
+    choice = choose_for_resume(run.folder, description)
+    checkpoint = choice.checkpoint
+    if checkpoint is None and choice.not_taken:
+        newest = choice.not_taken[0]
+        raise _CannotResumeError(
+            f"your own launches on this machine saved no checkpoint of it ({newest.path.name}: {newest.why})",
+            f"if you trust it, launch a task with resume={str(newest.path)!r}",
+        )
     if checkpoint is None:
         raise _CannotResumeError("the run saved no complete checkpoint", "launch it again")
     done = (read_json(checkpoint / POSITION_FILE) or {}).get("num_steps_done")
